@@ -34,9 +34,9 @@ from bench import memory, peers, private
 from bench.process import take_along
 from bench.report import Aim, Spread, aims_table, machine, publish, spread, table
 from covey.federated import FedAvg
-from covey.federated.context import VARIABLE
+from covey.federated.context import CONTEXT_VARIABLE
 from covey.federated.device.client import Device
-from covey.federated.model_codec import raw
+from covey.federated.model_codec import view_bytes
 from covey.federated.simulation.simulator import simulate
 from covey.transport.address import find_free_port
 
@@ -70,7 +70,9 @@ def cluster(size: int, servers: int, threshold: int, durability: str, **settings
         try:
             assert up.stdout is not None and "started" in up.stdout.readline(), "the cluster did not start"
             children = psutil.Process(up.pid).children()
-            chosen, scheduler = ([p for p in children if f'"{role}"' in p.environ().get(VARIABLE, "")] for role in ROLES)
+            chosen, scheduler = (
+                [p for p in children if f'"{role}"' in p.environ().get(CONTEXT_VARIABLE, "")] for role in ROLES
+            )
             yield Running([f"http://127.0.0.1:{first + n}" for n in range(servers)], chosen, scheduler)
         finally:
             up.terminate()
@@ -114,9 +116,9 @@ def _prepare(url: str, number: int) -> bytes:
         task = device.join()
         assert task is not None
         fields = {"fl_id": device.fl_id, "iteration": str(task.iteration), "ticket": task.ticket, "data_size": "10"}
-        head = task._layout.head({**fields, "timestamp": str(int(1000 * time.time()))})
-        length = len(head) + raw(task.flat).nbytes
-        _prepare.data = raw(task.flat)  # type: ignore[attr-defined]
+        head = task._layout.encode_header({**fields, "timestamp": str(int(1000 * time.time()))})
+        length = len(head) + view_bytes(task.flat).nbytes
+        _prepare.data = view_bytes(task.flat)  # type: ignore[attr-defined]
         return b"POST /updateModel HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % length + head
 
 

@@ -43,7 +43,7 @@ def _live(urls: list[str], numbers: range) -> None:
     with Device(urls, data_size=1) as device:  # one connection, many devices
         for number in numbers:
             device.fl_id = f"device-{number}"
-            device.counted(0)
+            device.mark_counted(0)
             task = device.join()
             while task is not None and not task.send(values):
                 task = device.join()

@@ -29,8 +29,8 @@ from tests.requirements import API_SERVER
 from bench import peers
 from bench.process import take_along
 from bench.report import Aim, aims_table, machine, publish, spread, table
-from covey.kubernetes.api_client import CRD, MSJOB, NAMESPACE, POD, Api, ApiError, Thing, connect
-from covey.kubernetes.crd import msjob
+from covey.kubernetes.api_client import CRD, MSJOB, NAMESPACE, POD, Api, ApiError, KubeObject, connect
+from covey.kubernetes.crd import make_msjob_crd
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS = ROOT / "bench" / "scripts"
@@ -47,7 +47,7 @@ class Run(NamedTuple):
     first: float  # from the first create to the first pod
 
 
-def job(name: str, pods: int, restart: str = "Never") -> Thing:
+def job(name: str, pods: int, restart: str = "Never") -> KubeObject:
     container = {"name": "mindspore", "image": "some", "command": ["train"]}
     worker = {"replicas": pods, "restartPolicy": restart, "template": {"spec": {"containers": [container]}}}
     return {
@@ -134,7 +134,7 @@ async def ready(api: Api, namespace: str, watched: Watched) -> None:
     await watched.until(lambda: "warm-worker-0" in watched.names)
 
 
-async def apply(api: Api, namespace: str, jobs: list[Thing], at_once: int = 10) -> None:
+async def apply(api: Api, namespace: str, jobs: list[KubeObject], at_once: int = 10) -> None:
     for number in range(0, len(jobs), at_once):
         await asyncio.gather(*(api.create(MSJOB, namespace, each) for each in jobs[number : number + at_once]))
 
@@ -255,7 +255,7 @@ def _steps(kubernetes: Kubernetes, pod: str) -> list[float]:
     return [float(line.split()[1]) for line in kubernetes.kubelet.log(pod).splitlines() if line.startswith("STEP")]
 
 
-async def _report(api: Api, namespace: str, name: str, phase: str, state: Thing) -> None:
+async def _report(api: Api, namespace: str, name: str, phase: str, state: KubeObject) -> None:
     status = {"name": "mindspore", "image": "some", "imageID": "", "ready": False, "restartCount": 0, "state": state}
     await api.patch(POD, namespace, name, {"status": {"phase": phase, "containerStatuses": [status]}}, "status")
 
@@ -263,7 +263,7 @@ async def _report(api: Api, namespace: str, name: str, phase: str, state: Thing)
 async def measure(server: Server, folder: Path, quick: bool) -> dict[str, Any]:
     kubeconfig = server.kubeconfig(folder / "kubeconfig")
     api = connect(str(kubeconfig))
-    await api.create(CRD, "", msjob())
+    await api.create(CRD, "", make_msjob_crd())
     while True:
         try:
             await api.list(MSJOB)

@@ -18,14 +18,21 @@ import numpy as np
 from bench.report import Aim, table
 from covey.federated import FedAvg
 from covey.federated.device.client import Device
-from covey.federated.model_codec import Layout
-from covey.federated.simulation.privacy_pipeline import Treatment
+from covey.federated.model_codec import ModelLayout
+from covey.federated.simulation.privacy_pipeline import PrivacyOptions
 from covey.federated.simulation.simulator import simulate
-from covey.federated.update_compression import NONE
+from covey.federated.update_compression import NO_COMPRESSION
 
 EXPANSION = 1.73  # of the paper (Bonawitz 2017) for 1,024 users with 2^20 values of 16 bits
 SERVER_S = 5.0
-KINDS = [(NONE, 1.0), ("QUANT", 1.0), ("TOP_K", 0.1), ("TOP_K", 0.02), ("DIFF_SPARSE_QUANT", 0.4), ("DIFF_SPARSE_QUANT", 0.1)]
+KINDS = [
+    (NO_COMPRESSION, 1.0),
+    ("QUANT", 1.0),
+    ("TOP_K", 0.1),
+    ("TOP_K", 0.02),
+    ("DIFF_SPARSE_QUANT", 0.4),
+    ("DIFF_SPARSE_QUANT", 0.1),
+]
 
 
 class Gone(Exception):
@@ -38,13 +45,13 @@ class Counting(Device):
     sent = received = 0
     leaves = False
 
-    def update(self, arrays: Mapping[str, Any], fields: dict[str, str], layout: Layout | None = None) -> bool:
+    def update(self, arrays: Mapping[str, Any], fields: dict[str, str], layout: ModelLayout | None = None) -> bool:
         if self.leaves:
             raise Gone
         return super().update(arrays, fields, layout)
 
-    def _request(self, path: str, pieces: list[bytes | memoryview], content_type: str) -> tuple[str, memoryview]:
-        kind, body = super()._request(path, pieces, content_type)
+    def _send_request(self, path: str, pieces: list[bytes | memoryview], content_type: str) -> tuple[str, memoryview]:
+        kind, body = super()._send_request(path, pieces, content_type)
         if path != "startFLJob":
             self.sent += sum(len(piece) for piece in pieces)
             self.received += len(body)
@@ -92,7 +99,7 @@ def measure_small(devices: int, rounds: int) -> list[dict[str, Any]]:
     """Bytes of values and accuracy of each compression, on the embedded digits."""
     found = []
     for kind, rate in KINDS:
-        last = list(simulate(devices, rounds, FedAvg(), treatment=Treatment(compress=kind, sparse_rate=rate)))[-1]
+        last = list(simulate(devices, rounds, FedAvg(), treatment=PrivacyOptions(compress=kind, sparse_rate=rate)))[-1]
         found.append({"kind": kind, "rate": rate, "bytes": last.sent_bytes, "accuracy": last.accuracy})
     return found
 

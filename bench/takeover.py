@@ -24,7 +24,7 @@ from bench.cluster import _free_port
 from bench.formation import BIN
 from bench.process import take_along
 from bench.report import Aim, Spread, aims_table, machine, publish, spread, table
-from covey.cli.scheduler_client import look
+from covey.cli.scheduler_client import fetch_view
 from covey.core.types import Phase
 from covey.errors import PeerError
 from covey.runtime.node_runtime import SchedulerAddress
@@ -86,7 +86,7 @@ async def leader(door: SchedulerAddress, other_than: int = 0) -> int:
     async with asyncio.timeout(LIMIT_S):
         while True:
             with contextlib.suppress(PeerError):
-                view = await look(door)
+                view = await fetch_view(door)
                 pid = next(node.pid for node in view.nodes if node.role == "scheduler")
                 if view.phase is Phase.READY and pid != other_than:
                     return pid

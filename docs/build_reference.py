@@ -17,14 +17,14 @@ from covey.core import messages
 from covey.core.cluster.view import ClusterView, NodeView
 from covey.core.incidents import Outcome, Stage, Total
 from covey.core.types import Phase, Role
-from covey.errors import HELP, ExitCode
-from covey.federated.scheduler.management_api import FEDERATED
+from covey.errors import EXIT_CODE_HELP, ExitCode
+from covey.federated.scheduler.management_api import FEDERATED_OPERATIONS
 from covey.federated.server import openapi as devices
-from covey.kubernetes.operator_metrics import Metrics
+from covey.kubernetes.operator_metrics import OperatorMetrics
 from covey.management import cluster_metrics
-from covey.management.openapi import COMMON, Operation
-from covey.management.training_api import OPERATIONS as TRAINING
-from covey.settings import TABLE, Settings, rendered
+from covey.management.openapi import COMMON_OPERATIONS, Operation
+from covey.management.training_api import ALL_OPERATIONS as TRAINING_OPERATIONS
+from covey.settings import TABLE, Settings, format_value
 
 FOLDER = Path(__file__).parent / "reference"
 MADE = "Made from the code by `docs/build_reference.py`.\n"
@@ -57,7 +57,12 @@ def _cell(text: str) -> str:
 def settings() -> str:
     default = Settings()
     rows = (
-        (f"`{var.variable}`", rendered(getattr(default, field)) or "-", var.description, var.kind.allowed.removesuffix(" is"))
+        (
+            f"`{var.variable}`",
+            format_value(getattr(default, field)) or "-",
+            var.description,
+            var.kind.allowed_text.removesuffix(" is"),
+        )
         for field, var in TABLE.items()
     )
     return f"# Settings\n\n{MADE}\n" + table(("variable", "default", "meaning", "what is allowed"), rows)
@@ -84,14 +89,14 @@ def _helps(group: click.Group, path: str) -> Iterator[tuple[str, str]]:
 def rest() -> str:
     of_devices = (
         (method.upper(), f"`{path}`", operation.get("summary", operation.get("description", "")))
-        for path, methods in devices.document()["paths"].items()
+        for path, methods in devices.build_document()["paths"].items()
         for method, operation in methods.items()
     )
     return (
         f"# REST\n\n{MADE}\nEvery port describes itself at `GET /openapi.json`. An answer that is no success is"
         ' `{"error_message": ..., "code": "1"}`.\n'
-        f"\n## The scheduler of a training\n\n{_operations(TRAINING)}"
-        f"\n## The scheduler of a federation\n\n{_operations((*COMMON, *FEDERATED))}"
+        f"\n## The scheduler of a training\n\n{_operations(TRAINING_OPERATIONS)}"
+        f"\n## The scheduler of a federation\n\n{_operations((*COMMON_OPERATIONS, *FEDERATED_OPERATIONS))}"
         f"\n## Servers, for devices\n\n{table(('method', 'path', 'what'), of_devices)}"
     )
 
@@ -135,7 +140,7 @@ def _type(hint: Any) -> str:
 
 
 def exit_codes() -> str:
-    rows = ((str(int(code)), FAMILIES.get(code // 10, ""), HELP.get(code, "it went well")) for code in ExitCode)
+    rows = ((str(int(code)), FAMILIES.get(code // 10, ""), EXIT_CODE_HELP.get(code, "it went well")) for code in ExitCode)
     return f"# Exit codes\n\n{MADE}\n" + table(("code", "family", "meaning"), rows)
 
 
@@ -148,12 +153,12 @@ def metric_texts() -> dict[str, bytes]:
     federated = ClusterView(
         *("c", Phase.READY, "", 1, 0, 1, 0.0, 1.0, []),
         counters=dict.fromkeys(counted, 1.0),
-        gauges={name: 1.0 for name in cluster_metrics.OTHERS if name.startswith("federated") and name not in counted},
+        gauges={name: 1.0 for name in cluster_metrics.OTHER_METRICS if name.startswith("federated") and name not in counted},
     )
     return {
         "The scheduler of a training": cluster_metrics.render(training, "1"),
         "The scheduler of a federation": cluster_metrics.render(federated, "1"),
-        "The operator": Metrics().text(),
+        "The operator": OperatorMetrics().render(),
     }
 
 

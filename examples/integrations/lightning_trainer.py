@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import covey
-from covey.integrations.lightning import Strategy  # added
+from covey.integrations.lightning import CoveyStrategy  # added
 
 
 class Digits(lightning.LightningModule):
@@ -44,7 +44,7 @@ def main():
     model = Digits(train[0][0].numel())
     trainer = lightning.Trainer(
         max_epochs=6,
-        strategy=Strategy(),  # added
+        strategy=CoveyStrategy(),  # added
         gradient_clip_val=1.0,
         callbacks=[EarlyStopping("accuracy", mode="max", patience=6)],
         logger=False,

@@ -28,7 +28,7 @@ class ExitCode(IntEnum):
     DISK = 41
 
 
-HELP: dict[ExitCode, str] = {
+EXIT_CODE_HELP: dict[ExitCode, str] = {
     ExitCode.BAD_SETTING: "a setting, variable or option has a value that is not allowed: correct it",
     ExitCode.PORT_IN_USE: "a port given by you is taken: choose another or end its holder",
     ExitCode.BAD_TLS: "a certificate, key, password or list for TLS is not usable",

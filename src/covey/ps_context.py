@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 from covey.errors import UsageError
 
-Value = bool | int | str
+ContextValue = bool | int | str
 
-DEFAULTS: Mapping[str, Value] = {
+DEFAULTS: Mapping[str, ContextValue] = {
     "enable_ps": False,
     "config_file_path": "",
     "scheduler_manage_port": 11202,
@@ -27,49 +27,49 @@ DEFAULTS: Mapping[str, Value] = {
     "scheduler_ip": "0.0.0.0",
     "scheduler_port": 6667,
 }
-PASSWORDS = ("client_password", "server_password")
-PORTS = ("scheduler_manage_port", "scheduler_port")
+PASSWORD_KEYS = ("client_password", "server_password")
+PORT_KEYS = ("scheduler_manage_port", "scheduler_port")
 PASSWORD_MAX = 1024  # bytes, exclusive
 PORT_MAX = 65535
-NUM_MAX = 1_000_000  # nodes of one role
+NODE_COUNT_MAX = 1_000_000  # nodes of one role
 
 
-class _Context:
+class _PsContext:
     """What was set so far; whatever is missing has its default."""
 
     def __init__(self) -> None:
-        self.chosen: dict[str, Value] = {}
+        self.values: dict[str, ContextValue] = {}
 
     def __repr__(self) -> str:
-        shown = (f"{key}={'***' if key in PASSWORDS else repr(value)}" for key, value in self.chosen.items())
+        shown = (f"{key}={'***' if key in PASSWORD_KEYS else repr(value)}" for key, value in self.values.items())
         return f"ps_context({', '.join(shown)})"
 
 
-_context = _Context()
+_context = _PsContext()
 
 
-def set_ps_context(**kwargs: Value) -> None:
+def set_ps_context(**kwargs: ContextValue) -> None:
     """Set one or more keys, all of them or, when one is not allowed, none. Call it before `covey.init()`."""
     for key, value in kwargs.items():
-        _check(key, value)
-    _context.chosen.update(kwargs)
+        _check_value(key, value)
+    _context.values.update(kwargs)
 
 
-def get_ps_context(key: str) -> Value:
+def get_ps_context(key: str) -> ContextValue:
     """The value of a key: the one set, else its default."""
     _check_key(key)
-    return _context.chosen.get(key, DEFAULTS[key])
+    return _context.values.get(key, DEFAULTS[key])
 
 
 def reset_ps_context() -> None:
     """Forget all that was set."""
-    _context.chosen.clear()
+    _context.values.clear()
 
 
 def is_set(key: str) -> bool:
     """Whether the script set this key itself. Only then does it weigh more than the environment."""
     _check_key(key)
-    return key in _context.chosen
+    return key in _context.values
 
 
 def _check_key(key: str) -> None:
@@ -78,18 +78,18 @@ def _check_key(key: str) -> None:
         raise UsageError(f"ps_context has no key {key}: did you mean {near}?")
 
 
-def _check(key: str, value: object) -> None:
+def _check_value(key: str, value: object) -> None:
     _check_key(key)
     wanted = type(DEFAULTS[key])
     if type(value) is not wanted:  # exactly: True is an int to Python, and no port
         word = {bool: "True or False", int: "a whole number", str: "a string"}[wanted]
-        shown = type(value).__name__ if key in PASSWORDS else repr(value)
+        shown = type(value).__name__ if key in PASSWORD_KEYS else repr(value)
         raise UsageError(f"set_ps_context: {key} must be {word}, not {shown}")
     if isinstance(value, int):
-        most = PORT_MAX if key in PORTS else NUM_MAX
+        most = PORT_MAX if key in PORT_KEYS else NODE_COUNT_MAX
         if not 0 <= value <= most:
             raise UsageError(f"set_ps_context: {key} must be from 0 to {most}, not {value}")
-    elif isinstance(value, str) and key in PASSWORDS:
+    elif isinstance(value, str) and key in PASSWORD_KEYS:
         size = len(value.encode("utf-8", "surrogateescape"))
         if size >= PASSWORD_MAX:
             raise UsageError(f"set_ps_context: {key} must be shorter than {PASSWORD_MAX} bytes, not {size}")

@@ -14,7 +14,7 @@ import msgspec
 from covey.core.types import PHASE_MAX, Role
 from covey.errors import CoveyError, UsageError
 from covey.log import configure_logging, log
-from covey.settings import load, require_raw, suspects
+from covey.settings import check_manual_settings, load_settings, misspelled_variables
 from covey.training.collectives.communicator import Communicator
 from covey.worker.foreign_launchers import describe_refusal, find_foreign_rank
 from covey.worker.membership_thread import INCARNATION_VARIABLE, MembershipThread, scheduler_address, wait_until_cluster_ends
@@ -22,19 +22,19 @@ from covey.worker.process_exit import install_error_hook
 from covey.worker.spare import is_spare
 
 SEED_MAX: Final = 2**32 - 1
-FL_VARIABLE: Final = "COVEY_FL_CONTEXT"  # what `covey federated up` sets for its processes
+FL_CONTEXT_VARIABLE: Final = "COVEY_FL_CONTEXT"  # what `covey federated up` sets for its processes
 
 
-class _World:
+class _ScriptState:
     """One per process."""
 
     def __init__(self) -> None:
-        self.ready = False
+        self.is_initialized = False
         self.node: MembershipThread | None = None  # none: a world of one
         self.group = Communicator(None)
 
 
-_world = _World()
+_state = _ScriptState()
 
 
 def init() -> None:
@@ -44,25 +44,25 @@ def init() -> None:
     role is MS_SCHED this runs the scheduler and never returns to the training code. A wrong setting or a refusal is one
     sentence on stderr and the exit code of its family.
     """
-    if _world.ready:
+    if _state.is_initialized:
         return
     install_error_hook()
     try:
-        if sentence := _federated():
+        if sentence := _federated_blocker():
             raise UsageError(sentence)
-        loaded = load(os.environ)
+        loaded = load_settings(os.environ)
         settings = loaded.settings
         if settings.role is not None or settings.sched_host or settings.sched_port or settings.worker_num:
-            require_raw(settings)
+            check_manual_settings(settings)
             if settings.role is Role.SCHEDULER:
                 from covey.scheduler.main import run_scheduler_and_exit
 
                 run_scheduler_and_exit(loaded)
             if settings.supervise and settings.role is Role.WORKER:
-                _stay_behind()
+                _ensure_supervised()
             role = Role.SPARE if is_spare() else settings.role
             configure_logging(settings, f"{role}:{settings.node_id}" if settings.node_id else f"{role}")
-            for remark in suspects(os.environ):
+            for remark in misspelled_variables(os.environ):
                 log.warning("%s", remark)
             if settings.lccl:
                 log.info("MS_ENABLE_LCCL=1 is accepted and changes nothing: collectives run on gloo")
@@ -70,8 +70,8 @@ def init() -> None:
             place = node.join()
             if place.rank >= 0:
                 os.environ.update(RANK_ID=str(place.rank), RANK_SIZE=str(place.world), DEVICE_ID=str(place.local_rank))
-            _world.node, _world.group = node, Communicator(node)
-            node.on_program_end = _world.group.wait_for_all_ranks
+            _state.node, _state.group = node, Communicator(node)
+            node.on_program_end = _state.group.wait_for_all_ranks
             if settings.role is Role.PSERVER:
                 from covey.worker.parameter_server_role import run_parameter_server
 
@@ -81,16 +81,16 @@ def init() -> None:
             if settings.server_num:
                 from covey.worker.parameter_server_role import make_serving_settings
 
-                _world.group.serving_settings = make_serving_settings(settings)
+                _state.group.serving_settings = make_serving_settings(settings)
         elif (found := find_foreign_rank(os.environ)) is not None:
             raise UsageError(describe_refusal(found, Path(sys.argv[0]).name))
     except CoveyError as error:
         print(f"covey: {error}", file=sys.stderr, flush=True)  # noqa: T201
         sys.exit(int(error.exit_code))
-    _world.ready = True
+    _state.is_initialized = True
 
 
-def _stay_behind() -> None:
+def _ensure_supervised() -> None:
     """Once: not in a life of this process's own, nor under an agent, which does the same."""
     from covey.worker import supervisor
 
@@ -100,47 +100,47 @@ def _stay_behind() -> None:
 
 def get_rank() -> int:
     """This worker's rank, from 0. A spare waits here until it has one."""
-    return _joined().group.rank
+    return _require_initialized().group.rank
 
 
 def get_group_size() -> int:
     """How many workers there are. This and the rank may change where the world may (docs/elastic.md), inside a collective."""
-    return _joined().group.world
+    return _require_initialized().group.world
 
 
 def get_local_rank() -> int:
     """This worker's place among those of its host, from 0."""
-    node = _joined().node
+    node = _require_initialized().node
     return node.assignment.local_rank if node is not None else 0
 
 
 def get_local_rank_size() -> int:
     """How many workers this host has."""
-    node = _joined().node
+    node = _require_initialized().node
     return node.assignment.local_world if node is not None else 1
 
 
 def restart_count() -> int:
     """How many lives of this rank there were before this one."""
-    node = _joined().node
+    node = _require_initialized().node
     return node.assignment.restarts if node is not None else 0
 
 
 def is_replacement() -> bool:
     """Whether this process took the place of one that died."""
-    node = _joined().node
+    node = _require_initialized().node
     return (node is not None and node.started_as_spare) or restart_count() > 0
 
 
 def group() -> Communicator:
     """The group of all workers."""
-    return _joined().group
+    return _require_initialized().group
 
 
 def report(step: int | None = None, phase: str = "", loss: Any = None) -> None:
     """Say what this worker is doing; the next beat carries it to `covey status`, the live view and the console. What is left
     out stays as it was: in a `covey.Loop`, which tells the step itself, `covey.report(loss=loss)` is enough."""
-    node = _joined().node
+    node = _require_initialized().node
     if node is None:
         return
     before = node.progress
@@ -148,10 +148,10 @@ def report(step: int | None = None, phase: str = "", loss: Any = None) -> None:
     said = msgspec.structs.replace(
         before, step=step, phase=phase[:PHASE_MAX], in_loop=node.leaves_at_step_boundary, waiting_in=""
     )
-    node.report_progress(msgspec.structs.replace(said, loss=before.loss if loss is None else _finite(loss)))
+    node.report_progress(msgspec.structs.replace(said, loss=before.loss if loss is None else _finite_loss(loss)))
 
 
-def _finite(loss: Any) -> float:
+def _finite_loss(loss: Any) -> float:
     """A number that equals itself: two beats must be seen to say the same. A tensor's is its item."""
     value = float(loss.item() if hasattr(loss, "item") else loss)
     return value if math.isfinite(value) else math.inf
@@ -172,18 +172,18 @@ def set_seed(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _federated() -> str:
+def _federated_blocker() -> str:
     """Return why this process has no rank: it is one of a federated cluster. Return "" if it is none."""
-    if "covey.federated.context" not in sys.modules and FL_VARIABLE not in os.environ:
+    if "covey.federated.context" not in sys.modules and FL_CONTEXT_VARIABLE not in os.environ:
         return ""  # the import needs numpy
     from covey.federated import context
 
-    return context.needs_run() if context.enabled() else ""
+    return context.describe_missing_run() if context.is_enabled() else ""
 
 
-def _joined() -> _World:
-    if not _world.ready:
-        if sentence := _federated():
+def _require_initialized() -> _ScriptState:
+    if not _state.is_initialized:
+        if sentence := _federated_blocker():
             raise UsageError(sentence)
         raise UsageError("call covey.init() first: before it this process has no rank")
-    return _world
+    return _state

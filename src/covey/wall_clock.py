@@ -10,16 +10,16 @@ import os
 import time
 from pathlib import Path
 
-CLOCK_VARIABLE = "COVEY_FAULT_CLOCK"
+FAULT_CLOCK_VARIABLE = "COVEY_FAULT_CLOCK"
 
 
-def wall() -> float:
+def wall_time() -> float:
     """Seconds since 1970."""
-    named = os.environ.get(CLOCK_VARIABLE)
-    return time.time() + (_wrong_by(Path(named)) if named else 0.0)
+    named = os.environ.get(FAULT_CLOCK_VARIABLE)
+    return time.time() + (_read_clock_offset(Path(named)) if named else 0.0)
 
 
-def _wrong_by(file: Path) -> float:
+def _read_clock_offset(file: Path) -> float:
     try:
         return float(file.read_text() or 0)
     except (OSError, ValueError):  # not there yet, or being written

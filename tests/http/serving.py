@@ -20,7 +20,7 @@ from covey.core.incidents import Incident, Outcome, Stage, Total
 from covey.core.messages import KillRequest, LogChunk, RequestAccepted, ScaleAccepted, ScaleRequest, StopRequest
 from covey.core.types import NodeState, Phase, Role
 from covey.errors import PeerError
-from covey.management.http_server import Limits, Server
+from covey.management.http_server import ClientLimits, HttpServer
 from covey.management.training_api import make_app
 
 TOKEN = "tests-own-token"
@@ -118,7 +118,7 @@ def serving(
     app: ASGIApp | None = None,
     sock: socket.socket | None = None,
     ssl_context: ssl.SSLContext | None = None,
-    limits: Limits | None = None,
+    limits: ClientLimits | None = None,
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> Iterator[int]:
     """The port of a server that runs in a loop of its own, and has stopped when this ends."""
@@ -128,7 +128,7 @@ def serving(
 
     async def serve() -> None:
         assert app is not None or source is not None
-        server = Server(app or make_app(cast(Shown, source), token=TOKEN), [sock], ssl_context, limits=limits)
+        server = HttpServer(app or make_app(cast(Shown, source), token=TOKEN), [sock], ssl_context, limits=limits)
         await server.start()
         done = asyncio.Event()
         started.set_result((asyncio.get_running_loop(), done))

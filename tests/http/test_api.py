@@ -23,7 +23,7 @@ from covey.core.messages import KillRequest, ScaleRequest, StopRequest
 from covey.core.types import NodeState, Phase, Role
 from covey.errors import UsageError
 from covey.management.common_api import BODY_MAX
-from covey.management.schemas import ASKED, REASON_MAX
+from covey.management.schemas import DEFAULT_STOP_REASON, REASON_MAX
 
 WORKERS = (a_node(Role.WORKER, 0), a_node(Role.WORKER, 1, NodeState.DEAD, beat_age_s=99.0))
 
@@ -116,9 +116,9 @@ def test_a_thousand_nodes_are_told_whole(source: Shown, http: httpx2.Client) -> 
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        (b"", ASKED),
-        (b"{}", ASKED),
-        (b'{"reason": ""}', ASKED),
+        (b"", DEFAULT_STOP_REASON),
+        (b"{}", DEFAULT_STOP_REASON),
+        (b'{"reason": ""}', DEFAULT_STOP_REASON),
         (b'{"reason": "maintenance"}', "maintenance"),
         (b' {"reason": "one\\ntwo \\u001b[31m\\u0000"} ', "one two [31m"),
         ('{"reason": "Übung"}'.encode(), "Übung"),
@@ -324,7 +324,7 @@ def test_a_web_page_cannot_stop_the_cluster_without_the_token(
     assert http.post("/stop", headers=headers).status_code == status
     assert source.stops == []
     assert http.post("/stop", headers={**headers, "Authorization": f"Bearer {TOKEN}"}).status_code == 200
-    assert source.stops == [ASKED]
+    assert source.stops == [DEFAULT_STOP_REASON]
 
 
 @pytest.mark.parametrize(("headers", "status"), PAGES)

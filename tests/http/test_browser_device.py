@@ -15,15 +15,15 @@ from tests.processes.command import Shell, shells
 from tests.processes.federation import Federation
 
 from covey.federated import Device
-from covey.federated.simulation.simulator import digits
+from covey.federated.simulation.simulator import load_digits
 
 VECTORS = Path(__file__).parents[1] / "vectors" / "secure.json"
 SCRIPT = """
 import numpy as np
 import covey.federated
-from covey.federated.simulation.simulator import fresh
+from covey.federated.simulation.simulator import init_model
 
-covey.federated.run(fresh(np.random.default_rng(1)))
+covey.federated.run(init_model(np.random.default_rng(1)))
 """
 COMPUTE = """async (vectors) => {
   const m = await import("./secure.js");
@@ -67,7 +67,7 @@ def test_a_tab_takes_part_in_a_secure_round(shell: Shell, tab: Any) -> None:
     computed = tab.evaluate(COMPUTE, vectors)
     assert computed == {**{k: v for k, v in vectors.items() if k in computed}, **pick(vectors["bytes"], computed)}
 
-    data, _ = digits()
+    data, _ = load_digits()
     samples = shell.folder / "samples.json"
     samples.write_text(json.dumps({"images": data.images[:20].tolist(), "labels": data.labels[:20].tolist()}))
     changes: list[Any] = []

@@ -418,10 +418,10 @@ class Jobs:
     """What an operator has: two jobs, of which one waits."""
 
     def __init__(self) -> None:
-        self.story = EventLog()
-        self.story.add(PublishEvent("team/digits", "Recovered", "worker-1 runs again"), 1.0)
+        self.event_log = EventLog()
+        self.event_log.add(PublishEvent("team/digits", "Recovered", "worker-1 runs again"), 1.0)
 
-    async def ask(self, key: tuple[str, str], method: str, target: str, body: bytes | None) -> tuple[int, bytes]:
+    async def forward_request(self, key: tuple[str, str], method: str, target: str, body: bytes | None) -> tuple[int, bytes]:
         raise PeerError(f"{'/'.join(key)} has no scheduler here")
 
     def stream(self, key: tuple[str, str]) -> AsyncIterator[bytes]:
@@ -432,7 +432,7 @@ class Jobs:
 
     suspend = scale
 
-    def jobs(self) -> list[dict[str, Any]]:
+    def list_jobs(self) -> list[dict[str, Any]]:
         progress = {"phase": "ready", "step": 1200, "world": 4, "recovery": "recover of worker:1, 140 ms"}
         status = {"state": "Running", "workers": "4/4", "restartsTotal": 1, "progress": progress}
         waits = {"state": "Created", "workers": "0/8", "waiting": "8 pods wait for a node"}

@@ -13,12 +13,12 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.http.serving import a_node, a_view
 
 from covey.core.types import Role
-from covey.kubernetes.operator_metrics import Metrics
-from covey.management.cluster_metrics import OTHERS, render
+from covey.kubernetes.operator_metrics import OperatorMetrics
+from covey.management.cluster_metrics import OTHER_METRICS, render
 
 DASHBOARD = Path(__file__).parents[2] / "deploy" / "grafana" / "covey.json"
 COUNTED = {"federated_rounds": 1.0, "federated_missed": 0.0}
-FEDERATED = {name: 1.0 for name in OTHERS if name.startswith("federated") and name not in COUNTED}
+FEDERATED = {name: 1.0 for name in OTHER_METRICS if name.startswith("federated") and name not in COUNTED}
 UNITS = ("_milliseconds", "_ms", "_minutes", "_kb", "_mb", "_megabytes", "_percent")  # not base units
 LABELS = {"role", "state", "phase", "strategy", "outcome", "stage", "rank", "version", "cluster_id", "le", "quantile"}
 
@@ -28,7 +28,7 @@ def everything() -> list[Metric]:
     busy = msgspec.structs.replace(a_node(Role.WORKER, 3), straggles=2.5, step=7)
     training = render(msgspec.structs.replace(a_view(busy), gauges={"links": 3.0}), "1")
     federated = render(msgspec.structs.replace(a_view(counters=COUNTED), gauges=FEDERATED, worker_num=0), "1")
-    texts = (training, federated, Metrics().text())
+    texts = (training, federated, OperatorMetrics().render())
     return [family for text in texts for family in text_string_to_metric_families(text.decode())]
 
 

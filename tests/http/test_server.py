@@ -25,7 +25,7 @@ from tests.requirements import IPV6, needs
 
 from covey.core.types import Role
 from covey.management import standby_api
-from covey.management.http_server import Limits, Server
+from covey.management.http_server import ClientLimits, HttpServer
 from covey.management.training_api import make_app
 
 Loop = Callable[[], asyncio.AbstractEventLoop]
@@ -35,9 +35,13 @@ NEVER = 3600.0
 both_loops = pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
 
 
-def limits(*, connections: int = 128, request_s: float = NEVER, response_s: float = NEVER, linger_s: float = NEVER) -> Limits:
+def limits(
+    *, connections: int = 128, request_s: float = NEVER, response_s: float = NEVER, linger_s: float = NEVER
+) -> ClientLimits:
     """No limit that the test does not ask for."""
-    return Limits(connections=connections, request_s=request_s, response_s=response_s, keep_alive_s=3600, linger_s=linger_s)
+    return ClientLimits(
+        connections=connections, request_s=request_s, response_s=response_s, keep_alive_s=3600, linger_s=linger_s
+    )
 
 
 # -- rude clients ----------------------------------------------------------------------------------------------------
@@ -165,7 +169,7 @@ def test_signals_stay_the_callers_and_stopping_waits_for_nobody(loop_factory: Lo
         before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
         sock = bound()
         port = sock.getsockname()[1]
-        server = Server(make_app(Shown(a_view()), token=TOKEN), [sock], limits=limits(linger_s=SOON))
+        server = HttpServer(make_app(Shown(a_view()), token=TOKEN), [sock], limits=limits(linger_s=SOON))
         await server.start()
         assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
         idle, idle_out = await asyncio.open_connection("127.0.0.1", port)
@@ -193,7 +197,7 @@ def test_an_answer_under_way_leaves_before_the_end(loop_factory: Loop) -> None:
         sock = bound()
         port = sock.getsockname()[1]
         source = Shown(a_view())
-        server = Server(make_app(source, token=TOKEN), [sock], limits=limits())
+        server = HttpServer(make_app(source, token=TOKEN), [sock], limits=limits())
         await server.start()
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"POST /stop HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 2\r\n\r\n")
@@ -213,7 +217,7 @@ def test_an_answer_under_way_leaves_before_the_end(loop_factory: Loop) -> None:
 def test_stopping_what_never_started_and_stopping_twice_are_fine() -> None:
     async def life() -> None:
         sock = bound()
-        server = Server(make_app(Shown(a_view()), token=TOKEN), [sock])
+        server = HttpServer(make_app(Shown(a_view()), token=TOKEN), [sock])
         await server.stop()
         await server.stop()
         assert sock.fileno() == -1

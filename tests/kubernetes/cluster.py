@@ -34,12 +34,12 @@ from covey.kubernetes.api_client import (
     SERVICE,
     Api,
     ApiError,
-    Kind,
-    Thing,
+    KubeObject,
+    ResourceKind,
     connect,
 )
-from covey.kubernetes.crd import ascendjob, msjob
-from covey.kubernetes.operator import Operator, Options
+from covey.kubernetes.crd import make_ascendjob_crd, make_msjob_crd
+from covey.kubernetes.operator import Operator, OperatorOptions
 
 T = TypeVar("T")
 DEADLINE_S = 90.0
@@ -71,7 +71,7 @@ class Kubernetes:
 
     async def _prepare(self) -> None:
         """The kinds, which all tests share, and a namespace, which none do."""
-        for definition, kind in ((msjob(), MSJOB), (ascendjob(), ASCENDJOB)):
+        for definition, kind in ((make_msjob_crd(), MSJOB), (make_ascendjob_crd(), ASCENDJOB)):
             try:
                 await self.api.create(CRD, "", definition)
             except ApiError as error:
@@ -101,7 +101,7 @@ class Kubernetes:
 
         async def make() -> Operator:
             chosen = {"leader_elect": False, "namespace": self.namespace, **options}
-            return Operator(connect(str(kubeconfig)), Options(**chosen))
+            return Operator(connect(str(kubeconfig)), OperatorOptions(**chosen))
 
         operator = self.do(make())
         self._running.append(self.begin(operator.run()))
@@ -132,27 +132,27 @@ class Kubernetes:
 
     # -- objects -----------------------------------------------------------------------------------------------------
 
-    def apply(self, job: Thing) -> Thing:
+    def apply(self, job: KubeObject) -> KubeObject:
         kind = ASCENDJOB if job.get("kind") == "AscendJob" else MSJOB
         return self.do(self.api.create(kind, self.namespace, job))
 
-    def patch(self, name: str, patch: Thing, kind: Kind = MSJOB, sub: str = "") -> Thing:
+    def patch(self, name: str, patch: KubeObject, kind: ResourceKind = MSJOB, sub: str = "") -> KubeObject:
         return self.do(self.api.patch(kind, self.namespace, name, patch, sub))
 
-    def delete(self, kind: Kind, name: str, **options: Any) -> None:
+    def delete(self, kind: ResourceKind, name: str, **options: Any) -> None:
         self.do(self.api.delete(kind, self.namespace, name, **options))
 
-    def job(self, name: str, kind: Kind = MSJOB) -> Thing:
+    def job(self, name: str, kind: ResourceKind = MSJOB) -> KubeObject:
         return self.do(self.api.get(kind, self.namespace, name))
 
-    def status(self, name: str, kind: Kind = MSJOB) -> Thing:
+    def status(self, name: str, kind: ResourceKind = MSJOB) -> KubeObject:
         return self.job(name, kind).get("status") or {}
 
-    def pods(self, job: str = "") -> dict[str, Thing]:
+    def pods(self, job: str = "") -> dict[str, KubeObject]:
         page = self.do(self.api.list(POD, self.namespace, f"{JOB_LABEL}={job}" if job else ""))
         return {pod["metadata"]["name"]: pod for pod in page.items}
 
-    def services(self) -> dict[str, Thing]:
+    def services(self) -> dict[str, KubeObject]:
         return {s["metadata"]["name"]: s for s in self.do(self.api.list(SERVICE, self.namespace)).items}
 
     def events(self, job: str) -> dict[str, str]:
@@ -165,16 +165,16 @@ class Kubernetes:
     def wait(self, happened: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
         return until(happened, what, deadline_s, self.story)
 
-    def until(self, name: str, condition: str, kind: Kind = MSJOB, deadline_s: float = DEADLINE_S) -> Thing:
+    def until(self, name: str, condition: str, kind: ResourceKind = MSJOB, deadline_s: float = DEADLINE_S) -> KubeObject:
         """The job's status, as soon as a condition holds."""
 
-        def holds() -> Thing | None:
+        def holds() -> KubeObject | None:
             status = self.status(name, kind)
             over = {"Succeeded", "Failed"} & set(conditions(status)) - {condition}
             assert not over or condition in conditions(status), f"{name} is {over}, not {condition}\n{self.story()}"
             return status if condition in conditions(status) else None
 
-        found: Thing = self.wait(holds, f"{name} to be {condition}", deadline_s)
+        found: KubeObject = self.wait(holds, f"{name} to be {condition}", deadline_s)
         return found
 
     def heard(self, pod: str, words: str, deadline_s: float = DEADLINE_S) -> None:
@@ -197,12 +197,14 @@ class Kubernetes:
         return "\n".join(lines) + "\n" + self.processes.tails()
 
 
-def conditions(status: Thing) -> dict[str, Thing]:
+def conditions(status: KubeObject) -> dict[str, KubeObject]:
     """The conditions that hold."""
     return {c["type"]: c for c in status.get("conditions") or [] if c["status"] == "True"}
 
 
-def job(name: str, *, roles: dict[str, Any] | None = None, labels: Any = None, annotations: Any = None, **spec: Any) -> Thing:
+def job(
+    name: str, *, roles: dict[str, Any] | None = None, labels: Any = None, annotations: Any = None, **spec: Any
+) -> KubeObject:
     """An MSJob of small shell scripts: roles maps a role to (replicas, command) or to a whole replica spec."""
     specs = {}
     for key, given in (roles or {"Worker": (1, "true")}).items():
@@ -215,7 +217,7 @@ def job(name: str, *, roles: dict[str, Any] | None = None, labels: Any = None, a
     }
 
 
-def replica(replicas: int, command: str | list[str], restart: str = "Never", **container: Any) -> Thing:
+def replica(replicas: int, command: str | list[str], restart: str = "Never", **container: Any) -> KubeObject:
     words = ["sh", "-c", command] if isinstance(command, str) else command
     main = {"name": "mindspore", "image": "covey:test", "command": words, **container}
     template = {"spec": {"terminationGracePeriodSeconds": 1, "containers": [main]}}

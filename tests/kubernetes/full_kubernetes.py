@@ -73,6 +73,6 @@ def test_a_killed_container_is_started_again_by_the_kubelet_and_counted(whole: W
     assert status["restartsTotal"] == 1
 
     async def said() -> list[str]:
-        return [line async for line in whole.api.log(whole.namespace, "twice-worker-0", "mindspore", follow=False)]
+        return [line async for line in whole.api.stream_log(whole.namespace, "twice-worker-0", "mindspore", follow=False)]
 
     assert "again" in "".join(whole.do(said()))

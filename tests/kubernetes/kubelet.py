@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.core.jobs.timestamps import format_timestamp
-from covey.kubernetes.api_client import CONFIG_MAP, NODE, POD, SECRET, SERVICE, Api, ApiError, Thing
+from covey.kubernetes.api_client import CONFIG_MAP, NODE, POD, SECRET, SERVICE, Api, ApiError, KubeObject
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -44,7 +44,7 @@ class Container:
         self.node = node
         self.process: asyncio.subprocess.Process | None = None
         self.restarts = 0
-        self.verdict: Thing | None = None  # a status that stands whatever the process does
+        self.verdict: KubeObject | None = None  # a status that stands whatever the process does
         self.task: asyncio.Task[None] | None = None
         self.began = 0.0
 
@@ -137,7 +137,7 @@ class Kubelet:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _see(self, pod: Thing) -> None:
+    async def _see(self, pod: KubeObject) -> None:
         metadata, spec = pod["metadata"], pod["spec"]
         name = metadata["name"]
         container = self._containers.get(name)
@@ -162,7 +162,7 @@ class Kubelet:
         elif container is None:
             await self._bind(pod)
 
-    def _gone(self, pod: Thing) -> None:
+    def _gone(self, pod: KubeObject) -> None:
         container = self._containers.get(pod["metadata"]["name"])
         if container is not None and container.uid == pod["metadata"]["uid"]:
             if container.node not in self.lost:
@@ -175,7 +175,7 @@ class Kubelet:
         await asyncio.sleep(grace)
         container.signal(signal.SIGKILL)
 
-    async def _bind(self, pod: Thing) -> None:
+    async def _bind(self, pod: KubeObject) -> None:
         metadata = pod["metadata"]
         name = metadata["name"]
         fits = [node for node in self.nodes if node not in self.lost and node not in _excluded(pod)]
@@ -193,7 +193,7 @@ class Kubelet:
                 await self._api.create(POD, self._namespace, target, name, "binding")
         container.task = self._spawn(self._live(pod, container))
 
-    async def _live(self, pod: Thing, container: Container) -> None:
+    async def _live(self, pod: KubeObject, container: Container) -> None:
         """Run the pod's process, again and again where its policy says so, and report."""
         name = pod["metadata"]["name"]
         main = pod["spec"]["containers"][0]
@@ -229,7 +229,7 @@ class Kubelet:
             await self._report(name, self._status(pod, container, "Failed" if code else "Succeeded", ended), container)
             return
 
-    async def _start(self, pod: Thing, main: Thing) -> asyncio.subprocess.Process:
+    async def _start(self, pod: KubeObject, main: KubeObject) -> asyncio.subprocess.Process:
         folder = self.folder / pod["metadata"]["name"]
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "home").mkdir(exist_ok=True)
@@ -257,7 +257,7 @@ class Kubelet:
                 start_new_session=True,
             )
 
-    async def _mounts(self, pod: Thing, main: Thing, folder: Path) -> dict[str, str]:
+    async def _mounts(self, pod: KubeObject, main: KubeObject, folder: Path) -> dict[str, str]:
         """Mount path → folder: a hostPath is itself, anything else a folder that lives as long as the pod."""
         volumes = {volume["name"]: volume for volume in pod["spec"].get("volumes") or []}
         found = {}
@@ -273,7 +273,7 @@ class Kubelet:
             found[mount["mountPath"]] = str(place)
         return found
 
-    async def _variables(self, pod: Thing, main: Thing) -> dict[str, str]:
+    async def _variables(self, pod: KubeObject, main: KubeObject) -> dict[str, str]:
         metadata = pod["metadata"]
         services = {
             service["spec"]["clusterIP"]: service["metadata"]["name"]
@@ -295,7 +295,7 @@ class Kubelet:
 
     # -- status ------------------------------------------------------------------------------------------------------
 
-    def _status(self, pod: Thing, container: Container, phase: str, state: Thing) -> Thing:
+    def _status(self, pod: KubeObject, container: Container, phase: str, state: KubeObject) -> KubeObject:
         main = pod["spec"]["containers"][0]
         up = "running" in state
         return {
@@ -316,8 +316,8 @@ class Kubelet:
             ],
         }
 
-    async def _report(self, name: str, status: Thing, container: Container | None = None) -> None:
-        body: Thing = {"status": status}
+    async def _report(self, name: str, status: KubeObject, container: Container | None = None) -> None:
+        body: KubeObject = {"status": status}
         if container is not None:
             body["metadata"] = {"uid": container.uid}
         with contextlib.suppress(ApiError):  # it is gone, or another one now
@@ -333,7 +333,7 @@ class Kubelet:
         await self._api.patch(NODE, "", node, {"status": {"conditions": [condition]}}, "status")
 
 
-def _excluded(pod: Thing) -> set[str]:
+def _excluded(pod: KubeObject) -> set[str]:
     affinity = (pod["spec"].get("affinity") or {}).get("nodeAffinity") or {}
     terms = (affinity.get("requiredDuringSchedulingIgnoredDuringExecution") or {}).get("nodeSelectorTerms") or []
     return {value for term in terms for field in term.get("matchFields") or [] for value in field["values"]}

@@ -25,9 +25,9 @@ from pathlib import Path
 from tests.kubernetes.server import Server
 from tests.requirements import KUBERNETES, ROOT
 
-from covey.kubernetes.api_client import NODE, SERVICE, Api, ApiError, Kind, Thing
+from covey.kubernetes.api_client import NODE, SERVICE, Api, ApiError, KubeObject, ResourceKind
 
-ENDPOINTS = Kind("api/v1", "endpoints", "Endpoints")
+ENDPOINTS = ResourceKind("api/v1", "endpoints", "Endpoints")
 GATEWAY = "10.88.0.1"
 LOGS = Path("/var/log/pods")
 READY_S = 120.0
@@ -196,7 +196,7 @@ class Node:
                 process.kill()
                 process.wait()
 
-    async def _serve(self, service: Thing) -> None:
+    async def _serve(self, service: KubeObject) -> None:
         address, name = service["spec"]["clusterIP"], service["metadata"]["name"]
         if address in self._servers or address == "None":
             return

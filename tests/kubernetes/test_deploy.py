@@ -15,29 +15,29 @@ from tests.kubernetes.cluster import Kubernetes
 
 from covey.cli.main import main
 from covey.kubernetes import manifests
-from covey.kubernetes.api_client import CRD, Kind
+from covey.kubernetes.api_client import CRD, ResourceKind
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_manifest_is_what_the_code_says() -> None:
     written = (ROOT / "deploy" / "v1" / "covey-operator.yaml").read_text()
-    assert written == manifests.as_yaml(manifests.everything()), "make manifests writes it anew"
+    assert written == manifests.to_yaml(manifests.make_manifests()), "make manifests writes it anew"
 
 
 def test_the_deployment_runs_a_command_that_exists() -> None:
     """Its arguments are those of covey operator run, which says so with --help beside them."""
-    [container] = manifests.deployment("some", "team")["spec"]["template"]["spec"]["containers"]
+    [container] = manifests.make_deployment("some", "team")["spec"]["template"]["spec"]["containers"]
     command = [sys.executable, "-m", "covey.cli.main", *container["args"], "--help"]
     assert subprocess.run(command, capture_output=True, timeout=60).returncode == 0
 
 
 def test_no_right_is_wider_than_it_needs() -> None:
-    for rule in manifests.rules(cluster=True):
+    for rule in manifests.make_rbac_rules(cluster=True):
         assert "*" not in [*rule["verbs"], *rule["resources"], *rule["apiGroups"]]
-    [secrets] = [rule for rule in manifests.rules(cluster=True) if "secrets" in rule["resources"]]
+    [secrets] = [rule for rule in manifests.make_rbac_rules(cluster=True) if "secrets" in rule["resources"]]
     assert secrets["verbs"] == ["create"]
-    assert not any("nodes" in rule["resources"] for rule in manifests.rules(cluster=False))
+    assert not any("nodes" in rule["resources"] for rule in manifests.make_rbac_rules(cluster=False))
 
 
 @pytest.mark.parametrize("options", [[], ["--namespace", "team", "--no-ascend"]])
@@ -56,8 +56,8 @@ def test_install_applies_everything_and_again(kubernetes: Kubernetes) -> None:
     for _ in range(2):
         said = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert said.returncode == 0 and "deployment/covey-operator applied" in said.stdout, said.stderr
-    deployments = Kind("apis/apps/v1", "deployments", "Deployment")
-    found = kubernetes.do(kubernetes.api.get(deployments, manifests.NAMESPACE, manifests.NAME))
+    deployments = ResourceKind("apis/apps/v1", "deployments", "Deployment")
+    found = kubernetes.do(kubernetes.api.get(deployments, manifests.OPERATOR_NAMESPACE, manifests.OPERATOR_NAME))
     assert found["spec"]["replicas"] == 2
     assert kubernetes.do(kubernetes.api.get(CRD, "", "msjobs.mindspore.gitee.com"))["spec"]["scope"] == "Namespaced"
 

@@ -11,12 +11,12 @@ from tests.kubernetes.cluster import Kubernetes, conditions, job, replica
 from tests.kubernetes.trainings import LONG
 from tests.processes.harness import free_port
 
-from covey.kubernetes.api_client import MSJOB, Thing
+from covey.kubernetes.api_client import MSJOB, KubeObject
 
 SLOW_S = 150.0
 
 
-def elastic(kubernetes: Kubernetes, name: str, workers: int, command: list[str] | None = None, **more: Any) -> Thing:
+def elastic(kubernetes: Kubernetes, name: str, workers: int, command: list[str] | None = None, **more: Any) -> KubeObject:
     script = kubernetes.folder / "long.py"
     script.write_text(LONG)
     kubernetes.kubelet.environment = {"GO": str(kubernetes.folder / "go")}

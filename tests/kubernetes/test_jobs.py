@@ -10,7 +10,7 @@ import pytest
 from tests.kubernetes.cluster import Kubernetes, conditions, job, replica
 
 from covey.core.jobs.pod_state import JOB_LABEL
-from covey.kubernetes.api_client import CRD, MSJOB, POD, POD_GROUP, ApiError, Kind, Thing
+from covey.kubernetes.api_client import CRD, MSJOB, POD, POD_GROUP, ApiError, KubeObject, ResourceKind
 
 STAY = "while [ ! -e $GO ]; do sleep 0.05; done"
 
@@ -23,27 +23,27 @@ def held(kubernetes: Kubernetes) -> Kubernetes:
     return kubernetes
 
 
-def up(kubernetes: Kubernetes, *names: str) -> dict[str, Thing]:
+def up(kubernetes: Kubernetes, *names: str) -> dict[str, KubeObject]:
     """The pods of these names, as soon as all run."""
 
-    def running() -> dict[str, Thing] | None:
+    def running() -> dict[str, KubeObject] | None:
         pods = kubernetes.pods()
         return pods if all(pods.get(n, {}).get("status", {}).get("phase") == "Running" for n in names) else None
 
-    found: dict[str, Thing] = kubernetes.wait(running, f"{names} to run")
+    found: dict[str, KubeObject] = kubernetes.wait(running, f"{names} to run")
     return found
 
 
-def replaced(kubernetes: Kubernetes, old: Thing) -> Thing:
+def replaced(kubernetes: Kubernetes, old: KubeObject) -> KubeObject:
     """The pod in the place of another, as soon as it runs."""
     name, uid = old["metadata"]["name"], old["metadata"]["uid"]
 
-    def found() -> Thing | None:
+    def found() -> KubeObject | None:
         pod = kubernetes.pods().get(name)
         fresh = pod is not None and pod["metadata"]["uid"] != uid and pod["status"].get("phase") == "Running"
         return pod if fresh else None
 
-    made: Thing = kubernetes.wait(found, f"a replacement of {name}")
+    made: KubeObject = kubernetes.wait(found, f"a replacement of {name}")
     return made
 
 
@@ -168,9 +168,9 @@ def test_an_image_that_cannot_be_pulled_is_told(held: Kubernetes) -> None:
 
 def test_a_quota_that_is_used_up_is_told(held: Kubernetes) -> None:
     quota = {"metadata": {"name": "none"}, "spec": {"hard": {"pods": "0"}}}
-    held.do(held.api.create(Kind("api/v1", "resourcequotas", "ResourceQuota"), held.namespace, quota))
+    held.do(held.api.create(ResourceKind("api/v1", "resourcequotas", "ResourceQuota"), held.namespace, quota))
     patch = {"status": {"hard": {"pods": "0"}, "used": {"pods": "0"}}}  # the quota controller's part
-    held.do(held.api.patch(Kind("api/v1", "resourcequotas", "ResourceQuota"), held.namespace, "none", patch, "status"))
+    held.do(held.api.patch(ResourceKind("api/v1", "resourcequotas", "ResourceQuota"), held.namespace, "none", patch, "status"))
     held.apply(job("quota", roles={"Worker": (1, "true")}))
     assert "exceeded quota" in held.told("quota", "FailedAction")
 
@@ -247,7 +247,7 @@ def test_finished_jobs_stay_finished(held: Kubernetes) -> None:
         ({"spec": {}}, "spec.msReplicaSpecs"),
     ],
 )
-def test_the_api_server_refuses_with_the_path(kubernetes: Kubernetes, change: Thing, path: str) -> None:
+def test_the_api_server_refuses_with_the_path(kubernetes: Kubernetes, change: KubeObject, path: str) -> None:
     bad = job("bad")
     for part, given in change.items():
         bad[part] = {**bad[part], **given} if given else {}
@@ -285,7 +285,7 @@ def test_a_gang_is_made_and_taken_away(kubernetes: Kubernetes) -> None:
     kubernetes.wait(lambda: not kubernetes.do(kubernetes.api.list(POD_GROUP, kubernetes.namespace)).items, "it to be gone")
 
 
-def _served(kubernetes: Kubernetes, kind: Kind) -> bool:
+def _served(kubernetes: Kubernetes, kind: ResourceKind) -> bool:
     try:
         kubernetes.do(kubernetes.api.list(kind))
     except ApiError:

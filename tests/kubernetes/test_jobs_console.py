@@ -16,7 +16,7 @@ from tests.kubernetes.test_elastic_jobs import COVEY_RUN, SLOW_S, elastic
 
 from covey.kubernetes.operator import Operator
 from covey.management import jobs_api
-from covey.management.http_server import Server
+from covey.management.http_server import HttpServer
 
 TOKEN = "tests-own-token"
 
@@ -29,7 +29,7 @@ def browser() -> Iterator[Any]:
 @contextlib.contextmanager
 def console(kubernetes: Kubernetes, operator: Operator) -> Iterator[int]:
     sock = socket.create_server(("127.0.0.1", 0))
-    server = Server(jobs_api.make_app(operator, token=TOKEN), [sock])
+    server = HttpServer(jobs_api.make_app(operator, token=TOKEN), [sock])
     kubernetes.do(server.start())
     yield sock.getsockname()[1]
     kubernetes.do(server.stop())

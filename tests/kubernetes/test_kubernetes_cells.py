@@ -9,13 +9,13 @@ from tests.kubernetes.cluster import Kubernetes
 
 from covey.core.leader_election import LeaseRecord
 from covey.kubernetes.api_client import LEASE
-from covey.kubernetes.cas_store import KubernetesCells
+from covey.kubernetes.cas_store import KubernetesCasStore
 from covey.storage.cas_journal import open_cas_journal
 
 
 def test_cells_compare_versions_and_the_lease_is_readable(kubernetes: Kubernetes) -> None:
     async def check() -> None:
-        one, two = (KubernetesCells(kubernetes.api, kubernetes.namespace, "sched") for _ in range(2))
+        one, two = (KubernetesCasStore(kubernetes.api, kubernetes.namespace, "sched") for _ in range(2))
         assert await one.get("lease") == (b"", 0)
         mine, theirs = (msgspec.json.encode(LeaseRecord(token, name, 0)) for token, name in ((1, "a"), (2, "b")))
         first = await one.put("lease", mine, 0)

@@ -21,8 +21,8 @@ from tests.kubernetes.test_jobs import STAY, replaced, up
 from tests.processes.harness import until
 
 from covey.kubernetes import manifests
-from covey.kubernetes.api_client import CONFIG_MAP, LEASE, POD, SERVICE, Api, ApiError, Kind, Thing, connect
-from covey.kubernetes.install import apply
+from covey.kubernetes.api_client import CONFIG_MAP, LEASE, POD, SERVICE, Api, ApiError, KubeObject, ResourceKind, connect
+from covey.kubernetes.install import apply_objects
 from covey.kubernetes.reflector import Reflector
 
 
@@ -72,7 +72,7 @@ def test_a_version_the_server_forgot(held: Kubernetes) -> None:
         reflector = Reflector(
             api, CONFIG_MAP, namespace=held.namespace, on_change=lambda thing: seen.append(thing["metadata"]["name"])
         )
-        reflector._version = str(version)  # where it was when the connection broke
+        reflector._resource_version = str(version)  # where it was when the connection broke
         asyncio.get_running_loop().create_task(reflector.run())
         return reflector
 
@@ -81,16 +81,16 @@ def test_a_version_the_server_forgot(held: Kubernetes) -> None:
     assert answer.status_code == 200, answer.text
     reflector = held.do(reflect(early))
     until(lambda: {"early", "late"} <= set(seen), "both to be seen")
-    assert reflector.lists == 1
+    assert reflector.list_count == 1
     make("later")
     until(lambda: "later" in seen, "the watch to go on")
-    assert reflector.lists == 1
+    assert reflector.list_count == 1
 
 
 def test_a_watch_that_falls_silent(held: Kubernetes, monkeypatch: pytest.MonkeyPatch) -> None:
     """The connection stays open and says nothing: it is given up, and the watch goes on from the last version."""
-    monkeypatch.setattr("covey.kubernetes.api_client.SILENCE_S", 0.5)
-    monkeypatch.setattr("covey.kubernetes.api_client.TIMEOUT_S", 2.0)
+    monkeypatch.setattr("covey.kubernetes.api_client.WATCH_SILENCE_MAX_S", 0.5)
+    monkeypatch.setattr("covey.kubernetes.api_client.REQUEST_TIMEOUT_S", 2.0)
     proxy, url = proxied(held)
     held.operator(url=url)
     proxy.deaf = True
@@ -160,7 +160,7 @@ def test_two_replicas_one_acts(held: Kubernetes) -> None:
     held.until("three", "Succeeded")
 
 
-ACCOUNT = Kind("api/v1", "serviceaccounts", "ServiceAccount")
+ACCOUNT = ResourceKind("api/v1", "serviceaccounts", "ServiceAccount")
 # What no peaceful run needs: another's pod of that name, an event that is told twice, a gang, what an admission plugin asks.
 RARE = {"get pods", "get services", "get events", "patch events", "update msjobs/finalizers"}
 RARE |= {f"{verb} podgroups" for verb in ("list", "watch", "create", "delete")}
@@ -182,9 +182,9 @@ def verb_of(method: str, path: str, watch: bool = False) -> str:
 def recorded(held: Kubernetes, monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """The rights that operators make use of from now on: all but the test's own requests."""
     used: set[str] = set()
-    ask, stream = Api._ask, Api._stream
+    ask, stream = Api._request, Api._stream_lines
 
-    async def asking(api: Api, method: str, path: str, **more: Any) -> Thing:
+    async def asking(api: Api, method: str, path: str, **more: Any) -> KubeObject:
         if api is not held.api:
             used.add(verb_of(method, path))
         return await ask(api, method, path, **more)
@@ -194,8 +194,8 @@ def recorded(held: Kubernetes, monkeypatch: pytest.MonkeyPatch) -> set[str]:
             used.add(verb_of("GET", path, watch=True))
         return stream(api, path, *more)
 
-    monkeypatch.setattr(Api, "_ask", asking)
-    monkeypatch.setattr(Api, "_stream", streaming)
+    monkeypatch.setattr(Api, "_request", asking)
+    monkeypatch.setattr(Api, "_stream_lines", streaming)
     return used
 
 
@@ -214,19 +214,19 @@ def test_the_rights_that_are_installed_suffice_and_none_is_idle(
     held: Kubernetes, monkeypatch: pytest.MonkeyPatch, watched: bool
 ) -> None:
     """A service account of its own, with a cluster's role, and with that of one namespace, which may not look at nodes."""
-    things = [t for t in manifests.everything(watched=held.namespace if watched else "") if "Role" in t["kind"]]
+    things = [t for t in manifests.make_manifests(watched=held.namespace if watched else "") if "Role" in t["kind"]]
 
     async def grant() -> str:
         await held.api.create(ACCOUNT, held.namespace, {"metadata": {"name": "operator"}})
         for thing in things:
             metadata = thing["metadata"]
             metadata["name"] += f"-{held.namespace}"
-            if metadata.get("namespace") == manifests.NAMESPACE:
+            if metadata.get("namespace") == manifests.OPERATOR_NAMESPACE:
                 metadata["namespace"] = held.namespace
             if "roleRef" in thing:
                 thing["roleRef"]["name"] += f"-{held.namespace}"
                 thing["subjects"] = [{"kind": "ServiceAccount", "name": "operator", "namespace": held.namespace}]
-        async for _ in apply(held.api, things):
+        async for _ in apply_objects(held.api, things):
             pass
         token = await held.api.create(ACCOUNT, held.namespace, {"spec": {}}, "operator", "token")
         return str(token["status"]["token"])
@@ -262,10 +262,10 @@ def test_metrics(held: Kubernetes) -> None:
     held.apply(job("bad", roles={"Worker": (1, "false")}))
     held.until("good", "Succeeded")
     held.until("bad", "Failed")
-    text = httpx2.get(f"http://127.0.0.1:{operator.port}/metrics").text
+    text = httpx2.get(f"http://127.0.0.1:{operator.metrics_port}/metrics").text
     for line in ("created_total 2.0", "successful_total 1.0", "failed_total 1.0", "restarted_total 0.0", "deleted_total 0.0"):
         assert f"training_operator_jobs_{line}" in text
-    assert httpx2.get(f"http://127.0.0.1:{operator.port}/readyz").status_code == 200
+    assert httpx2.get(f"http://127.0.0.1:{operator.metrics_port}/readyz").status_code == 200
 
 
 def test_the_verbs(held: Kubernetes) -> None:

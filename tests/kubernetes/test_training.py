@@ -14,7 +14,7 @@ from tests.kubernetes.cluster import Kubernetes, job, replica
 from tests.kubernetes.trainings import COUNT, LOOP, STAYS
 from tests.processes.harness import free_port
 
-from covey.kubernetes.api_client import Thing
+from covey.kubernetes.api_client import KubeObject
 
 GRACE = {"fault-scheduling": "grace"}
 WORKERS = 2
@@ -31,7 +31,7 @@ def scripts(kubernetes: Kubernetes) -> dict[str, str]:
 
 def training(
     name: str, scheduler: list[str], worker: list[str], strategy: str = "", workers: int = WORKERS, **more: Any
-) -> Thing:
+) -> KubeObject:
     return job(
         name,
         roles={"Scheduler": replica(1, scheduler), "Worker": replica(workers, worker)},

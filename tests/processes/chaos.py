@@ -24,7 +24,7 @@ from tests.processes.command import Shell, shells
 from tests.processes.elastic import check, start
 from tests.processes.harness import Process, until
 
-from covey.cli.scheduler_client import scale
+from covey.cli.scheduler_client import request_scale
 from covey.core.cluster.view import ClusterView, NodeView
 from covey.core.types import Phase, Role
 from covey.errors import PeerError
@@ -127,7 +127,7 @@ class Chaos:
 
     def _scale(self, wanted: int) -> None:
         try:
-            asyncio.run(scale(SchedulerAddress("127.0.0.1", self.shell.port, ""), wanted))
+            asyncio.run(request_scale(SchedulerAddress("127.0.0.1", self.shell.port, ""), wanted))
             self.counts["scaled"] += 1
         except PeerError as refused:  # something else came first
             assert "not ready" in str(refused) or "already" in str(refused), refused

@@ -29,7 +29,7 @@ from typing import Any
 
 import psutil
 
-from covey.cli.scheduler_client import look
+from covey.cli.scheduler_client import fetch_view
 from covey.core.cluster.view import ClusterView, NodeView
 from covey.errors import CoveyError
 from covey.runtime.node_runtime import SchedulerAddress
@@ -305,7 +305,7 @@ class Cluster(Processes):
 
     def view(self, secret: str = "") -> ClusterView:
         """The cluster as its scheduler sees it now."""
-        return asyncio.run(look(SchedulerAddress(self.host, self.port, secret)))
+        return asyncio.run(fetch_view(SchedulerAddress(self.host, self.port, secret)))
 
     def until(self, happened: Callable[[ClusterView], Any], what: str, deadline_s: float = DEADLINE_S) -> ClusterView:
         """The first view in which `happened` is true; a scheduler that is not there yet is asked again."""

@@ -28,7 +28,7 @@ from covey.core.messages import (
 from covey.errors import ExitCode
 from covey.runtime.node_runtime import SchedulerAddress
 from covey.scheduler.service import SchedulerHandoff
-from covey.settings import load
+from covey.settings import load_settings
 from covey.template_process.protocol import ChildSpec
 
 LIMIT_S = 60.0
@@ -53,7 +53,7 @@ def lead(
         return [LeaveAcknowledged()] if isinstance(message, Leave) else []
 
     async def run() -> RunOutcome:
-        settings = load({"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": str(tmp_path), "COVEY_GRACE": "600"}).settings
+        settings = load_settings({"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": str(tmp_path), "COVEY_GRACE": "600"}).settings
         logs = str(tmp_path / "logs")
         job = AgentJob(command=list(command), python=False, fork=False, world=1, slots=1, cwd=str(tmp_path), log_dir=logs)
         agent = Agent(job, settings, SchedulerAddress("127.0.0.1", port), {"PATH": os.environ["PATH"]})

@@ -18,11 +18,11 @@ from tests.unit.federated.privacy.certificates import Authority
 
 from covey.errors import PeerError
 from covey.federated import Device
-from covey.federated.privacy.device_identity import Identity, Trust
+from covey.federated.privacy.device_identity import DeviceIdentity, DeviceTrust
 from covey.federated.protocol import GetModel, now_ms
 
 FIRST, SECOND = Authority("first"), Authority("second")
-TRUST = Trust([FIRST.pem, SECOND.pem])
+TRUST = DeviceTrust([FIRST.pem, SECOND.pem])
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def guarded(shell: Shell, threshold: int, **settings: Any) -> Federation:
     )
 
 
-def device(federation: Federation, identity: Identity | None, name: str = "") -> Device:
+def device(federation: Federation, identity: DeviceIdentity | None, name: str = "") -> Device:
     return Device(federation.urls(), name, data_size=1, identity=identity, trust=TRUST)
 
 
@@ -84,8 +84,8 @@ def test_only_devices_with_certificates_are_let_in_and_each_request_once(shell: 
     class Altered(Device):
         """Somebody on the way changes what it says."""
 
-        def _proof(self, path: str, pieces: list[bytes | memoryview]) -> dict[str, str]:
-            return super()._proof(path, [b"other words"])
+        def _sign_request(self, path: str, pieces: list[bytes | memoryview]) -> dict[str, str]:
+            return super()._sign_request(path, [b"other words"])
 
     assert "not one of device-1 over this request" in refused(Altered(federation.urls(), data_size=1, identity=one))
     (shell.folder / "crl.pem").write_bytes(FIRST.revoked(one))
@@ -96,7 +96,7 @@ def test_a_request_that_was_seen_is_refused(shell: Shell) -> None:
     federation = guarded(shell, 1)
     asking = device(federation, FIRST.device("device-1"))
     body = msgspec.json.encode(GetModel(now_ms()))
-    proof = {f"x-covey-{name}": value for name, value in asking._proof("/getModel", [body]).items()}
+    proof = {f"x-covey-{name}": value for name, value in asking._sign_request("/getModel", [body]).items()}
     answers = []
     for _ in range(2):
         connection = http.client.HTTPConnection("127.0.0.1", federation.port, timeout=30)
@@ -130,6 +130,6 @@ def test_a_device_that_asks_too_often_is_told_to_wait(shell: Shell) -> None:
     federation = guarded(shell, 1, device_rate=2.0)
     asking = device(federation, FIRST.device("device-1"))
     body = msgspec.json.encode(GetModel(now_ms()))
-    answers = [bytes(asking._request("getModel", [body], "application/json")[1]) for _ in range(8)]
+    answers = [bytes(asking._send_request("getModel", [body], "application/json")[1]) for _ in range(8)]
     waiting = [answer for answer in answers if b"more than 2 times a second" in answer]
     assert 1 <= len(waiting) < 8 and b'"retcode":201' in waiting[0]

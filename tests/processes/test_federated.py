@@ -21,8 +21,8 @@ from tests.processes.federation import SIZE, Crowd, Federation, expected, ports,
 from tests.processes.harness import free_port, until
 
 from covey.federated import Device
-from covey.federated.device.client import Refused, Task
-from covey.federated.model_codec import Layout
+from covey.federated.device.client import RequestRefused, Task
+from covey.federated.model_codec import ModelLayout
 from covey.federated.server.accumulator import Accumulator
 from covey.transport import tls
 
@@ -126,8 +126,8 @@ def test_devices_evaluate_a_small_model_where_the_plan_asks_and_it_is_weighed_by
                 task.evaluated(100 * (number + 1), loss=1.0 + number, accuracy=0.5 * number)
             assert task.send(update(number, task.iteration))
         iteration, weights = devices[0].model(len(asked) // 2)
-        layout = Layout({"w": (SIZE // 10, 10)})
-        given = layout.grow(layout.shrink(expected(iteration, 2)))
+        layout = ModelLayout({"w": (SIZE // 10, 10)})
+        given = layout.dequantize(layout.quantize(expected(iteration, 2)))
         assert np.array_equal(weights["w"].reshape(-1), given), "in 8 bits, of the exact model"
     assert asked == [False, False, True, True]
     until(lambda: federation.instance()["instanceStatus"] == "kFinish", "the last iteration", story=federation.tails)
@@ -160,7 +160,7 @@ def test_copies_survive_a_host_and_count_once_though_it_comes_back(shell: Shell)
     assert tasks[0] is not None and tasks[1] is not None and tasks[2] is not None
     keeper = federation.others[1]
     device = tasks[0]._device
-    device._servers, device._at = [("http", "127.0.0.1", federation.port + 2, "")], 0
+    device._servers, device._server_index = [("http", "127.0.0.1", federation.port + 2, "")], 0
     device.close()
     assert tasks[0].send(update(0, 1))
     keeper.kill()
@@ -180,7 +180,7 @@ def wrong_updates(task: Task, federation: Federation) -> dict[str, tuple[int, st
     fields["timestamp"] = str(int(1000 * time.time()))
     bad = values.copy()
     bad[7] = np.nan
-    other = Layout({"w": (SIZE // 10, 9)})
+    other = ModelLayout({"w": (SIZE // 10, 9)})
     shapeless = layout.encode(values, fields).replace(b'"shape":[300,10]', b'"shape":123456  ')
     bodies = {
         "empty": b"",
@@ -231,7 +231,7 @@ def test_wrong_updates_are_refused_with_a_reason_and_leave_no_trace(shell: Shell
     assert iteration == 1
     assert np.array_equal(weights["w"].reshape(-1), expected(1, 2))
     assert not tasks[0].send(update(0, 1)) or federation.instance()["currentIteration"] == 2
-    with pytest.raises(Refused, match="not finite"):
+    with pytest.raises(RequestRefused, match="not finite"):
         task = first.join()
         assert task is not None
         task.send(np.full(SIZE, np.inf, np.float32))

@@ -13,9 +13,9 @@ from tests.processes.command import Shell, shells
 from tests.processes.federation import SIZE, Federation, update
 
 from covey.core.federated import dp_accounting
-from covey.federated.privacy.dp_noise import clipped
+from covey.federated.privacy.dp_noise import clip_update
 from covey.federated.server.accumulator import Accumulator
-from covey.federated.update_compression import KINDS, Compressor, decode
+from covey.federated.update_compression import COMPRESSION_TYPES, Compressor, decompress_update
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_noise_on_devices_hides_each_and_is_counted(shell: Shell) -> None:
     deviation = (
         2 * 2.0 * dp_accounting.compute_noise_multiplier(8.0, 1e-5) / np.sqrt(3) * np.sqrt(3)
     )  # mean of three, three rounds in a row
-    signal = sum(clipped(update(number, n), 2.0) for number in range(3) for n in (1, 2, 3)) / 3
+    signal = sum(clip_update(update(number, n), 2.0) for number in range(3) for n in (1, 2, 3)) / 3
     assert (flat - signal).std() == pytest.approx(deviation, rel=0.1)
 
 
@@ -88,13 +88,13 @@ def test_noise_on_servers_under_masks_until_the_budget_is_spent(shell: Shell) ->
     assert f"covey_federated_epsilon {instance['privacy']['epsilon']:.4g}"[:-1] in text
     with federation.device("judge") as device:
         flat = device.model(2)[1]["w"].reshape(-1)
-    signal = sum(clipped(update(number, n), 2.0) for number in range(4) for n in (1, 2)) / 4
+    signal = sum(clip_update(update(number, n), 2.0) for number in range(4) for n in (1, 2)) / 4
     assert len(flat) == SIZE and (flat - signal).std() == pytest.approx(2.0 * 3.0 / 4 * np.sqrt(2), rel=0.1)
     answer = federation.ask("/newInstance", {"fl_iteration_num": 1})
     assert "the budget is" in answer["error_message"]
 
 
-@pytest.mark.parametrize("kind", KINDS[1:])
+@pytest.mark.parametrize("kind", COMPRESSION_TYPES[1:])
 def test_small_uploads_make_the_model_that_their_contents_say(shell: Shell, kind: str) -> None:
     """Two rounds, so that what was not sent in the first is sent in the second."""
     federation = Federation(shell, 1, 2, upload_compress_type=kind, upload_sparse_rate=0.25, fl_iteration_num=2)
@@ -107,8 +107,8 @@ def test_small_uploads_make_the_model_that_their_contents_say(shell: Shell, kind
             # The device's own subtraction: what it trained less what it was given.
             change = (wanted + update(number, iteration)) - wanted
             arrays = compressor.encode(change, kind, 0.25, iteration)
-            compressor.sent()
-            total.add(wanted + decode(arrays, SIZE, kind, 0.25, iteration), number + 1)
+            compressor.commit_residual()
+            total.add(wanted + decompress_update(arrays, SIZE, kind, 0.25, iteration), number + 1)
         wanted = total.mean().astype(np.float32)
     with federation.device("judge") as device:
         assert np.array_equal(device.model(2)[1]["w"].reshape(-1), wanted)

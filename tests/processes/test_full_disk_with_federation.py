@@ -15,7 +15,7 @@ from tests.processes.harness import until
 from tests.requirements import FILE_SYSTEMS, needs
 from tests.soak.trained import small_disk
 
-from covey.federated.device.client import Refused
+from covey.federated.device.client import RequestRefused
 from covey.runtime.fault_injection import fill_disk
 
 
@@ -36,7 +36,7 @@ def test_a_federation_outlasts_a_full_disk(shell: Shell) -> None:
         with fill_disk(state):
             for number, (device, task) in enumerate(zip(devices, tasks, strict=True)):
                 device._patience_s = 0.0  # one answer is enough here
-                with pytest.raises(Refused, match=r"No space left on device\): free the disk") as refused:
+                with pytest.raises(RequestRefused, match=r"No space left on device\): free the disk") as refused:
                     task.send(update(number, 1))
                 assert refused.value.code == 500, "which a device with patience takes for: try again"
                 device._patience_s = 60.0

@@ -17,9 +17,9 @@ from tests.processes.harness import until
 
 from covey.errors import PeerError
 from covey.federated import Device
-from covey.federated.model_codec import Floats, Layout
+from covey.federated.model_codec import Floats, ModelLayout
 from covey.federated.privacy import fixed_point_ring
-from covey.federated.privacy.fixed_point_ring import Told
+from covey.federated.privacy.fixed_point_ring import DeviceMetrics
 from covey.federated.protocol import SecureAnswer
 
 
@@ -43,7 +43,7 @@ class Member(Device):
         self._before(path)
         return super().phase(path, body)
 
-    def update(self, arrays: Mapping[str, Any], fields: dict[str, str], layout: Layout | None = None) -> bool:
+    def update(self, arrays: Mapping[str, Any], fields: dict[str, str], layout: ModelLayout | None = None) -> bool:
         self._before("updateModel")
         return super().update(arrays, fields, layout)
 
@@ -109,12 +109,12 @@ def secure(shell: Shell, servers: int, threshold: int, **settings: Any) -> Feder
 
 def expected(keyed: list[int], counted: list[int], reach: float = 16.0) -> Floats:
     """The first model that these devices make, if all of `keyed` gave keys: from zeros."""
-    units = fixed_point_ring.scale(reach, sum(n + 1 for n in keyed), len(keyed))
+    units = fixed_point_ring.make_scale(reach, sum(n + 1 for n in keyed), len(keyed))
     total = sum(
-        (fixed_point_ring.encode(update(n, 1), Told(), n + 1, units) for n in counted),
-        np.zeros(SIZE + fixed_point_ring.TOLD, np.uint32),
+        (fixed_point_ring.encode_update(update(n, 1), DeviceMetrics(), n + 1, units) for n in counted),
+        np.zeros(SIZE + fixed_point_ring.METRIC_COUNT, np.uint32),
     )
-    return (fixed_point_ring.decode(total, units)[0] / sum(n + 1 for n in counted)).astype(np.float32)
+    return (fixed_point_ring.decode_sum(total, units)[0] / sum(n + 1 for n in counted)).astype(np.float32)
 
 
 def model(federation: Federation, iteration: int = 1) -> Floats:
@@ -195,11 +195,11 @@ def test_nothing_of_a_single_update_is_in_memory_or_in_files(shell: Shell, ciphe
 
 def searched(federation: Federation, folder: Path) -> set[str]:
     """Where 32 bytes in a row of a device's update are found, as it was sent in the clear or before it was masked."""
-    units = fixed_point_ring.scale(16.0, 6, 3)
+    units = fixed_point_ring.make_scale(16.0, 6, 3)
     patterns = []
     for number in range(2):
         values = update(number, 1)
-        for whole in (values.tobytes(), fixed_point_ring.encode(values, Told(), number + 1, units).tobytes()):
+        for whole in (values.tobytes(), fixed_point_ring.encode_update(values, DeviceMetrics(), number + 1, units).tobytes()):
             patterns.append(whole[9000:9032])  # far from where an allocator writes into what was freed
     places = set()
     processes = [*federation.processes("MS_SERVER"), *federation.processes("MS_SCHED")]

@@ -23,18 +23,25 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from covey.cli.main import verbs
-from covey.cli.run.event_hooks import KINDS, Notice
+from covey.cli.run.event_hooks import KIND_BY_EVENT, HookEvent
 from covey.cli.run.options import OPTIONS
 from covey.core.event_log import Event
 from covey.errors import ExitCode
 from covey.federated.context import KEYS
-from covey.federated.scheduler.management_api import FEDERATED
+from covey.federated.scheduler.management_api import FEDERATED_OPERATIONS
 from covey.federated.server import openapi as device_port
-from covey.management.jobs_api import CLUSTERS_OWN, JOBS, PASSED_ON, SCALE, STREAM, SUSPEND
-from covey.management.openapi import COMMON, document
-from covey.management.training_api import OPERATIONS as TRAINING
+from covey.management.jobs_api import (
+    EXCLUDED_OPERATIONS,
+    FORWARDED_OPERATIONS,
+    JOBS_OPERATION,
+    SCALE_OPERATION,
+    STREAM_OPERATION,
+    SUSPEND_OPERATION,
+)
+from covey.management.openapi import COMMON_OPERATIONS, make_document
+from covey.management.training_api import ALL_OPERATIONS as TRAINING
 from covey.ps_context import DEFAULTS as PS_CONTEXT
-from covey.settings import FILE_VARIABLE, TABLE, Settings
+from covey.settings import SETTINGS_FILE_VARIABLE, TABLE, Settings
 
 ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent
@@ -69,10 +76,10 @@ class Imports(NamedTuple):
 DOCUMENTED = (
     Imports("covey"),
     Imports("covey.integrations.accelerate", ("Accelerator",)),
-    Imports("covey.integrations.lightning", ("Strategy",)),
+    Imports("covey.integrations.lightning", ("CoveyStrategy",)),
     Imports("covey.federated"),
     Imports("covey.federated.context", ("KEYS", "from_text")),
-    Imports("covey.federated.privacy.device_identity", ("Identity", "Trust")),
+    Imports("covey.federated.privacy.device_identity", ("DeviceIdentity", "DeviceTrust")),
     Imports("covey.parameter_server.checkpoint_files", ("export",)),
     Imports("covey.parameter_server.optimizers", ("FTRL", "LazyAdam")),
     Imports("covey.integrations.taskd"),
@@ -192,7 +199,7 @@ def cli() -> Iterator[str]:
     for options in OPTIONS.values():
         for option in options:
             refused = " refused" if option.refusal else ""
-            yield " ".join(["covey run", option.names, option.value]).rstrip() + refused
+            yield " ".join(["covey run", option.names, option.metavar]).rstrip() + refused
     yield from _verbs(verbs, "covey")
 
 
@@ -227,12 +234,14 @@ def _parameter(parameter: click.Parameter) -> str:
 
 def rest() -> Iterator[str]:
     """Yield paths with their parameters, and the fields of every request and answer, from the OpenAPI documents."""
-    shared = tuple(operation for operation in COMMON if operation.name not in CLUSTERS_OWN)
+    shared = tuple(operation for operation in COMMON_OPERATIONS if operation.name not in EXCLUDED_OPERATIONS)
     ports = {
-        "training": document("", TRAINING),
-        "federated scheduler": document("", (*COMMON, *FEDERATED)),
-        "federated server": device_port.document(),
-        "operator": document("", (*shared, JOBS, SCALE, SUSPEND, STREAM, *PASSED_ON)),
+        "training": make_document("", TRAINING),
+        "federated scheduler": make_document("", (*COMMON_OPERATIONS, *FEDERATED_OPERATIONS)),
+        "federated server": device_port.build_document(),
+        "operator": make_document(
+            "", (*shared, JOBS_OPERATION, SCALE_OPERATION, SUSPEND_OPERATION, STREAM_OPERATION, *FORWARDED_OPERATIONS)
+        ),
     }
     for port, described in ports.items():
         for path, methods in described["paths"].items():
@@ -286,7 +295,7 @@ def _type(schema: dict[str, Any], schemas: dict[str, Any]) -> str:
 
 def settings() -> Iterator[str]:
     """Yield variables and names in a settings file, with types and defaults; and the keys of contexts."""
-    yield f"variable {FILE_VARIABLE}: path of the settings file"
+    yield f"variable {SETTINGS_FILE_VARIABLE}: path of the settings file"
     for field in msgspec.structs.fields(Settings):
         kind = type(field.default).__name__ if field.default is not None else "str"
         secret = " secret" if TABLE[field.name].secret else ""
@@ -323,14 +332,14 @@ PUBLISHERS = ("_publish", "_publish_event", "PublishEvent")  # what is called wi
 
 def events() -> Iterator[str]:
     """Yield the fields of an event, the names of events in the story, and what `--on-event` sends."""
-    for kind, word in ((Event, "story"), (Notice, "hook")):
+    for kind, word in ((Event, "story"), (HookEvent, "hook")):
         for field in msgspec.structs.fields(kind):
             yield f"{word} field {field.name}"
     for path in sorted((ROOT / "src/covey").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and _called(node) in PUBLISHERS and len(node.args) > 1:
                 yield from (f"story event {name}" for name in _texts(node.args[1]))
-    for name in {*KINDS.values(), "exit"}:
+    for name in {*KIND_BY_EVENT.values(), "exit"}:
         yield f"hook event {name}"
 
 

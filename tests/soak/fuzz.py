@@ -69,7 +69,7 @@ def try_greeting(data: bytes) -> None:
 
 def try_bodies(data: bytes) -> None:
     """Any bytes as the body of each request that has one."""
-    for read in (schemas.scale_out, schemas.scale_in, schemas.stop_reason):
+    for read in (schemas.parse_scale_out, schemas.parse_scale_in, schemas.parse_stop_reason):
         with contextlib.suppress(UsageError):
             read(data)
 

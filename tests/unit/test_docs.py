@@ -16,7 +16,7 @@ from tests.documents import PAGES, ROOT, Block, blocks
 
 import covey
 from covey.cli.main import verbs
-from covey.cli.run.options import help_text, parse
+from covey.cli.run.options import help_text, parse_command_line
 from covey.errors import ExitCode
 from covey.settings import TABLE
 
@@ -92,7 +92,7 @@ def test_a_command_of_the_documents_can_be_typed(name: str, line: str, monkeypat
     monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)  # as in an activated .venv
     words = shlex.split(line)[1:]
     if words[0] == "run":
-        parse(words[1:], {}, cpu_count=2, gpu_count=0)
+        parse_command_line(words[1:], {}, cpu_count=2, gpu_count=0)
         return
     verb: click.Command = verbs
     while isinstance(verb, click.Group):

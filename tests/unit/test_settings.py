@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from covey.core.types import Role
 from covey.errors import ExitCode, UsageError
 from covey.settings import (
-    FIELD_OF,
+    FIELD_BY_VARIABLE,
     TABLE,
-    Given,
-    Loaded,
+    GivenValue,
+    LoadedSettings,
     Settings,
-    load,
-    require_raw,
-    rows,
-    suspects,
+    check_manual_settings,
+    load_settings,
+    misspelled_variables,
+    settings_table,
 )
 
 LONG = "n" * 101
@@ -29,7 +29,7 @@ LONG = "n" * 101
 
 def refusal(environ: dict[str, str]) -> str:
     with pytest.raises(UsageError) as caught:
-        load(environ)
+        load_settings(environ)
     assert caught.value.exit_code is ExitCode.BAD_SETTING
     return str(caught.value)
 
@@ -84,8 +84,8 @@ def refusal(environ: dict[str, str]) -> str:
     ],
 )
 def test_a_good_value_is_read_and_its_origin_kept(variable: str, text: str, value: object) -> None:
-    loaded = load({variable: text})
-    field = FIELD_OF[variable]
+    loaded = load_settings({variable: text})
+    field = FIELD_BY_VARIABLE[variable]
     assert getattr(loaded.settings, field) == value
     assert type(getattr(loaded.settings, field)) is type(value)
     assert loaded.origins[field] == variable
@@ -179,11 +179,11 @@ def test_a_bad_secret_is_refused_without_being_shown(variable: str) -> None:
 
 def test_every_setting_has_a_variable_of_its_own_and_is_read() -> None:
     assert list(TABLE) == list(Settings.__struct_fields__)
-    assert len(FIELD_OF) == len(TABLE)
+    assert len(FIELD_BY_VARIABLE) == len(TABLE)
 
 
 def test_an_empty_variable_is_not_set() -> None:
-    loaded = load(dict.fromkeys(FIELD_OF, ""))
+    loaded = load_settings(dict.fromkeys(FIELD_BY_VARIABLE, ""))
     assert loaded.settings == Settings()
     assert set(loaded.origins.values()) == {"default"}
 
@@ -192,12 +192,12 @@ def test_the_lower_interval_may_not_exceed_the_upper_one() -> None:
     sentence = refusal({"MS_RETRY_INTERVAL_LOWER": "9", "MS_RETRY_INTERVAL_UPPER": "4"})
     assert "MS_RETRY_INTERVAL_LOWER=9" in sentence and "MS_RETRY_INTERVAL_UPPER=4" in sentence
     assert "MS_RETRY_INTERVAL_UPPER=5 (default)" in refusal({"MS_RETRY_INTERVAL_LOWER": "6"})
-    assert load({"MS_RETRY_INTERVAL_LOWER": "5"}).settings.retry_lower_s == 5.0
+    assert load_settings({"MS_RETRY_INTERVAL_LOWER": "5"}).settings.retry_lower_s == 5.0
 
 
 def test_logging_to_files_needs_a_folder() -> None:
     assert "GLOG_log_dir" in refusal({"GLOG_logtostderr": "0"})
-    assert load({"GLOG_logtostderr": "0", "GLOG_log_dir": "logs"}).settings.log_to_stderr is False
+    assert load_settings({"GLOG_logtostderr": "0", "GLOG_log_dir": "logs"}).settings.log_to_stderr is False
 
 
 @pytest.mark.parametrize(("worker", "scheduler"), [("10.0.0.1", "::1"), ("fe80::1%eth0", "10.0.0.1")])
@@ -207,7 +207,7 @@ def test_the_address_of_another_family_is_refused_with_both(worker: str, schedul
 
 
 def test_a_name_of_the_scheduler_fits_any_family() -> None:
-    assert load({"MS_WORKER_IP": "::1", "MS_SCHED_HOST": "node1"}).settings.worker_ip == "::1"
+    assert load_settings({"MS_WORKER_IP": "::1", "MS_SCHED_HOST": "node1"}).settings.worker_ip == "::1"
 
 
 # -- layers ----------------------------------------------------------------------------------------------------------
@@ -217,7 +217,7 @@ def test_defaults_then_file_then_environment_then_flags(tmp_path: Path) -> None:
     file = tmp_path / "config.toml"
     file.write_text('sched_port = 2000\nMS_WORKER_NUM = 2\ngrace_s = 0.5\nrecovery = true\nMS_NODE_ID = "a"\n')
     environ = {"MS_SCHED_PORT": "3000", "MS_WORKER_NUM": "3"}
-    loaded = load(environ, flags={"sched_port": Given("4000", "--master-port")}, file=file)
+    loaded = load_settings(environ, flags={"sched_port": GivenValue("4000", "--master-port")}, file=file)
     settings, origins = loaded.settings, loaded.origins
     assert (settings.sched_port, origins["sched_port"]) == (4000, "--master-port")
     assert (settings.worker_num, origins["worker_num"]) == (3, "MS_WORKER_NUM")
@@ -229,18 +229,18 @@ def test_defaults_then_file_then_environment_then_flags(tmp_path: Path) -> None:
 def test_json_says_the_same(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"sched_host": "node1", "MS_TOPO_TIMEOUT": -1, "disable_heartbeat": False}))
-    settings = load({}, file=file).settings
+    settings = load_settings({}, file=file).settings
     assert (settings.sched_host, settings.topo_timeout_s, settings.disable_heartbeat) == ("node1", -1.0, False)
 
 
 def test_a_good_flag_mends_a_bad_variable() -> None:
-    flags = {"sched_port": Given(4000, "--master-port")}
-    assert load({"MS_SCHED_PORT": "eight"}, flags=flags).settings.sched_port == 4000
+    flags = {"sched_port": GivenValue(4000, "--master-port")}
+    assert load_settings({"MS_SCHED_PORT": "eight"}, flags=flags).settings.sched_port == 4000
 
 
 def test_a_bad_flag_is_named_as_it_was_typed() -> None:
     with pytest.raises(UsageError, match=r"^--master_port 80 is not allowed: a port from 1024 to 65535 is\.$"):
-        load({}, flags={"sched_port": Given("80", "--master_port")})
+        load_settings({}, flags={"sched_port": GivenValue("80", "--master_port")})
 
 
 @pytest.mark.parametrize(
@@ -264,24 +264,24 @@ def test_a_bad_file_is_one_sentence_naming_it(tmp_path: Path, name: str, content
     file = tmp_path / name
     file.write_text(content)
     with pytest.raises(UsageError) as caught:
-        load({}, file=file)
+        load_settings({}, file=file)
     assert words in str(caught.value) and str(file) in str(caught.value)
 
 
 def test_a_missing_file_is_one_sentence(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="No such file"):
-        load({}, file=tmp_path / "nowhere.toml")
+        load_settings({}, file=tmp_path / "nowhere.toml")
 
 
 @settings(deadline=None)
-@given(st.dictionaries(st.sampled_from(sorted(FIELD_OF)), st.text(max_size=30)))
+@given(st.dictionaries(st.sampled_from(sorted(FIELD_BY_VARIABLE)), st.text(max_size=30)))
 def test_any_environment_loads_or_is_refused_in_one_printable_sentence(environ: dict[str, str]) -> None:
     try:
-        loaded = load(environ)
+        loaded = load_settings(environ)
     except UsageError as error:
         assert str(error).isprintable() and str(error).endswith(".")
     else:
-        assert msgspec.json.decode(msgspec.json.encode(loaded), type=Loaded) == loaded
+        assert msgspec.json.decode(msgspec.json.encode(loaded), type=LoadedSettings) == loaded
 
 
 # -- the raw way -----------------------------------------------------------------------------------------------------
@@ -302,7 +302,7 @@ WORKER = {"MS_ROLE": "MS_WORKER", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT":
     ],
 )
 def test_complete_variables_join(changes: dict[str, str]) -> None:
-    require_raw(load(WORKER | changes).settings)
+    check_manual_settings(load_settings(WORKER | changes).settings)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +322,7 @@ def test_complete_variables_join(changes: dict[str, str]) -> None:
 )
 def test_a_missing_variable_is_named_with_what_needs_it(changes: dict[str, str], words: list[str]) -> None:
     with pytest.raises(UsageError) as caught:
-        require_raw(load(WORKER | changes).settings)
+        check_manual_settings(load_settings(WORKER | changes).settings)
     assert all(word in str(caught.value) for word in words), str(caught.value)
 
 
@@ -330,9 +330,11 @@ def test_a_missing_variable_is_named_with_what_needs_it(changes: dict[str, str],
 
 
 def test_rows_spell_values_as_their_variables_do_and_hide_secrets() -> None:
-    loaded = load({"MS_ROLE": "MS_SCHED", "COVEY_SECRET": "mellon", "MS_NODE_TIMEOUT": "0.5", "MS_ENABLE_RECOVERY": "1"})
-    table = {name: (value, origin) for name, value, origin, description in rows(loaded) if description}
-    assert list(table) == list(FIELD_OF)
+    loaded = load_settings(
+        {"MS_ROLE": "MS_SCHED", "COVEY_SECRET": "mellon", "MS_NODE_TIMEOUT": "0.5", "MS_ENABLE_RECOVERY": "1"}
+    )
+    table = {name: (value, origin) for name, value, origin, description in settings_table(loaded) if description}
+    assert list(table) == list(FIELD_BY_VARIABLE)
     assert table["MS_ROLE"] == ("MS_SCHED", "MS_ROLE")
     assert table["COVEY_SECRET"] == ("(set)", "COVEY_SECRET")
     assert table["COVEY_TOKEN"] == ("", "default")
@@ -353,17 +355,17 @@ def test_rows_spell_values_as_their_variables_do_and_hide_secrets() -> None:
     ],
 )
 def test_a_mistyped_variable_is_suspected(typed: str, meant: str) -> None:
-    (sentence,) = suspects({typed: "1", "PATH": "/bin"})
+    (sentence,) = misspelled_variables({typed: "1", "PATH": "/bin"})
     assert sentence.startswith(f"{typed} is set") and f" {meant} would." in sentence
 
 
 @pytest.mark.parametrize(
     "variable",
     [
-        *FIELD_OF,
+        *FIELD_BY_VARIABLE,
         *("MS_RECOVERY_INTERVAL", "MS_SIMULATION_LEVEL", "MS_ENABLE_TFT", "MS_TFT_PORT", "MS_DEV_NODE_ID"),
         *("GLOG_max_log_size", "MS_ENABLE_GRACEFUL_EXIT", "MS_COMPILER_CACHE_PATH", "PATH", "WORKER_NUM"),
     ],
 )
 def test_a_known_or_foreign_variable_is_not_suspected(variable: str) -> None:
-    assert suspects({variable: "1"}) == []
+    assert misspelled_variables({variable: "1"}) == []

@@ -23,17 +23,17 @@ from typing import Any, Final
 import msgspec
 
 from covey.cli import status
-from covey.cli.scheduler_client import look as ask_view
-from covey.cli.scheduler_client import story as ask_story
+from covey.cli.scheduler_client import fetch_events as ask_story
+from covey.cli.scheduler_client import fetch_view as ask_view
 from covey.errors import CoveyError, StoreError, UsageError
 from covey.runtime.node_runtime import SchedulerAddress
-from covey.settings import TABLE, load, rows, shown
+from covey.settings import TABLE, load_settings, printable, settings_table
 from covey.storage import cluster_registry
 from covey.storage.cluster_registry import RegistryEntry
 
-LOG_MAX: Final = 1 << 20  # bytes of the end of each log
+LOG_BYTES_MAX: Final = 1 << 20  # bytes of the end of each log
 FILES_MAX: Final = 1000
-TOTAL_MAX: Final = 64 << 20
+BUNDLE_BYTES_MAX: Final = 64 << 20
 PACKAGES: Final = (
     "covey",
     "torch",
@@ -47,27 +47,27 @@ PACKAGES: Final = (
     "cryptography",
     "mindspore",
 )
-LOGS: Final = ("*.log", "*.err", "*/covey.log")
-BEARER: Final = re.compile(rb"(?i)(bearer\s+)([\w.~+/=-]{8,})")
+LOG_PATTERNS: Final = ("*.log", "*.err", "*/covey.log")
+BEARER_TOKEN: Final = re.compile(rb"(?i)(bearer\s+)([\w.~+/=-]{8,})")
 
 
 class Archive:
-    """A .tar.gz that grows until it holds `TOTAL_MAX` bytes; secrets are overwritten, their length stays."""
+    """A .tar.gz that grows until it holds `BUNDLE_BYTES_MAX` bytes; secrets are overwritten, their length stays."""
 
     def __init__(self, path: Path, secrets: set[bytes]) -> None:
         self._secrets = secrets
-        self._left = TOTAL_MAX
+        self._bytes_left = BUNDLE_BYTES_MAX
         self._tar = tarfile.open(path, "w:gz")  # noqa: SIM115
-        self.left_out: list[str] = []
+        self.omitted_names: list[str] = []
 
     def add(self, name: str, content: bytes) -> None:
-        if len(content) > self._left:
-            self.left_out.append(name)
+        if len(content) > self._bytes_left:
+            self.omitted_names.append(name)
             return
-        self._left -= len(content)
+        self._bytes_left -= len(content)
         entry = tarfile.TarInfo(f"covey-bundle/{name}")
         entry.size, entry.mtime, entry.mode = len(content), int(time.time()), 0o600
-        self._tar.addfile(entry, io.BytesIO(self._clean(content)))
+        self._tar.addfile(entry, io.BytesIO(self._redact_secrets(content)))
 
     def add_json(self, name: str, content: Any) -> None:
         self.add(name, msgspec.json.format(msgspec.json.encode(content)))
@@ -75,43 +75,48 @@ class Archive:
     def close(self) -> None:
         self._tar.close()
 
-    def _clean(self, content: bytes) -> bytes:
+    def _redact_secrets(self, content: bytes) -> bytes:
         for secret in self._secrets:
             content = content.replace(secret, b"*" * len(secret))
-        return BEARER.sub(lambda found: found[1] + b"*" * len(found[2]), content)
+        return BEARER_TOKEN.sub(lambda found: found[1] + b"*" * len(found[2]), content)
 
 
-def bundle(master: str, log_dir: str, journal: str, output: str) -> tuple[Path, list[str]]:
+def write_bundle(master: str, log_dir: str, journal: str, output: str) -> tuple[Path, list[str]]:
     """Write the archive; returns its path and what was left out, each with a reason."""
     for folder in filter(None, (log_dir, journal)):
         if not os.access(folder, os.R_OK | os.X_OK) or not Path(folder).is_dir():
-            raise UsageError(f"{shown(folder)} is no folder that can be read: give the one that covey run named")
-    entry, door = _cluster(master, needed=bool(master) or not (log_dir or journal))
+            raise UsageError(f"{printable(folder)} is no folder that can be read: give the one that covey run named")
+    entry, door = _find_cluster_entry(master, needed=bool(master) or not (log_dir or journal))
     path = Path(output or f"covey-bundle-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # logs may hold what is private
         os.close(descriptor)
-        archive = Archive(path, _secrets(entry))
-        archive.add_json("versions.json", _versions())
-        archive.add_json("settings.json", [dict(zip(("name", "value", "origin", "what"), r, strict=True)) for r in _rows()])
-        problems = _ask(archive, door) if door is not None else []
-        for name, found, limit in _files(
+        archive = Archive(path, _collect_secrets(entry))
+        archive.add_json("versions.json", _collect_versions())
+        archive.add_json(
+            "settings.json", [dict(zip(("name", "value", "origin", "what"), r, strict=True)) for r in _load_settings_table()]
+        )
+        problems = _add_cluster_state(archive, door) if door is not None else []
+        for name, found, limit in _list_files(
             log_dir or (entry.log_dir if entry else ""), journal or (entry.journal if entry else "")
         ):
             try:
-                archive.add(name, _end(found, limit))
+                archive.add(name, _read_tail(found, limit))
             except (PermissionError, FileNotFoundError) as error:
                 problems.append(f"{name}: {error.strerror}")
         archive.close()
     except OSError as error:
         raise StoreError(f"the bundle {path} cannot be written: {error.strerror}: choose another --output") from None
-    return path, [*problems, *(f"{name}: the bundle holds {TOTAL_MAX >> 20} MB already" for name in archive.left_out)]
+    return path, [
+        *problems,
+        *(f"{name}: the bundle holds {BUNDLE_BYTES_MAX >> 20} MB already" for name in archive.omitted_names),
+    ]
 
 
-def _cluster(master: str, *, needed: bool) -> tuple[RegistryEntry | None, SchedulerAddress | None]:
+def _find_cluster_entry(master: str, *, needed: bool) -> tuple[RegistryEntry | None, SchedulerAddress | None]:
     """The cluster that is meant; without one, the folders named are enough."""
     try:
-        door = status.find(master)
+        door = status.find_cluster(master)
     except UsageError:
         if needed:
             raise
@@ -119,7 +124,7 @@ def _cluster(master: str, *, needed: bool) -> tuple[RegistryEntry | None, Schedu
     return next((e for e in cluster_registry.running_clusters() if e.address == (master or e.address)), None), door
 
 
-def _ask(archive: Archive, door: SchedulerAddress) -> list[str]:
+def _add_cluster_state(archive: Archive, door: SchedulerAddress) -> list[str]:
     """What the scheduler says. A cluster that does not answer is worth a bundle too."""
     try:
         archive.add_json("cluster.json", asyncio.run(ask_view(door)))
@@ -130,27 +135,27 @@ def _ask(archive: Archive, door: SchedulerAddress) -> list[str]:
     return []
 
 
-def _files(log_dir: str, journal: str) -> Iterator[tuple[str, Path, int]]:
+def _list_files(log_dir: str, journal: str) -> Iterator[tuple[str, Path, int]]:
     if log_dir:
-        found = sorted({path for pattern in LOGS for path in Path(log_dir).glob(pattern) if path.is_file()})
+        found = sorted({path for pattern in LOG_PATTERNS for path in Path(log_dir).glob(pattern) if path.is_file()})
         for path in found[:FILES_MAX]:
-            yield f"logs/{path.relative_to(log_dir)}", path, LOG_MAX
+            yield f"logs/{path.relative_to(log_dir)}", path, LOG_BYTES_MAX
     for path in [Path(journal) / "scheduler.journal"] if journal else []:
         if path.is_file():
-            yield "scheduler.journal", path, TOTAL_MAX
+            yield "scheduler.journal", path, BUNDLE_BYTES_MAX
 
 
-def _end(path: Path, limit: int) -> bytes:
+def _read_tail(path: Path, limit: int) -> bytes:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - limit))
         return file.read(limit)
 
 
-def _rows() -> list[tuple[str, str, str, str]]:
-    return rows(load(os.environ))
+def _load_settings_table() -> list[tuple[str, str, str, str]]:
+    return settings_table(load_settings(os.environ))
 
 
-def _versions() -> dict[str, Any]:
+def _collect_versions() -> dict[str, Any]:
     found = {}
     for package in PACKAGES:
         try:
@@ -160,9 +165,9 @@ def _versions() -> dict[str, Any]:
     return {"python": sys.version, "platform": platform.platform(), "cores": os.cpu_count(), "packages": found}
 
 
-def _secrets(entry: RegistryEntry | None) -> set[bytes]:
+def _collect_secrets(entry: RegistryEntry | None) -> set[bytes]:
     """Every secret value this command knows of."""
-    settings = load(os.environ).settings
+    settings = load_settings(os.environ).settings
     values = {str(getattr(settings, field)) for field, var in TABLE.items() if var.secret}
     for known in cluster_registry.running_clusters() if entry is None else [entry]:
         values |= {known.secret, known.token}

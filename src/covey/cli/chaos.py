@@ -16,7 +16,7 @@ import msgspec
 import psutil
 
 from covey.cli import status
-from covey.cli.scheduler_client import Visit
+from covey.cli.scheduler_client import SchedulerSession
 from covey.core.cluster.fault_schedule import (
     NODE_FAULTS,
     Fault,
@@ -36,15 +36,15 @@ from covey.runtime import fault_injection
 from covey.runtime.node_runtime import SchedulerAddress
 from covey.storage.cluster_registry import process_start_time
 
-LOOK_S: Final = 0.05  # between two looks for what is to come back
-BACK_S: Final = 120.0  # for something that was killed to be there again
-SETTLE_S: Final = 120.0  # after the last fault, for the cluster to go on
-TIMES_MAX: Final = 100_000
-SHOWN: Final = 80  # characters of what was said that a sentence repeats
-_UNITS: Final = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
+POLL_INTERVAL_S: Final = 0.05  # between two looks for what is to come back
+RESTART_TIMEOUT_S: Final = 120.0  # for something that was killed to be there again
+RECOVERY_TIMEOUT_S: Final = 120.0  # after the last fault, for the cluster to go on
+FAULTS_MAX: Final = 100_000
+QUOTED_TEXT_MAX: Final = 80  # characters of what was said that a sentence repeats
+_SECONDS_PER_UNIT: Final = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
 
 
-class Summary(msgspec.Struct, frozen=True):
+class ChaosSummary(msgspec.Struct, frozen=True):
     """All that `--json` prints."""
 
     cluster_id: str
@@ -58,24 +58,24 @@ class Summary(msgspec.Struct, frozen=True):
     recoveries: list[Incident]
 
 
-def seconds(text: str) -> float:
+def parse_duration_s(text: str) -> float:
     """`10m`, `90s`, `500ms` or `90`. Raises `UsageError`."""
     found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s|m|h|)", text.strip())
     if found is None or not float(found[1]):
-        raise UsageError(f"{text[:SHOWN]!r} is no length of time: say 90s, 10m or 500ms")
-    return float(found[1]) * _UNITS[found[2]]
+        raise UsageError(f"{text[:QUOTED_TEXT_MAX]!r} is no length of time: say 90s, 10m or 500ms")
+    return float(found[1]) * _SECONDS_PER_UNIT[found[2]]
 
 
-def interval(text: str) -> float:
+def parse_fault_interval_s(text: str) -> float:
     """The seconds between two faults of `1/3s` or `20/m`. Raises `UsageError`."""
     found = re.fullmatch(r"([0-9]{1,9})/(.+)", text.strip())
     if found is None or not int(found[1]):
-        raise UsageError(f"--rate {text[:SHOWN]!r} is no rate: say 1/3s, 20/m or 2/s")
+        raise UsageError(f"--rate {text[:QUOTED_TEXT_MAX]!r} is no rate: say 1/3s, 20/m or 2/s")
     each = found[2]
-    return seconds(each if each[:1].isdigit() else f"1{each}") / int(found[1])
+    return parse_duration_s(each if each[:1].isdigit() else f"1{each}") / int(found[1])
 
 
-def named(text: str) -> list[Fault]:
+def parse_faults(text: str) -> list[Fault]:
     """`kill,stop` as faults. Raises `UsageError`."""
     words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     unknown = [word for word in words if word not in set(Fault)]
@@ -88,48 +88,48 @@ class Chaos:
     """Faults at one cluster, as it is seen through its door."""
 
     def __init__(self, door: SchedulerAddress, seed: int, every_s: float, wanted: Sequence[Fault]) -> None:
-        self._door, self._seed, self._every_s, self._wanted = door, seed, every_s, wanted
+        self._scheduler_address, self._seed, self._interval_s, self._requested_faults = door, seed, every_s, wanted
         self._view: ClusterView | None = None
-        self._began = 0.0
-        self._over = asyncio.Event()  # the cluster has ended
-        self._seen: dict[int, ObservedRecovery] = {}
-        self._done: list[PlannedFault] = []
-        self._back_ms: dict[int, float] = {}
-        self._clock: Path | None = None
-        self._keepers: list[psutil.Process] = []
-        self._possible: list[Fault] = []
+        self._started_at = 0.0
+        self._cluster_ended = asyncio.Event()  # the cluster has ended
+        self._recoveries: dict[int, ObservedRecovery] = {}
+        self._injected_faults: list[PlannedFault] = []
+        self._downtime_ms: dict[int, float] = {}
+        self._clock_file: Path | None = None
+        self._run_processes: list[psutil.Process] = []
+        self._possible_faults: list[Fault] = []
 
-    async def run(self, for_s: float, times: int) -> Summary:
+    async def run(self, for_s: float, times: int) -> ChaosSummary:
         """Strike until the time is over, so many times, or until the cluster has ended; then wait for it to go on."""
         loop = asyncio.get_running_loop()
-        self._began = loop.time()
-        async with Visit(self._door) as visit:  # if it cannot be asked, that is the sentence
-            self._view = await anext(visit.follow())
-        self._keepers = _keepers(self._view)
-        self._possible = self._check(self._view)
-        follower = asyncio.create_task(self._follow())
+        self._started_at = loop.time()
+        async with SchedulerSession(self._scheduler_address) as visit:  # if it cannot be asked, that is the sentence
+            self._view = await anext(visit.follow_views())
+        self._run_processes = _find_run_processes(self._view)
+        self._possible_faults = self._select_possible_faults(self._view)
+        follower = asyncio.create_task(self._follow_view())
         effects: set[asyncio.Task[None]] = set()
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(for_s):
-                    await self._strike_on(effects, times)
+                    await self._inject_faults(effects, times)
             await asyncio.gather(*effects)
-            await self._settle()
+            await self._wait_for_recoveries()
         finally:
             for task in (follower, *effects):
                 task.cancel()
             await asyncio.gather(follower, *effects, return_exceptions=True)
         view = self._view
         assert view is not None
-        rows = summarize_faults(self._done, list(self._seen.values()), self._back_ms)
-        recoveries = [seen.incident for seen in self._seen.values()]
-        took = loop.time() - self._began
-        known = (view.phase, view.reason, rows, self._done, recoveries)
-        return Summary(view.cluster_id, self._seed, took, len(self._done), *known)
+        rows = summarize_faults(self._injected_faults, list(self._recoveries.values()), self._downtime_ms)
+        recoveries = [seen.incident for seen in self._recoveries.values()]
+        took = loop.time() - self._started_at
+        known = (view.phase, view.reason, rows, self._injected_faults, recoveries)
+        return ChaosSummary(view.cluster_id, self._seed, took, len(self._injected_faults), *known)
 
-    def _check(self, view: ClusterView) -> list[Fault]:
+    def _select_possible_faults(self, view: ClusterView) -> list[Fault]:
         """What can be done here, of what was wished for; the rest is said. Raises `UsageError` if nothing is left."""
-        reasons = {fault: self._why_not(fault, view) for fault in self._wanted}
+        reasons = {fault: self._fault_blocker(fault, view) for fault in self._requested_faults}
         for fault, reason in reasons.items():
             if reason:
                 click.echo(f"covey: {fault} is left out: {reason}", err=True)
@@ -138,22 +138,22 @@ class Chaos:
             raise UsageError("none of the faults asked for can be done here")
         return possible
 
-    def _why_not(self, fault: Fault, view: ClusterView) -> str:
+    def _fault_blocker(self, fault: Fault, view: ClusterView) -> str:
         scheduler = next(node.pid for node in view.nodes if node.role is Role.SCHEDULER)
-        here = [node.pid for node in _here(view).nodes if node.role is not Role.SCHEDULER and node.pid]
+        here = [node.pid for node in _view_of_this_host(view).nodes if node.role is not Role.SCHEDULER and node.pid]
         try:
             if fault in NODE_FAULTS and not here:
                 return "no node of this cluster runs on this host"
             for pid in {Fault.SCHEDULER: [scheduler], Fault.TEMPLATE: here[:1]}.get(fault, here[:1]):
                 fault_injection.find_supervisor(pid)
             if fault is Fault.CUT:
-                return fault_injection.cut_blocker(here[0], self._keepers)
+                return fault_injection.cut_blocker(here[0], self._run_processes)
             if fault is Fault.DISK:
                 return (
                     fault_injection.fill_disk_blocker(Path(view.log_dir)) if view.log_dir else "the cluster says no log folder"
                 )
             if fault is Fault.CLOCK:
-                self._clock = fault_injection.find_clock_file(scheduler)
+                self._clock_file = fault_injection.find_clock_file(scheduler)
             if fault is Fault.TEMPLATE and not (
                 here and fault_injection.find_template_pid(fault_injection.find_supervisor(here[0]))
             ):
@@ -162,113 +162,123 @@ class Chaos:
             return str(error)
         return ""
 
-    async def _follow(self) -> None:
+    async def _follow_view(self) -> None:
         """The newest view, also across schedulers, and every recovery in it."""
         loop = asyncio.get_running_loop()
-        while not self._over.is_set():
+        while not self._cluster_ended.is_set():
             with contextlib.suppress(PeerError):
-                async with Visit(self._door) as visit:
-                    async for view in visit.follow():
+                async with SchedulerSession(self._scheduler_address) as visit:
+                    async for view in visit.follow_views():
                         self._view = view
                         for incident in view.recoveries:
-                            known = self._seen.get(incident.number)
-                            at_s = known.at_s if known else loop.time() - self._began
-                            self._seen[incident.number] = ObservedRecovery(incident, at_s)
+                            known = self._recoveries.get(incident.number)
+                            at_s = known.at_s if known else loop.time() - self._started_at
+                            self._recoveries[incident.number] = ObservedRecovery(incident, at_s)
                         if view.phase is Phase.ENDED:
-                            self._over.set()
-            await asyncio.sleep(LOOK_S)
-            if not any(process_start_time(keeper.pid) == keeper.create_time() for keeper in self._keepers):  # nobody heals it
-                self._over.set()
+                            self._cluster_ended.set()
+            await asyncio.sleep(POLL_INTERVAL_S)
+            if not any(
+                process_start_time(keeper.pid) == keeper.create_time() for keeper in self._run_processes
+            ):  # nobody heals it
+                self._cluster_ended.set()
 
-    async def _strike_on(self, effects: set[asyncio.Task[None]], times: int) -> None:
+    async def _inject_faults(self, effects: set[asyncio.Task[None]], times: int) -> None:
         loop = asyncio.get_running_loop()
         number = 1
         due = loop.time()
-        while not self._over.is_set() and number <= (times or TIMES_MAX):
-            due += pause_s(self._seed, number, self._every_s)
+        while not self._cluster_ended.is_set() and number <= (times or FAULTS_MAX):
+            due += pause_s(self._seed, number, self._interval_s)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._over.wait(), max(0.0, due - loop.time()))
+                await asyncio.wait_for(self._cluster_ended.wait(), max(0.0, due - loop.time()))
             strike = None
-            while strike is None and not self._over.is_set():
+            while strike is None and not self._cluster_ended.is_set():
                 assert self._view is not None
-                strike, _ = choose_fault(self._seed, self._possible, _here(self._view), self._done, loop.time() - self._began)
+                strike, _ = choose_fault(
+                    self._seed,
+                    self._possible_faults,
+                    _view_of_this_host(self._view),
+                    self._injected_faults,
+                    loop.time() - self._started_at,
+                )
                 if strike is None:
-                    await asyncio.sleep(LOOK_S)
+                    await asyncio.sleep(POLL_INTERVAL_S)
             if strike is None:
                 return
-            self._done.append(strike)
-            effect = asyncio.create_task(self._carry(strike))
+            self._injected_faults.append(strike)
+            effect = asyncio.create_task(self._inject_fault(strike))
             effects.add(effect)
             effect.add_done_callback(effects.discard)
             number += 1
 
-    async def _carry(self, strike: PlannedFault) -> None:
+    async def _inject_fault(self, strike: PlannedFault) -> None:
         """Do it, and undo it when its time is over. Whoever is gone already needs nothing done."""
         words = " ".join([str(strike.fault), strike.node, f"for {strike.for_s:.1f} s" if strike.for_s else ""])
         click.echo(f"covey: {strike.at_s:6.1f} s  {' '.join(words.split())}", err=True)
         with contextlib.suppress(fault_injection.ProcessGone):
             if strike.fault is Fault.KILL:
-                fault_injection.kill_process(strike.pid, self._keepers)
+                fault_injection.kill_process(strike.pid, self._run_processes)
             elif strike.fault is Fault.STOP:
-                await fault_injection.suspend_process(strike.pid, self._keepers, strike.for_s)
+                await fault_injection.suspend_process(strike.pid, self._run_processes, strike.for_s)
             elif strike.fault is Fault.SLOW:
-                await fault_injection.slow_process(strike.pid, self._keepers, strike.for_s)
+                await fault_injection.slow_process(strike.pid, self._run_processes, strike.for_s)
             elif strike.fault is Fault.CUT:
-                fault_injection.cut_connections(strike.pid, self._keepers)
+                fault_injection.cut_connections(strike.pid, self._run_processes)
             elif strike.fault is Fault.SCHEDULER:
-                fault_injection.kill_process(strike.pid, self._keepers)
-                await self._back(strike, lambda: self._scheduler() not in (0, strike.pid))
+                fault_injection.kill_process(strike.pid, self._run_processes)
+                await self._measure_downtime(strike, lambda: self._scheduler_pid() not in (0, strike.pid))
             elif strike.fault is Fault.TEMPLATE:
-                killed = fault_injection.find_template_pid(self._keepers[0])
+                killed = fault_injection.find_template_pid(self._run_processes[0])
                 if killed:
-                    fault_injection.kill_process(killed, self._keepers)
-                    await self._back(strike, lambda: fault_injection.find_template_pid(self._keepers[0]) not in (0, killed))
+                    fault_injection.kill_process(killed, self._run_processes)
+                    await self._measure_downtime(
+                        strike, lambda: fault_injection.find_template_pid(self._run_processes[0]) not in (0, killed)
+                    )
             elif strike.fault is Fault.DISK:
                 assert self._view is not None
                 with fault_injection.fill_disk(Path(self._view.log_dir)):
                     await asyncio.sleep(strike.for_s)
             else:
-                assert strike.fault is Fault.CLOCK and self._clock is not None
-                with fault_injection.shift_clock(self._clock, clock_jump_s(self._seed, strike.number)):
+                assert strike.fault is Fault.CLOCK and self._clock_file is not None
+                with fault_injection.shift_clock(self._clock_file, clock_jump_s(self._seed, strike.number)):
                     await asyncio.sleep(strike.for_s)
 
-    def _scheduler(self) -> int:
+    def _scheduler_pid(self) -> int:
         assert self._view is not None
         return next((node.pid for node in self._view.nodes if node.role is Role.SCHEDULER), 0)
 
-    async def _back(self, strike: PlannedFault, there: Callable[[], bool]) -> None:
+    async def _measure_downtime(self, strike: PlannedFault, there: Callable[[], bool]) -> None:
         """Wait until what was killed is there again, and note how long that took."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        if await self._until(there, BACK_S):
-            self._back_ms[strike.number] = 1000 * (loop.time() - began)
+        if await self._wait_until(there, RESTART_TIMEOUT_S):
+            self._downtime_ms[strike.number] = 1000 * (loop.time() - began)
 
-    async def _settle(self) -> None:
+    async def _wait_for_recoveries(self) -> None:
         """Wait for every recovery to be over: the table is about them."""
 
         def settled() -> bool:
-            open_ = any(seen.incident.outcome is Outcome.OPEN for seen in self._seen.values())
+            open_ = any(seen.incident.outcome is Outcome.OPEN for seen in self._recoveries.values())
             return self._view is not None and self._view.phase is Phase.READY and not open_
 
-        await self._until(settled, SETTLE_S)
+        await self._wait_until(settled, RECOVERY_TIMEOUT_S)
 
-    async def _until(self, there: Callable[[], bool], limit_s: float) -> bool:
-        for _ in range(int(limit_s / LOOK_S)):
-            if there() or self._over.is_set():
+    async def _wait_until(self, there: Callable[[], bool], limit_s: float) -> bool:
+        for _ in range(int(limit_s / POLL_INTERVAL_S)):
+            if there() or self._cluster_ended.is_set():
                 break
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_INTERVAL_S)
         return there()
 
 
-def _here(view: ClusterView) -> ClusterView:
+def _view_of_this_host(view: ClusterView) -> ClusterView:
     """The view without the nodes of other hosts: they cannot be hit from here."""
     return msgspec.structs.replace(view, nodes=[node for node in view.nodes if node.host == socket.gethostname()])
 
 
-def _keepers(view: ClusterView) -> list[psutil.Process]:
+def _find_run_processes(view: ClusterView) -> list[psutil.Process]:
     """The `covey run`s of this cluster on this host, whose processes are hit. Raises `UsageError` if there is none."""
     found: dict[psutil.Process, None] = {}
-    for node in _here(view).nodes:
+    for node in _view_of_this_host(view).nodes:
         with contextlib.suppress(fault_injection.ProcessGone):
             found[fault_injection.find_supervisor(node.pid)] = None
     if not found:
@@ -276,22 +286,24 @@ def _keepers(view: ClusterView) -> list[psutil.Process]:
     return list(found)
 
 
-def chaos(master: str, *, seed: int, rate: str, wanted: str, length: str, times: int, as_json: bool) -> int:
+def run_chaos(master: str, *, seed: int, rate: str, wanted: str, length: str, times: int, as_json: bool) -> int:
     """The whole verb; the code to end with."""
-    every_s, for_s, found = interval(rate), seconds(length), named(wanted)
+    every_s, for_s, found = parse_fault_interval_s(rate), parse_duration_s(length), parse_faults(wanted)
     try:
-        summary = asyncio.run(_run(status.find(master), seed, every_s, found, for_s, times))
+        summary = asyncio.run(_run_with_signals(status.find_cluster(master), seed, every_s, found, for_s, times))
     except asyncio.CancelledError:
         return 128 + signal.SIGTERM
     if as_json:
         click.echo(msgspec.json.encode(summary).decode())
     else:
-        _print(summary)
+        _print_summary(summary)
     failed = summary.phase is Phase.HEALING or any(incident.outcome is Outcome.ENDED for incident in summary.recoveries)
     return int(ExitCode.PEER_FAILED) if failed else 0
 
 
-async def _run(door: SchedulerAddress, seed: int, every_s: float, wanted: Sequence[Fault], for_s: float, times: int) -> Summary:
+async def _run_with_signals(
+    door: SchedulerAddress, seed: int, every_s: float, wanted: Sequence[Fault], for_s: float, times: int
+) -> ChaosSummary:
     task = asyncio.current_task()
     assert task is not None
     for number in (signal.SIGTERM, signal.SIGHUP):  # what was done is undone, as after Ctrl-C
@@ -299,7 +311,7 @@ async def _run(door: SchedulerAddress, seed: int, every_s: float, wanted: Sequen
     return await Chaos(door, seed, every_s, wanted).run(for_s, times)
 
 
-def _print(summary: Summary) -> None:
+def _print_summary(summary: ChaosSummary) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -9,13 +9,13 @@ from typing import Any
 import click
 import msgspec
 
-from covey.cli.completion import clusters
+from covey.cli.completion import complete_clusters
 
 MASTER = click.option(
     "--master",
     metavar="HOST:PORT",
     default="",
-    shell_complete=clusters,
+    shell_complete=complete_clusters,
     help="The scheduler; else this user's running clusters.",
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -28,17 +28,17 @@ def KUBERNETES(verb: Callable[..., None]) -> Callable[..., None]:
     return click.option("--kubeconfig", default="", help="A file; else $KUBECONFIG, or this pod's service account.")(verb)
 
 
-def examples(*lines: str) -> str:
+def format_examples(*lines: str) -> str:
     """The end of a verb's help."""
     return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
 
 
-def say(as_json: bool, sentence: str, **fields: Any) -> None:
+def print_result(as_json: bool, sentence: str, **fields: Any) -> None:
     """What a verb did: a sentence for people, the same with its parts for programs."""
     click.echo(msgspec.json.encode({"message": sentence, **fields}).decode() if as_json else sentence)
 
 
-def unreadable(path: Path) -> str:
+def read_blocker(path: Path) -> str:
     """Why a file cannot be read, after "it cannot be"; "" if it can."""
     try:
         if not path.is_file():  # one that is there but no file, such as a pipe, would be waited for

@@ -13,21 +13,21 @@ from typing import Any
 import click
 import msgspec
 
-from covey.cli.common import JSON, examples, say, unreadable
+from covey.cli.common import JSON, format_examples, print_result, read_blocker
 from covey.cli.federated_simulate import simulate
-from covey.cli.scheduler_client import stop as ask_to_stop
-from covey.cli.status import door_of, draw, look
+from covey.cli.scheduler_client import request_stop as ask_to_stop
+from covey.cli.status import address_from_entry, fetch_view_with_spinner, print_cluster_table
 from covey.core.plurals import count_noun
 from covey.errors import ExitCode, PeerError, UsageError
-from covey.federated.context import Value, check, check_file, from_text
+from covey.federated.context import ContextValue, check_config_file, check_value, from_text
 from covey.federated.server.update_log import DURABILITIES
-from covey.settings import shown
+from covey.settings import printable
 from covey.storage import cluster_registry
 from covey.storage.cluster_registry import RegistryEntry
 from covey.transport import address
 
-STARTED = b"Server started successfully."
-WAIT_S = 10.0  # until a command that waits says so
+STARTED_MARKER = b"Server started successfully."
+WAIT_NOTICE_S = 10.0  # until a command that waits says so
 MASTER = click.option(
     "--master", metavar="HOST:PORT", default="", help="The scheduler; else this user's only federated cluster."
 )
@@ -47,7 +47,7 @@ def federated() -> None:
 
 @federated.command(
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    epilog=examples(
+    epilog=format_examples(
         "covey federated up --servers 4 --port 6668 --threshold 8 model.py",
         "covey federated up --threshold 8 --secure model.safetensors",
     ),
@@ -89,17 +89,17 @@ def up(
     words: tuple[str, ...],
 ) -> None:
     """Start a federated cluster and keep it alive: for a script that calls `covey.federated.run`, or a .safetensors file."""
-    from covey.federated.process_supervisor import Keeper, Role
+    from covey.federated.process_supervisor import ProcessSupervisor, SupervisedProcess
 
-    if why := unreadable(Path(script)):
-        raise UsageError(f"{shown(script)} cannot be {why}: give a script or a .safetensors file", ExitCode.BAD_SCRIPT)
+    if why := read_blocker(Path(script)):
+        raise UsageError(f"{printable(script)} cannot be {why}: give a script or a .safetensors file", ExitCode.BAD_SCRIPT)
     if join:
         ip, scheduler_port = address.split_host_port(join, scheduler_port)
     elif server_num and servers > server_num:
         raise UsageError(f"--servers {servers} are more than the whole cluster has: --server-num {server_num}")
     if servers < (1 if join or not server_num else 0):
         raise UsageError(f"--servers {servers} is not possible: start at least one, or with --server-num the scheduler alone")
-    check("fl_server_port", port + max(0, servers - 1))
+    check_value("fl_server_port", port + max(0, servers - 1))
     shared: dict[str, Any] = {
         "enable_fl": True,
         "server_num": server_num or servers,
@@ -112,73 +112,73 @@ def up(
         "fl_name": name,
         "checkpoint_dir": str(Path(folder or ".").absolute()),
         **({"encrypt_type": "PW_ENCRYPT"} if secure else {}),
-        **dict(_setting(pair) for pair in settings),
+        **dict(_parse_setting(pair) for pair in settings),
     }
     for key, value in shared.items():
-        check(key, value)
-    check_file(shared)
+        check_value(key, value)
+    check_config_file(shared)
     start = f"{os.getpid()}_" if join else ""
-    roles = [] if join else [Role("scheduler", "20", {**shared, "ms_role": "MS_SCHED"})]
+    roles = [] if join else [SupervisedProcess("scheduler", "20", {**shared, "ms_role": "MS_SCHED"})]
     for number in range(servers):
         mine = {**shared, "ms_role": "MS_SERVER", "fl_server_port": port + number}
-        roles.append(Role(f"{start}server_{number}", "" if join else str(number), mine))
+        roles.append(SupervisedProcess(f"{start}server_{number}", "" if join else str(number), mine))
     command = ["-m", "covey.federated", script] if script.endswith(".safetensors") else [script, *words]
     logs = Path(folder or ".").absolute() / f"federated_{scheduler_port}" / "logs"
-    keeper = Keeper(command, roles, cluster_id=uuid.uuid4().hex[:12], folder=logs, environ=os.environ)
+    keeper = ProcessSupervisor(command, roles, cluster_id=uuid.uuid4().hex[:12], folder=logs, environ=os.environ)
     ports = {0: "of other hosts", 1: f"{port}"}.get(servers, f"{port} to {port + servers - 1}")
     said = f"devices at port {ports}, scheduler at {address.join_host_port(ip, scheduler_port)}, logs in {logs}"
     own = [logs / f"{role.name}.log" for role in roles if role.context["ms_role"] == "MS_SERVER"]
-    sys.exit(asyncio.run(_keep_up(keeper, own, said)))
+    sys.exit(asyncio.run(_run_supervisor(keeper, own, said)))
 
 
-async def _keep_up(keeper: Any, logs: list[Path], said: str) -> int:
+async def _run_supervisor(keeper: Any, logs: list[Path], said: str) -> int:
     before = {path: path.stat().st_size if path.exists() else 0 for path in logs}
-    saying = asyncio.get_running_loop().create_task(_say_started(before, said))
+    saying = asyncio.get_running_loop().create_task(_announce_start(before, said))
     try:
         return int(await keeper.run())
     finally:
         saying.cancel()
 
 
-async def _say_started(before: dict[Path, int], said: str) -> None:
+async def _announce_start(before: dict[Path, int], said: str) -> None:
     """When every server of ours has said that it is in the cluster; after a while, that they wait."""
     loop = asyncio.get_running_loop()
-    late = loop.call_later(WAIT_S, click.echo, f"waiting for the scheduler, or for other servers: {said}")
-    while not all(path.exists() and STARTED in path.read_bytes()[size:] for path, size in before.items()):  # noqa: ASYNC110
+    late = loop.call_later(WAIT_NOTICE_S, click.echo, f"waiting for the scheduler, or for other servers: {said}")
+    while not all(path.exists() and STARTED_MARKER in path.read_bytes()[size:] for path, size in before.items()):  # noqa: ASYNC110
         await asyncio.sleep(0.05)
     late.cancel()
-    click.echo(f"{STARTED.decode() if before else 'waiting for servers'}\n{said}")
+    click.echo(f"{STARTED_MARKER.decode() if before else 'waiting for servers'}\n{said}")
 
 
-def _setting(pair: str) -> tuple[str, Value]:
+def _parse_setting(pair: str) -> tuple[str, ContextValue]:
     key, equals, text = pair.partition("=")
     if not equals:
         raise UsageError(f"--set {pair} is not KEY=VALUE")
     return key, from_text(key, text)
 
 
-@federated.command(epilog=examples("covey federated stop"))
+@federated.command(epilog=format_examples("covey federated stop"))
 @MASTER
 @JSON
 def stop(master: str, as_json: bool) -> None:
     """End the whole cluster."""
-    entry = _entry(master)
-    asyncio.run(ask_to_stop(door_of(entry), "asked by covey federated stop"))
-    say(as_json, f"the cluster at {entry.address} ends", address=entry.address)
+    entry = _find_federated_cluster(master)
+    asyncio.run(ask_to_stop(address_from_entry(entry), "asked by covey federated stop"))
+    print_result(as_json, f"the cluster at {entry.address} ends", address=entry.address)
 
 
-@federated.command(epilog=examples("covey federated status", "covey federated status --json"))
+@federated.command(epilog=format_examples("covey federated status", "covey federated status --json"))
 @MASTER
 @JSON
 def status(master: str, as_json: bool) -> None:
     """Show the servers, and where the training stands."""
-    entry = _entry(master)
-    view = look(door_of(entry))
-    instance = _query(entry) if entry.manage and not entry.tls else {}
+    entry = _find_federated_cluster(master)
+    view = fetch_view_with_spinner(address_from_entry(entry))
+    instance = _query_instance(entry) if entry.manage and not entry.tls else {}
     if as_json:
         click.echo(msgspec.json.encode({"cluster": view, "instance": instance}).decode())
         return
-    draw(view)
+    print_cluster_table(view)
     if instance:
         done = f"iteration {instance['currentIteration']} of {instance['flIterationNum']}, {instance['instanceStatus']}"
         counted, joined = count_noun(instance["counted"], "update"), count_noun(instance["joined"], "device")
@@ -189,7 +189,7 @@ def status(master: str, as_json: bool) -> None:
             click.echo(f"privacy: epsilon {spent['epsilon']:.4g}{budget} spent at delta {spent['delta']:g}")
 
 
-def _entry(master: str) -> RegistryEntry:
+def _find_federated_cluster(master: str) -> RegistryEntry:
     """The federated cluster that is meant."""
     running = [entry for entry in cluster_registry.running_clusters() if entry.job.startswith("federated")]
     if master:
@@ -204,7 +204,7 @@ def _entry(master: str) -> RegistryEntry:
     return running[0]
 
 
-def _query(entry: RegistryEntry) -> dict[str, Any]:
+def _query_instance(entry: RegistryEntry) -> dict[str, Any]:
     host, port = address.split_host_port(entry.manage)
     connection = http.client.HTTPConnection(host, port, timeout=10)
     try:

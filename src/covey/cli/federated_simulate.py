@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from covey.cli.common import JSON, examples, say
+from covey.cli.common import JSON, format_examples, print_result
 from covey.core.plurals import count_noun
 from covey.errors import StoreError, UsageError
-from covey.federated.update_compression import KINDS, NONE
+from covey.federated.update_compression import COMPRESSION_TYPES, NO_COMPRESSION
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from covey.core.federated.dp_accounting import Noise
-    from covey.federated.simulation.simulator import Round
+    from covey.federated.simulation.simulator import RoundResult
 
-DELTA = 1e-5  # of what noise hides
-BARS = "▁▂▃▄▅▆▇█"
+DP_DELTA = 1e-5  # of what noise hides
+BAR_CHARACTERS = "▁▂▃▄▅▆▇█"
 
 
 @click.command(
-    epilog=examples(
+    epilog=format_examples(
         "covey federated simulate --devices 1000 --rounds 20",
         "covey federated simulate --devices 20 --rounds 5 --json",
     )
@@ -37,7 +37,9 @@ BARS = "▁▂▃▄▅▆▇█"
 @click.option("--epochs", default=5, show_default=True, help="Of each device, per round.")
 @click.option("--lr", default=0.1, show_default=True, help="The devices' learning rate.")
 @click.option("--secure", is_flag=True, help="Mask every update: slow, because all devices share this machine.")
-@click.option("--compress", type=click.Choice(KINDS), default=NONE, show_default=True, help="How small uploads are.")
+@click.option(
+    "--compress", type=click.Choice(COMPRESSION_TYPES), default=NO_COMPRESSION, show_default=True, help="How small uploads are."
+)
 @click.option("--sparse-rate", default=0.1, show_default=True, help="The share of values in them, where not all are sent.")
 @click.option(
     "--noise", default=0.0, show_default=True, help="On the servers, in units of one device's influence (a norm of --clip)."
@@ -68,32 +70,32 @@ def simulate(
     from covey.core.federated.messages import RoundPlan
     from covey.federated import privacy_settings
     from covey.federated.simulation import simulator as simulation
-    from covey.federated.simulation.privacy_pipeline import Treatment
-    from covey.federated.strategies import named
+    from covey.federated.simulation.privacy_pipeline import PrivacyOptions
+    from covey.federated.strategies import find_strategy
 
     above = {"devices": devices, "rounds": rounds, "epochs": epochs, "alpha": alpha, "lr": lr, "clip": clip}
-    _check(above, {"sample": sample, "sparse-rate": sparse_rate}, {"noise": noise, "seed": seed})
-    gauss = Noise(False, clip, noise, DELTA) if noise else None
+    _check_options(above, {"sample": sample, "sparse-rate": sparse_rate}, {"noise": noise, "seed": seed})
+    gauss = Noise(False, clip, noise, DP_DELTA) if noise else None
     plan = RoundPlan(threshold=devices, secure=secure, compress=compress, noise=gauss)
-    privacy_settings.check(plan, named(strategy))
-    treatment = Treatment(secure, compress, sparse_rate, gauss) if secure or gauss or compress != NONE else None
+    privacy_settings.check_privacy_settings(plan, find_strategy(strategy))
+    treatment = PrivacyOptions(secure, compress, sparse_rate, gauss) if secure or gauss or compress != NO_COMPRESSION else None
     how: dict[str, Any] = {"alpha": alpha, "sample": sample, "epochs": epochs, "rate": lr, "seed": seed, "treatment": treatment}
-    found = _shown(simulation.simulate(devices, rounds, named(strategy), **how), rounds)
+    found = _run_with_progress(simulation.simulate(devices, rounds, find_strategy(strategy), **how), rounds)
     try:
-        simulation.plot(found, Path(picture))
+        simulation.write_plot(found, Path(picture))
     except OSError as error:
         raise StoreError(f"the plot cannot be written to {picture}: {error.strerror}: choose another --plot") from None
     framework = sum(one.framework_s for one in found) / len(found)
     lines = [
-        *_learned(found, strategy, compress, gauss),
+        *_describe_result(found, strategy, compress, gauss),
         f"{1000 * framework:.0f} ms of each round were the framework's",
         f"the plot is {picture}",
     ]
     accuracies = [one.accuracy for one in found]
-    say(as_json, "\n".join(lines), accuracy=accuracies, framework_s=framework, plot=picture)
+    print_result(as_json, "\n".join(lines), accuracy=accuracies, framework_s=framework, plot=picture)
 
 
-def _check(above: dict[str, float], shares: dict[str, float], from_zero: dict[str, float]) -> None:
+def _check_options(above: dict[str, float], shares: dict[str, float], from_zero: dict[str, float]) -> None:
     for name, value in above.items():
         if not 0 < value < math.inf:
             raise UsageError(f"--{name} {value} is not possible: give a number above 0")
@@ -105,7 +107,7 @@ def _check(above: dict[str, float], shares: dict[str, float], from_zero: dict[st
             raise UsageError(f"--{name} {value} is not possible: give a number, 0 or more")
 
 
-def _shown(run: Iterator[Round], rounds: int) -> list[Round]:
+def _run_with_progress(run: Iterator[RoundResult], rounds: int) -> list[RoundResult]:
     """All rounds, with a bar that grows as they come."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
@@ -120,15 +122,15 @@ def _shown(run: Iterator[Round], rounds: int) -> list[Round]:
     return found
 
 
-def _learned(found: list[Round], strategy: str, compress: str, gauss: Noise | None) -> list[str]:
+def _describe_result(found: list[RoundResult], strategy: str, compress: str, gauss: Noise | None) -> list[str]:
     last = found[-1]
     lines = [
-        "".join(BARS[min(int(len(BARS) * one.accuracy), len(BARS) - 1)] for one in found),
+        "".join(BAR_CHARACTERS[min(int(len(BAR_CHARACTERS) * one.accuracy), len(BAR_CHARACTERS) - 1)] for one in found),
         f"accuracy {100 * last.accuracy:.1f} % after {count_noun(last.number, 'round')} of {last.devices} devices ({strategy})",
     ]
-    if compress != NONE:
+    if compress != NO_COMPRESSION:
         lines.append(f"{last.sent_bytes:.0f} bytes of values per upload")
     if gauss is not None:
         spent = gauss.epsilon_after(last.number * gauss.mu_squared_per_round)
-        lines.append(f"epsilon {spent:.3g} at delta {DELTA:g}, for a device that took part in every round")
+        lines.append(f"epsilon {spent:.3g} at delta {DP_DELTA:g}, for a device that took part in every round")
     return lines

@@ -1,4 +1,4 @@
-"""The verb `kill`: SIGKILL for one process of a cluster, as a fault would end it."""
+"""The verb `kill_process`: SIGKILL for one process of a cluster, as a fault would end it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import signal
 
 from covey.cli import status
-from covey.cli.scheduler_client import kill as ask_to_kill
+from covey.cli.scheduler_client import request_kill as ask_to_kill
 from covey.core.cluster.view import ClusterView, NodeView
 from covey.core.types import Role
 from covey.errors import ExitCode, PeerError, UsageError
@@ -15,11 +15,11 @@ from covey.log import escape_unprintable
 from covey.storage import cluster_registry
 
 
-def kill(master: str, wanted: str) -> tuple[NodeView, str]:
+def kill_process(master: str, wanted: str) -> tuple[NodeView, str]:
     """Kill the process of a rank, of a node such as pserver:0, or of the scheduler; return the node and what was done."""
-    door = status.find(master)
-    view = status.look(door)
-    node = chosen(view, wanted)
+    door = status.find_cluster(master)
+    view = status.fetch_view_with_spinner(door)
+    node = find_node(view, wanted)
     if node.role is Role.SCHEDULER:
         return node, _kill_scheduler(view, node)
     if not node.agent:
@@ -29,7 +29,7 @@ def kill(master: str, wanted: str) -> tuple[NodeView, str]:
     return node, asyncio.run(ask_to_kill(door, node.name))
 
 
-def chosen(view: ClusterView, wanted: str) -> NodeView:
+def find_node(view: ClusterView, wanted: str) -> NodeView:
     """Return the node that a rank or a name stands for."""
     if wanted.isdecimal():
         workers = {node.rank: node for node in view.nodes if node.role is Role.WORKER}

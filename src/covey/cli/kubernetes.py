@@ -15,22 +15,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 import msgspec
 
-from covey.cli.common import say
-from covey.cli.status import echo_line
+from covey.cli.common import print_result
+from covey.cli.status import print_log_line
 from covey.errors import ExitCode, UsageError
 from covey.log import configure_logging, log
-from covey.settings import load, shown
+from covey.settings import load_settings, printable
 
 if TYPE_CHECKING:
-    from covey.kubernetes.api_client import Api, Thing
+    from covey.kubernetes.api_client import Api, KubeObject
     from covey.kubernetes.operator import Operator
 
-SCRIPT_MAX = 900_000  # bytes: a ConfigMap holds at most 1 MiB
+SCRIPT_BYTES_MAX = 900_000  # bytes: a ConfigMap holds at most 1 MiB
 SCRIPT_FOLDER = "/covey/script"
-RETRIES = 10  # fault-retry-times of a submitted job
+FAULT_RETRIES = 10  # fault-retry-times of a submitted job
 
 
-class Where(NamedTuple):
+class KubernetesTarget(NamedTuple):
     """Which cluster, and which namespace of it ("": the kubeconfig's own)."""
 
     kubeconfig: str
@@ -38,7 +38,7 @@ class Where(NamedTuple):
     namespace: str
 
 
-def _connect(where: Where) -> Api:
+def _connect_api(where: KubernetesTarget) -> Api:
     try:
         from covey.kubernetes.api_client import connect
     except ModuleNotFoundError as error:
@@ -48,7 +48,7 @@ def _connect(where: Where) -> Api:
     return connect(where.kubeconfig, where.context)
 
 
-def _run(work: Coroutine[Any, Any, None]) -> None:
+def _run_async(work: Coroutine[Any, Any, None]) -> None:
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
     with contextlib.suppress(ModuleNotFoundError):  # an accelerator, never required
         from uvloop import new_event_loop as factory
@@ -59,58 +59,58 @@ def _run(work: Coroutine[Any, Any, None]) -> None:
 # -- the operator ----------------------------------------------------------------------------------------------------
 
 
-def install(where: Where, image: str, *, dry_run: bool, ascend: bool, as_json: bool) -> None:
+def install_operator(where: KubernetesTarget, image: str, *, dry_run: bool, ascend: bool, as_json: bool) -> None:
     """Apply what deploy/v1/covey-operator.yaml holds, or print it."""
     from covey.kubernetes import manifests
 
-    things = manifests.everything(image, where.namespace, ascend=ascend)
+    things = manifests.make_manifests(image, where.namespace, ascend=ascend)
     if dry_run:
-        _print_things(things, as_json)
+        _print_manifests(things, as_json)
         return
 
     async def work() -> None:
-        from covey.kubernetes.install import apply
+        from covey.kubernetes.install import apply_objects
 
-        api = _connect(where)
+        api = _connect_api(where)
         try:
-            async for line in apply(api, things):
-                say(as_json, line)
+            async for line in apply_objects(api, things):
+                print_result(as_json, line)
         finally:
             await api.close()
 
-    _run(work())
+    _run_async(work())
 
 
-def _print_things(things: list[Thing], as_json: bool) -> None:
-    from covey.kubernetes.manifests import as_yaml
+def _print_manifests(things: list[KubeObject], as_json: bool) -> None:
+    from covey.kubernetes.manifests import to_yaml
 
-    click.echo(msgspec.json.encode(things) + b"\n" if as_json else as_yaml(things), nl=False)
+    click.echo(msgspec.json.encode(things) + b"\n" if as_json else to_yaml(things), nl=False)
 
 
-def operate(where: Where, console: int = -1, **options: Any) -> None:
+def run_operator(where: KubernetesTarget, console: int = -1, **options: Any) -> None:
     """Run the operator here, against the current kubeconfig."""
-    settings = load(os.environ).settings
+    settings = load_settings(os.environ).settings
     configure_logging(settings, "operator")
 
     async def work() -> None:
-        from covey.kubernetes.operator import Options, run
+        from covey.kubernetes.operator import OperatorOptions, run_operator
 
-        beside = functools.partial(_show_jobs, console, settings.token) if console >= 0 else None
-        await run(_connect(where), Options(namespace=where.namespace, **options), beside)
+        beside = functools.partial(_serve_jobs_console, console, settings.token) if console >= 0 else None
+        await run_operator(_connect_api(where), OperatorOptions(namespace=where.namespace, **options), beside)
 
-    _run(work())
+    _run_async(work())
 
 
-async def _show_jobs(port: int, token: str, operator: Operator) -> None:
+async def _serve_jobs_console(port: int, token: str, operator: Operator) -> None:
     """The console of the jobs, on loopback: `kubectl port-forward` leads there."""
     from covey.management import jobs_api
-    from covey.management.http_server import Server
+    from covey.management.http_server import HttpServer
 
     try:
         sock = socket.create_server(("127.0.0.1", port))
     except OSError as error:
         raise UsageError(f"the console cannot listen on port {port}: {error.strerror}", ExitCode.PORT_IN_USE) from None
-    server = Server(jobs_api.make_app(operator, token=token), [sock])
+    server = HttpServer(jobs_api.make_app(operator, token=token), [sock])
     await server.start()
     log.info("the console of the jobs is at http://127.0.0.1:%d/", sock.getsockname()[1])
     try:
@@ -122,7 +122,7 @@ async def _show_jobs(port: int, token: str, operator: Operator) -> None:
 # -- jobs ------------------------------------------------------------------------------------------------------------
 
 
-class Wish(NamedTuple):
+class SubmitOptions(NamedTuple):
     """What `covey submit` was asked for."""
 
     script: str
@@ -135,21 +135,23 @@ class Wish(NamedTuple):
     gpus: int
 
 
-def job_of(wish: Wish) -> tuple[Thing, str]:
+def build_msjob(wish: SubmitOptions) -> tuple[KubeObject, str]:
     """The MSJob, and the text of the script if it lies here; else it is the image's."""
     path = Path(wish.script)
     name = wish.name or re.sub(r"[^a-z0-9-]+", "-", path.stem.lower().lstrip("0123456789_-.")).strip("-")
-    text = _text_of(path)
-    if len(text) > SCRIPT_MAX:
-        raise UsageError(f"{wish.script} is larger than {SCRIPT_MAX} bytes: build it into the image and give its path there")
+    text = _read_script(path)
+    if len(text) > SCRIPT_BYTES_MAX:
+        raise UsageError(
+            f"{wish.script} is larger than {SCRIPT_BYTES_MAX} bytes: build it into the image and give its path there"
+        )
     script = f"{SCRIPT_FOLDER}/{path.name}" if text else wish.script
     alone = ["python", script, *wish.args]
     several = ["covey", "run", "--no-live", "--log-dir", "/tmp/covey", script, *wish.args]
     command = several if wish.processes > 1 else alone
-    worker: Thing = {"name": "mindspore", "image": wish.image, "command": command}
+    worker: KubeObject = {"name": "mindspore", "image": wish.image, "command": command}
     if wish.gpus:
         worker["resources"] = {"limits": {"nvidia.com/gpu": wish.gpus}}
-    spec: Thing = {"containers": [worker]}
+    spec: KubeObject = {"containers": [worker]}
     if text:
         worker["volumeMounts"] = [{"name": "script", "mountPath": SCRIPT_FOLDER}]
         spec["volumes"] = [{"name": "script", "configMap": {"name": f"{name}-script"}}]
@@ -162,7 +164,7 @@ def job_of(wish: Wish) -> tuple[Thing, str]:
         "kind": "MSJob",
         "metadata": {
             "name": name,
-            "labels": {"fault-scheduling": "grace", "fault-retry-times": str(RETRIES)},
+            "labels": {"fault-scheduling": "grace", "fault-retry-times": str(FAULT_RETRIES)},
             "annotations": annotations,
         },
         "spec": {
@@ -183,7 +185,7 @@ def job_of(wish: Wish) -> tuple[Thing, str]:
     return job, text
 
 
-def _text_of(script: Path) -> str:
+def _read_script(script: Path) -> str:
     """Of a script that lies here; "" of one that the image has."""
     try:
         if not script.is_file():
@@ -191,38 +193,40 @@ def _text_of(script: Path) -> str:
         text = script.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"{shown(str(script))} lies here but cannot be read as a script: {error}", ExitCode.BAD_SCRIPT
+            f"{printable(str(script))} lies here but cannot be read as a script: {error}", ExitCode.BAD_SCRIPT
         ) from None
     if not text:
-        raise UsageError(f"{shown(str(script))} lies here but is empty: give a script that does something", ExitCode.BAD_SCRIPT)
+        raise UsageError(
+            f"{printable(str(script))} lies here but is empty: give a script that does something", ExitCode.BAD_SCRIPT
+        )
     return text
 
 
-def submit(where: Where, wish: Wish, *, dry_run: bool, as_json: bool) -> None:
+def submit_job(where: KubernetesTarget, wish: SubmitOptions, *, dry_run: bool, as_json: bool) -> None:
     """Write the MSJob, or apply it."""
-    from covey.kubernetes.pod_builder import owner_of
+    from covey.kubernetes.pod_builder import owner_reference
 
-    job, text = job_of(wish)
+    job, text = build_msjob(wish)
     name = job["metadata"]["name"]
-    script: Thing = {
+    script: KubeObject = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {"name": f"{name}-script"},
         "data": {Path(wish.script).name: text},
     }
     if dry_run:
-        _print_things([job, *([script] if text else [])], as_json)
+        _print_manifests([job, *([script] if text else [])], as_json)
         return
 
     async def work() -> None:
         from covey.kubernetes.api_client import CONFIG_MAP, MSJOB, ApiError
 
-        api = _connect(where)
+        api = _connect_api(where)
         namespace = where.namespace or api.namespace
         try:
             made = await api.create(MSJOB, namespace, job)
             if text:
-                script["metadata"]["ownerReferences"] = [owner_of(made)]
+                script["metadata"]["ownerReferences"] = [owner_reference(made)]
                 await api.create(CONFIG_MAP, namespace, script)
         except ApiError as error:
             if error.code == 409:
@@ -231,18 +235,18 @@ def submit(where: Where, wish: Wish, *, dry_run: bool, as_json: bool) -> None:
         finally:
             await api.close()
         sentence = f"{name} is submitted: covey jobs shows it, covey logs 0 --job {name} what rank 0 prints"
-        say(as_json, sentence, name=name, namespace=namespace)
+        print_result(as_json, sentence, name=name, namespace=namespace)
 
-    _run(work())
+    _run_async(work())
 
 
-def jobs(where: Where, *, everywhere: bool, as_json: bool) -> None:
+def list_jobs(where: KubernetesTarget, *, everywhere: bool, as_json: bool) -> None:
     """One line per job."""
 
     async def work() -> None:
         from covey.kubernetes.api_client import MSJOB
 
-        api = _connect(where)
+        api = _connect_api(where)
         try:
             page = await api.list(MSJOB, "" if everywhere else where.namespace or api.namespace)
         finally:
@@ -266,17 +270,17 @@ def jobs(where: Where, *, everywhere: bool, as_json: bool) -> None:
             click.echo("  ".join([*(f"{row[c]:<{widths[c]}}" for c in range(5)), row[5]]).rstrip())
         return None
 
-    _run(work())
+    _run_async(work())
 
 
-def logs(where: Where, name: str, rank: int | None, *, follow: bool, as_json: bool) -> None:
+def print_job_logs(where: KubernetesTarget, name: str, rank: int | None, *, follow: bool, as_json: bool) -> None:
     """What the pod of a rank prints; without a rank, each worker's in turn."""
 
     async def work() -> None:
         from covey.core.jobs import parse_job
         from covey.kubernetes.api_client import MSJOB, ApiError
 
-        api = _connect(where)
+        api = _connect_api(where)
         namespace = where.namespace or api.namespace
         try:
             job = parse_job(await api.get(MSJOB, namespace, name))
@@ -287,8 +291,8 @@ def logs(where: Where, name: str, rank: int | None, *, follow: bool, as_json: bo
                 last = workers * job.processes_per_pod - 1
                 raise UsageError(f"there is no rank {rank} in {name}: ranks go from 0 to {last}")
             for index in wanted:
-                async for line in api.log(namespace, pods[index], job.main_container, follow=follow):
-                    echo_line(index, line, named=len(wanted) > 1, as_json=as_json)
+                async for line in api.stream_log(namespace, pods[index], job.main_container, follow=follow):
+                    print_log_line(index, line, named=len(wanted) > 1, as_json=as_json)
         except ApiError as error:
             if error.code == 404:
                 sentence = f"{name} has no such pod in {namespace}, or there is no such job: {error}"
@@ -297,4 +301,4 @@ def logs(where: Where, name: str, rank: int | None, *, follow: bool, as_json: bo
         finally:
             await api.close()
 
-    _run(work())
+    _run_async(work())

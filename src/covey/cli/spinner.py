@@ -8,17 +8,17 @@ import sys
 import threading
 from collections.abc import Iterator
 
-SHOWN_AFTER_S = 2.0
+SPINNER_DELAY_S = 2.0
 
 
 @contextlib.contextmanager
-def waiting(words: str) -> Iterator[None]:
+def show_spinner(words: str) -> Iterator[None]:
     """Say what is waited for, on stderr, if it takes longer than two seconds."""
     if not sys.stderr.isatty():
         yield
         return
     over = threading.Event()
-    thread = threading.Thread(target=_show, args=(words, over), daemon=True)
+    thread = threading.Thread(target=_run_spinner, args=(words, over), daemon=True)
     thread.start()
     try:
         yield
@@ -27,8 +27,8 @@ def waiting(words: str) -> Iterator[None]:
         thread.join()
 
 
-def _show(words: str, over: threading.Event) -> None:
-    if over.wait(SHOWN_AFTER_S):
+def _run_spinner(words: str, over: threading.Event) -> None:
+    if over.wait(SPINNER_DELAY_S):
         return
     from rich.console import Console
 
@@ -36,6 +36,6 @@ def _show(words: str, over: threading.Event) -> None:
         over.wait()
 
 
-def coloured() -> bool:
+def is_color_enabled() -> bool:
     """Whether stdout may have colours: a terminal, unless NO_COLOR says otherwise."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")

@@ -12,34 +12,34 @@ from pathlib import Path
 import click
 import msgspec
 
-from covey.cli.run.display import COLUMNS, follow_file, heading, row, table
-from covey.cli.scheduler_client import Visit
-from covey.cli.scheduler_client import look as ask_view
-from covey.cli.spinner import waiting
+from covey.cli.run.display import NODE_COLUMNS, cluster_heading, follow_file, node_cells, render_node_table
+from covey.cli.scheduler_client import SchedulerSession
+from covey.cli.scheduler_client import fetch_view as ask_view
+from covey.cli.spinner import show_spinner
 from covey.core.cluster.view import ClusterView
 from covey.core.types import Role
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.log import escape_unprintable
 from covey.runtime import credentials
 from covey.runtime.node_runtime import SchedulerAddress
-from covey.settings import Settings, load, rows
+from covey.settings import Settings, load_settings, settings_table
 from covey.storage import cluster_registry
 from covey.storage.cluster_registry import RegistryEntry
 from covey.transport import address
 
 RECOVERIES_SHOWN = 5
-NONE_RUNS = (
+NO_CLUSTER_MESSAGE = (
     "no cluster of yours runs on this host, or nobody leads it now: give --master HOST:PORT, or ask again in a moment if it has"
     " a standby"
 )
-WIDE = 1000  # columns of a pipe
+PIPE_WIDTH = 1000  # columns of a pipe
 
 
-def find(master: str) -> SchedulerAddress:
+def find_cluster(master: str) -> SchedulerAddress:
     """The door of the cluster that is meant: the one named, else this user's only one on this host, else that of
     MS_SCHED_HOST."""
     running = cluster_registry.running_clusters()
-    settings = load(os.environ).settings
+    settings = load_settings(os.environ).settings
     if not master and not running and settings.sched_host and settings.sched_port:
         named = address.split_list(settings.sched_host, settings.sched_port)
         master = ",".join(address.join_host_port(host, port) for host, port in named)
@@ -49,24 +49,24 @@ def find(master: str) -> SchedulerAddress:
             raise UsageError(f"--master {master} has no port: give HOST:PORT, or several with commas between them")
         (host, port), *others = named
         known = next((e for e in running if e.address in {address.join_host_port(*one) for one in named}), None)
-        return door_of(known) if known is not None else _door(Settings(), host, port, *others)
+        return address_from_entry(known) if known is not None else _make_scheduler_address(Settings(), host, port, *others)
     if not running:
-        raise UsageError(NONE_RUNS, ExitCode.UNREACHABLE)
+        raise UsageError(NO_CLUSTER_MESSAGE, ExitCode.UNREACHABLE)
     if len(running) > 1:
         listed = "\n".join(f"  --master {entry.address}   {entry.job}" for entry in running)
         raise UsageError(f"several clusters of yours run on this host, choose one:\n{listed}")
-    return door_of(running[0])
+    return address_from_entry(running[0])
 
 
-def door_of(entry: RegistryEntry) -> SchedulerAddress:
+def address_from_entry(entry: RegistryEntry) -> SchedulerAddress:
     """The door of a cluster in the registry, with the secret it keeps for us."""
     host, port = address.split_host_port(entry.address)
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return _door(Settings(secret=entry.secret, tls_config=entry.tls), host, port)
+    return _make_scheduler_address(Settings(secret=entry.secret, tls_config=entry.tls), host, port)
 
 
-def _door(given: Settings, host: str, port: int, *others: tuple[str, int]) -> SchedulerAddress:
-    settings = load(os.environ).settings
+def _make_scheduler_address(given: Settings, host: str, port: int, *others: tuple[str, int]) -> SchedulerAddress:
+    settings = load_settings(os.environ).settings
     settings = msgspec.structs.replace(
         settings, secret=given.secret or settings.secret, tls_config=given.tls_config or settings.tls_config
     )
@@ -74,65 +74,65 @@ def _door(given: Settings, host: str, port: int, *others: tuple[str, int]) -> Sc
     return SchedulerAddress(host, port, guard.secret, guard.secret_configured, guard.client_context, others)
 
 
-def look(door: SchedulerAddress) -> ClusterView:
+def fetch_view_with_spinner(door: SchedulerAddress) -> ClusterView:
     """The cluster as it is now."""
-    with waiting(f"waiting for {door.name}"):
+    with show_spinner(f"waiting for {door.name}"):
         return asyncio.run(ask_view(door))
 
 
-def status(master: str, as_json: bool) -> None:
+def print_status(master: str, as_json: bool) -> None:
     """One cluster in full; without --master, all of this user's, as far as they answer."""
     running = cluster_registry.running_clusters()
     if master or len(running) < 2:
-        return _print_status(look(find(master)), as_json)
+        return _print_cluster_status(fetch_view_with_spinner(find_cluster(master)), as_json)
     for entry in running:
         try:
-            _print_status(look(door_of(entry)), as_json)
+            _print_cluster_status(fetch_view_with_spinner(address_from_entry(entry)), as_json)
         except PeerError as error:
             click.echo(f"{entry.address}: {error}")
     return None
 
 
-def _print_status(view: ClusterView, as_json: bool) -> None:
+def _print_cluster_status(view: ClusterView, as_json: bool) -> None:
     if as_json:
         click.echo(msgspec.json.encode(view).decode())
         return
-    draw(view)
+    print_cluster_table(view)
     click.echo(f"scheduler at {view.address}, generation {view.generation}, up {view.now - view.started_at:.0f} s")
     for incident in view.recoveries[-RECOVERIES_SHOWN:]:
         click.echo(str(incident))
 
 
-def draw(view: ClusterView) -> None:
+def print_cluster_table(view: ClusterView) -> None:
     """Heading and table; whole lines where no terminal limits their width."""
     from rich.console import Console
 
-    console = Console(width=None if sys.stdout.isatty() else WIDE)
-    console.print(heading(view), style="bold", markup=False, highlight=False)
-    console.print(table(view))
+    console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
+    console.print(cluster_heading(view), style="bold", markup=False, highlight=False)
+    console.print(render_node_table(view))
 
 
-def nodes(master: str, as_json: bool) -> None:
+def print_nodes(master: str, as_json: bool) -> None:
     """One line per node, made for grep."""
-    view = look(find(master))
+    view = fetch_view_with_spinner(find_cluster(master))
     if as_json:
         click.echo(msgspec.json.encode(view.nodes).decode())
         return
-    for line in node_lines(view):
+    for line in format_node_lines(view):
         click.echo(line)
 
 
-def node_lines(view: ClusterView) -> list[str]:
+def format_node_lines(view: ClusterView) -> list[str]:
     """Return a header and one line per node. The first word is the node's name, the last one its pid, or "-" if unknown."""
-    rows = [["node", *COLUMNS, "pid"]]
-    rows += [[escape_unprintable(node.name), *row(node), str(node.pid or "-")] for node in view.nodes]
+    rows = [["node", *NODE_COLUMNS, "pid"]]
+    rows += [[escape_unprintable(node.name), *node_cells(node), str(node.pid or "-")] for node in view.nodes]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in rows]
 
 
-def logs(master: str, rank: int | None, follow: bool, as_json: bool = False) -> None:
+def print_logs(master: str, rank: int | None, follow: bool, as_json: bool = False) -> None:
     """Logs that lie on this host; for others the sentence says where they lie."""
-    view = look(find(master))
+    view = fetch_view_with_spinner(find_cluster(master))
     workers = [n for n in view.nodes if n.role is Role.WORKER and rank in (None, n.rank)]
     if not workers:
         raise UsageError(f"there is no rank {rank}: ranks go from 0 to {sum(n.role is Role.WORKER for n in view.nodes) - 1}")
@@ -144,17 +144,17 @@ def logs(master: str, rank: int | None, follow: bool, as_json: bool = False) -> 
             click.echo(f"rank {node.rank} runs on {node.host}: its log is {node.log} there", err=True)
         else:
             paths[node.rank] = node.log
-    asyncio.run(_print_logs(paths, find(master) if follow else None, as_json))
+    asyncio.run(_print_log_files(paths, find_cluster(master) if follow else None, as_json))
 
 
-async def _print_logs(paths: dict[int, str], followed: SchedulerAddress | None, as_json: bool) -> None:
+async def _print_log_files(paths: dict[int, str], followed: SchedulerAddress | None, as_json: bool) -> None:
     """As they are; or as they grow, for as long as the cluster lives."""
     over = followed is None
 
     async def watch(door: SchedulerAddress) -> None:
         nonlocal over
-        async with Visit(door) as visit:
-            async for _ in visit.follow():
+        async with SchedulerSession(door) as visit:
+            async for _ in visit.follow_views():
                 pass
         over = True
 
@@ -163,13 +163,13 @@ async def _print_logs(paths: dict[int, str], followed: SchedulerAddress | None, 
             if followed is not None:
                 group.create_task(watch(followed))
             for rank, path in paths.items():
-                echo = partial(echo_line, rank, named=len(paths) > 1, as_json=as_json)
+                echo = partial(print_log_line, rank, named=len(paths) > 1, as_json=as_json)
                 group.create_task(follow_file(path, echo, lambda: over))
     except ExceptionGroup as failed:
         raise failed.exceptions[0] from None  # a pipe that nobody reads, a log that is another user's: one sentence
 
 
-def echo_line(rank: int, text: str, *, named: bool, as_json: bool) -> None:
+def print_log_line(rank: int, text: str, *, named: bool, as_json: bool) -> None:
     """A line of a rank's log."""
     if as_json:
         click.echo(msgspec.json.encode({"rank": rank, "line": text}).decode())
@@ -177,9 +177,9 @@ def echo_line(rank: int, text: str, *, named: bool, as_json: bool) -> None:
         click.echo(f"[{rank}] {text}" if named else text)
 
 
-def settings(as_json: bool) -> None:
+def print_settings(as_json: bool) -> None:
     """Every setting with its value and origin."""
-    found = rows(load(os.environ))
+    found = settings_table(load_settings(os.environ))
     if as_json:
         click.echo(
             msgspec.json.encode([dict(zip(("name", "value", "origin", "what"), r, strict=True)) for r in found]).decode()

@@ -9,34 +9,34 @@ from pathlib import Path
 
 import click
 
-from covey.cli.common import say
+from covey.cli.common import print_result
 from covey.errors import UsageError
 
-SERIAL_DIGITS = 48  # at most, of a certificate's serial number
+SERIAL_DIGITS_MAX = 48  # at most, of a certificate's serial number
 
 
-def init(folder: str, names: tuple[str, ...], days: int, password: str, *, as_json: bool) -> None:
+def create_certificates(folder: str, names: tuple[str, ...], days: int, password: str, *, as_json: bool) -> None:
     """The files of `covey tls init`."""
     from covey.transport import local_ca
 
-    password = _password(password, new=True)
+    password = _resolve_password(password, new=True)
     everyone = list(names) or ["localhost", "127.0.0.1", "::1", socket.gethostname()]
     made = [str(path) for path in local_ca.make_authority(Path(folder), names=everyone, days=days, password=password)]
     for path in [] if as_json else made:
         click.echo(path)
-    say(as_json, f"use it: covey run --tls {Path(folder) / 'config.json'} -n 4 train.py", files=made)
+    print_result(as_json, f"use it: covey run --tls {Path(folder) / 'config.json'} -n 4 train.py", files=made)
 
 
-def revoke(folder: str, certificate: str, password: str, *, as_json: bool) -> None:
+def revoke_certificate(folder: str, certificate: str, password: str, *, as_json: bool) -> None:
     """`covey tls revoke`: by the file, or by the serial number where that is lost."""
     from covey.transport import local_ca
 
-    what = int(certificate) if certificate.isdecimal() and len(certificate) <= SERIAL_DIGITS else Path(certificate)
-    path = local_ca.revoke_certificate(Path(folder), what, password=_password(password, new=False))
-    say(as_json, f"{path} lists it now: copy that file to every host, processes read it as they start", file=str(path))
+    what = int(certificate) if certificate.isdecimal() and len(certificate) <= SERIAL_DIGITS_MAX else Path(certificate)
+    path = local_ca.revoke_certificate(Path(folder), what, password=_resolve_password(password, new=False))
+    print_result(as_json, f"{path} lists it now: copy that file to every host, processes read it as they start", file=str(path))
 
 
-def _password(given: str, *, new: bool) -> str:
+def _resolve_password(given: str, *, new: bool) -> str:
     password = given or os.environ.get("COVEY_TLS_PASSWORD", "")
     if not password:
         if not sys.stdin.isatty():

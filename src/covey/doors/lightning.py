@@ -2,7 +2,7 @@
 
 import warnings
 
-from covey.integrations.lightning import Strategy
+from covey.integrations.lightning import CoveyStrategy as Strategy
 
 __all__ = ["Strategy"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 def main() -> None:
     from covey.errors import ExitCode
     from covey.federated.process import run
-    from covey.federated.strategies import named
+    from covey.federated.strategies import find_strategy
 
     path = Path(sys.argv[1])
     from safetensors import SafetensorError
@@ -21,7 +21,7 @@ def main() -> None:
     except (OSError, SafetensorError) as error:
         print(f"covey: {path} cannot be read as safetensors: {error}", file=sys.stderr)  # noqa: T201
         sys.exit(int(ExitCode.BAD_SCRIPT))
-    run(network, named(os.environ.get("COVEY_FL_STRATEGY", "FedAvg")))
+    run(network, find_strategy(os.environ.get("COVEY_FL_STRATEGY", "FedAvg")))
 
 
 if __name__ == "__main__":

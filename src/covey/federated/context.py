@@ -26,356 +26,371 @@ from covey.errors import UsageError
 from covey.federated import update_compression
 from covey.federated.server.update_log import DURABILITIES
 
-VARIABLE = "COVEY_FL_CONTEXT"  # `covey.script_api` knows it too
-HOST_MAX = 100
+CONTEXT_VARIABLE = "COVEY_FL_CONTEXT"  # `covey.script_api` knows it too
+HOST_LENGTH_MAX = 100
 PORT_MAX = 65535
 NUMBER_MAX = 2**53  # which every language can be told
-PASSWORDS = ("client_password", "server_password")
+PASSWORD_KEYS = ("client_password", "server_password")
 RECONSTRUCT_MISSPELLED = "reconstruct_secrets_threshhold"
-Value = bool | int | float | str
+ContextValue = bool | int | float | str
 
 
-class Key(NamedTuple):
+class ContextKey(NamedTuple):
     """One key: its default, a check, and the end of the sentence that refuses a value."""
 
-    default: Value
-    fits: Callable[[Any], bool]
+    default: ContextValue
+    is_valid: Callable[[Any], bool]
     allowed: str
-    later: tuple[str, ...] = ()  # values of MindSpore's that are not built yet
+    unsupported: tuple[str, ...] = ()  # values of MindSpore's that are not built yet
 
 
-def _number(low: float, high: float = math.inf, *, above: bool = False, below: bool = False) -> Callable[[Any], bool]:
+def _make_range_check(low: float, high: float = math.inf, *, above: bool = False, below: bool = False) -> Callable[[Any], bool]:
     def fits(value: Any) -> bool:
         return bool((value > low if above else value >= low) and (value < high if below else value <= high))
 
     return fits
 
 
-def _one_of(*words: str) -> Callable[[Any], bool]:
+def _make_choice_check(*words: str) -> Callable[[Any], bool]:
     return lambda value: value in words
 
 
-def _host(value: str) -> bool:
-    return 0 < len(value) <= HOST_MAX and value.isprintable() and " " not in value
+def _is_host(value: str) -> bool:
+    return 0 < len(value) <= HOST_LENGTH_MAX and value.isprintable() and " " not in value
 
 
-def _prefix(value: str) -> bool:
+def _is_url_prefix(value: str) -> bool:
     plain = value.isascii() and value.isprintable() and not set(value) & set(" ?#%")
     return value == "" or (value.startswith("/") and not value.endswith("/") and plain)
 
 
-def _any(value: Any) -> bool:
+def _accept_any(value: Any) -> bool:
     return True
 
 
-_POSITIVE = _number(1)
-_WINDOW = "a whole number of milliseconds above 0"
-_COUNT = "a whole number above 0"
-_PORT = f"a port from 1 to {PORT_MAX}"
-_TEXT = "a text"
-_FLAG = "True or False"
-_MODES = ("FEDERATED_LEARNING", "HYBRID_TRAINING")
-_CIPHERS = ("NOT_ENCRYPT", "DP_ENCRYPT", "PW_ENCRYPT", "STABLE_PW_ENCRYPT", "SIGNDS")
+_POSITIVE = _make_range_check(1)
+_ALLOWED_WINDOW = "a whole number of milliseconds above 0"
+_ALLOWED_COUNT = "a whole number above 0"
+_ALLOWED_PORT = f"a port from 1 to {PORT_MAX}"
+_ALLOWED_TEXT = "a text"
+_ALLOWED_FLAG = "True or False"
+_SERVER_MODES = ("FEDERATED_LEARNING", "HYBRID_TRAINING")
+_ENCRYPT_TYPES = ("NOT_ENCRYPT", "DP_ENCRYPT", "PW_ENCRYPT", "STABLE_PW_ENCRYPT", "SIGNDS")
 
-KEYS: Mapping[str, Key] = {
-    "enable_fl": Key(False, _any, _FLAG),
-    "server_mode": Key("FEDERATED_LEARNING", _one_of(*_MODES), " or ".join(_MODES), ("HYBRID_TRAINING",)),
-    "ms_role": Key(
-        "MS_SERVER", _one_of("MS_SERVER", "MS_WORKER", "MS_SCHED"), "MS_SERVER, MS_SCHED or MS_WORKER", ("MS_WORKER",)
+KEYS: Mapping[str, ContextKey] = {
+    "enable_fl": ContextKey(False, _accept_any, _ALLOWED_FLAG),
+    "server_mode": ContextKey(
+        "FEDERATED_LEARNING", _make_choice_check(*_SERVER_MODES), " or ".join(_SERVER_MODES), ("HYBRID_TRAINING",)
     ),
-    "worker_num": Key(0, _number(0, 0), "0: cloud workers belong to HYBRID_TRAINING"),
-    "server_num": Key(0, _number(0, SERVERS_MAX), f"a whole number up to {SERVERS_MAX}"),
-    "scheduler_ip": Key("0.0.0.0", _host, f"a host of at most {HOST_MAX} characters"),
-    "scheduler_port": Key(6667, _number(1, PORT_MAX), _PORT),
-    "fl_server_port": Key(6668, _number(1, PORT_MAX), _PORT),
-    "scheduler_manage_port": Key(11202, _number(0, PORT_MAX), f"0 (none) or {_PORT}"),
-    "enable_fl_client": Key(False, lambda v: not v, "False: a device is a covey.federated.Device"),
-    "fl_name": Key("", lambda v: len(v) <= HOST_MAX and v.isprintable(), "a printable text of at most 100 characters"),
-    "start_fl_job_threshold": Key(1, _POSITIVE, _COUNT),
-    "start_fl_job_time_window": Key(3000, _POSITIVE, _WINDOW),
-    "update_model_ratio": Key(1.0, _number(0, 1, above=True), "a number above 0, up to 1"),
-    "update_model_time_window": Key(3000, _POSITIVE, _WINDOW),
-    "global_iteration_time_window": Key(3_600_000, _POSITIVE, _WINDOW),
-    "fl_iteration_num": Key(20, _POSITIVE, _COUNT),
-    "client_epoch_num": Key(25, _POSITIVE, _COUNT),
-    "client_batch_size": Key(32, _POSITIVE, _COUNT),
-    "client_learning_rate": Key(0.001, _number(0, above=True), "a number above 0"),
-    "worker_step_num_per_iteration": Key(65, _POSITIVE, _COUNT),
-    "encrypt_type": Key("NOT_ENCRYPT", _one_of(*_CIPHERS), ", ".join(_CIPHERS), ("STABLE_PW_ENCRYPT", "SIGNDS")),
-    "dp_eps": Key(50.0, _number(0, above=True), "a number above 0"),
-    "dp_delta": Key(0.01, _number(0, 1, above=True, below=True), "a number above 0 and below 1"),
-    "dp_norm_clip": Key(1.0, _number(0, above=True), "a number above 0"),
-    "share_secrets_ratio": Key(1.0, _number(0, 1, above=True), "a number above 0, up to 1"),
-    "cipher_time_window": Key(300_000, _POSITIVE, _WINDOW),
-    "reconstruct_secrets_threshold": Key(0, _number(0), "a whole number, 0 or more"),
-    "sign_k": Key(0.01, _number(0, 0.25, above=True), "a number above 0, up to 0.25"),
-    "sign_eps": Key(100.0, _number(0, 100, above=True), "a number above 0, up to 100"),
-    "sign_thr_ratio": Key(0.6, _number(0.5, 1), "a number from 0.5 to 1"),
-    "sign_global_lr": Key(1.0, _number(0, above=True), "a number above 0"),
-    "sign_dim_out": Key(0, _number(0, 50), "a whole number from 0 to 50"),
-    "pki_verify": Key(False, _any, _FLAG),
-    "root_first_ca_path": Key("", _any, _TEXT),
-    "root_second_ca_path": Key("", _any, _TEXT),
-    "equip_crl_path": Key("", _any, _TEXT),
-    "replay_attack_time_diff": Key(600_000, _POSITIVE, _WINDOW),
-    "enable_ssl": Key(False, _any, _FLAG),
-    "client_password": Key("", _any, _TEXT),
-    "server_password": Key("", _any, _TEXT),
-    "config_file_path": Key("", _any, _TEXT),
-    "http_url_prefix": Key("", _prefix, 'a path that begins with "/" and does not end with it'),
-    "checkpoint_dir": Key("", _any, _TEXT),
-    "upload_compress_type": Key("NO_COMPRESS", _one_of(*update_compression.KINDS), ", ".join(update_compression.KINDS)),
-    "upload_sparse_rate": Key(0.4, _number(0, 1, above=True), "a number above 0, up to 1"),
-    "download_compress_type": Key("NO_COMPRESS", _one_of("NO_COMPRESS", "QUANT"), "NO_COMPRESS or QUANT"),
-    "instance_name": Key("", _any, _TEXT),
-    "participation_time_level": Key("5,15", _any, _TEXT),
-    "continuous_failure_times": Key(10, _POSITIVE, _COUNT),
+    "ms_role": ContextKey(
+        "MS_SERVER",
+        _make_choice_check("MS_SERVER", "MS_WORKER", "MS_SCHED"),
+        "MS_SERVER, MS_SCHED or MS_WORKER",
+        ("MS_WORKER",),
+    ),
+    "worker_num": ContextKey(0, _make_range_check(0, 0), "0: cloud workers belong to HYBRID_TRAINING"),
+    "server_num": ContextKey(0, _make_range_check(0, SERVERS_MAX), f"a whole number up to {SERVERS_MAX}"),
+    "scheduler_ip": ContextKey("0.0.0.0", _is_host, f"a host of at most {HOST_LENGTH_MAX} characters"),
+    "scheduler_port": ContextKey(6667, _make_range_check(1, PORT_MAX), _ALLOWED_PORT),
+    "fl_server_port": ContextKey(6668, _make_range_check(1, PORT_MAX), _ALLOWED_PORT),
+    "scheduler_manage_port": ContextKey(11202, _make_range_check(0, PORT_MAX), f"0 (none) or {_ALLOWED_PORT}"),
+    "enable_fl_client": ContextKey(False, lambda v: not v, "False: a device is a covey.federated.Device"),
+    "fl_name": ContextKey(
+        "", lambda v: len(v) <= HOST_LENGTH_MAX and v.isprintable(), "a printable text of at most 100 characters"
+    ),
+    "start_fl_job_threshold": ContextKey(1, _POSITIVE, _ALLOWED_COUNT),
+    "start_fl_job_time_window": ContextKey(3000, _POSITIVE, _ALLOWED_WINDOW),
+    "update_model_ratio": ContextKey(1.0, _make_range_check(0, 1, above=True), "a number above 0, up to 1"),
+    "update_model_time_window": ContextKey(3000, _POSITIVE, _ALLOWED_WINDOW),
+    "global_iteration_time_window": ContextKey(3_600_000, _POSITIVE, _ALLOWED_WINDOW),
+    "fl_iteration_num": ContextKey(20, _POSITIVE, _ALLOWED_COUNT),
+    "client_epoch_num": ContextKey(25, _POSITIVE, _ALLOWED_COUNT),
+    "client_batch_size": ContextKey(32, _POSITIVE, _ALLOWED_COUNT),
+    "client_learning_rate": ContextKey(0.001, _make_range_check(0, above=True), "a number above 0"),
+    "worker_step_num_per_iteration": ContextKey(65, _POSITIVE, _ALLOWED_COUNT),
+    "encrypt_type": ContextKey(
+        "NOT_ENCRYPT", _make_choice_check(*_ENCRYPT_TYPES), ", ".join(_ENCRYPT_TYPES), ("STABLE_PW_ENCRYPT", "SIGNDS")
+    ),
+    "dp_eps": ContextKey(50.0, _make_range_check(0, above=True), "a number above 0"),
+    "dp_delta": ContextKey(0.01, _make_range_check(0, 1, above=True, below=True), "a number above 0 and below 1"),
+    "dp_norm_clip": ContextKey(1.0, _make_range_check(0, above=True), "a number above 0"),
+    "share_secrets_ratio": ContextKey(1.0, _make_range_check(0, 1, above=True), "a number above 0, up to 1"),
+    "cipher_time_window": ContextKey(300_000, _POSITIVE, _ALLOWED_WINDOW),
+    "reconstruct_secrets_threshold": ContextKey(0, _make_range_check(0), "a whole number, 0 or more"),
+    "sign_k": ContextKey(0.01, _make_range_check(0, 0.25, above=True), "a number above 0, up to 0.25"),
+    "sign_eps": ContextKey(100.0, _make_range_check(0, 100, above=True), "a number above 0, up to 100"),
+    "sign_thr_ratio": ContextKey(0.6, _make_range_check(0.5, 1), "a number from 0.5 to 1"),
+    "sign_global_lr": ContextKey(1.0, _make_range_check(0, above=True), "a number above 0"),
+    "sign_dim_out": ContextKey(0, _make_range_check(0, 50), "a whole number from 0 to 50"),
+    "pki_verify": ContextKey(False, _accept_any, _ALLOWED_FLAG),
+    "root_first_ca_path": ContextKey("", _accept_any, _ALLOWED_TEXT),
+    "root_second_ca_path": ContextKey("", _accept_any, _ALLOWED_TEXT),
+    "equip_crl_path": ContextKey("", _accept_any, _ALLOWED_TEXT),
+    "replay_attack_time_diff": ContextKey(600_000, _POSITIVE, _ALLOWED_WINDOW),
+    "enable_ssl": ContextKey(False, _accept_any, _ALLOWED_FLAG),
+    "client_password": ContextKey("", _accept_any, _ALLOWED_TEXT),
+    "server_password": ContextKey("", _accept_any, _ALLOWED_TEXT),
+    "config_file_path": ContextKey("", _accept_any, _ALLOWED_TEXT),
+    "http_url_prefix": ContextKey("", _is_url_prefix, 'a path that begins with "/" and does not end with it'),
+    "checkpoint_dir": ContextKey("", _accept_any, _ALLOWED_TEXT),
+    "upload_compress_type": ContextKey(
+        "NO_COMPRESS",
+        _make_choice_check(*update_compression.COMPRESSION_TYPES),
+        ", ".join(update_compression.COMPRESSION_TYPES),
+    ),
+    "upload_sparse_rate": ContextKey(0.4, _make_range_check(0, 1, above=True), "a number above 0, up to 1"),
+    "download_compress_type": ContextKey("NO_COMPRESS", _make_choice_check("NO_COMPRESS", "QUANT"), "NO_COMPRESS or QUANT"),
+    "instance_name": ContextKey("", _accept_any, _ALLOWED_TEXT),
+    "participation_time_level": ContextKey("5,15", _accept_any, _ALLOWED_TEXT),
+    "continuous_failure_times": ContextKey(10, _POSITIVE, _ALLOWED_COUNT),
     # Our own.
-    "durability": Key("process", _one_of(*DURABILITIES), ", ".join(DURABILITIES)),
-    "update_model_min": Key(0, _number(0), "a whole number, 0 or more"),
-    "device_rate": Key(0.0, _number(0), "requests per second, 0 (any number) or more"),
-    "dp_noise": Key(0.0, _number(0), "a number, 0 (none) or more"),
-    "dp_budget": Key(0.0, _number(0), "a number, 0 (none) or more"),
-    "update_reach": Key(16.0, _number(0, 2**20, above=True), "a number above 0, up to 1048576"),
-    "sample_ratio": Key(1.0, _number(0, 1, above=True), "a number above 0, up to 1"),
-    "early_stop_rounds": Key(0, _number(0), "a whole number, 0 or more"),
-    "eval_every": Key(0, _number(0), "a whole number, 0 (never) or more"),
-    "eval_ratio": Key(1.0, _number(0, 1, above=True), "a number above 0, up to 1"),
-    "keep_models": Key(3, _number(0), "a whole number, 0 (all) or more"),
-    "server_return_time_window": Key(30_000, _POSITIVE, _WINDOW),
+    "durability": ContextKey("process", _make_choice_check(*DURABILITIES), ", ".join(DURABILITIES)),
+    "update_model_min": ContextKey(0, _make_range_check(0), "a whole number, 0 or more"),
+    "device_rate": ContextKey(0.0, _make_range_check(0), "requests per second, 0 (any number) or more"),
+    "dp_noise": ContextKey(0.0, _make_range_check(0), "a number, 0 (none) or more"),
+    "dp_budget": ContextKey(0.0, _make_range_check(0), "a number, 0 (none) or more"),
+    "update_reach": ContextKey(16.0, _make_range_check(0, 2**20, above=True), "a number above 0, up to 1048576"),
+    "sample_ratio": ContextKey(1.0, _make_range_check(0, 1, above=True), "a number above 0, up to 1"),
+    "early_stop_rounds": ContextKey(0, _make_range_check(0), "a whole number, 0 or more"),
+    "eval_every": ContextKey(0, _make_range_check(0), "a whole number, 0 (never) or more"),
+    "eval_ratio": ContextKey(1.0, _make_range_check(0, 1, above=True), "a number above 0, up to 1"),
+    "keep_models": ContextKey(3, _make_range_check(0), "a whole number, 0 (all) or more"),
+    "server_return_time_window": ContextKey(30_000, _POSITIVE, _ALLOWED_WINDOW),
 }
 
 
-class _Context:
+class _FlContext:
     """What was set so far; whatever is missing has its default."""
 
     def __init__(self) -> None:
-        self.chosen: dict[str, Value] = {}
+        self.values: dict[str, ContextValue] = {}
         self.explained = False  # `covey.federated.run` was called, or an error was raised since the last value was set
         self.exit_check_registered = False  # the end of the process checks `explained`
 
     def __repr__(self) -> str:
-        shown = (f"{key}={'***' if key in PASSWORDS else repr(value)}" for key, value in self.chosen.items())
+        shown = (f"{key}={'***' if key in PASSWORD_KEYS else repr(value)}" for key, value in self.values.items())
         return f"fl_context({', '.join(shown)})"
 
 
-_context = _Context()
+_context = _FlContext()
 
 
-def set_fl_context(**kwargs: Value) -> None:
+def set_fl_context(**kwargs: ContextValue) -> None:
     """Set one or more keys, all of them or, when one is not allowed, none. Call it before `covey.federated.run`.
 
     A `config_file_path` that is not a file, and a `server_num` of 0 unless the call has enable_fl=False, are not allowed.
     """
     if RECONSTRUCT_MISSPELLED in kwargs:
         kwargs["reconstruct_secrets_threshold"] = kwargs.pop(RECONSTRUCT_MISSPELLED)
-    checked = {key: check(key, value) for key, value in kwargs.items()}
-    check_file(checked)
+    checked = {key: check_value(key, value) for key, value in kwargs.items()}
+    check_config_file(checked)
     if checked.get("server_num") == 0 and checked.get("enable_fl") is not False:
-        raise _refused(f"set_fl_context: server_num must be a whole number from 1 to {SERVERS_MAX}, not 0")
+        raise _make_usage_error(f"set_fl_context: server_num must be a whole number from 1 to {SERVERS_MAX}, not 0")
     _context.explained = False
-    _context.chosen.update(checked)
-    if enabled() and not _context.exit_check_registered:
+    _context.values.update(checked)
+    if is_enabled() and not _context.exit_check_registered:
         _context.exit_check_registered = True
         atexit.register(_explain_at_exit)
 
 
-def _refused(sentence: str) -> UsageError:
+def _make_usage_error(sentence: str) -> UsageError:
     """Return the error for a bad key or value. If it ends the script, the end of the process explains nothing more."""
     _context.explained = True
     return UsageError(sentence)
 
 
-def enabled() -> bool:
+def is_enabled() -> bool:
     """Return whether the script or `covey federated up` made this process a scheduler or server of a federated cluster."""
-    return bool(_context.chosen.get("enable_fl")) or bool(os.environ.get(VARIABLE))
+    return bool(_context.values.get("enable_fl")) or bool(os.environ.get(CONTEXT_VARIABLE))
 
 
-def needs_run() -> str:
+def describe_missing_run() -> str:
     """Return the sentence for a script that calls something else than `covey.federated.run`."""
     _context.explained = True
-    origin = "set_fl_context(enable_fl=True)" if _context.chosen.get("enable_fl") else f"the variable {VARIABLE}"
+    origin = "set_fl_context(enable_fl=True)" if _context.values.get("enable_fl") else f"the variable {CONTEXT_VARIABLE}"
     return (
-        f"{origin} makes this process a federated {text('ms_role')}: call covey.federated.run(model), "
+        f"{origin} makes this process a federated {get_str('ms_role')}: call covey.federated.run(model), "
         "which takes the place of covey.init() and of the training (docs/federated.md)"
     )
 
 
-def note_run() -> None:
+def mark_run_called() -> None:
     """Note that `covey.federated.run` was called."""
     _context.explained = True
 
 
 def _explain_at_exit() -> None:
     """At the end of the process. An error that ended the script was printed already."""
-    if enabled() and not _context.explained and not hasattr(sys, "last_type"):
-        print(f"covey: the script ended without a federated cluster: {needs_run()}", file=sys.stderr, flush=True)  # noqa: T201
+    if is_enabled() and not _context.explained and not hasattr(sys, "last_type"):
+        print(f"covey: the script ended without a federated cluster: {describe_missing_run()}", file=sys.stderr, flush=True)  # noqa: T201
 
 
-def get_fl_context(key: str) -> Value:
+def get_fl_context(key: str) -> ContextValue:
     """The value of a key: what a command gave, else the one set, else its default."""
-    found = _key(key)
-    return _given().get(key, _context.chosen.get(key, found.default))
+    found = _find_key(key)
+    return _read_environment().get(key, _context.values.get(key, found.default))
 
 
 def reset_fl_context() -> None:
     """Forget all that was set."""
-    _context.chosen.clear()
+    _context.values.clear()
 
 
-def _given() -> dict[str, Value]:
+def _read_environment() -> dict[str, ContextValue]:
     """What `covey federated up` was told, as JSON in the environment."""
-    text = os.environ.get(VARIABLE)
+    text = os.environ.get(CONTEXT_VARIABLE)
     if not text:
         return {}
-    return {key: check(key, value) for key, value in msgspec.json.decode(text, type=dict[str, Any]).items()}
+    return {key: check_value(key, value) for key, value in msgspec.json.decode(text, type=dict[str, Any]).items()}
 
 
-def _key(key: str) -> Key:
+def _find_key(key: str) -> ContextKey:
     if key not in KEYS:
         near = difflib.get_close_matches(key, KEYS, n=1)
         hint = f"did you mean {near[0]}?" if near else "docs/federated.md has those there are"
-        raise _refused(f"fl_context has no key {key}: {hint}")
+        raise _make_usage_error(f"fl_context has no key {key}: {hint}")
     return KEYS[key]
 
 
-def check(key: str, value: object) -> Value:
-    found = _key(key)
+def check_value(key: str, value: object) -> ContextValue:
+    found = _find_key(key)
     wanted = type(found.default)
     if wanted is float and type(value) is int:
         value = float(value)
-    shown = type(value).__name__ if key in PASSWORDS else repr(value)
+    shown = type(value).__name__ if key in PASSWORD_KEYS else repr(value)
     if type(value) is not wanted:  # exactly: True is an int to Python, and no port
-        word = {bool: _FLAG, int: "a whole number", float: "a number", str: _TEXT}[wanted]
-        raise _refused(f"set_fl_context: {key} must be {word}, not {shown}")
-    if (isinstance(value, float) and not math.isfinite(value)) or not found.fits(value):
-        raise _refused(f"set_fl_context: {key} must be {found.allowed}, not {shown}")
+        word = {bool: _ALLOWED_FLAG, int: "a whole number", float: "a number", str: _ALLOWED_TEXT}[wanted]
+        raise _make_usage_error(f"set_fl_context: {key} must be {word}, not {shown}")
+    if (isinstance(value, float) and not math.isfinite(value)) or not found.is_valid(value):
+        raise _make_usage_error(f"set_fl_context: {key} must be {found.allowed}, not {shown}")
     if isinstance(value, int) and value > NUMBER_MAX:
-        raise _refused(f"set_fl_context: {key} must be at most {NUMBER_MAX}, not {shown}")
-    if value in found.later:
-        raise _refused(f"set_fl_context: {key}={value} is not built yet: use {found.default}")
+        raise _make_usage_error(f"set_fl_context: {key} must be at most {NUMBER_MAX}, not {shown}")
+    if value in found.unsupported:
+        raise _make_usage_error(f"set_fl_context: {key}={value} is not built yet: use {found.default}")
     return value
 
 
-def check_file(values: Mapping[str, Value]) -> None:
+def check_config_file(values: Mapping[str, ContextValue]) -> None:
     """Raise `UsageError` if `config_file_path` is given and is not a file."""
     path = str(values.get("config_file_path", ""))
     if path and not Path(path).is_file():
-        raise _refused(
+        raise _make_usage_error(
             f"set_fl_context: config_file_path={path} is not a file: give the path of config.json, or leave the key out"
         )
 
 
-def from_text(key: str, text: str) -> Value:
+def from_text(key: str, text: str) -> ContextValue:
     """A value as a shell spells it, checked."""
-    wanted = type(_key(key).default)
-    words: dict[str, Value] = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+    wanted = type(_find_key(key).default)
+    words: dict[str, ContextValue] = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     try:
-        return check(key, words.get(text.lower(), text) if wanted is bool else wanted(text))
+        return check_value(key, words.get(text.lower(), text) if wanted is bool else wanted(text))
     except ValueError:  # no number: the check has the sentence
-        return check(key, text)
+        return check_value(key, text)
 
 
-def rows() -> list[tuple[str, str, str, str]]:
+def context_table() -> list[tuple[str, str, str, str]]:
     """Name, value, origin and what is allowed, of each key. A password shows only that there is one."""
-    given, found = _given(), []
+    given, found = _read_environment(), []
     for key, known in KEYS.items():
         value = get_fl_context(key)
-        origin = "covey federated up" if key in given else "set_fl_context" if key in _context.chosen else "default"
-        shown = str(value) if key not in PASSWORDS else "(set)" if value else ""
+        origin = "covey federated up" if key in given else "set_fl_context" if key in _context.values else "default"
+        shown = str(value) if key not in PASSWORD_KEYS else "(set)" if value else ""
         found.append((key, shown, origin, known.allowed))
     return found
 
 
-def number(key: str) -> int:
+def get_int(key: str) -> int:
     return int(get_fl_context(key))
 
 
-def text(key: str) -> str:
+def get_str(key: str) -> str:
     return str(get_fl_context(key))
 
 
-def plan() -> RoundPlan:
+def make_round_plan() -> RoundPlan:
     """What rounds go by."""
     return RoundPlan(
-        threshold=number("start_fl_job_threshold"),
-        start_window_s=number("start_fl_job_time_window") / 1000,
+        threshold=get_int("start_fl_job_threshold"),
+        start_window_s=get_int("start_fl_job_time_window") / 1000,
         ratio=float(get_fl_context("update_model_ratio")),
-        update_window_s=number("update_model_time_window") / 1000,
-        update_min=number("update_model_min"),
-        iteration_window_s=number("global_iteration_time_window") / 1000,
-        iterations=number("fl_iteration_num"),
-        epochs=number("client_epoch_num"),
-        batch=number("client_batch_size"),
+        update_window_s=get_int("update_model_time_window") / 1000,
+        update_min=get_int("update_model_min"),
+        iteration_window_s=get_int("global_iteration_time_window") / 1000,
+        iterations=get_int("fl_iteration_num"),
+        epochs=get_int("client_epoch_num"),
+        batch=get_int("client_batch_size"),
         learning_rate=float(get_fl_context("client_learning_rate")),
         sample=float(get_fl_context("sample_ratio")),
-        patience=number("early_stop_rounds"),
-        eval_every=number("eval_every"),
+        patience=get_int("early_stop_rounds"),
+        eval_every=get_int("eval_every"),
         eval_share=float(get_fl_context("eval_ratio")),
-        secure=text("encrypt_type") == "PW_ENCRYPT",
-        cipher_window_s=number("cipher_time_window") / 1000,
+        secure=get_str("encrypt_type") == "PW_ENCRYPT",
+        cipher_window_s=get_int("cipher_time_window") / 1000,
         share_ratio=float(get_fl_context("share_secrets_ratio")),
-        reconstruct=number("reconstruct_secrets_threshold"),
+        reconstruct=get_int("reconstruct_secrets_threshold"),
         reach=float(get_fl_context("update_reach")),
-        noise=_noise(),
+        noise=_make_noise(),
         signed=bool(get_fl_context("pki_verify")),
-        compress=text("upload_compress_type"),
+        compress=get_str("upload_compress_type"),
         sparse_rate=float(get_fl_context("upload_sparse_rate")),
-        download=text("download_compress_type"),
+        download=get_str("download_compress_type"),
     )
 
 
-def _noise() -> Noise | None:
+def _make_noise() -> Noise | None:
     """Differential privacy on devices, on servers, or not at all."""
     clip, delta, budget = (float(get_fl_context(key)) for key in ("dp_norm_clip", "dp_delta", "dp_budget"))
     on_servers = float(get_fl_context("dp_noise"))
-    if text("encrypt_type") == "DP_ENCRYPT":
+    if get_str("encrypt_type") == "DP_ENCRYPT":
         if on_servers:
-            raise _refused("dp_noise is noise on servers, and encrypt_type=DP_ENCRYPT noise on devices: give one of them")
+            raise _make_usage_error(
+                "dp_noise is noise on servers, and encrypt_type=DP_ENCRYPT noise on devices: give one of them"
+            )
         return Noise(True, clip, compute_noise_multiplier(float(get_fl_context("dp_eps")), delta), delta, budget)
     if on_servers:
         return Noise(False, clip, on_servers, delta, budget)
     if budget:
-        raise _refused("dp_budget needs noise to count: encrypt_type=DP_ENCRYPT (on devices) or dp_noise (on servers)")
+        raise _make_usage_error("dp_budget needs noise to count: encrypt_type=DP_ENCRYPT (on devices) or dp_noise (on servers)")
     return None
 
 
-def recovery() -> Path | None:
-    """Where `recovery` of config.json says that state lives; None where it says nothing."""
-    config = text("config_file_path")
+def find_recovery_path() -> Path | None:
+    """Where `find_recovery_path` of config.json says that state lives; None where it says nothing."""
+    config = get_str("config_file_path")
     if not config:
         return None
     try:
         keys = msgspec.json.decode(Path(config).read_bytes(), type=dict[str, Any])
     except OSError as error:
-        raise _refused(f"config_file_path={config} cannot be read: {error.strerror}") from None
+        raise _make_usage_error(f"config_file_path={config} cannot be read: {error.strerror}") from None
     except msgspec.MsgspecError as error:
-        raise _refused(f"config_file_path={config} is not JSON: {error}") from None
+        raise _make_usage_error(f"config_file_path={config} is not JSON: {error}") from None
     section = keys.get("recovery")
     if section is None:
         return None
     if not isinstance(section, dict) or section.get("storage_type", section.get("storge_type")) != 1:
-        raise _refused(f"recovery in {config} needs storage_type 1, a file: no other storage is known")
+        raise _make_usage_error(f"recovery in {config} needs storage_type 1, a file: no other storage is known")
     if "storge_file_path" in section:
-        _misspelled(config)
+        _warn_misspelled_key(config)
     where = section.get("storage_file_path", section.get("storge_file_path"))
     if not isinstance(where, str) or not where:
-        raise _refused(f"recovery in {config} needs storage_file_path: a file or folder in which state may live")
+        raise _make_usage_error(f"recovery in {config} needs storage_file_path: a file or folder in which state may live")
     path = Path(config).absolute().parent / where
     # MindSpore's scripts name config.json itself: state lies beside a file of that name, never in it.
     return path if path.is_dir() or where.endswith("/") else path.with_name(f"{path.name}.state")
 
 
 @functools.cache
-def _misspelled(config: str) -> None:
+def _warn_misspelled_key(config: str) -> None:
     """Say it once."""
     logging.getLogger("covey").warning("%s spells storge_file_path: storage_file_path is meant, and taken", config)
 
 
-def root() -> Path:
+def find_state_root() -> Path:
     """The folder below which a cluster keeps its state."""
-    found = recovery()
+    found = find_recovery_path()
     if found is not None:
         return found
-    base = Path(text("checkpoint_dir") or ".").absolute()
-    return base / f"federated_{number('scheduler_port')}"
+    base = Path(get_str("checkpoint_dir") or ".").absolute()
+    return base / f"federated_{get_int('scheduler_port')}"

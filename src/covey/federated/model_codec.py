@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from covey.errors import UsageError
 
 Floats = NDArray[np.float32]
-HEADER_MAX = 16 * 1024 * 1024
-FLOAT_KINDS = "f"
-OTHER_KINDS = "iub"  # counters and flags: not learned, so they stay on the device
-METADATA = "__metadata__"
-LEVELS = 127
+HEADER_BYTES_MAX = 16 * 1024 * 1024
+FLOAT_DTYPE_KINDS = "f"
+INTEGER_DTYPE_KINDS = "iub"  # counters and flags: not learned, so they stay on the device
+METADATA_KEY = "__metadata__"
+QUANT_LEVELS = 127
 
 
 class _Tensor(msgspec.Struct):
@@ -33,81 +33,81 @@ class _Tensor(msgspec.Struct):
     data_offsets: tuple[int, int]
 
 
-class Small(NamedTuple):
+class QuantizedModel(NamedTuple):
     """A model in 8 bits a value (`download_compress_type=QUANT`)."""
 
-    steps: NDArray[np.int8]
+    int8_values: NDArray[np.int8]
     scales: dict[str, float]  # by tensor: what one step is
 
 
-class Layout:
+class ModelLayout:
     """Names, shapes and places of a model's tensors."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.shapes = {name: tuple(int(n) for n in shapes[name]) for name in sorted(shapes)}
-        self.places: dict[str, tuple[int, int]] = {}
-        self._tensors: dict[str, Any] = {}
+        self.ranges: dict[str, tuple[int, int]] = {}
+        self._header_tensors: dict[str, Any] = {}
         end = 0
         for name, shape in self.shapes.items():
             start, end = end, end + int(np.prod(shape, dtype=np.int64))
-            self.places[name] = (start, end)
-            self._tensors[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [4 * start, 4 * end]}
+            self.ranges[name] = (start, end)
+            self._header_tensors[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [4 * start, 4 * end]}
         self.size = end
 
-    def head(self, metadata: Mapping[str, str]) -> bytes:
+    def encode_header(self, metadata: Mapping[str, str]) -> bytes:
         """What comes before the values in a safetensors file."""
-        return _head(self._tensors, metadata)
+        return _encode_header(self._header_tensors, metadata)
 
     def encode(self, values: Floats, metadata: Mapping[str, str]) -> bytes:
         """A whole safetensors file."""
-        return self.head(metadata) + values.tobytes()
+        return self.encode_header(metadata) + values.tobytes()
 
-    def head_small(self, metadata: Mapping[str, str]) -> bytes:
+    def encode_quantized_header(self, metadata: Mapping[str, str]) -> bytes:
         """What comes before the values in 8 bits."""
         tensors = {
             name: {"dtype": "I8", "shape": list(self.shapes[name]), "data_offsets": [start, end]}
-            for name, (start, end) in self.places.items()
+            for name, (start, end) in self.ranges.items()
         }
-        return _head(tensors, metadata)
+        return _encode_header(tensors, metadata)
 
-    def shrink(self, values: Floats) -> Small:
+    def quantize(self, values: Floats) -> QuantizedModel:
         """Every value in 8 bits, with a scale for each tensor."""
         steps, scales = np.zeros(self.size, np.int8), {}
-        for name, (start, end) in self.places.items():
-            scales[name] = float(np.abs(values[start:end]).max(initial=0.0)) / LEVELS
+        for name, (start, end) in self.ranges.items():
+            scales[name] = float(np.abs(values[start:end]).max(initial=0.0)) / QUANT_LEVELS
             if scales[name]:
                 steps[start:end] = np.rint(values[start:end] / scales[name])
-        return Small(steps, scales)
+        return QuantizedModel(steps, scales)
 
-    def grow(self, small: Small) -> Floats:
+    def dequantize(self, small: QuantizedModel) -> Floats:
         """What `shrink` kept of the values. Raises `ValueError` for another model's."""
-        if small.steps.shape != (self.size,) or small.scales.keys() != self.places.keys():
+        if small.int8_values.shape != (self.size,) or small.scales.keys() != self.ranges.keys():
             raise ValueError("the model's values in 8 bits are not as many as its header says")
-        flat = small.steps.astype(np.float32)
-        for name, (start, end) in self.places.items():
+        flat = small.int8_values.astype(np.float32)
+        for name, (start, end) in self.ranges.items():
             flat[start:end] *= np.float32(small.scales[name])
         return flat
 
     def decode(self, body: memoryview) -> tuple[dict[str, str], Floats]:
         """The metadata and the values of a safetensors body of exactly this layout. Raises `ValueError` with a sentence."""
-        tensors, metadata, start = read_head(body)
+        tensors, metadata, start = read_header(body)
         data = body[start:]
-        if tensors == self._tensors:
+        if tensors == self._header_tensors:
             if len(data) != 4 * self.size:
                 raise ValueError(f"the tensors take {4 * self.size} bytes, and {len(data)} came")
             if start % 4:
                 return metadata, np.frombuffer(bytes(data), np.float32)
             return metadata, np.frombuffer(data, np.float32)
-        return metadata, self._gather(tensors, data)
+        return metadata, self._reorder_tensors(tensors, data)
 
-    def _gather(self, tensors: dict[str, Any], data: memoryview) -> Floats:
+    def _reorder_tensors(self, tensors: dict[str, Any], data: memoryview) -> Floats:
         """The same tensors in another order; anything else is named."""
         missing, unknown = self.shapes.keys() - tensors.keys(), tensors.keys() - self.shapes.keys()
         if missing or unknown:
             wrong = f"{min(missing)} is missing" if missing else f"{min(unknown)} is not in the model"
             raise ValueError(f"the names do not match the model: {wrong}")
         flat = np.empty(self.size, np.float32)
-        for name, (start, end) in self.places.items():
+        for name, (start, end) in self.ranges.items():
             try:
                 tensor = msgspec.convert(tensors[name], _Tensor)
             except msgspec.ValidationError as error:
@@ -121,11 +121,11 @@ class Layout:
             flat[start:end] = np.frombuffer(bytes(data[low:high]), np.float32)
         return flat
 
-    def tensors(self, values: Floats) -> dict[str, Floats]:
+    def split_tensors(self, values: Floats) -> dict[str, Floats]:
         """The values by name, as views."""
-        return {name: values[start:end].reshape(self.shapes[name]) for name, (start, end) in self.places.items()}
+        return {name: values[start:end].reshape(self.shapes[name]) for name, (start, end) in self.ranges.items()}
 
-    def one_array(self, values: NDArray[Any]) -> Floats:
+    def as_flat_array(self, values: NDArray[Any]) -> Floats:
         """All values as one array already, in the order of names. Raises `UsageError` for another size."""
         if values.size != self.size:
             raise UsageError(f"an array of {values.size} values came, and the model has {self.size}")
@@ -134,7 +134,7 @@ class Layout:
     def flatten(self, tensors: Mapping[str, Any]) -> Floats:
         """The values of tensors by name in one array. Raises `UsageError` for a name or shape of another model."""
         flat = np.empty(self.size, np.float32)
-        for name, (start, end) in self.places.items():
+        for name, (start, end) in self.ranges.items():
             if name not in tensors:
                 raise UsageError(f"the model's {name} is missing: give every tensor of the model")
             array = as_numpy(name, tensors[name])
@@ -144,71 +144,71 @@ class Layout:
         return flat
 
 
-def _head(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
-    text = msgspec.json.encode({METADATA: dict(metadata), **tensors})
+def _encode_header(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
+    text = msgspec.json.encode({METADATA_KEY: dict(metadata), **tensors})
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def read_head(body: memoryview) -> tuple[dict[str, Any], dict[str, str], int]:
+def read_header(body: memoryview) -> tuple[dict[str, Any], dict[str, str], int]:
     """The tensors and the metadata of a safetensors header, and where the values begin. Raises `ValueError`."""
     if len(body) < 8:
         raise ValueError("the body is not safetensors: it is shorter than a header")
     length = int.from_bytes(body[:8], "little")
-    if not 2 <= length <= min(HEADER_MAX, len(body) - 8):
+    if not 2 <= length <= min(HEADER_BYTES_MAX, len(body) - 8):
         raise ValueError("the body is not safetensors: its header does not fit")
     try:
         tensors = msgspec.json.decode(body[8 : 8 + length], type=dict[str, dict[str, Any]])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"the body is not safetensors: {error}") from None
-    metadata = tensors.pop(METADATA, {})
+    metadata = tensors.pop(METADATA_KEY, {})
     if not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("the body is not safetensors: its metadata are not texts")
     return tensors, metadata, 8 + length
 
 
-MASKED = "masked"  # the one tensor of a masked update
-_KINDS = {"F32": np.float32, "U32": np.uint32, "I8": np.int8}
-_NAMES = {np.dtype(kind): name for name, kind in _KINDS.items()}
+MASKED_TENSOR = "masked"  # the one tensor of a masked update
+_DTYPES = {"F32": np.float32, "U32": np.uint32, "I8": np.int8}
+_DTYPE_NAMES = {np.dtype(kind): name for name, kind in _DTYPES.items()}
 
 
-def flat_head(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> bytes:
+def encode_flat_header(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> bytes:
     """What comes before the values of flat arrays, one after the other."""
     tensors, end = {}, 0
     for name, array in arrays.items():
         start, end = end, end + array.nbytes
-        tensors[name] = {"dtype": _NAMES[array.dtype], "shape": [len(array)], "data_offsets": [start, end]}
-    return _head(tensors, metadata)
+        tensors[name] = {"dtype": _DTYPE_NAMES[array.dtype], "shape": [len(array)], "data_offsets": [start, end]}
+    return _encode_header(tensors, metadata)
 
 
 def decode_flat(body: memoryview) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
     """The metadata and the flat arrays of a body. Raises `ValueError` with a sentence."""
-    tensors, metadata, start = read_head(body)
+    tensors, metadata, start = read_header(body)
     data, arrays = body[start:], {}
     for name, tensor in tensors.items():
         kind, shape, ends = tensor.get("dtype"), tensor.get("shape"), tensor.get("data_offsets")
         try:
             low, high = ends
             whole = bytes(data[low:high])
-            arrays[name] = np.frombuffer(whole, _KINDS[kind])
+            arrays[name] = np.frombuffer(whole, _DTYPES[kind])
             right = 0 <= low <= high <= len(data) and shape == [len(arrays[name])]
         except (KeyError, TypeError, ValueError):
             right = False
         if not right:
-            raise ValueError(f"the tensor {name[:100]!r} is not a flat one of {', '.join(_KINDS)} that lies in the body")
+            raise ValueError(f"the tensor {name[:100]!r} is not a flat one of {', '.join(_DTYPES)} that lies in the body")
     return metadata, arrays
 
 
 def decode_masked(body: memoryview) -> tuple[dict[str, str], Floats]:
     """The metadata of a masked update, and its words in the guise of float32. Raises `ValueError` with a sentence."""
-    tensors, metadata, start = read_head(body)
+    tensors, metadata, start = read_header(body)
     size = (len(body) - start) // 4
-    if tensors != {MASKED: {"dtype": "U32", "shape": [size], "data_offsets": [0, 4 * size]}} or (len(body) - start) % 4:
-        raise ValueError(f"updates are masked here: the body is one tensor {MASKED!r} of U32 (encrypt_type=PW_ENCRYPT)")
+    if tensors != {MASKED_TENSOR: {"dtype": "U32", "shape": [size], "data_offsets": [0, 4 * size]}} or (len(body) - start) % 4:
+        raise ValueError(f"updates are masked here: the body is one tensor {MASKED_TENSOR!r} of U32 (encrypt_type=PW_ENCRYPT)")
     return metadata, np.frombuffer(body[start:] if start % 4 == 0 else bytes(body[start:]), np.float32)
 
 
-def raw(values: NDArray[Any]) -> memoryview:
+def view_bytes(values: NDArray[Any]) -> memoryview:
     """The bytes of an array, not copied."""
     return values.data.cast("B")
 
@@ -232,7 +232,7 @@ def _is_utf8(text: str) -> bool:
     return True
 
 
-def take(model: Any) -> tuple[Layout, Floats]:
+def layout_and_values(model: Any) -> tuple[ModelLayout, Floats]:
     """The layout and values of a torch module, or of a mapping of names to arrays. Only floating tensors take part."""
     tensors = model.state_dict() if hasattr(model, "state_dict") else model
     if not isinstance(tensors, Mapping):
@@ -241,14 +241,16 @@ def take(model: Any) -> tuple[Layout, Floats]:
     if odd is not None:
         raise UsageError(f"the model has a tensor called {odd!r}: a name is a text that UTF-8 can write")
     arrays = {name: as_numpy(name, value) for name, value in tensors.items()}
-    strange = next((name for name, array in arrays.items() if array.dtype.kind not in FLOAT_KINDS + OTHER_KINDS), None)
+    strange = next(
+        (name for name, array in arrays.items() if array.dtype.kind not in FLOAT_DTYPE_KINDS + INTEGER_DTYPE_KINDS), None
+    )
     if strange is not None:
         kind = arrays[strange].dtype
         raise UsageError(f"the model's {strange} is of {kind}: floating tensors are learned, whole numbers stay as they are")
-    floats = {name: array for name, array in arrays.items() if array.dtype.kind in FLOAT_KINDS}
-    if METADATA in floats:
-        raise UsageError(f"the model has a tensor called {METADATA}, which safetensors keeps for itself: rename it")
-    layout = Layout({name: array.shape for name, array in floats.items()})
+    floats = {name: array for name, array in arrays.items() if array.dtype.kind in FLOAT_DTYPE_KINDS}
+    if METADATA_KEY in floats:
+        raise UsageError(f"the model has a tensor called {METADATA_KEY}, which safetensors keeps for itself: rename it")
+    layout = ModelLayout({name: array.shape for name, array in floats.items()})
     if not layout.size:
         raise UsageError("the model has no floating values: there is nothing to learn")
     values = layout.flatten(floats)
@@ -257,6 +259,6 @@ def take(model: Any) -> tuple[Layout, Floats]:
     return layout, values
 
 
-def digest(values: Floats) -> str:
+def compute_digest(values: Floats) -> str:
     """Which model this is, bit for bit."""
     return hashlib.blake2b(values.tobytes(), digest_size=12).hexdigest()

@@ -9,26 +9,30 @@ from covey.core.federated.secagg import neighbor_graph
 from covey.core.federated.secagg.messages import DEVICES_MAX
 from covey.errors import UsageError
 from covey.federated import context
-from covey.federated.server.request_auth import GateSettings
+from covey.federated.server.request_auth import RequestAuthSettings
 from covey.federated.strategies import Strategy
-from covey.federated.update_compression import NONE
+from covey.federated.update_compression import NO_COMPRESSION
 
-DEVICES_MIN = 3  # in a sum of fewer each knows the other
+SECAGG_DEVICES_MIN = 3  # in a sum of fewer each knows the other
 
 
-def check(plan: RoundPlan, strategy: Strategy) -> None:
+def check_privacy_settings(plan: RoundPlan, strategy: Strategy) -> None:
     """Raises `UsageError` for a plan that cannot be kept."""
     name = type(strategy).__name__
     if plan.noise is not None and (strategy.sees_all or strategy.staleness):
         raise UsageError(f"{name} does not take the mean of one round, which noise is reckoned for: use FedAvg or one like it")
     if not plan.secure:
         return
-    if plan.compress != NONE:
-        raise UsageError(f"PW_ENCRYPT masks every value, and upload_compress_type={plan.compress} sends others: use {NONE}")
+    if plan.compress != NO_COMPRESSION:
+        raise UsageError(
+            f"PW_ENCRYPT masks every value, and upload_compress_type={plan.compress} sends others: use {NO_COMPRESSION}"
+        )
     if strategy.sees_all or strategy.staleness:
         raise UsageError(f"{name} needs to see single updates, and PW_ENCRYPT hides them: use FedAvg or one like it")
-    if not DEVICES_MIN <= plan.threshold <= DEVICES_MAX:
-        raise UsageError(f"PW_ENCRYPT needs start_fl_job_threshold from {DEVICES_MIN} to {DEVICES_MAX}, not {plan.threshold}")
+    if not SECAGG_DEVICES_MIN <= plan.threshold <= DEVICES_MAX:
+        raise UsageError(
+            f"PW_ENCRYPT needs start_fl_job_threshold from {SECAGG_DEVICES_MIN} to {DEVICES_MAX}, not {plan.threshold}"
+        )
     least = min(plan.needed_updates, plan.update_min or plan.needed_updates)
     needed = plan.reconstruct or neighbor_graph.default_share_threshold(neighbor_graph.choose_degree(plan.threshold) + 1)
     if plan.reconstruct and 2 * plan.reconstruct <= plan.threshold:
@@ -43,13 +47,13 @@ def check(plan: RoundPlan, strategy: Strategy) -> None:
         )
 
 
-def gate() -> GateSettings:
+def make_auth_settings() -> RequestAuthSettings:
     """`pki_verify` and its files. Raises `UsageError` where one is missing."""
-    replay, rate = context.number("replay_attack_time_diff"), float(context.get_fl_context("device_rate"))
+    replay, rate = context.get_int("replay_attack_time_diff"), float(context.get_fl_context("device_rate"))
     if not context.get_fl_context("pki_verify"):
-        return GateSettings(replay_ms=replay, per_second=rate)
-    roots = [context.text(key) for key in ("root_first_ca_path", "root_second_ca_path") if context.text(key)]
+        return RequestAuthSettings(replay_window_ms=replay, requests_per_second=rate)
+    roots = [context.get_str(key) for key in ("root_first_ca_path", "root_second_ca_path") if context.get_str(key)]
     if not roots:
         raise UsageError("pki_verify needs root_first_ca_path (and may have root_second_ca_path): who vouches for devices")
-    lists = [context.text("equip_crl_path")] if context.text("equip_crl_path") else []
-    return GateSettings(tuple(map(Path, roots)), tuple(map(Path, lists)), replay, rate)
+    lists = [context.get_str("equip_crl_path")] if context.get_str("equip_crl_path") else []
+    return RequestAuthSettings(tuple(map(Path, roots)), tuple(map(Path, lists)), replay, rate)

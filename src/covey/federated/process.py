@@ -19,26 +19,26 @@ from covey.core.federated.messages import RoundStage
 from covey.core.federated.server_membership import ServerTimeouts
 from covey.errors import CoveyError, UsageError
 from covey.federated import context, model_codec, privacy_settings
-from covey.federated.scheduler.scheduler import Scheduler, load_record
-from covey.federated.server.aggregation import SPOOL_MAX, Evaluate
-from covey.federated.server.model_store import write_file
-from covey.federated.server.server import Server, ServerSettings
+from covey.federated.scheduler.scheduler import FederatedScheduler, load_record
+from covey.federated.server.aggregation import SPOOL_BYTES_MAX, Evaluate
+from covey.federated.server.model_store import write_atomically
+from covey.federated.server.server import FederatedServer, ServerSettings
 from covey.federated.strategies import FedAvg, Strategy
 from covey.log import configure_logging, log
 from covey.runtime import credentials
 from covey.runtime import host_identity as hosts
 from covey.runtime.listeners import bind_management_port, raise_file_limit
 from covey.runtime.management_port import serve_management_port
-from covey.settings import Settings, load
+from covey.settings import Settings, load_settings
 from covey.storage import cluster_registry
 from covey.transport import address
 
 CLUSTER_VARIABLE: Final = (
     "COVEY_FL_CLUSTER"  # whoever keeps the processes of a cluster names it, so that a scheduler finds its record again
 )
-RAN_VARIABLE: Final = "COVEY_FL_RAN"  # a file by which a keeper sees that its script called `run`
-INDEX_VARIABLE: Final = "COVEY_FL_INDEX"  # which of a launcher's servers this is
-LOST_S: Final = 30.0
+RUN_MARKER_VARIABLE: Final = "COVEY_FL_RAN"  # a file by which a keeper sees that its script called `run`
+SERVER_INDEX_VARIABLE: Final = "COVEY_FL_INDEX"  # which of a launcher's servers this is
+SCHEDULER_LOST_TIMEOUT_S: Final = 30.0
 
 
 def run(network: Any, strategy: Strategy | None = None, evaluate: Evaluate | None = None) -> None:
@@ -47,12 +47,12 @@ def run(network: Any, strategy: Strategy | None = None, evaluate: Evaluate | Non
     `evaluate` gets each new model as a dict of arrays and returns numbers by name: "loss" decides which model is the best.
     `network` is a torch module or a dict of numpy arrays. A wrong setting is one sentence and the exit code of its family.
     """
-    context.note_run()
-    if ran := os.environ.get(RAN_VARIABLE):
+    context.mark_run_called()
+    if ran := os.environ.get(RUN_MARKER_VARIABLE):
         Path(ran).touch()
     try:
-        settings = load(os.environ).settings
-        code = _serve(settings, network, strategy or FedAvg(), evaluate)
+        settings = load_settings(os.environ).settings
+        code = _run_role(settings, network, strategy or FedAvg(), evaluate)
     except CoveyError as error:
         print(f"covey: {error}", file=sys.stderr, flush=True)  # noqa: T201
         code = int(error.exit_code)
@@ -60,28 +60,28 @@ def run(network: Any, strategy: Strategy | None = None, evaluate: Evaluate | Non
         sys.exit(code)
 
 
-def _serve(settings: Settings, network: Any, strategy: Strategy, evaluate: Evaluate | None) -> int:
-    if not context.get_fl_context("enable_fl") and not os.environ.get(context.VARIABLE):
+def _run_role(settings: Settings, network: Any, strategy: Strategy, evaluate: Evaluate | None) -> int:
+    if not context.get_fl_context("enable_fl") and not os.environ.get(context.CONTEXT_VARIABLE):
         raise UsageError("federated learning is not on: set_fl_context(enable_fl=True, ...) comes before run()")
     raise_file_limit()
     if context.get_fl_context("enable_ssl"):
-        config = context.text("config_file_path")
+        config = context.get_str("config_file_path")
         if not config:
             raise UsageError("enable_ssl needs config_file_path: a config.json that names the certificates")
         settings = msgspec.structs.replace(
             settings,
             tls_config=config,
-            tls_server_password=settings.tls_server_password or context.text("server_password"),
-            tls_client_password=settings.tls_client_password or context.text("client_password"),
+            tls_server_password=settings.tls_server_password or context.get_str("server_password"),
+            tls_client_password=settings.tls_client_password or context.get_str("client_password"),
         )
-    if context.number("server_num") < 1:
+    if context.get_int("server_num") < 1:
         raise UsageError("server_num is 0: set_fl_context(server_num=...) says how many servers the cluster has")
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        if context.text("ms_role") == "MS_SCHED":
+        if context.get_str("ms_role") == "MS_SCHED":
             configure_logging(settings, "scheduler")
-            return runner.run(_schedule(settings))
+            return runner.run(_run_scheduler(settings))
         configure_logging(settings, f"server:{settings.node_id}" if settings.node_id else "server")
-        return runner.run(_work(settings, network, strategy, evaluate))
+        return runner.run(_run_server(settings, network, strategy, evaluate))
 
 
 def _loop_factory() -> Any:
@@ -95,45 +95,45 @@ def _loop_factory() -> Any:
 # -- the scheduler -----------------------------------------------------------------------------------------------------
 
 
-def _cluster_id(root: Path) -> str:
+def _choose_cluster_id(root: Path) -> str:
     """The cluster to go on with: the one that recovery finds, else the one its keeper names, else a new one."""
     named, current = "", root / "current"
-    if context.recovery() is not None and current.exists():
+    if context.find_recovery_path() is not None and current.exists():
         named = current.read_text().strip()
     named = named or os.environ.get(CLUSTER_VARIABLE, "") or uuid.uuid4().hex[:12]
     (root / named).mkdir(parents=True, exist_ok=True)
-    write_file(current, named.encode(), sync=False)
+    write_atomically(current, named.encode(), sync=False)
     return named
 
 
-async def _schedule(settings: Settings) -> int:
+async def _run_scheduler(settings: Settings) -> int:
     loop = asyncio.get_running_loop()
-    where = context.text("scheduler_ip")
-    sockets = address.listen(where, context.number("scheduler_port"), "scheduler_ip")
-    manage = bind_management_port(context.number("scheduler_manage_port"), where, strict=True)
+    where = context.get_str("scheduler_ip")
+    sockets = address.listen(where, context.get_int("scheduler_port"), "scheduler_ip")
+    manage = bind_management_port(context.get_int("scheduler_manage_port"), where, strict=True)
     guard = credentials.load_credentials(settings, listens_at=where)
-    root = context.root()
-    cluster_id = _cluster_id(root)
+    root = context.find_state_root()
+    cluster_id = _choose_cluster_id(root)
     file = root / cluster_id / "scheduler.record"
     record = load_record(file)
-    plan = context.plan()
+    plan = context.make_round_plan()
     rounds = FederationMachine(
         cluster_id=cluster_id,
         key=secrets.token_bytes(32),
-        server_num=context.number("server_num"),
+        server_num=context.get_int("server_num"),
         plan=plan,
-        timeouts=ServerTimeouts(return_timeout_s=context.number("server_return_time_window") / 1000),
+        timeouts=ServerTimeouts(return_timeout_s=context.get_int("server_return_time_window") / 1000),
         now=loop.time(),
-        job=context.text("fl_name"),
+        job=context.get_str("fl_name"),
     )
     if record is not None:
         rounds.restore(record, loop.time())
     port = int(manage[0].getsockname()[1]) if manage else 0
     here = address.join_host_port(*sockets[0].getsockname()[:2])
-    scheduler = Scheduler(
+    scheduler = FederatedScheduler(
         rounds,
         file=file,
-        sync=context.text("durability") == "disk",
+        sync=context.get_str("durability") == "disk",
         address=here,
         manage_port=port,
         node_id=settings.node_id or "sched",
@@ -150,63 +150,63 @@ async def _schedule(settings: Settings) -> int:
             secret=guard.secret,
             token=token,
             manage=address.join_host_port("127.0.0.1", port) if manage else "",
-            job=f"federated {context.text('fl_name')}".strip(),
+            job=f"federated {context.get_str('fl_name')}".strip(),
             tls=settings.tls_config,
         )
     )
     log.info("federated scheduler of cluster %s at %s, REST at port %d", cluster_id, here, port)
-    async with serve_management_port(lambda: _console(scheduler, token), manage, guard):
+    async with serve_management_port(lambda: _make_management_app(scheduler, token), manage, guard):
         try:
             return await scheduler.run(sockets, guard)
         finally:
             entry.unlink(missing_ok=True)
 
 
-def _console(scheduler: Scheduler, token: str) -> Any:
+def _make_management_app(scheduler: FederatedScheduler, token: str) -> Any:
     from covey.federated.scheduler import management_api
 
-    return management_api.make_app(scheduler, token=token, settings=context.rows())
+    return management_api.make_app(scheduler, token=token, settings=context.context_table())
 
 
 # -- a server ----------------------------------------------------------------------------------------------------------
 
 
-async def _work(settings: Settings, network: Any, strategy: Strategy, evaluate: Evaluate | None) -> int:
-    layout, values = model_codec.take(network)
-    plan = msgspec.structs.replace(context.plan(), staleness=strategy.staleness)
-    privacy_settings.check(plan, strategy)
+async def _run_server(settings: Settings, network: Any, strategy: Strategy, evaluate: Evaluate | None) -> int:
+    layout, values = model_codec.layout_and_values(network)
+    plan = msgspec.structs.replace(context.make_round_plan(), staleness=strategy.staleness)
+    privacy_settings.check_privacy_settings(plan, strategy)
     if strategy.sees_all:
         _check_spool(strategy, layout)
-    scheduler_ip = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(context.text("scheduler_ip"), context.text("scheduler_ip"))
+    scheduler_ip = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(context.get_str("scheduler_ip"), context.get_str("scheduler_ip"))
     mine = settings.worker_ip or hosts.local_address_for(scheduler_ip)
-    http = address.listen(mine, context.number("fl_server_port"), "fl_server_port")
+    http = address.listen(mine, context.get_int("fl_server_port"), "fl_server_port")
     peer = address.listen(mine, 0, "fl_server_port")
     listens = credentials.load_credentials(settings, listens_at=mine)
     reaches = credentials.load_credentials(settings, reaches=scheduler_ip)
     guard = credentials.Credentials(
         reaches.secret or listens.secret, listens.server_context, reaches.client_context, reaches.secret_configured
     )
-    comes_back = context.recovery() is not None or bool(os.environ.get(CLUSTER_VARIABLE))
-    return_s = context.number("server_return_time_window") / 1000
-    server = Server(
+    comes_back = context.find_recovery_path() is not None or bool(os.environ.get(CLUSTER_VARIABLE))
+    return_s = context.get_int("server_return_time_window") / 1000
+    server = FederatedServer(
         ServerSettings(
-            scheduler=(scheduler_ip, context.number("scheduler_port")),
+            scheduler_address=(scheduler_ip, context.get_int("scheduler_port")),
             host=hosts.describe_host(settings.host_id, mine),
-            http=address.join_host_port(*http[0].getsockname()[:2]),
-            peer=address.join_host_port(*peer[0].getsockname()[:2]),
-            root=context.root(),
+            device_address=address.join_host_port(*http[0].getsockname()[:2]),
+            peer_address=address.join_host_port(*peer[0].getsockname()[:2]),
+            state_root=context.find_state_root(),
             node_id=settings.node_id,
-            wish=int(os.environ.get(INDEX_VARIABLE, "-1")),
-            durability=context.text("durability"),
-            fl_name=context.text("fl_name"),
+            preferred_index=int(os.environ.get(SERVER_INDEX_VARIABLE, "-1")),
+            durability=context.get_str("durability"),
+            fl_name=context.get_str("fl_name"),
             plan=plan,
-            server_mode=context.text("server_mode"),
-            prefix=context.text("http_url_prefix"),
-            replay_ms=context.number("replay_attack_time_diff"),
-            gate=privacy_settings.gate(),
-            keep_models=context.number("keep_models"),
+            server_mode=context.get_str("server_mode"),
+            url_prefix=context.get_str("http_url_prefix"),
+            replay_window_ms=context.get_int("replay_attack_time_diff"),
+            auth=privacy_settings.make_auth_settings(),
+            keep_models=context.get_int("keep_models"),
             lease_s=return_s / 2,
-            patience_s=-1.0 if comes_back else LOST_S,
+            patience_s=-1.0 if comes_back else SCHEDULER_LOST_TIMEOUT_S,
         ),
         guard,
         layout,
@@ -217,25 +217,25 @@ async def _work(settings: Settings, network: Any, strategy: Strategy, evaluate: 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, server.end, 0, f"it received {number.name}")
-    saying = loop.create_task(_say_started(server))
+    saying = loop.create_task(_print_when_started(server))
     try:
         return await server.run(http, peer)
     finally:
         saying.cancel()
 
 
-def _check_spool(strategy: Strategy, layout: model_codec.Layout) -> None:
-    name, devices = type(strategy).__name__, context.number("start_fl_job_threshold")
-    if context.text("durability") == "none":
+def _check_spool(strategy: Strategy, layout: model_codec.ModelLayout) -> None:
+    name, devices = type(strategy).__name__, context.get_int("start_fl_job_threshold")
+    if context.get_str("durability") == "none":
         raise UsageError(f"{name} sees every update, and durability=none keeps none: use process")
-    if 4 * layout.size * devices > SPOOL_MAX:
-        raise UsageError(f"{name} spools {devices} updates of {4 * layout.size} bytes, and {SPOOL_MAX} are the limit")
+    if 4 * layout.size * devices > SPOOL_BYTES_MAX:
+        raise UsageError(f"{name} spools {devices} updates of {4 * layout.size} bytes, and {SPOOL_BYTES_MAX} are the limit")
 
 
-async def _say_started(server: Server) -> None:
+async def _print_when_started(server: FederatedServer) -> None:
     """The line that MindSpore's scripts look for."""
-    while server.orders is None or server.orders.stage is RoundStage.FORMING or not server.claims.is_member:
-        changed = server.changed
+    while server.instructions is None or server.instructions.stage is RoundStage.FORMING or not server.claims.is_member:
+        changed = server.changed_event
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1.0):
                 await changed.wait()

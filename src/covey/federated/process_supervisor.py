@@ -18,39 +18,39 @@ from typing import Final
 import msgspec
 
 from covey.errors import ExitCode, StoreError
-from covey.federated.context import VARIABLE, Value
-from covey.federated.process import CLUSTER_VARIABLE, RAN_VARIABLE
+from covey.federated.context import CONTEXT_VARIABLE, ContextValue
+from covey.federated.process import CLUSTER_VARIABLE, RUN_MARKER_VARIABLE
 from covey.log import log
 from covey.runtime import linux
 
-QUICK_MAX: Final = 5  # deaths in a row, each within a moment of its start
-STEADY_S: Final = 2.0
+QUICK_DEATHS_MAX: Final = 5  # deaths in a row, each within a moment of its start
+QUICK_DEATH_S: Final = 2.0
 GRACE_S: Final = 10.0
-RESTART_S: Final = 0.1
-LINE_MAX: Final = 2000
+RESTART_DELAY_S: Final = 0.1
+LOG_TAIL_BYTES: Final = 2000
 
 
-class Role(msgspec.Struct, frozen=True):
+class SupervisedProcess(msgspec.Struct, frozen=True):
     """One process to keep."""
 
     name: str
     node_id: str
-    context: dict[str, Value]
+    context: dict[str, ContextValue]
 
 
-class Keeper:
+class ProcessSupervisor:
     """Keeps roles alive. `run` returns the code to end with."""
 
     def __init__(
-        self, command: list[str], roles: list[Role], *, cluster_id: str, folder: Path, environ: Mapping[str, str]
+        self, command: list[str], roles: list[SupervisedProcess], *, cluster_id: str, folder: Path, environ: Mapping[str, str]
     ) -> None:
         self._command = command
-        self._roles = roles
+        self._supervised = roles
         self._cluster_id = cluster_id
-        self._folder = folder
+        self._log_directory = folder
         self._environ = environ
-        self._over = asyncio.Event()  # bound to a loop only when it is waited for
-        self._code = 0
+        self._ended = asyncio.Event()  # bound to a loop only when it is waited for
+        self._exit_code = 0
         self._processes: dict[str, asyncio.subprocess.Process] = {}
 
     async def run(self) -> int:
@@ -58,26 +58,26 @@ class Keeper:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self.end)
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._log_directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StoreError(f"{self._folder} cannot be made ({error.strerror}): choose another --dir") from None
-        keeping = [loop.create_task(self._keep(role)) for role in self._roles]
-        await self._over.wait()
-        await self._stop()
+            raise StoreError(f"{self._log_directory} cannot be made ({error.strerror}): choose another --dir") from None
+        keeping = [loop.create_task(self._supervise(role)) for role in self._supervised]
+        await self._ended.wait()
+        await self._stop_processes()
         for task in keeping:
             task.cancel()
-        return self._code
+        return self._exit_code
 
     def end(self, code: int = 0) -> None:
-        if not self._over.is_set():
-            self._code = code
-            self._over.set()
+        if not self._ended.is_set():
+            self._exit_code = code
+            self._ended.set()
 
-    async def _keep(self, role: Role) -> None:
+    async def _supervise(self, role: SupervisedProcess) -> None:
         """Start it, again and again, until the cluster is over or it cannot be kept."""
         loop = asyncio.get_running_loop()
         quick = 0  # deaths in a row; none yet: this is the first start
-        while not self._over.is_set():
+        while not self._ended.is_set():
             started = loop.time()
             try:
                 process = await self._spawn(role)
@@ -85,54 +85,54 @@ class Keeper:
                 log.error("%s cannot be started: %s", role.name, error)
                 return self.end(int(ExitCode.DISK))
             code = await process.wait()
-            if self._over.is_set():
+            if self._ended.is_set():
                 return None
-            if (code == 0 or (code > 0 and not quick)) and not self._ran(role).exists():
-                said = f"failed: {self._last_line(role)}" if code else "does not call covey.federated.run"
+            if (code == 0 or (code > 0 and not quick)) and not self._run_marker_path(role).exists():
+                said = f"failed: {self._last_log_line(role)}" if code else "does not call covey.federated.run"
                 log.error("%s ended at once, because %s %s", role.name, self._command[-1], said)
                 return self.end(int(ExitCode.BAD_SCRIPT))
             if code == 0 and "scheduler" in role.name:
                 return self.end()
             if code == 0:
                 return None  # scaled in, or told to stop
-            lived = loop.time() - started >= STEADY_S
+            lived = loop.time() - started >= QUICK_DEATH_S
             if code > 0 and code in list(ExitCode) and not (lived and code == ExitCode.DISK):  # it said why it cannot run
-                log.error("%s ended with code %d: %s (%s)", role.name, code, self._last_line(role), self._log(role))
+                log.error("%s ended with code %d: %s (%s)", role.name, code, self._last_log_line(role), self._log_path(role))
                 return self.end(code)
             quick = 1 if lived else quick + 1
-            if quick > QUICK_MAX:
-                log.error("%s died %d times: see %s", role.name, quick, self._log(role))
+            if quick > QUICK_DEATHS_MAX:
+                log.error("%s died %d times: see %s", role.name, quick, self._log_path(role))
                 return self.end(int(ExitCode.PEER_FAILED))
             log.warning("%s ended (%s) and is started again", role.name, f"signal {-code}" if code < 0 else f"code {code}")
-            await asyncio.sleep(RESTART_S)
+            await asyncio.sleep(RESTART_DELAY_S)
         return None
 
-    def _log(self, role: Role) -> Path:
-        return self._folder / f"{role.name}.log"
+    def _log_path(self, role: SupervisedProcess) -> Path:
+        return self._log_directory / f"{role.name}.log"
 
-    def _last_line(self, role: Role) -> str:
-        lines = self._log(role).read_bytes()[-LINE_MAX:].decode(errors="replace").splitlines() or ["it said nothing"]
+    def _last_log_line(self, role: SupervisedProcess) -> str:
+        lines = self._log_path(role).read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").splitlines() or ["it said nothing"]
         return lines[-1].removeprefix("covey: ")
 
-    def _ran(self, role: Role) -> Path:
-        return self._folder / f"{role.name}.ran"
+    def _run_marker_path(self, role: SupervisedProcess) -> Path:
+        return self._log_directory / f"{role.name}.ran"
 
-    async def _spawn(self, role: Role) -> asyncio.subprocess.Process:
+    async def _spawn(self, role: SupervisedProcess) -> asyncio.subprocess.Process:
         keeper = os.getpid()
-        self._ran(role).unlink(missing_ok=True)
+        self._run_marker_path(role).unlink(missing_ok=True)
         environ = {
             **self._environ,
             "MS_NODE_ID": role.node_id,
-            VARIABLE: msgspec.json.encode(role.context).decode(),
+            CONTEXT_VARIABLE: msgspec.json.encode(role.context).decode(),
             CLUSTER_VARIABLE: self._cluster_id,
-            RAN_VARIABLE: str(self._ran(role)),
+            RUN_MARKER_VARIABLE: str(self._run_marker_path(role)),
         }
 
         def in_child() -> None:
             os.setpgrp()  # Ctrl-C is the keeper's to hear
             linux.die_with_parent(keeper)
 
-        with self._log(role).open("ab") as file:
+        with self._log_path(role).open("ab") as file:
             process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *self._command,
@@ -145,7 +145,7 @@ class Keeper:
         self._processes[role.name] = process
         return process
 
-    async def _stop(self) -> None:
+    async def _stop_processes(self) -> None:
         """Ask the scheduler first: it tells its servers. Whoever is still there after the grace is made to end."""
         for name in sorted(self._processes, key=lambda name: "scheduler" not in name):
             process = self._processes[name]

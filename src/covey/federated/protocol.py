@@ -16,7 +16,7 @@ from msgspec import Meta
 
 from covey.core.federated.dp_accounting import Noise
 from covey.core.federated.secagg.messages import DEVICE_ID_MAX, FlId, ListSignature, RemoteKeys, SealedShare
-from covey.wall_clock import wall
+from covey.wall_clock import wall_time
 
 JSON: Final = "application/json"
 MSGPACK: Final = "application/msgpack"
@@ -100,7 +100,7 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     instance: Annotated[str, Meta(description="kDisable or kFinish: no round is to be waited for. Empty while there is.")] = ""
     elsewhere: Annotated[bool, Meta(description="This server cannot serve at present: ask another.")] = False
 
-    def texts(self) -> dict[str, str]:
+    def to_metadata(self) -> dict[str, str]:
         """As metadata; a model always says which iteration's it is, the first one too."""
         fields = {"iteration": self.iteration, **msgspec.to_builtins(self)}
         return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in fields.items()}
@@ -148,22 +148,22 @@ class FlPlan(msgspec.Struct, frozen=True):
 
 
 def now_ms() -> int:
-    return int(1000 * wall())
+    return int(1000 * wall_time())
 
 
-def ticket(key: bytes, round_number: int, device: str, size: int, purpose: str = "") -> str:
+def make_ticket(key: bytes, round_number: int, device: str, size: int, purpose: str = "") -> str:
     """Proof that a device was admitted to a round with so many samples: any server can check it, and none has to remember."""
     words = f"{purpose}{round_number}/{size}/{device}".encode()
     return hashlib.blake2b(words, key=key, digest_size=12).hexdigest()
 
 
-def read_fields(kind: Any, body: memoryview, content_type: str) -> Any:
+def decode_request(kind: Any, body: memoryview, content_type: str) -> Any:
     """A request of JSON or msgpack. Raises `msgspec.MsgspecError`."""
     if content_type == MSGPACK:
         return msgspec.msgpack.decode(body, type=kind)
     return msgspec.json.decode(body, type=kind)
 
 
-def read_metadata(metadata: dict[str, str]) -> UpdateFields:
+def decode_update_fields(metadata: dict[str, str]) -> UpdateFields:
     """The fields of an update. Raises `msgspec.MsgspecError`."""
     return msgspec.convert(metadata, UpdateFields, strict=False)

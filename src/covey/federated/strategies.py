@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from covey.errors import UsageError
 from covey.federated.model_codec import Floats
-from covey.federated.server.model_store import State
+from covey.federated.server.model_store import StrategyState
 
 Doubles = NDArray[np.float64]
 
@@ -29,7 +29,7 @@ class Strategy:
     sees_all = False
     staleness = 0  # how many rounds old the model may be that a device began with
 
-    def make(self, model: Floats, mean: Doubles, state: State) -> NDArray[Any]:
+    def make(self, model: Floats, mean: Doubles, state: StrategyState) -> NDArray[Any]:
         """The next model."""
         return mean
 
@@ -54,7 +54,7 @@ class FedProx(Strategy):
     """FedAvg whose devices pull towards the model they began with: they add mu/2 * |w - w0|^2 to their loss."""
 
     def __init__(self, mu: float = 0.01) -> None:
-        self.mu = _positive("mu", mu)
+        self.mu = _check_positive("mu", mu)
 
     def for_devices(self, iteration: int) -> dict[str, float]:
         return {"proximal_mu": self.mu}
@@ -64,10 +64,10 @@ class FedAvgM(Strategy):
     """Momentum at the server."""
 
     def __init__(self, momentum: float = 0.9, learning_rate: float = 1.0) -> None:
-        self.momentum = _share("momentum", momentum)
-        self.learning_rate = _positive("learning_rate", learning_rate)
+        self.momentum = _check_fraction("momentum", momentum)
+        self.learning_rate = _check_positive("learning_rate", learning_rate)
 
-    def make(self, model: Floats, mean: Doubles, state: State) -> NDArray[Any]:
+    def make(self, model: Floats, mean: Doubles, state: StrategyState) -> NDArray[Any]:
         velocity = self.momentum * state.get("velocity", np.zeros(len(model))) + (mean - model)
         state["velocity"] = velocity
         return model + self.learning_rate * velocity
@@ -77,10 +77,10 @@ class FedAdam(Strategy):
     """Adam at the server, without bias correction, as in Reddi et al. 2021."""
 
     def __init__(self, learning_rate: float = 0.1, beta1: float = 0.9, beta2: float = 0.99, tau: float = 1e-3) -> None:
-        self.learning_rate, self.tau = _positive("learning_rate", learning_rate), _positive("tau", tau)
-        self.beta1, self.beta2 = _share("beta1", beta1), _share("beta2", beta2)
+        self.learning_rate, self.tau = _check_positive("learning_rate", learning_rate), _check_positive("tau", tau)
+        self.beta1, self.beta2 = _check_fraction("beta1", beta1), _check_fraction("beta2", beta2)
 
-    def make(self, model: Floats, mean: Doubles, state: State) -> NDArray[Any]:
+    def make(self, model: Floats, mean: Doubles, state: StrategyState) -> NDArray[Any]:
         delta = mean - model
         first = self.beta1 * state.get("first", np.zeros(len(model))) + (1 - self.beta1) * delta
         before = state.get("second", np.full(len(model), self.tau**2))
@@ -110,12 +110,12 @@ class FedBuff(Strategy):
         if not 1 <= staleness <= 100:
             raise UsageError(f"FedBuff(staleness={staleness!r}) is not possible: give a whole number from 1 to 100")
         self.staleness = staleness
-        self.learning_rate = _positive("learning_rate", learning_rate)
+        self.learning_rate = _check_positive("learning_rate", learning_rate)
 
     def contribution(self, values: Floats, began: Floats, age: int) -> Floats:
         return (values - began) * np.float32((1 + age) ** -0.5)
 
-    def make(self, model: Floats, mean: Doubles, state: State) -> NDArray[Any]:
+    def make(self, model: Floats, mean: Doubles, state: StrategyState) -> NDArray[Any]:
         return model + self.learning_rate * mean
 
 
@@ -144,7 +144,7 @@ class TrimmedMean(Strategy):
         return np.asarray(ordered.mean(axis=0, dtype=np.float64))
 
 
-def named(name: str) -> Strategy:
+def find_strategy(name: str) -> Strategy:
     """A strategy by its class's name, as options give it."""
     found = {cls.__name__.lower(): cls for cls in (FedAvg, FedProx, FedAvgM, FedAdam, FedYogi, FedBuff, Median, TrimmedMean)}
     if name.lower() not in found:
@@ -152,13 +152,13 @@ def named(name: str) -> Strategy:
     return found[name.lower()]()
 
 
-def _positive(name: str, value: float) -> float:
+def _check_positive(name: str, value: float) -> float:
     if not value > 0:
         raise UsageError(f"{name}={value!r} is not possible: give a number above 0")
     return value
 
 
-def _share(name: str, value: float) -> float:
+def _check_fraction(name: str, value: float) -> float:
     if not 0 <= value < 1:
         raise UsageError(f"{name}={value!r} is not possible: give a number from 0, below 1")
     return value

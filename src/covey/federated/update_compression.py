@@ -18,38 +18,38 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float32]
 Arrays = dict[str, NDArray[Any]]
 
-NONE: Final = "NO_COMPRESS"
-KINDS: Final = (NONE, "DIFF_SPARSE_QUANT", "QUANT", "TOP_K")
-BLOCK: Final = 256
-LEVELS: Final = 127
+NO_COMPRESSION: Final = "NO_COMPRESS"
+COMPRESSION_TYPES: Final = (NO_COMPRESSION, "DIFF_SPARSE_QUANT", "QUANT", "TOP_K")
+QUANT_BLOCK_SIZE: Final = 256
+QUANT_LEVELS: Final = 127
 
 
 class Compressor:
     """A device's, over all its rounds."""
 
     def __init__(self) -> None:
-        self._rest: Floats | None = None  # what was not sent so far
-        self._next: Floats | None = None
+        self._residual: Floats | None = None  # what was not sent so far
+        self._next_residual: Floats | None = None
 
     def encode(self, change: Floats, kind: str, rate: float, iteration: int) -> Arrays:
         """What to send of a difference. Call `sent` when it was counted."""
-        whole = change if self._rest is None or len(self._rest) != len(change) else change + self._rest
-        arrays = encode(whole, kind, rate, iteration)
-        self._next = whole - decode(arrays, len(change), kind, rate, iteration)
+        whole = change if self._residual is None or len(self._residual) != len(change) else change + self._residual
+        arrays = compress_update(whole, kind, rate, iteration)
+        self._next_residual = whole - decompress_update(arrays, len(change), kind, rate, iteration)
         return arrays
 
-    def sent(self) -> None:
+    def commit_residual(self) -> None:
         """The last one was counted: what is still to be said is the rest of it."""
-        self._rest = self._next
+        self._residual = self._next_residual
 
 
-def encode(change: Floats, kind: str, rate: float, iteration: int) -> Arrays:
+def compress_update(change: Floats, kind: str, rate: float, iteration: int) -> Arrays:
     """The arrays that a difference is sent as."""
-    places = _places(change, kind, rate, iteration)
+    places = _select_indices(change, kind, rate, iteration)
     values = change if places is None else change[places]
-    blocks = np.zeros((-(-len(values) // BLOCK), BLOCK), np.float32)
+    blocks = np.zeros((-(-len(values) // QUANT_BLOCK_SIZE), QUANT_BLOCK_SIZE), np.float32)
     blocks.reshape(-1)[: len(values)] = values
-    scale = np.abs(blocks).max(axis=1) / LEVELS
+    scale = np.abs(blocks).max(axis=1) / QUANT_LEVELS
     steps = np.divide(blocks, scale[:, np.newaxis], out=np.zeros_like(blocks), where=scale[:, np.newaxis] > 0)
     arrays: Arrays = {"int8": np.rint(steps).astype(np.int8).reshape(-1)[: len(values)], "scale": scale.astype(np.float32)}
     if kind == "TOP_K" and places is not None:
@@ -57,21 +57,21 @@ def encode(change: Floats, kind: str, rate: float, iteration: int) -> Arrays:
     return arrays
 
 
-def decode(arrays: Mapping[str, NDArray[Any]], size: int, kind: str, rate: float, iteration: int) -> Floats:
+def decompress_update(arrays: Mapping[str, NDArray[Any]], size: int, kind: str, rate: float, iteration: int) -> Floats:
     """The difference as far as it was sent. Raises `ValueError` with a sentence for arrays that are not one."""
     wanted = {"int8": np.int8, "scale": np.float32} | ({"index": np.uint32} if kind == "TOP_K" else {})
-    count = kept(size, rate) if kind != "QUANT" else size
+    count = sent_value_count(size, rate) if kind != "QUANT" else size
     found = {name: (array.dtype, array.shape) for name, array in arrays.items()}
-    shapes = {"int8": (count,), "scale": (-(-count // BLOCK),), "index": (count,)}
+    shapes = {"int8": (count,), "scale": (-(-count // QUANT_BLOCK_SIZE),), "index": (count,)}
     if found != {name: (np.dtype(kind_), shapes[name]) for name, kind_ in wanted.items()}:
         raise ValueError(f"an upload of {kind} has {', '.join(f'{name} {shapes[name]}' for name in wanted)} here, not {found}")
     scale = arrays["scale"]
     if not (np.isfinite(scale).all() and (scale >= 0).all()):
         raise ValueError("the update has scales that are not finite")
-    values: Floats = arrays["int8"].astype(np.float32) * np.repeat(scale, BLOCK)[:count]
+    values: Floats = arrays["int8"].astype(np.float32) * np.repeat(scale, QUANT_BLOCK_SIZE)[:count]
     if kind == "QUANT":
         return values
-    places = _random(size, count, iteration)
+    places = _draw_indices(size, count, iteration)
     if kind == "TOP_K":
         places = arrays["index"]
         if count and (int(places[-1]) >= size or not (np.diff(places.astype(np.int64)) > 0).all()):
@@ -81,27 +81,27 @@ def decode(arrays: Mapping[str, NDArray[Any]], size: int, kind: str, rate: float
     return change
 
 
-def bytes_of(size: int, kind: str, rate: float) -> int:
+def compressed_size(size: int, kind: str, rate: float) -> int:
     """How many bytes of values an upload has; 0 for one that is not made smaller."""
-    if kind == NONE:
+    if kind == NO_COMPRESSION:
         return 0
-    count = size if kind == "QUANT" else kept(size, rate)
-    return count + 4 * -(-count // BLOCK) + (4 * count if kind == "TOP_K" else 0)
+    count = size if kind == "QUANT" else sent_value_count(size, rate)
+    return count + 4 * -(-count // QUANT_BLOCK_SIZE) + (4 * count if kind == "TOP_K" else 0)
 
 
-def kept(size: int, rate: float) -> int:
+def sent_value_count(size: int, rate: float) -> int:
     """How many values are sent."""
     return max(1, int(size * rate))
 
 
-def _places(change: Floats, kind: str, rate: float, iteration: int) -> NDArray[Any] | None:
+def _select_indices(change: Floats, kind: str, rate: float, iteration: int) -> NDArray[Any] | None:
     if kind == "QUANT":
         return None
-    count = kept(len(change), rate)
+    count = sent_value_count(len(change), rate)
     if kind == "TOP_K":
         return np.sort(np.argpartition(np.abs(change), len(change) - count)[len(change) - count :])
-    return _random(len(change), count, iteration)
+    return _draw_indices(len(change), count, iteration)
 
 
-def _random(size: int, count: int, iteration: int) -> NDArray[Any]:
+def _draw_indices(size: int, count: int, iteration: int) -> NDArray[Any]:
     return np.sort(np.random.Generator(np.random.PCG64(iteration)).permutation(size)[:count])

@@ -25,21 +25,21 @@ import covey
 from covey.errors import UsageError
 
 # By these Accelerate would find out that there are others, and make a group that does not heal.
-RANKS: Final = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+RANK_VARIABLES: Final = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
-class Batches:
+class AccelerateBatches:
     """The training's batches, epoch by epoch, as `prepare` returns them."""
 
     def __init__(self, loop: Any, device: Any) -> None:
         self._loop, self._device = loop, device
-        self.of_epoch: Iterator[Any] | None = None
+        self.epoch_batches: Iterator[Any] | None = None
 
     def __len__(self) -> int:
         return int(self._loop.steps_per_epoch * self._loop.accumulate)
 
     def __iter__(self) -> Iterator[Any]:
-        batches, self.of_epoch = self.of_epoch, None
+        batches, self.epoch_batches = self.epoch_batches, None
         if batches is None:
             raise UsageError(
                 "an epoch's batches can be taken once, in `for epoch in accelerator.epochs():`, which knows where a rank stands"
@@ -53,11 +53,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def __init__(self, *, epochs: int, loop: dict[str, Any] | None = None, **options: Any) -> None:
         covey.init()
-        with _alone():
+        with _hide_rank_variables():
             super().__init__(**options)
         self._epochs, self._options = epochs, loop or {}
         self._loop: Any = None
-        self._batches: Batches | None = None
+        self._batches: AccelerateBatches | None = None
         place = accelerate.PartialState()
         place.process_index, place.local_process_index = covey.get_rank(), covey.get_local_rank()
 
@@ -84,7 +84,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             scaler=self.scaler,
             **self._options,
         )
-        self._batches = by_id[id(loaders[0])] = Batches(self._loop, self.device)
+        self._batches = by_id[id(loaders[0])] = AccelerateBatches(self._loop, self.device)
         return tuple(by_id.get(id(arg), arg) for arg in args)
 
     def epochs(self) -> Iterator[int]:
@@ -92,7 +92,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self._batches is None:
             raise UsageError("epochs() needs what prepare(...) was given: call it first")
         for epoch, batches in self._loop.epochs():
-            self._batches.of_epoch = batches
+            self._batches.epoch_batches = batches
             yield epoch
 
     def gather(self, tensor: Any) -> Any:
@@ -110,8 +110,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
 
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    held = {name: os.environ.pop(name) for name in RANKS if name in os.environ}
+def _hide_rank_variables() -> Iterator[None]:
+    held = {name: os.environ.pop(name) for name in RANK_VARIABLES if name in os.environ}
     try:
         yield
     finally:

@@ -21,10 +21,15 @@ import covey
 from covey.errors import UsageError
 
 # What would end an epoch, or the training, elsewhere than the loop does.
-FIXED: Final = {"max_steps": -1, "limit_train_batches": 1.0, "overfit_batches": 0.0, "reload_dataloaders_every_n_epochs": 0}
+REQUIRED_TRAINER_VALUES: Final = {
+    "max_steps": -1,
+    "limit_train_batches": 1.0,
+    "overfit_batches": 0.0,
+    "reload_dataloaders_every_n_epochs": 0,
+}
 
 
-class Batches:
+class LightningBatches:
     """The loop as what the trainer takes for its loader: iterated over once per epoch."""
 
     def __init__(self, loop: Any) -> None:
@@ -55,7 +60,7 @@ class Batches:
             next(self._epochs, None)
 
 
-class Strategy(SingleDeviceStrategy):  # type: ignore[misc]
+class CoveyStrategy(SingleDeviceStrategy):  # type: ignore[misc]
     """One device per rank, and the loop between them. `options` go to `covey.Loop` (checkpoint, seed)."""
 
     strategy_name = "covey"
@@ -64,7 +69,7 @@ class Strategy(SingleDeviceStrategy):  # type: ignore[misc]
         super().__init__(device=device)
         covey.init()
         self._options = options
-        self._batches: Batches | None = None
+        self._batches: LightningBatches | None = None
         self.global_rank, self.local_rank = covey.get_rank(), covey.get_local_rank()
         rank_zero_only.rank = self.global_rank
 
@@ -77,7 +82,7 @@ class Strategy(SingleDeviceStrategy):  # type: ignore[misc]
         trainer = self.lightning_module.trainer
         if not trainer.training or self._batches is not None:
             return dataloader
-        self._check(trainer)
+        self._check_trainer(trainer)
         loop = covey.Loop(
             self.lightning_module,
             self.optimizers[0],
@@ -96,11 +101,11 @@ class Strategy(SingleDeviceStrategy):  # type: ignore[misc]
         loop.register("callbacks", lambda: {key: copy.deepcopy(c.state_dict()) for key, c in stateful.items()}, put)
         if loop.step:
             _set_counters(trainer, loop)
-        self._batches = Batches(loop)
+        self._batches = LightningBatches(loop)
         return self._batches
 
-    def _check(self, trainer: Any) -> None:
-        for name, value in FIXED.items():
+    def _check_trainer(self, trainer: Any) -> None:
+        for name, value in REQUIRED_TRAINER_VALUES.items():
             if (given := getattr(trainer, name)) != value:
                 raise UsageError(f"Trainer({name}={given!r}) is not possible with covey: say how long to train by max_epochs")
         if trainer.max_epochs is None or trainer.max_epochs < 0:

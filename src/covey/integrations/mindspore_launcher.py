@@ -19,12 +19,12 @@ from typing import IO, Final
 from covey.runtime.linux import die_with_parent
 from covey.template_process.protocol import exit_from_status
 
-SCHEDULER_S: Final = 60.0  # it looks every 5 s whether all workers have finished
-LOG: Final = "mindspore_scheduler.log"
+SCHEDULER_EXIT_TIMEOUT_S: Final = 60.0  # it looks every 5 s whether all workers have finished
+SCHEDULER_LOG: Final = "mindspore_scheduler.log"
 TAIL_BYTES: Final = 2000
 
 
-def environment(given: Mapping[str, str]) -> dict[str, str]:
+def mindspore_environment(given: Mapping[str, str]) -> dict[str, str]:
     """What MindSpore shall see: covey's scheduler is not the one it speaks to."""
     return {
         **given,
@@ -39,10 +39,10 @@ def environment(given: Mapping[str, str]) -> dict[str, str]:
 def main() -> int:
     """The words are the folder for logs, the script and its own."""
     folder, *words = sys.argv[1:]
-    command, environ = [sys.executable, "-u", *words], environment(os.environ)
+    command, environ = [sys.executable, "-u", *words], mindspore_environment(os.environ)
     if environ["RANK"] != "0":
         os.execve(sys.executable, command, environ)
-    here, log = os.getpid(), Path(folder, LOG)
+    here, log = os.getpid(), Path(folder, SCHEDULER_LOG)
 
     def start(role: str, output: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
         variables = environ | {"MS_ROLE": role}
@@ -68,7 +68,7 @@ def main() -> int:
         scheduler.kill()
     elif first == worker.pid:
         try:
-            scheduler.wait(SCHEDULER_S)
+            scheduler.wait(SCHEDULER_EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             scheduler.kill()
     if code < 0:  # as the worker, so that the report names its signal

@@ -22,21 +22,21 @@ from lightkube.config.kubeconfig import KubeConfig, SingleConfig
 from lightkube.core.exceptions import ConfigError
 
 from covey.errors import ExitCode, PeerError, UsageError
-from covey.kubernetes.http_client import Http
+from covey.kubernetes.http_client import HttpClient
 
-Thing = dict[str, Any]
+KubeObject = dict[str, Any]
 
-PAGE = 500
-TIMEOUT_S = 20.0
-WATCH_S = 60  # after which the server ends a watch by itself, and it goes on from the last version
-SILENCE_S = 75.0  # a longer silence is a dead connection
-CONNECTIONS = 8  # requests at once: more of them cost the server more and bring nothing sooner
+PAGE_SIZE = 500
+REQUEST_TIMEOUT_S = 20.0
+WATCH_DURATION_S = 60  # after which the server ends a watch by itself, and it goes on from the last version
+WATCH_SILENCE_MAX_S = 75.0  # a longer silence is a dead connection
+CONCURRENT_REQUESTS_MAX = 8  # requests at once: more of them cost the server more and bring nothing sooner
 UNAUTHORIZED = 401
-WHY_MAX = 200  # characters of another library's complaint
-BRIEF = {"Accept": "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1,application/json"}
+ERROR_TEXT_MAX = 200  # characters of another library's complaint
+METADATA_ONLY_HEADERS = {"Accept": "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1,application/json"}
 
 
-class Kind(NamedTuple):
+class ResourceKind(NamedTuple):
     """A kind of object: where it lives in the API."""
 
     root: str
@@ -48,20 +48,20 @@ class Kind(NamedTuple):
         return "/" + "/".join(part for part in parts if part)
 
 
-POD = Kind("api/v1", "pods", "Pod")
-SERVICE = Kind("api/v1", "services", "Service")
-SECRET = Kind("api/v1", "secrets", "Secret")
-CONFIG_MAP = Kind("api/v1", "configmaps", "ConfigMap")
-EVENT = Kind("api/v1", "events", "Event")
-NODE = Kind("api/v1", "nodes", "Node")
-NAMESPACE = Kind("api/v1", "namespaces", "Namespace")
-LEASE = Kind("apis/coordination.k8s.io/v1", "leases", "Lease")
-CRD = Kind("apis/apiextensions.k8s.io/v1", "customresourcedefinitions", "CustomResourceDefinition")
-MSJOB = Kind("apis/mindspore.gitee.com/v1", "msjobs", "MSJob")
-ASCENDJOB = Kind("apis/mindxdl.gitee.com/v1", "ascendjobs", "AscendJob")
-POD_GROUP = Kind("apis/scheduling.volcano.sh/v1beta1", "podgroups", "PodGroup")
+POD = ResourceKind("api/v1", "pods", "Pod")
+SERVICE = ResourceKind("api/v1", "services", "Service")
+SECRET = ResourceKind("api/v1", "secrets", "Secret")
+CONFIG_MAP = ResourceKind("api/v1", "configmaps", "ConfigMap")
+EVENT = ResourceKind("api/v1", "events", "Event")
+NODE = ResourceKind("api/v1", "nodes", "Node")
+NAMESPACE = ResourceKind("api/v1", "namespaces", "Namespace")
+LEASE = ResourceKind("apis/coordination.k8s.io/v1", "leases", "Lease")
+CRD = ResourceKind("apis/apiextensions.k8s.io/v1", "customresourcedefinitions", "CustomResourceDefinition")
+MSJOB = ResourceKind("apis/mindspore.gitee.com/v1", "msjobs", "MSJob")
+ASCENDJOB = ResourceKind("apis/mindxdl.gitee.com/v1", "ascendjobs", "AscendJob")
+POD_GROUP = ResourceKind("apis/scheduling.volcano.sh/v1beta1", "podgroups", "PodGroup")
 
-MISSING = 404
+NOT_FOUND = 404
 CONFLICT = 409  # it is there already, or is no longer as it was
 
 
@@ -74,25 +74,25 @@ class ApiError(PeerError):
         self.reason = reason
 
     @property
-    def transient(self) -> bool:
+    def is_transient(self) -> bool:
         return self.code in (0, 408, 429) or self.code >= 500
 
 
 class Page(NamedTuple):
     """All objects of a list, and the version of the world they are from."""
 
-    items: list[Thing]
+    items: list[KubeObject]
     version: str
 
 
-class Identity:
+class ApiCredentials:
     """Who we are to the server: the headers that say so, found by lightkube's way, and found anew when they no longer hold."""
 
     def __init__(self, auth: httpx2.Auth | None) -> None:
         self._auth = auth
         self._headers: dict[str, str] | None = None if auth is not None else {}
 
-    async def headers(self, *, refused: bool = False) -> dict[str, str]:
+    async def auth_headers(self, *, refused: bool = False) -> dict[str, str]:
         """`refused`: the ones given last were not accepted."""
         if self._auth is not None and (self._headers is None or refused):
             flow = self._auth.async_auth_flow(httpx2.Request("GET", "https://kubernetes"))
@@ -112,39 +112,46 @@ class Api:
         self.server = str(config.cluster.server)
         self.namespace = config.namespace
         context = verify_cluster(config.cluster, config.user, config.abs_file) if config.user else None
-        self._http = Http(self.server, context, timeout_s=TIMEOUT_S)
-        self._identity = Identity(user_auth(config.user))
-        self._turn = asyncio.Semaphore(CONNECTIONS)
+        self._http = HttpClient(self.server, context, timeout_s=REQUEST_TIMEOUT_S)
+        self._credentials = ApiCredentials(user_auth(config.user))
+        self._request_slots = asyncio.Semaphore(CONCURRENT_REQUESTS_MAX)
 
     async def close(self) -> None:
         self._http.close()
 
-    async def resources(self, group: str, version: str) -> Thing:
+    async def get_api_resources(self, group: str, version: str) -> KubeObject:
         """What the server serves of a group; code 404 where it does not know it."""
-        return await self._ask("GET", f"/apis/{group}/{version}")
+        return await self._request("GET", f"/apis/{group}/{version}")
 
-    async def get(self, kind: Kind, namespace: str, name: str, sub: str = "") -> Thing:
-        return await self._ask("GET", kind.path(namespace, name, sub))
+    async def get(self, kind: ResourceKind, namespace: str, name: str, sub: str = "") -> KubeObject:
+        return await self._request("GET", kind.path(namespace, name, sub))
 
     async def create(
-        self, kind: Kind, namespace: str, thing: Mapping[str, Any], name: str = "", sub: str = "", *, brief: bool = False
-    ) -> Thing:
+        self,
+        kind: ResourceKind,
+        namespace: str,
+        thing: Mapping[str, Any],
+        name: str = "",
+        sub: str = "",
+        *,
+        brief: bool = False,
+    ) -> KubeObject:
         """`brief`: the answer has the object's metadata only, which costs the server and us less."""
-        return await self._ask("POST", kind.path(namespace, name, sub), body=thing, brief=brief)
+        return await self._request("POST", kind.path(namespace, name, sub), body=thing, brief=brief)
 
     async def replace(
-        self, kind: Kind, namespace: str, thing: Mapping[str, Any], sub: str = "", *, brief: bool = False
-    ) -> Thing:
+        self, kind: ResourceKind, namespace: str, thing: Mapping[str, Any], sub: str = "", *, brief: bool = False
+    ) -> KubeObject:
         """Put an object in the place of the version it names; another writer in between is code 409."""
-        return await self._ask("PUT", kind.path(namespace, thing["metadata"]["name"], sub), body=thing, brief=brief)
+        return await self._request("PUT", kind.path(namespace, thing["metadata"]["name"], sub), body=thing, brief=brief)
 
-    async def patch(self, kind: Kind, namespace: str, name: str, patch: Mapping[str, Any], sub: str = "") -> Thing:
+    async def patch(self, kind: ResourceKind, namespace: str, name: str, patch: Mapping[str, Any], sub: str = "") -> KubeObject:
         """A merge patch."""
-        return await self._ask("PATCH", kind.path(namespace, name, sub), body=patch, content="application/merge-patch+json")
+        return await self._request("PATCH", kind.path(namespace, name, sub), body=patch, content="application/merge-patch+json")
 
-    async def apply(self, kind: Kind, namespace: str, thing: Mapping[str, Any], manager: str) -> Thing:
+    async def apply(self, kind: ResourceKind, namespace: str, thing: Mapping[str, Any], manager: str) -> KubeObject:
         """Server-side apply."""
-        return await self._ask(
+        return await self._request(
             "PATCH",
             kind.path(namespace, thing["metadata"]["name"]),
             body=thing,
@@ -152,27 +159,29 @@ class Api:
             query={"fieldManager": manager, "force": "true"},
         )
 
-    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str = "", grace: int | None = None) -> Thing:
+    async def delete(
+        self, kind: ResourceKind, namespace: str, name: str, *, uid: str = "", grace: int | None = None
+    ) -> KubeObject:
         """What it owns goes in the background. With `uid`, nothing else of that name is hit."""
-        options: Thing = {"propagationPolicy": "Background"}
+        options: KubeObject = {"propagationPolicy": "Background"}
         if uid:
             options["preconditions"] = {"uid": uid}
         if grace is not None:
             options["gracePeriodSeconds"] = grace
-        return await self._ask("DELETE", kind.path(namespace, name), body=options)
+        return await self._request("DELETE", kind.path(namespace, name), body=options)
 
-    async def log(self, namespace: str, pod: str, container: str, *, follow: bool) -> AsyncIterator[str]:
+    async def stream_log(self, namespace: str, pod: str, container: str, *, follow: bool) -> AsyncIterator[str]:
         """The lines of a container's log."""
         query = {"container": container, "follow": str(follow).lower()}
-        async for line in self._stream(POD.path(namespace, pod, "log"), query, None):
+        async for line in self._stream_lines(POD.path(namespace, pod, "log"), query, None):
             yield line.decode(errors="replace")
 
-    async def list(self, kind: Kind, namespace: str = "", selector: str = "") -> Page:
+    async def list(self, kind: ResourceKind, namespace: str = "", selector: str = "") -> Page:
         """Every object of a kind, in pages."""
-        items: list[Thing] = []
-        query: dict[str, str] = {"limit": str(PAGE), **({"labelSelector": selector} if selector else {})}
+        items: list[KubeObject] = []
+        query: dict[str, str] = {"limit": str(PAGE_SIZE), **({"labelSelector": selector} if selector else {})}
         while True:
-            page = await self._ask("GET", kind.path(namespace), query=query)
+            page = await self._request("GET", kind.path(namespace), query=query)
             items += page.get("items") or []
             metadata = page["metadata"]
             if not metadata.get("continue"):
@@ -180,17 +189,17 @@ class Api:
             query["continue"] = metadata["continue"]
 
     async def watch(
-        self, kind: Kind, version: str, namespace: str = "", selector: str = ""
-    ) -> AsyncIterator[tuple[str, Thing]]:
+        self, kind: ResourceKind, version: str, namespace: str = "", selector: str = ""
+    ) -> AsyncIterator[tuple[str, KubeObject]]:
         """What changes after a version: ADDED, MODIFIED, DELETED, BOOKMARK. Too old a version is code 410."""
         query = {
             "watch": "true",
             "allowWatchBookmarks": "true",
             "resourceVersion": version,
-            "timeoutSeconds": str(WATCH_S),
+            "timeoutSeconds": str(WATCH_DURATION_S),
             **({"labelSelector": selector} if selector else {}),
         }
-        async for line in self._stream(kind.path(namespace), query, SILENCE_S):
+        async for line in self._stream_lines(kind.path(namespace), query, WATCH_SILENCE_MAX_S):
             event = msgspec.json.decode(line)
             if event["type"] == "ERROR":
                 status = event["object"]
@@ -199,7 +208,7 @@ class Api:
 
     # -- bytes -------------------------------------------------------------------------------------------------------
 
-    async def _ask(
+    async def _request(
         self,
         method: str,
         path: str,
@@ -208,40 +217,42 @@ class Api:
         content: str = "application/json",
         query: Mapping[str, str] | None = None,
         brief: bool = False,
-    ) -> Thing:
+    ) -> KubeObject:
         data = msgspec.json.encode(body) if body is not None else None
-        extra = {**({"Content-Type": content} if data is not None else {}), **(BRIEF if brief else {})}
+        extra = {**({"Content-Type": content} if data is not None else {}), **(METADATA_ONLY_HEADERS if brief else {})}
         try:
-            async with self._turn:
-                answer = await self._http.ask(method, path, query, {**await self._identity.headers(), **extra}, data)
+            async with self._request_slots:
+                answer = await self._http.request(
+                    method, path, query, {**await self._credentials.auth_headers(), **extra}, data
+                )
                 if answer.status == UNAUTHORIZED:
-                    headers = {**await self._identity.headers(refused=True), **extra}
-                    answer = await self._http.ask(method, path, query, headers, data)
+                    headers = {**await self._credentials.auth_headers(refused=True), **extra}
+                    answer = await self._http.request(method, path, query, headers, data)
         except (OSError, TimeoutError, ConfigError) as error:
-            raise self._unreachable(error) from None
+            raise self._unreachable_error(error) from None
         if answer.status >= 400:
-            raise _refusal(answer.status, answer.body, f"{method} {path}")
-        found: Thing = msgspec.json.decode(answer.body)
+            raise _error_from_response(answer.status, answer.body, f"{method} {path}")
+        found: KubeObject = msgspec.json.decode(answer.body)
         return found
 
-    async def _stream(self, path: str, query: Mapping[str, str], silence_s: float | None) -> AsyncIterator[bytes]:
+    async def _stream_lines(self, path: str, query: Mapping[str, str], silence_s: float | None) -> AsyncIterator[bytes]:
         try:
-            async for part in self._http.lines(path, query, await self._identity.headers(), silence_s):
+            async for part in self._http.stream_lines(path, query, await self._credentials.auth_headers(), silence_s):
                 if isinstance(part, bytes):
                     yield part
                 elif part.status >= 400:
                     if part.status == UNAUTHORIZED:
-                        await self._identity.headers(refused=True)  # for the next try
-                    raise _refusal(part.status, part.body, f"GET {path}")
+                        await self._credentials.auth_headers(refused=True)  # for the next try
+                    raise _error_from_response(part.status, part.body, f"GET {path}")
         except (OSError, TimeoutError, ConfigError) as error:
-            raise self._unreachable(error) from None
+            raise self._unreachable_error(error) from None
 
-    def _unreachable(self, error: Exception) -> ApiError:
+    def _unreachable_error(self, error: Exception) -> ApiError:
         why = str(error) or type(error).__name__
         return ApiError(0, "Unreachable", f"the API server {self.server} does not answer: {why}")
 
 
-def _refusal(code: int, content: bytes, what: str) -> ApiError:
+def _error_from_response(code: int, content: bytes, what: str) -> ApiError:
     try:
         status = msgspec.json.decode(content)
         reason, message = str(status.get("reason", "")), str(status.get("message", ""))
@@ -267,5 +278,5 @@ def connect(kubeconfig: str = "", context: str = "") -> Api:
         raise UsageError(f"no Kubernetes cluster is known: {error}; set KUBECONFIG or give --kubeconfig FILE") from None
     except (OSError, yaml.YAMLError, LookupError, AttributeError, TypeError, ValueError) as error:
         where = kubeconfig or os.environ.get("KUBECONFIG") or "~/.kube/config"
-        why = " ".join(str(error).split())[:WHY_MAX]
+        why = " ".join(str(error).split())[:ERROR_TEXT_MAX]
         raise UsageError(f"the kubeconfig {where} cannot be read as one: {type(error).__name__}: {why}") from None

@@ -14,12 +14,12 @@ import msgspec
 
 from covey.core.leader_election import LeaseRecord
 from covey.errors import StoreError
-from covey.kubernetes.api_client import CONFIG_MAP, CONFLICT, LEASE, MISSING, Api, ApiError, Kind, connect
+from covey.kubernetes.api_client import CONFIG_MAP, CONFLICT, LEASE, NOT_FOUND, Api, ApiError, ResourceKind, connect
 
-ANNOTATION = "covey.io/cell"
+VALUE_ANNOTATION = "covey.io/cell"
 
 
-class KubernetesCells:
+class KubernetesCasStore:
     """Objects named NAME-KEY in a namespace."""
 
     def __init__(self, api: Api, namespace: str, name: str) -> None:
@@ -28,7 +28,7 @@ class KubernetesCells:
         self._name = name
 
     @classmethod
-    def named(cls, where: str) -> KubernetesCells:
+    def from_name(cls, where: str) -> KubernetesCasStore:
         """From `[NAMESPACE/]NAME`, in the cluster this process is in or that its kubeconfig names."""
         namespace, _, name = where.rpartition("/")
         api = connect()
@@ -36,55 +36,55 @@ class KubernetesCells:
 
     async def get(self, key: str) -> tuple[bytes, int]:
         try:
-            thing = await self._api.get(_kind(key), self._namespace, self._object(key))
+            thing = await self._api.get(_resource_kind(key), self._namespace, self._object_name(key))
         except ApiError as error:
-            if error.code == MISSING:
+            if error.code == NOT_FOUND:
                 return b"", 0
-            raise self._unreachable(error) from None
-        return _value(key, thing), int(thing["metadata"]["resourceVersion"])
+            raise self._unreachable_error(error) from None
+        return _read_value(key, thing), int(thing["metadata"]["resourceVersion"])
 
     async def put(self, key: str, value: bytes, version: int) -> int | None:
-        thing = self._thing(key, value, version)
+        thing = self._make_object(key, value, version)
         try:
             if version:
-                written = await self._api.replace(_kind(key), self._namespace, thing)
+                written = await self._api.replace(_resource_kind(key), self._namespace, thing)
             else:
-                written = await self._api.create(_kind(key), self._namespace, thing)
+                written = await self._api.create(_resource_kind(key), self._namespace, thing)
         except ApiError as error:
-            if error.code in (MISSING, CONFLICT):
+            if error.code in (NOT_FOUND, CONFLICT):
                 return None
-            raise self._unreachable(error) from None
+            raise self._unreachable_error(error) from None
         return int(written["metadata"]["resourceVersion"])
 
     async def close(self) -> None:
         await self._api.close()
 
-    def _thing(self, key: str, value: bytes, version: int) -> dict[str, Any]:
-        kind = _kind(key)
-        metadata: dict[str, Any] = {"name": self._object(key), "namespace": self._namespace}
+    def _make_object(self, key: str, value: bytes, version: int) -> dict[str, Any]:
+        kind = _resource_kind(key)
+        metadata: dict[str, Any] = {"name": self._object_name(key), "namespace": self._namespace}
         if version:
             metadata["resourceVersion"] = str(version)
         if kind is CONFIG_MAP:
             data = {key: base64.b64encode(value).decode()}
             return {"apiVersion": "v1", "kind": kind.name, "metadata": metadata, "binaryData": data}
         cell = msgspec.json.decode(value, type=LeaseRecord)
-        metadata["annotations"] = {ANNOTATION: value.decode()}
+        metadata["annotations"] = {VALUE_ANNOTATION: value.decode()}
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         spec = {"holderIdentity": cell.holder, "renewTime": now, "leaseTransitions": cell.token}
         return {"apiVersion": "coordination.k8s.io/v1", "kind": kind.name, "metadata": metadata, "spec": spec}
 
-    def _object(self, key: str) -> str:
+    def _object_name(self, key: str) -> str:
         return f"{self._name}-{key}"
 
-    def _unreachable(self, error: ApiError) -> StoreError:
+    def _unreachable_error(self, error: ApiError) -> StoreError:
         return StoreError(f"the lease {self._name} in namespace {self._namespace} cannot be used: {error}")
 
 
-def _kind(key: str) -> Kind:
+def _resource_kind(key: str) -> ResourceKind:
     return LEASE if key == "lease" else CONFIG_MAP
 
 
-def _value(key: str, thing: dict[str, Any]) -> bytes:
+def _read_value(key: str, thing: dict[str, Any]) -> bytes:
     if key == "lease":
-        return str((thing["metadata"].get("annotations") or {}).get(ANNOTATION, "")).encode()
+        return str((thing["metadata"].get("annotations") or {}).get(VALUE_ANNOTATION, "")).encode()
     return base64.b64decode((thing.get("binaryData") or {}).get(key, ""))

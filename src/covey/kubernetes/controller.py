@@ -35,56 +35,67 @@ from covey.core.jobs.pod_state import JOB_LABEL, controller_uid_of
 from covey.core.jobs.spec import InvalidJob, Job, ReplicaDuty, ReplicaSpec, pod_name
 from covey.errors import PeerError
 from covey.kubernetes import pod_builder
-from covey.kubernetes.api_client import CONFLICT, MISSING, POD, POD_GROUP, SECRET, SERVICE, Api, ApiError, Kind, Thing
-from covey.kubernetes.event_recorder import Events
-from covey.kubernetes.operator_metrics import Metrics
-from covey.kubernetes.reflector import Index, Key, Reflector
-from covey.kubernetes.scheduler_client import Clusters, Place, token_of
-from covey.kubernetes.work_queue import Queue
+from covey.kubernetes.api_client import (
+    CONFLICT,
+    NOT_FOUND,
+    POD,
+    POD_GROUP,
+    SECRET,
+    SERVICE,
+    Api,
+    ApiError,
+    KubeObject,
+    ResourceKind,
+)
+from covey.kubernetes.event_recorder import EventRecorder
+from covey.kubernetes.operator_metrics import OperatorMetrics
+from covey.kubernetes.reflector import Index, ObjectKey, Reflector
+from covey.kubernetes.scheduler_client import SchedulerClients, SchedulerEndpoint, derive_token
+from covey.kubernetes.work_queue import WorkQueue
 from covey.log import log
 
-AT_ONCE = 16  # actions of one kind of one job
-SHOW_S = 1.0  # how soon pods that were just created are counted, if nothing else happens to their job
+CONCURRENT_ACTIONS_MAX = 16  # actions of one kind of one job
+RECOUNT_DELAY_S = 1.0  # how soon pods that were just created are counted, if nothing else happens to their job
 
 
-class Owned:
+class OwnedObjects:
     """The pods and services of jobs of every kind, watched once."""
 
     def __init__(self, pods: Reflector, services: Reflector) -> None:
         self.pods = pods
         self.services = services
-        self.pods_of = Index(pods, _job_of)
-        self.services_of = Index(services, _job_of)
-        self.pods_on = Index(pods, lambda pod: pod["spec"].get("nodeName"))
-        pods.listeners.append(self._note)
-        services.listeners.append(self.services_of.note)
+        self.pods_by_job = Index(pods, _job_key)
+        self.services_by_job = Index(services, _job_key)
+        self.pods_by_node = Index(pods, lambda pod: pod["spec"].get("nodeName"))
+        pods.listeners.append(self._index_pod)
+        services.listeners.append(self.services_by_job.update)
 
-    def made(self, pod: Thing) -> None:
+    def add_created_pod(self, pod: KubeObject) -> None:
         """A pod of our own making: nobody need be woken for it."""
         self.pods.put(pod, tell=False)
-        self._note(pod)
+        self._index_pod(pod)
 
-    def _note(self, pod: Thing) -> None:
-        self.pods_of.note(pod)
-        self.pods_on.note(pod)
+    def _index_pod(self, pod: KubeObject) -> None:
+        self.pods_by_job.update(pod)
+        self.pods_by_node.update(pod)
 
 
 class Caches:
     """What the operator sees of the world for one kind of job. `nodes` and `groups` None: not looked at."""
 
-    def __init__(self, jobs: Reflector, owned: Owned) -> None:
+    def __init__(self, jobs: Reflector, owned: OwnedObjects) -> None:
         self.jobs = jobs
         self.owned = owned
         self.nodes: Reflector | None = None
-        self.groups: Reflector | None = None
+        self.pod_groups: Reflector | None = None
 
 
-def _job_of(thing: Thing) -> Key:
+def _job_key(thing: KubeObject) -> ObjectKey:
     metadata = thing["metadata"]
     return metadata.get("namespace", ""), (metadata.get("labels") or {}).get(JOB_LABEL, "")
 
 
-def _first(job: Job) -> ReplicaSpec:
+def _scheduler_role(job: Job) -> ReplicaSpec:
     """The role whose first pod the others call."""
     return next(iter(job.roles_with_duty(ReplicaDuty.SCHEDULER) or job.roles_with_duty(ReplicaDuty.WORKER)))
 
@@ -95,27 +106,27 @@ class Controller:
     def __init__(
         self,
         api: Api,
-        kind: Kind,
+        kind: ResourceKind,
         caches: Caches,
-        metrics: Metrics,
+        metrics: OperatorMetrics,
         *,
-        convert: Callable[[Thing], Thing] = lambda thing: thing,
+        convert: Callable[[KubeObject], KubeObject] = lambda thing: thing,
         gang_scheduler: str = "",
         secret_key: bytes = b"",
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.queue: Queue[Key] = Queue()
-        self.clusters = Clusters(self.queue.add)
-        self._key = secret_key
-        self.go = asyncio.Event()  # the caches are filled
+        self.queue: WorkQueue[ObjectKey] = WorkQueue()
+        self.scheduler_clients = SchedulerClients(self.queue.add)
+        self._secret_key = secret_key
+        self.caches_filled = asyncio.Event()  # the caches are filled
         self._api = api
         self.kind = kind
         self._caches = caches
         self._metrics = metrics
         self._convert = convert
-        self._gang = gang_scheduler
+        self._gang_scheduler = gang_scheduler
         self._clock = clock
-        self.events = Events(api, self.queue, clock)
+        self.events = EventRecorder(api, self.queue, clock)
 
     @property
     def jobs(self) -> Reflector:
@@ -123,14 +134,14 @@ class Controller:
 
     async def run(self, workers: int) -> None:
         """For ever, with so many jobs at once."""
-        await self.go.wait()
+        await self.caches_filled.wait()
         async with asyncio.TaskGroup() as group:
             group.create_task(self.events.run())
-            group.create_task(self.clusters.run())
+            group.create_task(self.scheduler_clients.run())
             for _ in range(workers):
-                group.create_task(self._work())
+                group.create_task(self._run_worker())
 
-    async def _work(self) -> None:
+    async def _run_worker(self) -> None:
         while True:
             key = await self.queue.get()
             try:
@@ -148,12 +159,12 @@ class Controller:
             finally:
                 self.queue.done(key)
 
-    async def reconcile(self, key: Key) -> ReconcilePlan | None:
+    async def reconcile(self, key: ObjectKey) -> ReconcilePlan | None:
         """One turn. None where there is no such job."""
         thing = self._caches.jobs.get(key)
         if thing is None:
             self.queue.drop(key)
-            self.clusters.follow(key, None)
+            self.scheduler_clients.set_endpoint(key, None)
             return None
         began = time.perf_counter()
         thing = {"apiVersion": self.kind.root.removeprefix("apis/"), "kind": self.kind.name, **thing}
@@ -161,46 +172,46 @@ class Controller:
         made = plan(job, self._observe(key, thing), self._clock())
         if made.status is not None:
             written = await self._write_status(thing, made.status)
-            self._metrics.note(thing.get("status") or {}, made.status)
+            self._metrics.count_status_change(thing.get("status") or {}, made.status)
             thing = {**thing, **written}
-        self._follow(key, job, made)
-        await self._carry_out(thing, job, made)
+        self._update_polling(key, job, made)
+        await self._apply_plan(thing, job, made)
         if any(isinstance(action, CreatePod) for action in made.actions):
-            self.queue.add_after(key, SHOW_S)
+            self.queue.add_after(key, RECOUNT_DELAY_S)
         if made.requeue_after is not None:
             self.queue.add_after(key, made.requeue_after)
         if made.actions or made.status is not None:
             log.info("%s/%s: %s", *key, made.reason)
-        self._metrics.turns.observe(time.perf_counter() - began)
+        self._metrics.reconcile_seconds.observe(time.perf_counter() - began)
         return made
 
-    def _observe(self, key: Key, job: Thing) -> Observed:
+    def _observe(self, key: ObjectKey, job: KubeObject) -> Observed:
         caches = self._caches
         return Observed(
-            pods=caches.owned.pods_of.of(key),
-            services=caches.owned.services_of.of(key),
+            pods=caches.owned.pods_by_job.get(key),
+            services=caches.owned.services_by_job.get(key),
             nodes={node["metadata"]["name"]: node for node in caches.nodes} if caches.nodes is not None else None,
-            uses_pod_groups=bool(self._gang),
-            pod_group=caches.groups.get(key) if caches.groups is not None else None,
-            scheduler_status=self.clusters.live(key),
+            uses_pod_groups=bool(self._gang_scheduler),
+            pod_group=caches.pod_groups.get(key) if caches.pod_groups is not None else None,
+            scheduler_status=self.scheduler_clients.status_of(key),
         )
 
-    def _follow(self, key: Key, thing: Thing, made: ReconcilePlan) -> None:
+    def _update_polling(self, key: ObjectKey, thing: KubeObject, made: ReconcilePlan) -> None:
         """Look into the job's cluster while the pod of its scheduler runs."""
         status = made.status if made.status is not None else thing.get("status") or {}
         hurry = bool(status.get("scaling") or status.get("replacing"))
-        self.clusters.follow(key, self._scheduler_of(key, thing, status), hurry=hurry)
+        self.scheduler_clients.set_endpoint(key, self._scheduler_endpoint(key, thing, status), hurry=hurry)
 
-    def _scheduler_of(self, key: Key, thing: Thing, status: Mapping[str, Any]) -> Place | None:
-        if not self._key or status.get("state") not in ("Running", "Restarting"):
+    def _scheduler_endpoint(self, key: ObjectKey, thing: KubeObject, status: Mapping[str, Any]) -> SchedulerEndpoint | None:
+        if not self._secret_key or status.get("state") not in ("Running", "Restarting"):
             return None
         try:
             job = parse_job(thing)
         except InvalidJob:
             return None
-        first = _first(job)
+        first = _scheduler_role(job)
         pod = self._caches.owned.pods.get((job.namespace, pod_name(job.name, first.key, 0)))
-        address, port = ((pod or {}).get("status") or {}).get("podIP"), pod_builder.manage_port_of(job, first)
+        address, port = ((pod or {}).get("status") or {}).get("podIP"), pod_builder.manage_port(job, first)
         if (
             pod is None
             or not address
@@ -209,9 +220,9 @@ class Controller:
             or controller_uid_of(pod) != job.uid
         ):
             return None
-        return Place(str(address), port, token_of(self._key, job.uid))
+        return SchedulerEndpoint(str(address), port, derive_token(self._secret_key, job.uid))
 
-    async def _write_status(self, thing: Thing, status: Mapping[str, Any]) -> Thing:
+    async def _write_status(self, thing: KubeObject, status: Mapping[str, Any]) -> KubeObject:
         body = {**thing, "status": status}
         namespace = thing["metadata"]["namespace"]
         answer = await self._api.replace(self.kind, namespace, body, "status", brief=True)
@@ -221,11 +232,11 @@ class Controller:
 
     # -- carrying out ------------------------------------------------------------------------------------------------
 
-    async def _carry_out(self, thing: Thing, job: Thing, made: ReconcilePlan) -> None:
+    async def _apply_plan(self, thing: KubeObject, job: KubeObject, made: ReconcilePlan) -> None:
         """First what pods need, then pods, then the job itself. All are tried; the first that failed is told."""
         for action in made.actions:
             if isinstance(action, RecordEvent):
-                self.events.tell(thing, action)
+                self.events.record_event(thing, action)
         try:
             spec = parse_job(job)
         except InvalidJob:
@@ -233,72 +244,86 @@ class Controller:
         first = [a for a in made.actions if not isinstance(a, RecordEvent | CreatePod | DeletePod | TerminatePod | DeleteJob)]
         then = [a for a in made.actions if isinstance(a, CreatePod | DeletePod | TerminatePod)]
         last = [a for a in made.actions if isinstance(a, DeleteJob)]
-        turn = asyncio.Semaphore(AT_ONCE)
+        turn = asyncio.Semaphore(CONCURRENT_ACTIONS_MAX)
 
         async def one(action: Action) -> None:
             async with turn:
-                await self._act(thing, spec, action)
+                await self._apply_action(thing, spec, action)
 
         for batch in (first, then, last):
             results = await asyncio.gather(*(one(action) for action in batch), return_exceptions=True)
             for action, result in zip(batch, results, strict=True):
-                if isinstance(result, ApiError) and not result.transient and result.code != CONFLICT:
-                    self.events.tell(thing, RecordEvent("Warning", "FailedAction", f"{type(action).__name__}: {result}"))
+                if isinstance(result, ApiError) and not result.is_transient and result.code != CONFLICT:
+                    self.events.record_event(
+                        thing, RecordEvent("Warning", "FailedAction", f"{type(action).__name__}: {result}")
+                    )
             for result in results:
                 if isinstance(result, BaseException):
                     raise result
 
-    async def _act(self, thing: Thing, job: Job, action: Action) -> None:
-        namespace, owner = job.namespace, pod_builder.owner_of(thing)
+    async def _apply_action(self, thing: KubeObject, job: Job, action: Action) -> None:
+        namespace, owner = job.namespace, pod_builder.owner_reference(thing)
         api = self._api
         if isinstance(action, CreatePod):
-            body = pod_builder.pod(job, action, owner, address=self._address(job), gang_scheduler=self._gang)
-            await self._create(POD, self._caches.owned.made, body, job, brief=True)
+            body = pod_builder.make_pod(
+                job, action, owner, address=self._scheduler_address(job), gang_scheduler=self._gang_scheduler
+            )
+            await self._create_or_get(POD, self._caches.owned.add_created_pod, body, job, brief=True)
         elif isinstance(action, CreateService):
-            await self._create(SERVICE, self._caches.owned.services.put, pod_builder.service(job, action.role, owner), job)
+            await self._create_or_get(
+                SERVICE, self._caches.owned.services.put, pod_builder.make_service(job, action.role, owner), job
+            )
         elif isinstance(action, CreateSecret):
-            secret = pod_builder.secret(job, secrets.token_hex(24), token_of(self._key, job.uid), owner)
-            await self._unless(api.create(SECRET, namespace, secret, brief=True), CONFLICT)
+            secret = pod_builder.make_secret(job, secrets.token_hex(24), derive_token(self._secret_key, job.uid), owner)
+            await self._ignore_status_codes(api.create(SECRET, namespace, secret, brief=True), CONFLICT)
         elif isinstance(action, CreatePodGroup):
-            await self._unless(api.create(POD_GROUP, namespace, pod_builder.gang(job, action, owner)), CONFLICT)
+            await self._ignore_status_codes(
+                api.create(POD_GROUP, namespace, pod_builder.make_pod_group(job, action, owner)), CONFLICT
+            )
         elif isinstance(action, DeletePod):
             asked = api.delete(POD, namespace, action.name, uid=action.uid, grace=action.grace_period_s)
-            await self._unless(asked, MISSING, CONFLICT)  # another pod of that name is not meant: as good as gone
+            await self._ignore_status_codes(
+                asked, NOT_FOUND, CONFLICT
+            )  # another pod of that name is not meant: as good as gone
         elif isinstance(action, TerminatePod):
-            await self._unless(api.patch(POD, namespace, action.name, {"spec": {"activeDeadlineSeconds": 1}}), MISSING)
+            await self._ignore_status_codes(
+                api.patch(POD, namespace, action.name, {"spec": {"activeDeadlineSeconds": 1}}), NOT_FOUND
+            )
         elif isinstance(action, DeleteService):
-            await self._unless(api.delete(SERVICE, namespace, action.name), MISSING)
+            await self._ignore_status_codes(api.delete(SERVICE, namespace, action.name), NOT_FOUND)
         elif isinstance(action, DeletePodGroup):
-            await self._unless(api.delete(POD_GROUP, namespace, job.name), MISSING)
+            await self._ignore_status_codes(api.delete(POD_GROUP, namespace, job.name), NOT_FOUND)
         elif isinstance(action, AdoptOrphan):
-            await self._adopt(thing, action)
+            await self._adopt_orphan(thing, action)
         elif isinstance(action, SetLabel):
             patch = {"metadata": {"labels": {action.key: action.value}}}
             self._caches.jobs.put(await api.patch(self.kind, namespace, job.name, patch))
         elif isinstance(action, ReleaseWorkers | AnnounceWorkers):
             await self._resize(thing, job, action)
         elif isinstance(action, ReportPodGone):
-            await self._say_gone(job, action)
+            await self._report_pod_gone(job, action)
         elif isinstance(action, DeleteJob):
-            await self._unless(api.delete(self.kind, namespace, job.name, uid=job.uid), MISSING)
+            await self._ignore_status_codes(api.delete(self.kind, namespace, job.name, uid=job.uid), NOT_FOUND)
 
-    async def _resize(self, thing: Thing, job: Job, action: ReleaseWorkers | AnnounceWorkers) -> None:
+    async def _resize(self, thing: KubeObject, job: Job, action: ReleaseWorkers | AnnounceWorkers) -> None:
         key = (job.namespace, job.name)
         try:
             if isinstance(action, ReleaseWorkers):
-                await self.clusters.let_go(key, action.node_ids)
+                await self.scheduler_clients.release_workers(key, action.node_ids)
             else:
-                await self.clusters.expect(key, action.additional_workers)
+                await self.scheduler_clients.announce_workers(key, action.additional_workers)
         except PeerError as error:  # it is asked again, as long as it is wanted
-            self.events.tell(thing, RecordEvent("Warning", "ScaleRefused", str(error)))
+            self.events.record_event(thing, RecordEvent("Warning", "ScaleRefused", str(error)))
 
-    async def _say_gone(self, job: Job, action: ReportPodGone) -> None:
+    async def _report_pod_gone(self, job: Job, action: ReportPodGone) -> None:
         try:
-            await self.clusters.gone((job.namespace, job.name), action.uid, f"the pod {action.name} is over")
+            await self.scheduler_clients.report_pod_gone(
+                (job.namespace, job.name), action.uid, f"the pod {action.name} is over"
+            )
         except PeerError as error:  # it finds out by itself, later
             log.info("%s/%s: its scheduler was not told that %s is over: %s", job.namespace, job.name, action.name, error)
 
-    async def _unless(self, asked: Awaitable[Any], *codes: int) -> None:
+    async def _ignore_status_codes(self, asked: Awaitable[Any], *codes: int) -> None:
         """What is already so need not be made so."""
         try:
             await asked
@@ -306,7 +331,9 @@ class Controller:
             if error.code not in codes:
                 raise
 
-    async def _create(self, kind: Kind, know: Callable[[Thing], None], body: Thing, job: Job, *, brief: bool = False) -> None:
+    async def _create_or_get(
+        self, kind: ResourceKind, know: Callable[[KubeObject], None], body: KubeObject, job: Job, *, brief: bool = False
+    ) -> None:
         """Create; what is there already, because the reply to an earlier try was lost, is looked at.
 
         `brief`: of what the server adds, its metadata is all that is known until the watch tells the rest.
@@ -324,16 +351,16 @@ class Controller:
                 ) from None
         know(made)
 
-    def _address(self, job: Job) -> str:
-        service = self._caches.owned.services.get((job.namespace, pod_name(job.name, _first(job).key, 0)))
+    def _scheduler_address(self, job: Job) -> str:
+        service = self._caches.owned.services.get((job.namespace, pod_name(job.name, _scheduler_role(job).key, 0)))
         return str((service or {}).get("spec", {}).get("clusterIP") or "")
 
-    async def _adopt(self, thing: Thing, action: AdoptOrphan) -> None:
+    async def _adopt_orphan(self, thing: KubeObject, action: AdoptOrphan) -> None:
         """Only after a fresh look at the job: the cached one may be gone, with another in its place."""
         metadata = thing["metadata"]
         fresh = await self._api.get(self.kind, metadata["namespace"], metadata["name"])
         if fresh["metadata"]["uid"] != metadata["uid"] or fresh["metadata"].get("deletionTimestamp"):
             return
         kind, cache = (POD, self._caches.owned.pods) if action.kind == "Pod" else (SERVICE, self._caches.owned.services)
-        patch = {"metadata": {"uid": action.uid, "ownerReferences": [pod_builder.owner_of(thing)]}}
+        patch = {"metadata": {"uid": action.uid, "ownerReferences": [pod_builder.owner_reference(thing)]}}
         cache.put(await self._api.patch(kind, metadata["namespace"], action.name, patch))

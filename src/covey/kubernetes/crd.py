@@ -7,50 +7,50 @@ from typing import Any
 from covey.core.jobs.ascend_job import ASCEND_GROUP
 from covey.core.jobs.spec import API_GROUP, API_VERSION, CleanPodPolicy, RestartPolicy
 
-Thing = dict[str, Any]
+KubeObject = dict[str, Any]
 
-_ANY: Thing = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-_COUNT: Thing = {"type": "integer", "format": "int32", "minimum": 0}
+_ANY_OBJECT_SCHEMA: KubeObject = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
+_COUNT_SCHEMA: KubeObject = {"type": "integer", "format": "int32", "minimum": 0}
 
 
-def _template() -> Thing:
+def _pod_template_schema() -> KubeObject:
     """A pod template: what must be there is checked, the rest is the API server's when the pod is created."""
-    name: Thing = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", "maxLength": 63}
+    name: KubeObject = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", "maxLength": 63}
     container = {
-        **_ANY,
+        **_ANY_OBJECT_SCHEMA,
         "required": ["name", "image"],
         "properties": {"name": name, "image": {"type": "string", "minLength": 1}},
     }
-    volume = {**_ANY, "required": ["name"], "properties": {"name": name}}
+    volume = {**_ANY_OBJECT_SCHEMA, "required": ["name"], "properties": {"name": name}}
     spec = {
-        **_ANY,
+        **_ANY_OBJECT_SCHEMA,
         "required": ["containers"],
         "properties": {
             "containers": {"type": "array", "minItems": 1, "items": container},
             "volumes": {"type": "array", "items": volume},
         },
     }
-    return {**_ANY, "required": ["spec"], "properties": {"spec": spec}}
+    return {**_ANY_OBJECT_SCHEMA, "required": ["spec"], "properties": {"spec": spec}}
 
 
-def _replicas() -> Thing:
+def _replica_schema() -> KubeObject:
     return {
         "type": "object",
         "required": ["template"],
         "properties": {
-            "replicas": {**_COUNT, "default": 1},
+            "replicas": {**_COUNT_SCHEMA, "default": 1},
             "restartPolicy": {"type": "string", "enum": [str(policy) for policy in RestartPolicy]},
-            "template": _template(),
+            "template": _pod_template_schema(),
         },
     }
 
 
-def _run_policy() -> Thing:
-    seconds: Thing = {"type": "integer", "format": "int64", "minimum": 0}
+def _run_policy_schema() -> KubeObject:
+    seconds: KubeObject = {"type": "integer", "format": "int64", "minimum": 0}
     scheduling = {
         "type": "object",
         "properties": {
-            "minAvailable": _COUNT,
+            "minAvailable": _COUNT_SCHEMA,
             "queue": {"type": "string"},
             "minResources": {
                 "type": "object",
@@ -69,27 +69,27 @@ def _run_policy() -> Thing:
             "ttlSecondsAfterFinished": seconds,
             "activeDeadlineSeconds": seconds,
             "pendingTimeoutSeconds": seconds,
-            "backoffLimit": _COUNT,
+            "backoffLimit": _COUNT_SCHEMA,
             "suspend": {"type": "boolean"},
             "schedulingPolicy": scheduling,
         },
     }
 
 
-def _spec(roles: str) -> Thing:
+def _spec_schema(roles: str) -> KubeObject:
     return {
         "type": "object",
         "required": [roles],
         "properties": {
-            "runPolicy": _run_policy(),
+            "runPolicy": _run_policy_schema(),
             "successPolicy": {"type": "string", "enum": ["", "AllWorkers"]},
             "enableDynamicWorker": {"type": "boolean"},
-            roles: {"type": "object", "minProperties": 1, "additionalProperties": _replicas()},
+            roles: {"type": "object", "minProperties": 1, "additionalProperties": _replica_schema()},
         },
     }
 
 
-COLUMNS: list[Thing] = [
+PRINTER_COLUMNS: list[KubeObject] = [
     {"name": "State", "type": "string", "jsonPath": ".status.state"},
     {"name": "Workers", "type": "string", "jsonPath": ".status.workers", "description": "running / wanted"},
     {"name": "Restarts", "type": "integer", "jsonPath": ".status.restartsTotal"},
@@ -97,8 +97,8 @@ COLUMNS: list[Thing] = [
 ]
 
 
-def _definition(group: str, plural: str, kind: str, roles: str, short: list[str]) -> Thing:
-    spec = _spec(roles)
+def _make_crd(group: str, plural: str, kind: str, roles: str, short: list[str]) -> KubeObject:
+    spec = _spec_schema(roles)
     if kind == "AscendJob":  # fields of its own that mean nothing here may stay
         spec["x-kubernetes-preserve-unknown-fields"] = True
     return {
@@ -121,12 +121,12 @@ def _definition(group: str, plural: str, kind: str, roles: str, short: list[str]
                     "name": API_VERSION,
                     "served": True,
                     "storage": True,
-                    "additionalPrinterColumns": COLUMNS,
+                    "additionalPrinterColumns": PRINTER_COLUMNS,
                     "schema": {
                         "openAPIV3Schema": {
                             "type": "object",
                             "required": ["spec"],
-                            "properties": {"spec": spec, "status": _ANY},
+                            "properties": {"spec": spec, "status": _ANY_OBJECT_SCHEMA},
                         }
                     },
                     "subresources": {
@@ -143,9 +143,9 @@ def _definition(group: str, plural: str, kind: str, roles: str, short: list[str]
     }
 
 
-def msjob() -> Thing:
-    return _definition(API_GROUP, "msjobs", "MSJob", "msReplicaSpecs", ["msj"])
+def make_msjob_crd() -> KubeObject:
+    return _make_crd(API_GROUP, "msjobs", "MSJob", "msReplicaSpecs", ["msj"])
 
 
-def ascendjob() -> Thing:
-    return _definition(ASCEND_GROUP, "ascendjobs", "AscendJob", "replicaSpecs", ["acj"])
+def make_ascendjob_crd() -> KubeObject:
+    return _make_crd(ASCEND_GROUP, "ascendjobs", "AscendJob", "replicaSpecs", ["acj"])

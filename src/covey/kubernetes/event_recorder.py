@@ -8,28 +8,30 @@ from collections.abc import Callable
 
 from covey.core.jobs.actions import RecordEvent
 from covey.core.jobs.timestamps import format_timestamp
-from covey.kubernetes.api_client import CONFLICT, EVENT, Api, ApiError, Thing
-from covey.kubernetes.reflector import Key
-from covey.kubernetes.work_queue import Queue
+from covey.kubernetes.api_client import CONFLICT, EVENT, Api, ApiError, KubeObject
+from covey.kubernetes.reflector import ObjectKey
+from covey.kubernetes.work_queue import WorkQueue
 from covey.log import log
 
-EVENTS_MAX = 1000  # waiting to be written; more are dropped, the newest first
-EVENTS_S = 2.0  # how long an event may wait for jobs that have a turn: pods are more urgent
+PENDING_EVENTS_MAX = 1000  # waiting to be written; more are dropped, the newest first
+WRITE_DELAY_MAX_S = 2.0  # how long an event may wait for jobs that have a turn: pods are more urgent
 
 
-class Events:
+class EventRecorder:
     """Of jobs of one kind; `on_tell` hears of each as well."""
 
-    def __init__(self, api: Api, queue: Queue[Key], clock: Callable[[], float]) -> None:
-        self.on_tell: Callable[[Thing, RecordEvent], None] = lambda thing, tell: None
+    def __init__(self, api: Api, queue: WorkQueue[ObjectKey], clock: Callable[[], float]) -> None:
+        self.on_event: Callable[[KubeObject, RecordEvent], None] = lambda thing, tell: None
         self._api = api
         self._queue = queue
         self._clock = clock
-        self._waiting: asyncio.Queue[tuple[float, Thing]] = asyncio.Queue(EVENTS_MAX)  # with when to write it at the latest
+        self._pending: asyncio.Queue[tuple[float, KubeObject]] = asyncio.Queue(
+            PENDING_EVENTS_MAX
+        )  # with when to write it at the latest
 
-    def tell(self, thing: Thing, tell: RecordEvent) -> None:
+    def record_event(self, thing: KubeObject, tell: RecordEvent) -> None:
         """Events are written on the side: a job does not wait for them."""
-        self.on_tell(thing, tell)
+        self.on_event(thing, tell)
         metadata = thing["metadata"]
         words = "\n".join([metadata["uid"], tell.reason, tell.message])
         now = format_timestamp(self._clock())
@@ -56,21 +58,21 @@ class Events:
             "source": {"component": "covey-operator"},
         }
         try:
-            self._waiting.put_nowait((asyncio.get_running_loop().time() + EVENTS_S, event))
+            self._pending.put_nowait((asyncio.get_running_loop().time() + WRITE_DELAY_MAX_S, event))
         except asyncio.QueueFull:
             log.warning("%s/%s: an event was dropped: %s", metadata["namespace"], metadata["name"], tell.message)
 
     async def run(self) -> None:
         """For ever: while jobs have a turn, events wait, up to a limit."""
         while True:
-            by, event = await self._waiting.get()
-            await self._queue.quiet(by)
+            by, event = await self._pending.get()
+            await self._queue.wait_until_idle(by)
             try:
                 await self._write(event)
             except ApiError as error:
                 log.warning("an event could not be written: %s", error)
 
-    async def _write(self, event: Thing) -> None:
+    async def _write(self, event: KubeObject) -> None:
         namespace, name = event["metadata"]["namespace"], event["metadata"]["name"]
         try:
             await self._api.create(EVENT, namespace, event, brief=True)

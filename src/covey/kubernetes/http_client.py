@@ -14,13 +14,13 @@ from urllib.parse import urlencode, urlsplit
 
 import httptools
 
-IDLE_MAX = 32  # connections kept for the next request
-BACKLOG_MAX = 16_000_000  # bytes of a stream that nobody has read yet; then the sender has to wait
+IDLE_CONNECTIONS_MAX = 32  # connections kept for the next request
+UNREAD_BYTES_MAX = 16_000_000  # bytes of a stream that nobody has read yet; then the sender has to wait
 LINE_MAX = 16_000_000
 BODY_MAX = 256_000_000  # bytes of one answer
 
 
-class Answer:
+class HttpResponse:
     """Status and body of one response."""
 
     __slots__ = ("body", "status")
@@ -35,14 +35,14 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
-        self.idle = True
-        self.keep = True
+        self.is_idle = True
+        self.keep_alive = True
         self.status = 0
         self._parser = httptools.HttpResponseParser(self)
         self._body: list[bytes] = []
         self._chunks: deque[bytes] | None = None  # of a stream
-        self._backlog = 0
-        self._over = False
+        self._unread_bytes = 0
+        self._is_complete = False
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -56,9 +56,9 @@ class _Connection(asyncio.Protocol):
             self.connection_lost(ConnectionError(f"not understood: {error}"))
 
     def connection_lost(self, error: Exception | None) -> None:
-        self.keep = False
+        self.keep_alive = False
         self._error = error or ConnectionError("the server closed the connection")
-        self._wake()
+        self._wake_waiter()
         if self.transport is not None:
             self.transport.abort()
 
@@ -66,119 +66,119 @@ class _Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self.status = self._parser.get_status_code()
-        self.keep = self._parser.should_keep_alive()
-        self._wake()
+        self.keep_alive = self._parser.should_keep_alive()
+        self._wake_waiter()
 
     def on_body(self, body: bytes) -> None:
-        self._backlog += len(body)
+        self._unread_bytes += len(body)
         if self._chunks is None:
             self._body.append(body)
-            if self._backlog > BODY_MAX:
+            if self._unread_bytes > BODY_MAX:
                 self.connection_lost(ConnectionError(f"an answer of more than {BODY_MAX} bytes"))
             return
         self._chunks.append(body)
-        if self._backlog > BACKLOG_MAX and self.transport is not None:
+        if self._unread_bytes > UNREAD_BYTES_MAX and self.transport is not None:
             self.transport.pause_reading()
-        self._wake()
+        self._wake_waiter()
 
     def on_message_complete(self) -> None:
-        self._over = True
-        self._wake()
+        self._is_complete = True
+        self._wake_waiter()
 
     # -- one request -------------------------------------------------------------------------------------------------
 
     def send(self, data: bytes, *, stream: bool) -> None:
         assert self.transport is not None
-        self.idle, self._over, self.status, self._error = False, False, 0, None
+        self.is_idle, self._is_complete, self.status, self._error = False, False, 0, None
         self._parser = httptools.HttpResponseParser(self)
-        self._body, self._chunks, self._backlog = [], deque() if stream else None, 0
+        self._body, self._chunks, self._unread_bytes = [], deque() if stream else None, 0
         self.transport.write(data)
 
-    async def headers(self) -> int:
+    async def wait_for_status(self) -> int:
         while not self.status:
-            await self._wait()
+            await self._wait_for_data()
         return self.status
 
-    async def body(self) -> bytes:
-        while not self._over:
-            await self._wait()
+    async def read_body(self) -> bytes:
+        while not self._is_complete:
+            await self._wait_for_data()
         return b"".join(self._body if self._chunks is None else self._chunks)
 
-    async def chunks(self) -> AsyncIterator[bytes]:
+    async def read_chunks(self) -> AsyncIterator[bytes]:
         assert self._chunks is not None and self.transport is not None
         while True:
             while self._chunks:
                 chunk = self._chunks.popleft()
-                self._backlog -= len(chunk)
+                self._unread_bytes -= len(chunk)
                 yield chunk
-            if self._over:
+            if self._is_complete:
                 return
             self.transport.resume_reading()
-            await self._wait()
+            await self._wait_for_data()
 
-    def drop(self) -> None:
+    def abort(self) -> None:
         """Let go of it. Bytes that still come in are not read: uvloop would complain that nobody is there for them."""
         if self.transport is not None and not self.transport.is_closing():
             self.transport.pause_reading()
             self.transport.abort()
 
-    async def _wait(self) -> None:
+    async def _wait_for_data(self) -> None:
         if self._error is not None:
             raise self._error
         self._waiter = asyncio.get_running_loop().create_future()
         await self._waiter
 
-    def _wake(self) -> None:
+    def _wake_waiter(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
-class Http:
+class HttpClient:
     """One server, at most so many requests at once."""
 
     def __init__(self, server: str, context: ssl.SSLContext | None, *, timeout_s: float) -> None:
         parts = urlsplit(server)
         self._host = parts.hostname or ""
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
-        self._context = context if parts.scheme == "https" else None
-        self._base = parts.path.rstrip("/")
+        self._ssl_context = context if parts.scheme == "https" else None
+        self._path_prefix = parts.path.rstrip("/")
         self._timeout_s = timeout_s
-        self._idle: list[_Connection] = []
-        self._name = f"{self._host}:{self._port}"
+        self._idle_connections: list[_Connection] = []
+        self._host_header = f"{self._host}:{self._port}"
 
-    async def ask(
+    async def request(
         self, method: str, path: str, query: Mapping[str, str] | None, headers: Mapping[str, str], body: bytes | None
-    ) -> Answer:
+    ) -> HttpResponse:
         """One request and its whole answer."""
         async with asyncio.timeout(self._timeout_s):
-            connection = await self._connection()
+            connection = await self._acquire_connection()
             try:
-                connection.send(self._head(method, path, query, headers, body), stream=False)
-                await connection.headers()
-                answer = Answer(connection.status, await connection.body())
+                connection.send(self._encode_request(method, path, query, headers, body), stream=False)
+                await connection.wait_for_status()
+                answer = HttpResponse(connection.status, await connection.read_body())
             except BaseException:
-                connection.keep = False
+                connection.keep_alive = False
                 raise
             finally:
-                self._give_back(connection)
+                self._release_connection(connection)
         return answer
 
-    async def lines(
+    async def stream_lines(
         self, path: str, query: Mapping[str, str], headers: Mapping[str, str], silence_s: float | None
-    ) -> AsyncIterator[Answer | bytes]:
+    ) -> AsyncIterator[HttpResponse | bytes]:
         """First the status (with the body, where it is an error), then line by line, for as long as they come."""
         async with asyncio.timeout(self._timeout_s):
-            connection = await self._connection()
-            connection.send(self._head("GET", path, query, headers, None), stream=True)
+            connection = await self._acquire_connection()
+            connection.send(self._encode_request("GET", path, query, headers, None), stream=True)
         try:
             async with asyncio.timeout(self._timeout_s):
-                status = await connection.headers()
-                body = await connection.body() if status >= 400 else b""
-            yield Answer(status, body)
+                status = await connection.wait_for_status()
+                body = await connection.read_body() if status >= 400 else b""
+            yield HttpResponse(status, body)
             if status >= 400:
                 return
             rest = b""
-            chunks = connection.chunks()
+            chunks = connection.read_chunks()
             while True:
                 try:
                     async with asyncio.timeout(silence_s):
@@ -193,36 +193,36 @@ class Http:
             if rest:
                 yield rest
         finally:
-            connection.keep = False  # what is left of a stream is not waited for
-            self._give_back(connection)
+            connection.keep_alive = False  # what is left of a stream is not waited for
+            self._release_connection(connection)
 
     def close(self) -> None:
-        for connection in self._idle:
-            connection.drop()
-        self._idle.clear()
+        for connection in self._idle_connections:
+            connection.abort()
+        self._idle_connections.clear()
 
-    async def _connection(self) -> _Connection:
-        while self._idle:
-            connection = self._idle.pop()
-            if connection.keep and connection.transport is not None and not connection.transport.is_closing():
+    async def _acquire_connection(self) -> _Connection:
+        while self._idle_connections:
+            connection = self._idle_connections.pop()
+            if connection.keep_alive and connection.transport is not None and not connection.transport.is_closing():
                 return connection
         loop = asyncio.get_running_loop()
-        name = self._host if self._context is not None else None
-        _, made = await loop.create_connection(_Connection, self._host, self._port, ssl=self._context, server_hostname=name)
+        name = self._host if self._ssl_context is not None else None
+        _, made = await loop.create_connection(_Connection, self._host, self._port, ssl=self._ssl_context, server_hostname=name)
         return made
 
-    def _give_back(self, connection: _Connection) -> None:
-        if connection.keep and len(self._idle) < IDLE_MAX:
-            connection.idle = True
-            self._idle.append(connection)
+    def _release_connection(self, connection: _Connection) -> None:
+        if connection.keep_alive and len(self._idle_connections) < IDLE_CONNECTIONS_MAX:
+            connection.is_idle = True
+            self._idle_connections.append(connection)
         else:
-            connection.drop()
+            connection.abort()
 
-    def _head(
+    def _encode_request(
         self, method: str, path: str, query: Mapping[str, str] | None, headers: Mapping[str, str], body: bytes | None
     ) -> bytes:
-        target = f"{self._base}{path}" + (f"?{urlencode(query)}" if query else "")
-        lines = [f"{method} {target} HTTP/1.1", f"Host: {self._name}"]
+        target = f"{self._path_prefix}{path}" + (f"?{urlencode(query)}" if query else "")
+        lines = [f"{method} {target} HTTP/1.1", f"Host: {self._host_header}"]
         lines += [f"{name}: {value}" for name, value in ({"Accept": "application/json"} | dict(headers)).items()]
         if body is not None:
             lines.append(f"Content-Length: {len(body)}")

@@ -1,8 +1,8 @@
 """Who may act: one replica at a time, by a Lease that is renewed.
 
 A lease is taken over only when it has not changed for its whole duration by this replica's own clock, so clocks need not agree.
-The holder stops acting before others may think it gone: it gives up after `GIVE_UP_S` without a renewal, they wait
-`DURATION_S`.
+The holder stops acting before others may think it gone: it gives up after `RENEW_DEADLINE_S` without a renewal, they wait
+`LEASE_DURATION_S`.
 """
 
 from __future__ import annotations
@@ -15,39 +15,39 @@ import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 
-from covey.kubernetes.api_client import CONFLICT, LEASE, MISSING, Api, ApiError, Thing
+from covey.kubernetes.api_client import CONFLICT, LEASE, NOT_FOUND, Api, ApiError, KubeObject
 from covey.log import log
 
-NAME = "covey-operator"
-DURATION_S = 15
-GIVE_UP_S = 10.0
-RENEW_S = 3.0
+LEASE_NAME = "covey-operator"
+LEASE_DURATION_S = 15
+RENEW_DEADLINE_S = 10.0
+RENEW_INTERVAL_S = 3.0
 
 
-class Lease:
+class OperatorLease:
     """`identity` names this replica."""
 
     def __init__(
-        self, api: Api, namespace: str, *, name: str = NAME, identity: str = "", duration_s: float = DURATION_S
+        self, api: Api, namespace: str, *, name: str = LEASE_NAME, identity: str = "", duration_s: float = LEASE_DURATION_S
     ) -> None:
         self.identity = identity or f"{socket.gethostname()}_{os.getpid()}_{secrets.token_hex(4)}"
         self._api = api
         self._namespace = namespace
         self._name = name
         self._duration_s = duration_s
-        self._seen = ""  # the version of the lease, and since when it has not changed
-        self._since = 0.0
+        self._last_version = ""  # the version of the lease, and since when it has not changed
+        self._version_changed_at = 0.0
         self._holder = ""
-        self._complaint = ""
+        self._last_warning = ""
 
-    async def hold(self, act: Callable[[], Awaitable[None]]) -> None:
+    async def run_while_held(self, act: Callable[[], Awaitable[None]]) -> None:
         """Wait for the lease, then `act` for as long as it is held; for ever. Cancelled, it is given back."""
         while True:
-            while not await self._try():  # noqa: ASYNC110 - the event is on the other side of the network
-                await asyncio.sleep(min(RENEW_S, self._duration_s / 5))
+            while not await self._acquire_or_renew():  # noqa: ASYNC110 - the event is on the other side of the network
+                await asyncio.sleep(min(RENEW_INTERVAL_S, self._duration_s / 5))
             log.info("this replica (%s) acts", self.identity)
             acting = asyncio.ensure_future(act())
-            keeping = asyncio.ensure_future(self._keep())
+            keeping = asyncio.ensure_future(self._renew_until_lost())
             try:
                 done, _ = await asyncio.wait({acting, keeping}, return_when=asyncio.FIRST_COMPLETED)
                 if acting in done:
@@ -58,18 +58,18 @@ class Lease:
                 for task in (acting, keeping):
                     task.cancel()
                 await asyncio.gather(acting, keeping, return_exceptions=True)
-                await self._give_back()
+                await self._release()
 
-    async def _keep(self) -> None:
+    async def _renew_until_lost(self) -> None:
         """Renew until it fails for too long."""
-        limit = min(GIVE_UP_S, self._duration_s * 2 / 3)
+        limit = min(RENEW_DEADLINE_S, self._duration_s * 2 / 3)
         until = time.monotonic() + limit
         while (left := until - time.monotonic()) > 0:
-            await asyncio.sleep(min(RENEW_S, self._duration_s / 5, left))
+            await asyncio.sleep(min(RENEW_INTERVAL_S, self._duration_s / 5, left))
             began = time.monotonic()
             try:
                 async with asyncio.timeout(max(0.0, until - began)):
-                    held = await self._try()
+                    held = await self._acquire_or_renew()
             except TimeoutError:
                 return
             if held:
@@ -77,25 +77,25 @@ class Lease:
             elif self._holder not in ("", self.identity):
                 return
 
-    async def _try(self) -> bool:
+    async def _acquire_or_renew(self) -> bool:
         """Take or renew the lease; whether it is ours now."""
         try:
             lease = await self._api.get(LEASE, self._namespace, self._name)
         except ApiError as error:
-            if error.code != MISSING:
-                self._complain(f"the lease cannot be read: {error}")
+            if error.code != NOT_FOUND:
+                self._warn_once(f"the lease cannot be read: {error}")
                 return False
             lease = {"metadata": {"name": self._name, "namespace": self._namespace}, "spec": {}}
         self._holder = str(lease["spec"].get("holderIdentity") or "")
         version = str(lease["metadata"].get("resourceVersion", ""))
-        if version != self._seen:
-            self._seen, self._since = version, time.monotonic()
+        if version != self._last_version:
+            self._last_version, self._version_changed_at = version, time.monotonic()
         duration = float(lease["spec"].get("leaseDurationSeconds") or self._duration_s)
-        if self._holder not in ("", self.identity) and time.monotonic() - self._since < duration:
+        if self._holder not in ("", self.identity) and time.monotonic() - self._version_changed_at < duration:
             return False
         return await self._write(lease, self.identity)
 
-    async def _write(self, lease: Thing, holder: str) -> bool:
+    async def _write(self, lease: KubeObject, holder: str) -> bool:
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         old = lease["spec"]
         changed = old.get("holderIdentity") != holder
@@ -114,18 +114,18 @@ class Lease:
                 await self._api.create(LEASE, self._namespace, body)
         except ApiError as error:
             if error.code != CONFLICT:
-                self._complain(f"the lease cannot be written: {error}")
+                self._warn_once(f"the lease cannot be written: {error}")
             return False
-        self._holder, self._complaint = holder, ""
+        self._holder, self._last_warning = holder, ""
         return True
 
-    def _complain(self, sentence: str) -> None:
+    def _warn_once(self, sentence: str) -> None:
         """Once, however often it is tried."""
-        if sentence != self._complaint:
+        if sentence != self._last_warning:
             log.warning("%s; it is tried again", sentence)
-        self._complaint = sentence
+        self._last_warning = sentence
 
-    async def _give_back(self) -> None:
+    async def _release(self) -> None:
         """So that the next one need not wait."""
         try:
             async with asyncio.timeout(2.0):

@@ -11,20 +11,20 @@ from typing import Any
 import yaml
 
 from covey.kubernetes import crd
-from covey.kubernetes.scheduler_client import KEY_NAME
+from covey.kubernetes.scheduler_client import KEY_SECRET_NAME
 
-Thing = dict[str, Any]
+KubeObject = dict[str, Any]
 
-NAME = "covey-operator"
-NAMESPACE = "covey-operator-system"
-IMAGE = "covey-operator:latest"
+OPERATOR_NAME = "covey-operator"
+OPERATOR_NAMESPACE = "covey-operator-system"
+DEFAULT_IMAGE = "covey-operator:latest"
 METRICS_PORT = 8080
 
 
-def rules(*, cluster: bool) -> list[Thing]:
+def make_rbac_rules(*, cluster: bool) -> list[KubeObject]:
     """What the operator may do in the namespaces it looks after; `cluster` adds what belongs to no namespace."""
 
-    def rule(groups: list[str], resources: list[str], verbs: str) -> Thing:
+    def rule(groups: list[str], resources: list[str], verbs: str) -> KubeObject:
         return {"apiGroups": groups, "resources": resources, "verbs": verbs.split()}
 
     jobs = ["mindspore.gitee.com", "mindxdl.gitee.com"]
@@ -44,10 +44,10 @@ def rules(*, cluster: bool) -> list[Thing]:
     return found
 
 
-def _role(kind: str, name: str, given: list[Thing], namespace: str = "") -> list[Thing]:
-    metadata: Thing = {"name": name, **({"namespace": namespace} if namespace else {})}
+def _make_role_and_binding(kind: str, name: str, given: list[KubeObject], namespace: str = "") -> list[KubeObject]:
+    metadata: KubeObject = {"name": name, **({"namespace": namespace} if namespace else {})}
     group = "rbac.authorization.k8s.io"
-    subject = {"kind": "ServiceAccount", "name": NAME, "namespace": NAMESPACE}
+    subject = {"kind": "ServiceAccount", "name": OPERATOR_NAME, "namespace": OPERATOR_NAMESPACE}
     return [
         {"apiVersion": f"{group}/v1", "kind": kind, "metadata": metadata, "rules": given},
         {
@@ -60,8 +60,8 @@ def _role(kind: str, name: str, given: list[Thing], namespace: str = "") -> list
     ]
 
 
-def deployment(image: str, watched: str = "") -> Thing:
-    labels = {"app.kubernetes.io/name": NAME}
+def make_deployment(image: str, watched: str = "") -> KubeObject:
+    labels = {"app.kubernetes.io/name": OPERATOR_NAME}
     words = [
         "operator",
         "run",
@@ -70,7 +70,7 @@ def deployment(image: str, watched: str = "") -> Thing:
         "--metrics-port",
         str(METRICS_PORT),
         "--lease-namespace",
-        NAMESPACE,
+        OPERATOR_NAMESPACE,
     ]
     if watched:
         words += ["--namespace", watched]
@@ -91,7 +91,7 @@ def deployment(image: str, watched: str = "") -> Thing:
         },
     }
     spec = {
-        "serviceAccountName": NAME,
+        "serviceAccountName": OPERATOR_NAME,
         "terminationGracePeriodSeconds": 10,
         "securityContext": {"runAsNonRoot": True, "runAsUser": 65532},
         "containers": [container],
@@ -99,7 +99,7 @@ def deployment(image: str, watched: str = "") -> Thing:
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
-        "metadata": {"name": NAME, "namespace": NAMESPACE, "labels": labels},
+        "metadata": {"name": OPERATOR_NAME, "namespace": OPERATOR_NAMESPACE, "labels": labels},
         "spec": {
             "replicas": 2,
             "selector": {"matchLabels": labels},
@@ -108,39 +108,39 @@ def deployment(image: str, watched: str = "") -> Thing:
     }
 
 
-def everything(image: str = IMAGE, watched: str = "", *, ascend: bool = True) -> list[Thing]:
+def make_manifests(image: str = DEFAULT_IMAGE, watched: str = "", *, ascend: bool = True) -> list[KubeObject]:
     """In the order in which it is applied. `watched`: one namespace only, with a role in it instead of a cluster's."""
     lease = [
         {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["get", "create", "update"]},
         {"apiGroups": [""], "resources": ["secrets"], "verbs": ["create"]},
-        {"apiGroups": [""], "resources": ["secrets"], "resourceNames": [KEY_NAME], "verbs": ["get"]},
+        {"apiGroups": [""], "resources": ["secrets"], "resourceNames": [KEY_SECRET_NAME], "verbs": ["get"]},
     ]
     if watched:
-        allowed = _role("Role", NAME, rules(cluster=False), watched)
+        allowed = _make_role_and_binding("Role", OPERATOR_NAME, make_rbac_rules(cluster=False), watched)
     else:
-        allowed = _role("ClusterRole", NAME, rules(cluster=True))
+        allowed = _make_role_and_binding("ClusterRole", OPERATOR_NAME, make_rbac_rules(cluster=True))
     return [
-        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": NAMESPACE}},
-        crd.msjob(),
-        *([crd.ascendjob()] if ascend else []),
-        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": NAME, "namespace": NAMESPACE}},
+        {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": OPERATOR_NAMESPACE}},
+        crd.make_msjob_crd(),
+        *([crd.make_ascendjob_crd()] if ascend else []),
+        {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": OPERATOR_NAME, "namespace": OPERATOR_NAMESPACE}},
         *allowed,
-        *_role("Role", f"{NAME}-lease", lease, NAMESPACE),
-        deployment(image, watched),
+        *_make_role_and_binding("Role", f"{OPERATOR_NAME}-lease", lease, OPERATOR_NAMESPACE),
+        make_deployment(image, watched),
     ]
 
 
-class _Plain(yaml.SafeDumper):
+class _NoAliasDumper(yaml.SafeDumper):
     """Without anchors: a person reads this."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
-def as_yaml(things: list[Thing]) -> str:
+def to_yaml(things: list[KubeObject]) -> str:
     """One document per object."""
-    return yaml.dump_all(things, Dumper=_Plain, sort_keys=False, width=120, explicit_start=True)
+    return yaml.dump_all(things, Dumper=_NoAliasDumper, sort_keys=False, width=120, explicit_start=True)
 
 
 if __name__ == "__main__":
-    sys.stdout.write(as_yaml(everything()))
+    sys.stdout.write(to_yaml(make_manifests()))

@@ -22,29 +22,41 @@ from covey.errors import PeerError
 from covey.kubernetes import leader_election as leases
 from covey.kubernetes import operator_metrics as numbers
 from covey.kubernetes import scheduler_client
-from covey.kubernetes.api_client import ASCENDJOB, MISSING, MSJOB, NODE, POD, POD_GROUP, SERVICE, Api, ApiError, Kind, Thing
-from covey.kubernetes.controller import Caches, Controller, Owned
-from covey.kubernetes.reflector import Key, Reflector, key_of
+from covey.kubernetes.api_client import (
+    ASCENDJOB,
+    MSJOB,
+    NODE,
+    NOT_FOUND,
+    POD,
+    POD_GROUP,
+    SERVICE,
+    Api,
+    ApiError,
+    KubeObject,
+    ResourceKind,
+)
+from covey.kubernetes.controller import Caches, Controller, OwnedObjects
+from covey.kubernetes.reflector import ObjectKey, Reflector, object_key
 from covey.log import log
 
-WORKERS = 16
-SELECTOR = f"{OPERATOR_LABEL}={OPERATOR_NAME}"
+DEFAULT_WORKERS = 16
+OWNED_SELECTOR = f"{OPERATOR_LABEL}={OPERATOR_NAME}"
 
 
-class Options(msgspec.Struct, frozen=True, kw_only=True):
+class OperatorOptions(msgspec.Struct, frozen=True, kw_only=True):
     """How an operator runs. `namespace` "": all of them."""
 
     namespace: str = ""
     lease_namespace: str = "default"
     leader_elect: bool = True
-    lease_duration_s: float = leases.DURATION_S
+    lease_duration_s: float = leases.LEASE_DURATION_S
     gang_scheduler: str = ""
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0  # negative: none
-    workers: int = WORKERS
+    workers: int = DEFAULT_WORKERS
 
 
-def slim_pod(pod: Thing) -> Thing:
+def slim_pod(pod: KubeObject) -> KubeObject:
     """What the plan reads of a pod."""
     metadata, spec = pod["metadata"], pod.get("spec") or {}
     kept = (
@@ -64,7 +76,7 @@ def slim_pod(pod: Thing) -> Thing:
     }
 
 
-def slim_node(node: Thing) -> Thing:
+def slim_node(node: KubeObject) -> KubeObject:
     """What the plan reads of a node."""
     metadata = node["metadata"]
     conditions = (node.get("status") or {}).get("conditions") or []
@@ -79,33 +91,33 @@ def slim_node(node: Thing) -> Thing:
 class Operator:
     """Runs until it is cancelled."""
 
-    def __init__(self, api: Api, options: Options) -> None:
+    def __init__(self, api: Api, options: OperatorOptions) -> None:
         self.api = api
         self.options = options
-        self.metrics = numbers.Metrics()
-        self.port = 0
+        self.metrics = numbers.OperatorMetrics()
+        self.metrics_port = 0
         self.leading = asyncio.Event()
-        self.story = EventLog()  # what was told of jobs, of late
+        self.event_log = EventLog()  # what was told of jobs, of late
         self._controllers: list[Controller] = []  # one per kind of job, while this replica acts
-        self._ready = False
-        self._key = b""
+        self._is_ready = False
+        self._secret_key = b""
 
-    def jobs(self) -> list[Thing]:
+    def list_jobs(self) -> list[KubeObject]:
         """All jobs as the API server has them; none while another replica acts."""
         return [thing for controller in self._controllers for thing in controller.jobs]
 
     # -- a person's wishes (`covey.management.jobs_api`) ---------------------------------------------------------------------
 
-    async def ask(self, key: Key, method: str, target: str, body: bytes | None) -> tuple[int, bytes]:
+    async def forward_request(self, key: ObjectKey, method: str, target: str, body: bytes | None) -> tuple[int, bytes]:
         """Ask the scheduler inside a job."""
-        return await self._inside(key).ask(key, method, target, body)
+        return await self._scheduler_clients(key).forward_request(key, method, target, body)
 
-    def stream(self, key: Key) -> AsyncIterator[bytes]:
-        return self._inside(key).stream(key)
+    def stream(self, key: ObjectKey) -> AsyncIterator[bytes]:
+        return self._scheduler_clients(key).stream(key)
 
-    async def scale(self, key: Key, workers: int) -> str:
+    async def scale(self, key: ObjectKey, workers: int) -> str:
         """Write another number of workers into the job: what follows is what follows `kubectl scale`."""
-        controller, job = self._found(key)
+        controller, job = self._find_job(key)
         field = "replicaSpecs" if controller.kind is ASCENDJOB else "msReplicaSpecs"
         role = next((role for role in job["spec"].get(field) or {} if role.lower() == "worker"), None)
         if role is None:
@@ -113,63 +125,63 @@ class Operator:
         await self.api.patch(controller.kind, *key, {"spec": {field: {role: {"replicas": workers}}}})
         return f"{'/'.join(key)} is to have {count_noun(workers, 'worker')}"
 
-    async def suspend(self, key: Key, suspended: bool) -> str:
+    async def suspend(self, key: ObjectKey, suspended: bool) -> str:
         """Take the job's pods away, or let it start anew."""
-        controller, _ = self._found(key)
+        controller, _ = self._find_job(key)
         await self.api.patch(controller.kind, *key, {"spec": {"runPolicy": {"suspend": suspended}}})
         return f"{'/'.join(key)} is suspended: its pods go" if suspended else f"{'/'.join(key)} starts anew"
 
-    def _found(self, key: Key) -> tuple[Controller, Thing]:
+    def _find_job(self, key: ObjectKey) -> tuple[Controller, KubeObject]:
         for controller in self._controllers:
             if (job := controller.jobs.get(key)) is not None:
                 return controller, job
         raise PeerError(f"there is no job {'/'.join(key)} here")
 
-    def _inside(self, key: Key) -> scheduler_client.Clusters:
-        controller, job = self._found(key)
-        if not controller.clusters.follows(key):
+    def _scheduler_clients(self, key: ObjectKey) -> scheduler_client.SchedulerClients:
+        controller, job = self._find_job(key)
+        if not controller.scheduler_clients.is_polling(key):
             state = (job.get("status") or {}).get("state") or "not looked at yet"
             raise PeerError(f"{'/'.join(key)} is {state}: its scheduler can be asked once it runs, where covey's is in it")
-        return controller.clusters
+        return controller.scheduler_clients
 
-    def _note(self, thing: Thing, tell: RecordEvent) -> None:
+    def _append_event(self, thing: KubeObject, tell: RecordEvent) -> None:
         name = f"{thing['metadata'].get('namespace', '')}/{thing['metadata']['name']}"
         level = Level.WARNING if tell.event_type == "Warning" else Level.NOTE
-        self.story.add(PublishEvent(name, tell.reason, tell.message, level), time.time())
+        self.event_log.add(PublishEvent(name, tell.reason, tell.message, level), time.time())
 
     async def run(self) -> None:
         server = None
         if self.options.metrics_port >= 0:
-            server = await numbers.serve(
-                self.metrics, self.options.metrics_host, self.options.metrics_port, lambda: self._ready
+            server = await numbers.serve_metrics(
+                self.metrics, self.options.metrics_host, self.options.metrics_port, lambda: self._is_ready
             )
-            self.port = int(server.sockets[0].getsockname()[1])
+            self.metrics_port = int(server.sockets[0].getsockname()[1])
         try:
             if not self.options.leader_elect:
-                await self._act()
+                await self._run_controllers()
                 return
-            self._ready = True  # a replica that waits for its turn is ready to
-            lease = leases.Lease(self.api, self.options.lease_namespace, duration_s=self.options.lease_duration_s)
-            await lease.hold(self._act)
+            self._is_ready = True  # a replica that waits for its turn is ready to
+            lease = leases.OperatorLease(self.api, self.options.lease_namespace, duration_s=self.options.lease_duration_s)
+            await lease.run_while_held(self._run_controllers)
         finally:
             if server is not None:
                 server.close()
 
-    async def _act(self) -> None:
+    async def _run_controllers(self) -> None:
         """List, watch and reconcile."""
-        kinds = [MSJOB, *([ASCENDJOB] if await self._served("mindxdl.gitee.com", "v1") else [])]
+        kinds = [MSJOB, *([ASCENDJOB] if await self._is_served("mindxdl.gitee.com", "v1") else [])]
         gang = self.options.gang_scheduler
-        self._key = await scheduler_client.find_key(self.api, self.options.lease_namespace)
+        self._secret_key = await scheduler_client.load_or_create_key(self.api, self.options.lease_namespace)
         async with asyncio.TaskGroup() as group:
-            nodes = await self._nodes(group)
-            watched = partial(Reflector, self.api, namespace=self.options.namespace, selector=SELECTOR)
-            owned = Owned(watched(POD, keep=slim_pod), watched(SERVICE))
+            nodes = await self._watch_nodes(group)
+            watched = partial(Reflector, self.api, namespace=self.options.namespace, selector=OWNED_SELECTOR)
+            owned = OwnedObjects(watched(POD, keep=slim_pod), watched(SERVICE))
             for reflector in (owned.pods, owned.services):
                 group.create_task(reflector.run())
             for kind in kinds:
-                controller = self._controller(kind, owned, nodes, gang, group)
+                controller = self._make_controller(kind, owned, nodes, gang, group)
                 group.create_task(controller.run(self.options.workers))
-            self._ready = True
+            self._is_ready = True
             self.leading.set()
             self.metrics.leader.set(1)
             try:
@@ -179,12 +191,14 @@ class Operator:
                 self.leading.clear()
                 self.metrics.leader.set(0)
 
-    def _controller(self, kind: Kind, owned: Owned, nodes: Reflector | None, gang: str, group: asyncio.TaskGroup) -> Controller:
+    def _make_controller(
+        self, kind: ResourceKind, owned: OwnedObjects, nodes: Reflector | None, gang: str, group: asyncio.TaskGroup
+    ) -> Controller:
         """The caches of one kind of job, and who is woken when they change."""
         api, namespace = self.api, self.options.namespace
         found: list[Controller] = []
 
-        def wake(thing: Thing) -> None:
+        def wake(thing: KubeObject) -> None:
             """The job a thing is of, unless it is known to be of another kind."""
             metadata = thing["metadata"]
             job = (metadata.get("labels") or {}).get(JOB_LABEL)
@@ -192,14 +206,14 @@ class Operator:
             if job and not others:
                 found[0].queue.add((metadata.get("namespace", ""), job))
 
-        def job_changed(job: Thing) -> None:
-            key = key_of(job)
+        def job_changed(job: KubeObject) -> None:
+            key = object_key(job)
             if caches.jobs.get(key) is None:
-                self.metrics.deleted.inc()
+                self.metrics.jobs_deleted.inc()
             found[0].queue.add(key)
 
-        def node_changed(node: Thing) -> None:
-            for pod in owned.pods_on.of(node["metadata"]["name"]):
+        def node_changed(node: KubeObject) -> None:
+            for pod in owned.pods_by_node.get(node["metadata"]["name"]):
                 wake(pod)
 
         caches = Caches(Reflector(api, kind, namespace=namespace, on_change=job_changed), owned)
@@ -210,25 +224,29 @@ class Operator:
             nodes.listeners.append(node_changed)
         mine = [caches.jobs]
         if gang:
-            caches.groups = Reflector(api, POD_GROUP, namespace=namespace, on_change=lambda g: found[0].queue.add(key_of(g)))
-            mine.append(caches.groups)
+            caches.pod_groups = Reflector(
+                api, POD_GROUP, namespace=namespace, on_change=lambda g: found[0].queue.add(object_key(g))
+            )
+            mine.append(caches.pod_groups)
         convert = ascend_job.convert_ascend_job if kind is ASCENDJOB else (lambda thing: thing)
-        controller = Controller(api, kind, caches, self.metrics, convert=convert, gang_scheduler=gang, secret_key=self._key)
-        controller.events.on_tell = self._note
+        controller = Controller(
+            api, kind, caches, self.metrics, convert=convert, gang_scheduler=gang, secret_key=self._secret_key
+        )
+        controller.events.on_event = self._append_event
         found.append(controller)
         self._controllers.append(controller)
         for reflector in mine:
             group.create_task(reflector.run())
-        group.create_task(self._start(controller, [*mine, owned.pods, owned.services]))
+        group.create_task(self._start_when_synced(controller, [*mine, owned.pods, owned.services]))
         return controller
 
-    async def _start(self, controller: Controller, reflectors: list[Reflector]) -> None:
+    async def _start_when_synced(self, controller: Controller, reflectors: list[Reflector]) -> None:
         """No turn before every cache is filled: a pod that is only not seen yet must not be created."""
         for reflector in reflectors:
             await reflector.ready.wait()
-        controller.go.set()
+        controller.caches_filled.set()
 
-    async def _nodes(self, group: asyncio.TaskGroup) -> Reflector | None:
+    async def _watch_nodes(self, group: asyncio.TaskGroup) -> Reflector | None:
         """Nodes, where we may look at them: a role of one namespace may not."""
         try:
             await self.api.list(NODE)
@@ -242,35 +260,35 @@ class Operator:
         await nodes.ready.wait()
         return nodes
 
-    async def _served(self, group: str, version: str) -> bool:
+    async def _is_served(self, group: str, version: str) -> bool:
         try:
-            await self.api.resources(group, version)
+            await self.api.get_api_resources(group, version)
         except ApiError as error:
-            if error.code == MISSING:
+            if error.code == NOT_FOUND:
                 return False
             raise
         return True
 
 
-async def run(api: Api, options: Options, beside: Callable[[Operator], Awaitable[None]] | None = None) -> None:
+async def run_operator(api: Api, options: OperatorOptions, beside: Callable[[Operator], Awaitable[None]] | None = None) -> None:
     """The body of `covey operator run`: until SIGTERM or Ctrl-C, then in order. `beside`: what shows it to people."""
     operator = Operator(api, options)
     work = [operator.run(), *([beside(operator)] if beside is not None else [])]
     task = asyncio.gather(*work)
     loop = asyncio.get_running_loop()
-    loop.set_exception_handler(_complaint)
+    loop.set_exception_handler(_on_loop_exception)
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
     try:
         with contextlib.suppress(asyncio.CancelledError):
             await task
     except BaseExceptionGroup as several:
-        raise _first(several) from None
+        raise _first_error(several) from None
     finally:
         await api.close()
 
 
-def _complaint(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+def _on_loop_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """uvloop complains of bytes that come in on a connection that was let go of: whoever waited for them knows better."""
     if "SSL protocol" in str(context.get("message")):
         log.debug("%s: %s", context["message"], context.get("exception"))
@@ -278,7 +296,7 @@ def _complaint(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None
         loop.default_exception_handler(context)
 
 
-def _first(error: BaseException) -> BaseException:
+def _first_error(error: BaseException) -> BaseException:
     """What went wrong, of several things that did so together."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

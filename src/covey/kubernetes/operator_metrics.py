@@ -10,12 +10,12 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
-REQUEST_MAX = 8192
-REQUEST_S = 5.0
+REQUEST_BYTES_MAX = 8192
+REQUEST_TIMEOUT_S = 5.0
 CONNECTIONS_MAX = 128  # beyond them the oldest makes room
 
 
-class Metrics:
+class OperatorMetrics:
     """One per operator."""
 
     def __init__(self) -> None:
@@ -24,28 +24,32 @@ class Metrics:
             word: Counter(f"training_operator_jobs_{word}", f"Jobs {word}.", registry=self.registry)
             for word in ("created", "deleted", "successful", "failed", "restarted")
         }
-        self.created, self.deleted = made["created"], made["deleted"]
-        self.successful, self.failed, self.restarted = made["successful"], made["failed"], made["restarted"]
+        self.jobs_created, self.jobs_deleted = made["created"], made["deleted"]
+        self.jobs_successful, self.jobs_failed, self.jobs_restarted = made["successful"], made["failed"], made["restarted"]
         self.recoveries = Counter("covey_operator_recoveries", "Pods whose replacement runs.", registry=self.registry)
         self.errors = Counter("covey_operator_errors", "Turns that broke off by a defect.", registry=self.registry)
-        self.turns = Histogram("covey_operator_turn_seconds", "How long a turn took.", registry=self.registry)
+        self.reconcile_seconds = Histogram("covey_operator_turn_seconds", "How long a turn took.", registry=self.registry)
         self.leader = Gauge("covey_operator_leader", "1 where this replica acts.", registry=self.registry)
 
-    def note(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+    def count_status_change(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
         """Count what a written status says for the first time."""
         old, new = ({c["type"] for c in s.get("conditions") or [] if c["status"] == "True"} for s in (before, after))
-        for kind, counter in (("Created", self.created), ("Succeeded", self.successful), ("Failed", self.failed)):
+        for kind, counter in (
+            ("Created", self.jobs_created),
+            ("Succeeded", self.jobs_successful),
+            ("Failed", self.jobs_failed),
+        ):
             if kind in new - old:
                 counter.inc()
-        self.restarted.inc(max(0, after.get("restarts", 0) - before.get("restarts", 0)))
+        self.jobs_restarted.inc(max(0, after.get("restarts", 0) - before.get("restarts", 0)))
         if not new & {"Succeeded", "Failed"}:
             self.recoveries.inc(len(set(before.get("replacing") or {}) - set(after.get("replacing") or {})))
 
-    def text(self) -> bytes:
+    def render(self) -> bytes:
         return generate_latest(self.registry)
 
 
-async def serve(metrics: Metrics, host: str, port: int, ready: Callable[[], bool]) -> asyncio.Server:
+async def serve_metrics(metrics: OperatorMetrics, host: str, port: int, ready: Callable[[], bool]) -> asyncio.Server:
     """GET /metrics, /healthz (this process turns) and /readyz (its caches are filled)."""
     callers: dict[asyncio.StreamWriter, None] = {}
 
@@ -56,9 +60,9 @@ async def serve(metrics: Metrics, host: str, port: int, ready: Callable[[], bool
             del callers[oldest]
             oldest.transport.abort()
         with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
-            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), REQUEST_S)
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), REQUEST_TIMEOUT_S)
             path = head.split(b" ", 2)[1].split(b"?")[0] if head.count(b" ") > 1 else b""
-            status, body = _reply(path, metrics, ready())
+            status, body = _make_response(path, metrics, ready())
             kind = CONTENT_TYPE_PLAIN_0_0_4 if path == b"/metrics" else "text/plain"
             head_lines = (f"HTTP/1.1 {status}", f"Content-Type: {kind}", f"Content-Length: {len(body)}", "Connection: close")
             writer.write("\r\n".join([*head_lines, "", ""]).encode() + body)
@@ -66,12 +70,12 @@ async def serve(metrics: Metrics, host: str, port: int, ready: Callable[[], bool
         callers.pop(writer, None)
         writer.close()
 
-    return await asyncio.start_server(answer, host, port, limit=REQUEST_MAX)
+    return await asyncio.start_server(answer, host, port, limit=REQUEST_BYTES_MAX)
 
 
-def _reply(path: bytes, metrics: Metrics, ready: bool) -> tuple[str, bytes]:
+def _make_response(path: bytes, metrics: OperatorMetrics, ready: bool) -> tuple[str, bytes]:
     if path == b"/metrics":
-        return "200 OK", metrics.text()
+        return "200 OK", metrics.render()
     if path == b"/healthz" or (path == b"/readyz" and ready):
         return "200 OK", b"ok\n"
     if path == b"/readyz":

@@ -14,19 +14,19 @@ from covey.core.jobs.actions import CreatePod, CreatePodGroup
 from covey.core.jobs.pod_state import INDEX_LABEL, JOB_LABEL, OPERATOR_LABEL, OPERATOR_NAME, TYPE_LABEL
 from covey.core.jobs.spec import API_GROUP, DEFAULT_PORT, Job, ReplicaDuty, ReplicaSpec, RestartPolicy, pod_name
 
-Thing = dict[str, Any]
+KubeObject = dict[str, Any]
 
 TASKD_PORT = 9601
 RECOVERY_VOLUME = "covey-recovery"
 RECOVERY_PATH = "/var/lib/covey/recovery"
-MANAGE_VARIABLE = "MS_SCHED_MANAGE_PORT"
-MANAGE_PORT = 11202
-ROLE_WORDS = {ReplicaDuty.SCHEDULER: "MS_SCHED", ReplicaDuty.SERVER: "MS_PSERVER", ReplicaDuty.WORKER: "MS_WORKER"}
+MANAGE_PORT_VARIABLE = "MS_SCHED_MANAGE_PORT"
+DEFAULT_MANAGE_PORT = 11202
+MS_ROLES = {ReplicaDuty.SCHEDULER: "MS_SCHED", ReplicaDuty.SERVER: "MS_PSERVER", ReplicaDuty.WORKER: "MS_WORKER"}
 # What MindSpore's own fault tolerance is told for each strategy.
-TFT = {"retry": ("UCE:1", "HCCE:1"), "recover-in-place": ("ARF:1",), "recover": ("ARF:1",), "dump": ("TTP:1",)}
+TFT_OPTIONS = {"retry": ("UCE:1", "HCCE:1"), "recover-in-place": ("ARF:1",), "recover": ("ARF:1",), "dump": ("TTP:1",)}
 
 
-def labels(job: Job, key: str = "", index: int = -1) -> dict[str, str]:
+def make_labels(job: Job, key: str = "", index: int = -1) -> dict[str, str]:
     """Of everything that belongs to a job; with `key`, of one role; with `index`, of one pod."""
     found = {OPERATOR_LABEL: OPERATOR_NAME, JOB_LABEL: job.name, "group-name": API_GROUP, "job-name": job.name}
     if key:
@@ -36,11 +36,11 @@ def labels(job: Job, key: str = "", index: int = -1) -> dict[str, str]:
     return found
 
 
-def metadata(job: Job, name: str, owner: Mapping[str, Any], **more: Any) -> Thing:
+def make_metadata(job: Job, name: str, owner: Mapping[str, Any], **more: Any) -> KubeObject:
     return {"name": name, "namespace": job.namespace, "ownerReferences": [dict(owner)], **more}
 
 
-def owner_of(thing: Mapping[str, Any]) -> Thing:
+def owner_reference(thing: Mapping[str, Any]) -> KubeObject:
     """The reference that makes an object go with its job."""
     return {
         "apiVersion": thing["apiVersion"],
@@ -52,79 +52,79 @@ def owner_of(thing: Mapping[str, Any]) -> Thing:
     }
 
 
-def service(job: Job, key: str, owner: Mapping[str, Any]) -> Thing:
+def make_service(job: Job, key: str, owner: Mapping[str, Any]) -> KubeObject:
     """The address of a role's first pod, with all ports of its container."""
     role = job.find_role(key)
     assert role is not None
     ports = [
         {"name": port.get("name") or f"port-{port['containerPort']}", "port": port["containerPort"]}
-        for port in _ports(job, role)
+        for port in _container_ports(job, role)
     ]
     return {
         "apiVersion": "v1",
         "kind": "Service",
-        "metadata": metadata(job, pod_name(job.name, key, 0), owner, labels=labels(job, key, 0)),
-        "spec": {"selector": labels(job, key, 0), "ports": ports, "publishNotReadyAddresses": True},
+        "metadata": make_metadata(job, pod_name(job.name, key, 0), owner, labels=make_labels(job, key, 0)),
+        "spec": {"selector": make_labels(job, key, 0), "ports": ports, "publishNotReadyAddresses": True},
     }
 
 
-def secret(job: Job, value: str, token: str, owner: Mapping[str, Any]) -> Thing:
+def make_secret(job: Job, value: str, token: str, owner: Mapping[str, Any]) -> KubeObject:
     """What every process of the job is told: which job it is, the secret to join it, and the `token` by which the operator asks
     its scheduler. Each pod refers to it once, because the API server's work for a pod grows with the number of its fields."""
     told = {"COVEY_JOB": f"{job.name}-{job.uid}", "MINDX_TASK_ID": job.uid, "COVEY_SECRET": value}
     return {
         "apiVersion": "v1",
         "kind": "Secret",
-        "metadata": metadata(job, _join(job), owner, labels=labels(job)),
+        "metadata": make_metadata(job, _secret_name(job), owner, labels=make_labels(job)),
         "stringData": {**told, **({"COVEY_TOKEN": token} if token else {})},
     }
 
 
-def _join(job: Job) -> str:
+def _secret_name(job: Job) -> str:
     """Its name. That of an earlier job of the same name may still be there, and goes without warning."""
     return f"{job.name}-join-{job.uid[:8]}"
 
 
-def gang(job: Job, action: CreatePodGroup, owner: Mapping[str, Any]) -> Thing:
+def make_pod_group(job: Job, action: CreatePodGroup, owner: Mapping[str, Any]) -> KubeObject:
     """A Volcano PodGroup."""
     policy = action.scheduling_policy
-    spec: Thing = {"minMember": action.min_members}
+    spec: KubeObject = {"minMember": action.min_members}
     for ours, theirs in (("queue", "queue"), ("priorityClass", "priorityClassName"), ("minResources", "minResources")):
         if policy.get(ours):
             spec[theirs] = policy[ours]
     return {
         "apiVersion": "scheduling.volcano.sh/v1beta1",
         "kind": "PodGroup",
-        "metadata": metadata(job, job.name, owner, labels=labels(job)),
+        "metadata": make_metadata(job, job.name, owner, labels=make_labels(job)),
         "spec": spec,
     }
 
 
-def pod(job: Job, action: CreatePod, owner: Mapping[str, Any], *, address: str, gang_scheduler: str = "") -> Thing:
+def make_pod(job: Job, action: CreatePod, owner: Mapping[str, Any], *, address: str, gang_scheduler: str = "") -> KubeObject:
     """One pod. `address` is where the Scheduler, or the first worker, is reached; "" for a job of one."""
     role = job.find_role(action.role)
     assert role is not None
     template = copy.deepcopy(role.template)
-    spec: Thing = template["spec"]
-    own: Thing = template.get("metadata") or {}
+    spec: KubeObject = template["spec"]
+    own: KubeObject = template.get("metadata") or {}
     name = pod_name(job.name, role.key, action.index)
     main = next(c for c in spec["containers"] if c["name"] == job.main_container)
-    main["ports"] = _ports(job, role)
-    _inject(job, role, action, main, spec, name, address)
+    main["ports"] = _container_ports(job, role)
+    _inject_variables(job, role, action, main, spec, name, address)
     spec["restartPolicy"] = "Never" if role.restart_policy is RestartPolicy.EXIT_CODE else str(role.restart_policy)
     annotations = dict(own.get("annotations") or {})
     if action.excluded_nodes:
-        _avoid(spec, action.excluded_nodes)
+        _exclude_nodes(spec, action.excluded_nodes)
     if gang_scheduler:
         spec["schedulerName"] = gang_scheduler
         annotations |= {"scheduling.k8s.io/group-name": job.name, "volcano.sh/task-spec": role.key.lower()}
-    found = metadata(job, name, owner, labels={**(own.get("labels") or {}), **labels(job, role.key, action.index)})
+    found = make_metadata(job, name, owner, labels={**(own.get("labels") or {}), **make_labels(job, role.key, action.index)})
     if annotations:
         found["annotations"] = annotations
     return {"apiVersion": "v1", "kind": "Pod", "metadata": found, "spec": spec}
 
 
-def _ports(job: Job, role: ReplicaSpec) -> list[Thing]:
+def _container_ports(job: Job, role: ReplicaSpec) -> list[KubeObject]:
     """The ports of the container that trains, with those that must be there."""
     main = next(c for c in role.template["spec"]["containers"] if c["name"] == job.main_container)
     ports = copy.deepcopy(main.get("ports") or [])
@@ -135,34 +135,40 @@ def _ports(job: Job, role: ReplicaSpec) -> list[Thing]:
     return ports
 
 
-def manage_port_of(job: Job, role: ReplicaSpec) -> int:
+def manage_port(job: Job, role: ReplicaSpec) -> int:
     """Where the scheduler in a role's first pod serves REST; 0: nowhere."""
     main = next(c for c in role.template["spec"]["containers"] if c["name"] == job.main_container)
-    said = {entry.get("name"): str(entry.get("value", "")) for entry in main.get("env") or []}.get(MANAGE_VARIABLE)
+    said = {entry.get("name"): str(entry.get("value", "")) for entry in main.get("env") or []}.get(MANAGE_PORT_VARIABLE)
     if said is None:
-        return MANAGE_PORT
+        return DEFAULT_MANAGE_PORT
     return int(said) if said.isdigit() and len(said) < 6 else 0
 
 
-def port_of(job: Job, role: ReplicaSpec) -> int:
-    return next(int(p["containerPort"]) for p in _ports(job, role) if p.get("name") == job.port_name)
+def scheduler_port(job: Job, role: ReplicaSpec) -> int:
+    return next(int(p["containerPort"]) for p in _container_ports(job, role) if p.get("name") == job.port_name)
 
 
 # -- variables -------------------------------------------------------------------------------------------------------
 
 
-def _inject(job: Job, role: ReplicaSpec, action: CreatePod, main: Thing, spec: Thing, name: str, address: str) -> None:
-    env: list[Thing] = _given(main, "env", [])
+def _inject_variables(
+    job: Job, role: ReplicaSpec, action: CreatePod, main: KubeObject, spec: KubeObject, name: str, address: str
+) -> None:
+    env: list[KubeObject] = _get_or_set(main, "env", [])
     given = {entry["name"]: entry for entry in env}
     for variable, below in (("MS_RECOVERY_PATH", job.uid), ("GLOG_log_dir", name)):
         if (given.get(variable) or {}).get("value"):
             given[variable]["value"] = f"{given[variable]['value'].rstrip('/')}/{below}"
-    main["envFrom"] = [{"secretRef": {"name": _join(job)}}, *(main.get("envFrom") or [])]
-    new = {**_identity(name), **_cluster(job, role, action, name, address), **_recovery(job, role)}
+    main["envFrom"] = [{"secretRef": {"name": _secret_name(job)}}, *(main.get("envFrom") or [])]
+    new = {
+        **_identity_variables(name),
+        **_cluster_variables(job, role, action, name, address),
+        **_recovery_variables(job, role),
+    }
     if "MS_ENABLE_RECOVERY" in new and "MS_RECOVERY_PATH" not in given:
         new["MS_RECOVERY_PATH"] = f"{RECOVERY_PATH}/{job.uid}"
-        _given(main, "volumeMounts", []).append({"name": RECOVERY_VOLUME, "mountPath": RECOVERY_PATH})
-        _given(spec, "volumes", []).append({"name": RECOVERY_VOLUME, "emptyDir": {}})
+        _get_or_set(main, "volumeMounts", []).append({"name": RECOVERY_VOLUME, "mountPath": RECOVERY_PATH})
+        _get_or_set(spec, "volumes", []).append({"name": RECOVERY_VOLUME, "emptyDir": {}})
     env += [
         {"name": variable, **(value if isinstance(value, dict) else {"value": str(value)})}
         for variable, value in new.items()
@@ -170,23 +176,23 @@ def _inject(job: Job, role: ReplicaSpec, action: CreatePod, main: Thing, spec: T
     ]
 
 
-def _given(thing: Thing, field: str, nothing: Any) -> Any:
+def _get_or_set(thing: KubeObject, field: str, nothing: Any) -> Any:
     """A field to add to; one that is written and left empty, which is null, is as good as one that is not there."""
     if thing.get(field) is None:
         thing[field] = nothing
     return thing[field]
 
 
-def _field(path: str) -> Thing:
+def _field_ref(path: str) -> KubeObject:
     return {"valueFrom": {"fieldRef": {"fieldPath": path}}}
 
 
-def _identity(name: str) -> Thing:
+def _identity_variables(name: str) -> KubeObject:
     """Which pod a process is in."""
-    return {"POD_IP": _field("status.podIP"), "COVEY_HOST_ID": name, "COVEY_HOST_LIFE": _field("metadata.uid")}
+    return {"POD_IP": _field_ref("status.podIP"), "COVEY_HOST_ID": name, "COVEY_HOST_LIFE": _field_ref("metadata.uid")}
 
 
-def _cluster(job: Job, role: ReplicaSpec, action: CreatePod, name: str, address: str) -> Thing:
+def _cluster_variables(job: Job, role: ReplicaSpec, action: CreatePod, name: str, address: str) -> KubeObject:
     """Where the others are. A single worker without a Scheduler is a world of one, and is told nothing."""
     if not address:
         return {}
@@ -196,9 +202,9 @@ def _cluster(job: Job, role: ReplicaSpec, action: CreatePod, name: str, address:
     schedulers = job.roles_with_duty(ReplicaDuty.SCHEDULER)
     first = (schedulers or job.roles_with_duty(ReplicaDuty.WORKER))[0]
     itself = role.key == first.key and action.index == 0
-    host = _field("status.podIP") if itself else address
-    port = port_of(job, first)
-    found: Thing = {
+    host = _field_ref("status.podIP") if itself else address
+    port = scheduler_port(job, first)
+    found: KubeObject = {
         "MS_SCHED_HOST": host,
         "MS_SCHED_PORT": port,
         "MS_NODE_ID": name,
@@ -206,7 +212,7 @@ def _cluster(job: Job, role: ReplicaSpec, action: CreatePod, name: str, address:
         "MS_WORKER_NUM": workers * job.processes_per_pod,
     }
     if schedulers:
-        found["MS_ROLE"] = ROLE_WORDS[role.duty]
+        found["MS_ROLE"] = MS_ROLES[role.duty]
     if role.duty is ReplicaDuty.WORKER:
         before = sum(
             world.get(r.key, 0)
@@ -224,17 +230,17 @@ def _cluster(job: Job, role: ReplicaSpec, action: CreatePod, name: str, address:
                 "WORLD_SIZE": workers * job.processes_per_pod,
                 "LOCAL_WORLD_SIZE": job.processes_per_pod,
                 "NNODES": workers,
-                MANAGE_VARIABLE: MANAGE_PORT,  # covey run would take any free one
+                MANAGE_PORT_VARIABLE: DEFAULT_MANAGE_PORT,  # covey run would take any free one
             }
     return found
 
 
-def _recovery(job: Job, role: ReplicaSpec) -> Thing:
+def _recovery_variables(job: Job, role: ReplicaSpec) -> KubeObject:
     strategies = job.recovery.strategies
     if not strategies:
         return {}
-    tft = dict.fromkeys(word for strategy in strategies for word in TFT.get(strategy, ()))
-    found: Thing = {
+    tft = dict.fromkeys(word for strategy in strategies for word in TFT_OPTIONS.get(strategy, ()))
+    found: KubeObject = {
         "COVEY_STRATEGY": ",".join(strategies),
         "PROCESS_RECOVER": "on",
         "ELASTIC_PROCESS_RECOVER_ENABLE": "1",
@@ -253,10 +259,10 @@ def _recovery(job: Job, role: ReplicaSpec) -> Thing:
     return found
 
 
-def _avoid(spec: Thing, nodes: tuple[str, ...]) -> None:
+def _exclude_nodes(spec: KubeObject, nodes: tuple[str, ...]) -> None:
     """Keep a pod off these nodes, beside whatever affinity it has."""
-    affinity = _given(_given(spec, "affinity", {}), "nodeAffinity", {})
-    required = _given(affinity, "requiredDuringSchedulingIgnoredDuringExecution", {})
-    for term in _given(required, "nodeSelectorTerms", [{}]):
-        fields = _given(term, "matchFields", [])
+    affinity = _get_or_set(_get_or_set(spec, "affinity", {}), "nodeAffinity", {})
+    required = _get_or_set(affinity, "requiredDuringSchedulingIgnoredDuringExecution", {})
+    for term in _get_or_set(required, "nodeSelectorTerms", [{}]):
+        fields = _get_or_set(term, "matchFields", [])
         fields += [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]

@@ -15,23 +15,23 @@ from typing import Any
 
 import msgspec
 
-from covey.kubernetes.api_client import Api, ApiError, Kind, Thing
+from covey.kubernetes.api_client import Api, ApiError, KubeObject, ResourceKind
 from covey.log import log
 
-Key = tuple[str, str]  # namespace, name
+ObjectKey = tuple[str, str]  # namespace, name
 BACKOFF_MIN_S = 0.2
 BACKOFF_MAX_S = 15.0
-STEADY_S = 5.0  # a watch that ends sooner and said nothing is asked for less and less often
+STEADY_WATCH_S = 5.0  # a watch that ends sooner and said nothing is asked for less and less often
 GONE = 410
-FORBIDDEN = (401, 403, 404)
+FATAL_STATUS_CODES = (401, 403, 404)
 
 
-def key_of(thing: Thing) -> Key:
+def object_key(thing: KubeObject) -> ObjectKey:
     metadata = thing["metadata"]
     return metadata.get("namespace", ""), metadata["name"]
 
 
-def slim(thing: Thing) -> Thing:
+def drop_managed_fields(thing: KubeObject) -> KubeObject:
     """Without what nobody reads: it is most of an object's bytes."""
     thing["metadata"].pop("managedFields", None)
     return thing
@@ -43,44 +43,44 @@ class Reflector:
     def __init__(
         self,
         api: Api,
-        kind: Kind,
+        kind: ResourceKind,
         *,
         namespace: str = "",
         selector: str = "",
-        keep: Callable[[Thing], Thing] = slim,
-        on_change: Callable[[Thing], None] | None = None,
+        keep: Callable[[KubeObject], KubeObject] = drop_managed_fields,
+        on_change: Callable[[KubeObject], None] | None = None,
     ) -> None:
         self.kind = kind
         self.ready = asyncio.Event()  # the first list is in
-        self.lists = 0
+        self.list_count = 0
         self._api = api
         self._namespace = namespace
         self._selector = selector
-        self._keep = keep
+        self._transform = keep
         self.listeners = [on_change] if on_change is not None else []
-        self._things: dict[Key, Thing] = {}
-        self._version = ""
+        self._objects: dict[ObjectKey, KubeObject] = {}
+        self._resource_version = ""
         self._random = random.Random()
 
-    def __iter__(self) -> Iterator[Thing]:
-        return iter(self._things.values())
+    def __iter__(self) -> Iterator[KubeObject]:
+        return iter(self._objects.values())
 
     def __len__(self) -> int:
-        return len(self._things)
+        return len(self._objects)
 
-    def get(self, key: Key) -> Thing | None:
-        return self._things.get(key)
+    def get(self, key: ObjectKey) -> KubeObject | None:
+        return self._objects.get(key)
 
-    def put(self, thing: Thing, *, tell: bool = True) -> None:
+    def put(self, thing: KubeObject, *, tell: bool = True) -> None:
         """What the server answered to a write of ours. Not `tell`: no listener hears of it."""
-        key = key_of(thing)
-        old = self._things.get(key)
-        if old is None or _newer(thing, old):
-            self._things[key] = self._keep(thing)
+        key = object_key(thing)
+        old = self._objects.get(key)
+        if old is None or _is_newer(thing, old):
+            self._objects[key] = self._transform(thing)
             if tell:
-                self._on_change(thing)
+                self._notify_listeners(thing)
 
-    def _on_change(self, thing: Thing) -> None:
+    def _notify_listeners(self, thing: KubeObject) -> None:
         for listener in self.listeners:
             listener(thing)
 
@@ -89,61 +89,65 @@ class Reflector:
         wait = BACKOFF_MIN_S
         while True:
             try:
-                if not self._version:
+                if not self._resource_version:
                     await self._list()
-                before, began = self._version, time.monotonic()
+                before, began = self._resource_version, time.monotonic()
                 await self._watch()
-                if self._version != before or time.monotonic() - began >= STEADY_S:  # it was a watch, if a quiet one
+                if (
+                    self._resource_version != before or time.monotonic() - began >= STEADY_WATCH_S
+                ):  # it was a watch, if a quiet one
                     wait = BACKOFF_MIN_S
             except ApiError as error:
                 if error.code == GONE:
-                    log.info("%s: the server has forgotten version %s, listing again", self.kind.plural, self._version)
-                    self._version = ""
+                    log.info("%s: the server has forgotten version %s, listing again", self.kind.plural, self._resource_version)
+                    self._resource_version = ""
                     continue
-                if error.code in FORBIDDEN and not self.ready.is_set():
+                if error.code in FATAL_STATUS_CODES and not self.ready.is_set():
                     raise
                 log.warning("%s: %s; asking again in %.1f s", self.kind.plural, error, wait)
             except (msgspec.DecodeError, KeyError, TypeError) as error:
                 log.warning("%s: not understood (%s), listing again", self.kind.plural, error)
-                self._version = ""
+                self._resource_version = ""
             await asyncio.sleep(wait * self._random.uniform(0.8, 1.2))
             wait = min(wait * 2, BACKOFF_MAX_S)
 
     async def _list(self) -> None:
         page = await self._api.list(self.kind, self._namespace, self._selector)
-        fresh = {key_of(thing): self._keep(thing) for thing in page.items}
-        gone = [thing for key, thing in self._things.items() if key not in fresh]
-        changed = [thing for key, thing in fresh.items() if _version(self._things.get(key)) != _version(thing)]
-        self._things = fresh
-        self._version = page.version
-        self.lists += 1
+        fresh = {object_key(thing): self._transform(thing) for thing in page.items}
+        gone = [thing for key, thing in self._objects.items() if key not in fresh]
+        changed = [
+            thing for key, thing in fresh.items() if _resource_version_of(self._objects.get(key)) != _resource_version_of(thing)
+        ]
+        self._objects = fresh
+        self._resource_version = page.version
+        self.list_count += 1
         self.ready.set()
         for thing in (*gone, *changed):
-            self._on_change(thing)
+            self._notify_listeners(thing)
 
     async def _watch(self) -> None:
-        async for kind, thing in self._api.watch(self.kind, self._version, self._namespace, self._selector):
-            self._version = thing["metadata"]["resourceVersion"]
+        async for kind, thing in self._api.watch(self.kind, self._resource_version, self._namespace, self._selector):
+            self._resource_version = thing["metadata"]["resourceVersion"]
             if kind == "BOOKMARK":
                 continue
-            key = key_of(thing)
-            old = self._things.get(key)
+            key = object_key(thing)
+            old = self._objects.get(key)
             if kind == "DELETED":
                 if old is None or old["metadata"]["uid"] == thing["metadata"]["uid"]:
-                    self._things.pop(key, None)
-            elif old is None or _newer(thing, old):
-                self._things[key] = self._keep(thing)
+                    self._objects.pop(key, None)
+            elif old is None or _is_newer(thing, old):
+                self._objects[key] = self._transform(thing)
             else:
                 continue  # we knew it from our own write
-            self._on_change(thing)
+            self._notify_listeners(thing)
 
 
-def _version(thing: Thing | None) -> str:
+def _resource_version_of(thing: KubeObject | None) -> str:
     return str(thing["metadata"].get("resourceVersion", "")) if thing is not None else ""
 
 
-def _newer(thing: Thing, old: Thing) -> bool:
-    one, other = _version(thing), _version(old)
+def _is_newer(thing: KubeObject, old: KubeObject) -> bool:
+    one, other = _resource_version_of(thing), _resource_version_of(old)
     if one.isdigit() and other.isdigit():
         return int(one) > int(other)
     return one != other
@@ -152,35 +156,35 @@ def _newer(thing: Thing, old: Thing) -> bool:
 class Index:
     """Objects of a reflector by some word of theirs, kept as they come and go. Without a word (None) they are in no list."""
 
-    def __init__(self, things: Reflector, word: Callable[[Thing], Any]) -> None:
-        self._things = things
-        self._word = word
-        self._keys: dict[Any, dict[Key, None]] = {}
+    def __init__(self, things: Reflector, word: Callable[[KubeObject], Any]) -> None:
+        self._reflector = things
+        self._index_function = word
+        self._keys_by_value: dict[Any, dict[ObjectKey, None]] = {}
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return len(self._keys_by_value)
 
-    def note(self, thing: Thing) -> None:
+    def update(self, thing: KubeObject) -> None:
         """It came, changed or went."""
-        word, key = self._word(thing), key_of(thing)
-        if self._things.get(key) is None:
-            self._forget(word, key)
+        word, key = self._index_function(thing), object_key(thing)
+        if self._reflector.get(key) is None:
+            self._remove(word, key)
         elif word is not None:
-            self._keys.setdefault(word, {})[key] = None
+            self._keys_by_value.setdefault(word, {})[key] = None
 
-    def of(self, word: Any) -> list[Thing]:
+    def get(self, word: Any) -> list[KubeObject]:
         """Those that are there; who has another word by now is forgotten on the way."""
         found = []
-        for key in list(self._keys.get(word, {})):
-            thing = self._things.get(key)
-            if thing is None or self._word(thing) != word:
-                self._forget(word, key)
+        for key in list(self._keys_by_value.get(word, {})):
+            thing = self._reflector.get(key)
+            if thing is None or self._index_function(thing) != word:
+                self._remove(word, key)
             else:
                 found.append(thing)
         return found
 
-    def _forget(self, word: Any, key: Key) -> None:
-        keys = self._keys.get(word, {})
+    def _remove(self, word: Any, key: ObjectKey) -> None:
+        keys = self._keys_by_value.get(word, {})
         keys.pop(key, None)
         if not keys:
-            self._keys.pop(word, None)
+            self._keys_by_value.pop(word, None)

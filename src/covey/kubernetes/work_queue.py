@@ -13,29 +13,29 @@ RETRY_MIN_S = 0.05
 RETRY_MAX_S = 30.0
 
 
-class Queue(Generic[K]):
+class WorkQueue(Generic[K]):
     """A name that is added while its turn is under way gets another one afterwards; no name has two turns at once."""
 
     def __init__(self) -> None:
-        self._waiting: dict[K, None] = {}
-        self._busy: set[K] = set()
-        self._again: set[K] = set()
+        self._pending: dict[K, None] = {}
+        self._in_progress: set[K] = set()
+        self._requeue_when_done: set[K] = set()
         self._timers: dict[K, asyncio.TimerHandle] = {}
         self._failures: dict[K, int] = {}
-        self._some = asyncio.Event()
-        self._quiet = asyncio.Event()
-        self._quiet.set()
+        self._not_empty = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._pending)
 
     def add(self, key: K) -> None:
-        if key in self._busy:
-            self._again.add(key)
+        if key in self._in_progress:
+            self._requeue_when_done.add(key)
         else:
-            self._waiting[key] = None
-            self._some.set()
-            self._quiet.clear()
+            self._pending[key] = None
+            self._not_empty.set()
+            self._idle.clear()
 
     def add_after(self, key: K, delay_s: float) -> None:
         """At the latest then; an earlier timer of the same name stays."""
@@ -45,7 +45,7 @@ class Queue(Generic[K]):
             return
         if timer is not None:
             timer.cancel()
-        self._timers[key] = loop.call_later(delay_s, self._ring, key)
+        self._timers[key] = loop.call_later(delay_s, self._on_timer, key)
 
     def retry(self, key: K) -> float:
         """After a failure: each time twice as late. Returns how late."""
@@ -67,28 +67,28 @@ class Queue(Generic[K]):
 
     async def get(self) -> K:
         """The next name; `done` must follow."""
-        while not self._waiting:
-            self._some.clear()
-            await self._some.wait()
-        key = next(iter(self._waiting))
-        del self._waiting[key]
-        self._busy.add(key)
+        while not self._pending:
+            self._not_empty.clear()
+            await self._not_empty.wait()
+        key = next(iter(self._pending))
+        del self._pending[key]
+        self._in_progress.add(key)
         return key
 
     def done(self, key: K) -> None:
-        self._busy.discard(key)
-        if key in self._again:
-            self._again.discard(key)
+        self._in_progress.discard(key)
+        if key in self._requeue_when_done:
+            self._requeue_when_done.discard(key)
             self.add(key)
-        if not self._busy and not self._waiting:
-            self._quiet.set()
+        if not self._in_progress and not self._pending:
+            self._idle.set()
 
-    async def quiet(self, by: float) -> None:
+    async def wait_until_idle(self, by: float) -> None:
         """Until nobody has a turn or waits for one, but no longer than to that time of the loop."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(by):
-                await self._quiet.wait()
+                await self._idle.wait()
 
-    def _ring(self, key: K) -> None:
+    def _on_timer(self, key: K) -> None:
         self._timers.pop(key, None)
         self.add(key)

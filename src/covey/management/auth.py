@@ -15,15 +15,15 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import NamedTuple
 
 LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost", "ip6-loopback"})
-SHOWN = 100  # characters of a header that a sentence repeats
+QUOTED_TEXT_MAX = 100  # characters of a header that a sentence repeats
 
-_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(:[0-9]*)?")
-_HOW = "send 'Authorization: Bearer TOKEN' with the console's token"
+_HOST_PATTERN = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(:[0-9]*)?")
+_TOKEN_HINT = "send 'Authorization: Bearer TOKEN' with the console's token"
 # "none" is an address a person typed; "same-site" is not here, because every port of localhost is one site.
-_OWN_FETCHES = frozenset({"none", "same-origin"})
+_TRUSTED_FETCH_SITES = frozenset({"none", "same-origin"})
 
 
-class Verdict(NamedTuple):
+class AuthDecision(NamedTuple):
     """Whether the request may pass; if not, with which HTTP status and why."""
 
     allowed: bool
@@ -31,7 +31,7 @@ class Verdict(NamedTuple):
     reason: str
 
 
-def allowed(
+def authorize(
     *,
     peer: str,
     host: str,
@@ -41,31 +41,33 @@ def allowed(
     method: str,
     token: str,
     key: str = "",
-) -> Verdict:
+) -> AuthDecision:
     """Judge one request by its peer address and headers. An empty `token` or `key` opens nothing."""
     if authorization is not None:
-        if _carries(authorization, token):
-            return Verdict(True, 200, "it carries the token")
+        if _has_bearer_token(authorization, token):
+            return AuthDecision(True, 200, "it carries the token")
         own = None if origin in (f"http://{host}", f"https://{host}") else origin
-        if _carries(authorization, key) and not _why_token(peer, _name(host), own, sec_fetch_site, "GET"):
-            return Verdict(True, 200, "our own page on loopback")
+        if _has_bearer_token(authorization, key) and not _token_reason(peer, _host_name(host), own, sec_fetch_site, "GET"):
+            return AuthDecision(True, 200, "our own page on loopback")
         # Also on loopback, where none is needed: a wrong token that seems to work would be found out much later.
-        return Verdict(False, 401, f"the Authorization header does not carry this cluster's token: {_HOW}")
-    name = _name(host)
-    if name and _address(name) is None and name not in LOOPBACK_NAMES:
-        return Verdict(False, 403, f"the Host header says {_shown(host)}, neither an address nor localhost: {_HOW}")
-    why = _why_token(peer, name, origin, sec_fetch_site, method)
+        return AuthDecision(False, 401, f"the Authorization header does not carry this cluster's token: {_TOKEN_HINT}")
+    name = _host_name(host)
+    if name and _parse_ip(name) is None and name not in LOOPBACK_NAMES:
+        return AuthDecision(
+            False, 403, f"the Host header says {_quote_header(host)}, neither an address nor localhost: {_TOKEN_HINT}"
+        )
+    why = _token_reason(peer, name, origin, sec_fetch_site, method)
     if why:
-        return Verdict(False, 401, f"{why} needs a token: {_HOW}")
-    return Verdict(True, 200, "a command on loopback")
+        return AuthDecision(False, 401, f"{why} needs a token: {_TOKEN_HINT}")
+    return AuthDecision(True, 200, "a command on loopback")
 
 
-def _why_token(peer: str, name: str, origin: str | None, sec_fetch_site: str | None, method: str) -> str:
+def _token_reason(peer: str, name: str, origin: str | None, sec_fetch_site: str | None, method: str) -> str:
     """What makes this more than a command on loopback; empty where nothing does."""
     if origin is not None:
-        return f"a request from a web page (Origin {_shown(origin)})"
-    if sec_fetch_site is not None and sec_fetch_site.strip().lower() not in _OWN_FETCHES:
-        return f"a web page's {_shown(sec_fetch_site)} request"
+        return f"a request from a web page (Origin {_quote_header(origin)})"
+    if sec_fetch_site is not None and sec_fetch_site.strip().lower() not in _TRUSTED_FETCH_SITES:
+        return f"a web page's {_quote_header(sec_fetch_site)} request"
     if sec_fetch_site is not None and method.upper() not in ("GET", "HEAD"):
         return "a browser's request that changes something"
     if not _is_loopback(peer):
@@ -73,25 +75,25 @@ def _why_token(peer: str, name: str, origin: str | None, sec_fetch_site: str | N
     if not name:
         return "a request without a Host header"
     if name not in LOOPBACK_NAMES and not _is_loopback(name):
-        return f"a request to a Host beyond loopback ({_shown(name)})"
+        return f"a request to a Host beyond loopback ({_quote_header(name)})"
     return ""
 
 
-def _carries(authorization: str, token: str) -> bool:
+def _has_bearer_token(authorization: str, token: str) -> bool:
     scheme, _, given = authorization.strip().partition(" ")
     if scheme.lower() != "bearer" or not token:
         return False
     return hmac.compare_digest(given.strip().encode(errors="replace"), token.encode())
 
 
-def _name(host: str) -> str:
+def _host_name(host: str) -> str:
     """The Host header without port, brackets, case and the root's dot. What has no such form stays as it is, a mere name."""
     host = host.strip().lower()
-    match = _HOST.fullmatch(host)
+    match = _HOST_PATTERN.fullmatch(host)
     return match[1].strip("[]").removesuffix(".") if match else host
 
 
-def _address(text: str) -> IPv4Address | IPv6Address | None:
+def _parse_ip(text: str) -> IPv4Address | IPv6Address | None:
     try:
         address = ip_address(text)
     except ValueError:
@@ -101,9 +103,9 @@ def _address(text: str) -> IPv4Address | IPv6Address | None:
 
 
 def _is_loopback(text: str) -> bool:
-    address = _address(text)
+    address = _parse_ip(text)
     return address is not None and address.is_loopback
 
 
-def _shown(text: str) -> str:
-    return repr(text if len(text) <= SHOWN else text[:SHOWN] + "...")
+def _quote_header(text: str) -> str:
+    return repr(text if len(text) <= QUOTED_TEXT_MAX else text[:QUOTED_TEXT_MAX] + "...")

@@ -35,7 +35,7 @@ COUNTERS = {
     "scale_out": "Growths that were begun.",
     "scale_in": "Shrinkings that were asked for.",
 }
-OTHERS = {
+OTHER_METRICS = {
     "federated_rounds": "Rounds of the federated training that are over.",
     "federated_missed": "Iterations that had to be tried again.",
     "federated_iteration": "The iteration that is under way.",
@@ -48,10 +48,10 @@ OTHERS = {
 
 def render(view: ClusterView, version: str) -> bytes:
     """The whole text of one scrape."""
-    return generate_latest(_Snapshot(view, version))
+    return generate_latest(_ViewCollector(view, version))
 
 
-class _Snapshot:
+class _ViewCollector:
     """One view in the form prometheus-client collects from."""
 
     def __init__(self, view: ClusterView, version: str) -> None:
@@ -62,19 +62,19 @@ class _Snapshot:
         view = self._view
         identity = {"version": self._version, "cluster_id": view.cluster_id}
         yield InfoMetricFamily("covey", "Which covey runs which cluster.", value=identity)
-        yield _nodes(view)
-        yield _phases(view)
+        yield _node_metric(view)
+        yield _phase_metric(view)
         yield GaugeMetricFamily("covey_generation", "Version of the membership.", value=view.generation)
-        yield from _beat_age(view)
-        yield from _steps(view)
-        yield from _counters(view)
-        yield from _gauges(view)
-        yield _recoveries(view)
-        yield _recovery_stages(view)
-        yield _stragglers(view)
+        yield from _heartbeat_age_metric(view)
+        yield from _step_metrics(view)
+        yield from _counter_metrics(view)
+        yield from _gauge_metrics(view)
+        yield _recovery_metric(view)
+        yield _recovery_stage_metric(view)
+        yield _straggler_metric(view)
 
 
-def _nodes(view: ClusterView) -> Metric:
+def _node_metric(view: ClusterView) -> Metric:
     # Every state of a role that is there, zeros included: a series that vanishes cannot raise an alarm.
     numbers = Counter((str(node.role), node.state) for node in view.nodes)
     for name in {str(node.role) for node in view.nodes}:
@@ -85,28 +85,28 @@ def _nodes(view: ClusterView) -> Metric:
     return family
 
 
-def _phases(view: ClusterView) -> Metric:
+def _phase_metric(view: ClusterView) -> Metric:
     family = GaugeMetricFamily("covey_cluster_phase", "1 for the phase the cluster is in.", labels=["phase"])
     for phase in Phase:
         family.add_metric([phase], phase is view.phase)
     return family
 
 
-def _beat_age(view: ClusterView) -> Iterator[Metric]:
+def _heartbeat_age_metric(view: ClusterView) -> Iterator[Metric]:
     # A dead node's silence grows for ever and says nothing new.
     ages = [node.beat_age_s for node in view.nodes if node.alive and node.beat_age_s >= 0]
     if ages:
         yield GaugeMetricFamily("covey_beat_age_seconds", "The longest silence of a living node.", value=max(ages))
 
 
-def _steps(view: ClusterView) -> Iterator[Metric]:
+def _step_metrics(view: ClusterView) -> Iterator[Metric]:
     steps = [node.step for node in view.nodes if node.role is Role.WORKER and node.alive and node.step >= 0]
     if steps:
         yield GaugeMetricFamily("covey_step_min", "The step of the worker that is furthest behind.", value=min(steps))
         yield GaugeMetricFamily("covey_step_max", "The step of the worker that is furthest ahead.", value=max(steps))
 
 
-def _recoveries(view: ClusterView) -> Metric:
+def _recovery_metric(view: ClusterView) -> Metric:
     says = "Faults that were answered, by strategy and outcome."
     family = CounterMetricFamily("covey_recoveries", says, labels=["strategy", "outcome"])
     for total in view.recovery_totals:
@@ -114,7 +114,7 @@ def _recoveries(view: ClusterView) -> Metric:
     return family
 
 
-def _recovery_stages(view: ClusterView) -> Metric:
+def _recovery_stage_metric(view: ClusterView) -> Metric:
     says = "What each stage of the recoveries that resumed took."
     family = SummaryMetricFamily("covey_recovery_stage_seconds", says, labels=["strategy", "stage"])
     for total in view.recovery_totals:
@@ -124,7 +124,7 @@ def _recovery_stages(view: ClusterView) -> Metric:
     return family
 
 
-def _stragglers(view: ClusterView) -> Metric:
+def _straggler_metric(view: ClusterView) -> Metric:
     says = "Ranks that the others wait for: how many times the median a step takes them."
     family = GaugeMetricFamily("covey_straggler_ratio", says, labels=["role", "rank"])
     for node in view.nodes:
@@ -133,22 +133,22 @@ def _stragglers(view: ClusterView) -> Metric:
     return family
 
 
-def _gauges(view: ClusterView) -> Iterator[Metric]:
-    for name, number in sorted({_name(gauge): number for gauge, number in view.gauges.items()}.items()):
-        says = OTHERS.get(name, f"What devices or the training said of {name}, last.")
+def _gauge_metrics(view: ClusterView) -> Iterator[Metric]:
+    for name, number in sorted({_metric_name(gauge): number for gauge, number in view.gauges.items()}.items()):
+        says = OTHER_METRICS.get(name, f"What devices or the training said of {name}, last.")
         yield GaugeMetricFamily(f"covey_{name}", says, value=number)
 
 
-def _name(said: str) -> str:
+def _metric_name(said: str) -> str:
     return re.sub(r"[^a-zA-Z0-9_]", "_", said)
 
 
-def _counters(view: ClusterView) -> Iterator[Metric]:
+def _counter_metrics(view: ClusterView) -> Iterator[Metric]:
     totals: dict[str, float] = dict.fromkeys(COUNTERS, 0.0) if view.worker_num else {}
     for counter, number in view.counters.items():
-        name = _name(counter).removesuffix("_total")
+        name = _metric_name(counter).removesuffix("_total")
         totals[name] = totals.get(name, 0) + number
     totals["restarts"] = view.restarts
     for name, number in sorted(totals.items()):
-        says = COUNTERS.get(name) or OTHERS.get(name, f"How often so far: {name}.")
+        says = COUNTERS.get(name) or OTHER_METRICS.get(name, f"How often so far: {name}.")
         yield CounterMetricFamily(f"covey_{name}", says, value=number)

@@ -1,9 +1,9 @@
 """HTTP on sockets that are already bound, inside the event loop that is already running.
 
-uvicorn reads and writes the HTTP. Its own `Server` is not used: it takes over signals, which are the scheduler's, and waits
-for idle connections when it ends. Nor does uvicorn bound how long a client may take, so `Connection` does: a client that sends
-its request in drops, or never reads its answer, is cut off. Where all places are taken, the oldest connection that never said
-a word makes room: those keep nobody else out.
+uvicorn reads and writes the HTTP. Its own `HttpServer` is not used: it takes over signals, which are the scheduler's, and waits
+for idle connections when it ends. Nor does uvicorn bound how long a client may take, so `HttpConnection` does: a client that
+sends its request in drops, or never reads its answer, is cut off. Where all places are taken, the oldest connection that never
+said a word makes room: those keep nobody else out.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from covey.management.schemas import ErrorReply
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
-_RESET = struct.pack("ii", 1, 0)  # linger: on, for 0 s
+_RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # linger: on, for 0 s
 
 
-class Limits(msgspec.Struct, frozen=True):
+class ClientLimits(msgspec.Struct, frozen=True):
     """What a client may take of us."""
 
     connections: int = 128
@@ -38,7 +38,7 @@ class Limits(msgspec.Struct, frozen=True):
     linger_s: float = 1.0  # at the end, for answers under way
 
 
-class Server:
+class HttpServer:
     """Serves `app` between `start` and `stop`, which closes the sockets."""
 
     def __init__(
@@ -47,16 +47,16 @@ class Server:
         sockets: list[socket.socket],
         ssl_context: ssl.SSLContext | None = None,
         *,
-        limits: Limits | None = None,
+        limits: ClientLimits | None = None,
     ) -> None:
         self._sockets = sockets
         self._ssl_context = ssl_context
-        self._limits = limits or Limits()
+        self._limits = limits or ClientLimits()
         self._state = ServerState()
-        self._idle = asyncio.Event()
-        self._silent: dict[Connection, None] = {}  # those that never said a word, the oldest first
+        self._all_closed = asyncio.Event()
+        self._silent_connections: dict[HttpConnection, None] = {}  # those that never said a word, the oldest first
         self._listeners: list[asyncio.Server] = []
-        self._beside: asyncio.Task[None] | None = None  # what the application does by itself (`app.state.beside`)
+        self._background_task: asyncio.Task[None] | None = None  # what the application does by itself (`app.state.beside`)
         # Everything uvicorn would otherwise take from the environment or do to the process's logging is pinned here.
         self._config = uvicorn.Config(
             app,
@@ -80,145 +80,147 @@ class Server:
         loop = asyncio.get_running_loop()
         patience = self._limits.request_s if self._ssl_context else None
         for sock in self._sockets:
-            listener = await loop.create_server(self._connect, sock=sock, ssl=self._ssl_context, ssl_handshake_timeout=patience)
+            listener = await loop.create_server(
+                self._make_connection, sock=sock, ssl=self._ssl_context, ssl_handshake_timeout=patience
+            )
             self._listeners.append(listener)
         state = getattr(self._config.app, "state", None)
         if beside := getattr(state, "beside", None):
-            self._beside = loop.create_task(beside())
+            self._background_task = loop.create_task(beside())
 
     async def stop(self) -> None:
         """Stop listening, let answers under way leave, cut off whoever is left."""
-        if self._beside is not None:
-            self._beside.cancel()
+        if self._background_task is not None:
+            self._background_task.cancel()
         for listener in self._listeners:
             listener.close()
         for sock in self._sockets:
             sock.close()
         for connection in list(self._state.connections):
             connection.shutdown()
-        await self._until_idle()
+        await self._wait_until_all_closed()
         for connection in list(self._state.connections):
             connection.transport.abort()
-        await self._until_idle()
+        await self._wait_until_all_closed()
 
-    async def _until_idle(self) -> None:
+    async def _wait_until_all_closed(self) -> None:
         if not self._state.connections:
             return
-        self._idle.clear()
+        self._all_closed.clear()
         try:
-            await asyncio.wait_for(self._idle.wait(), self._limits.linger_s)
+            await asyncio.wait_for(self._all_closed.wait(), self._limits.linger_s)
         except TimeoutError:
             return
 
-    def _connect(self) -> Connection:
-        return Connection(self._config, self._state, self._limits, self._idle, self._silent)
+    def _make_connection(self) -> HttpConnection:
+        return HttpConnection(self._config, self._state, self._limits, self._all_closed, self._silent_connections)
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """One client, with a deadline for whatever it is expected to do next, and errors in our JSON."""
 
     def __init__(
         self,
         config: uvicorn.Config,
         server_state: ServerState,
-        limits: Limits,
+        limits: ClientLimits,
         idle: asyncio.Event,
-        silent: dict[Connection, None],
+        silent: dict[HttpConnection, None],
     ) -> None:
         super().__init__(config, server_state, app_state={})
         self._limits = limits
-        self._idle = idle
-        self._silent = silent
+        self._all_closed = idle
+        self._silent_connections = silent
         self._deadline: asyncio.TimerHandle | None = None
-        self._asking = False  # a request has begun and not ended
-        self._unparsed = 0  # bytes since the parser last completed a head or passed on a piece of body
+        self._request_in_progress = False  # a request has begun and not ended
+        self._unparsed_bytes = 0  # bytes since the parser last completed a head or passed on a piece of body
         self._head_too_long = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         # asyncio does this only for sockets made with an explicit protocol number; without it an answer takes 40 ms.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._expect_within(self._limits.request_s)
+        self._set_deadline(self._limits.request_s)
         if len(self.connections) > self._limits.connections:
-            longest = next(iter(self._silent), None)
+            longest = next(iter(self._silent_connections), None)
             if longest is None:
-                return self._refuse(503, f"there are {self._limits.connections} connections already: try again")
-            longest._cut_off()
-        self._silent[self] = None
+                return self._send_error(503, f"there are {self._limits.connections} connections already: try again")
+            longest._reset_connection()
+        self._silent_connections[self] = None
         return None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._silent.pop(self, None)
-        self._expect_nothing()
+        self._silent_connections.pop(self, None)
+        self._clear_deadline()
         super().connection_lost(exc)
         if not self.connections:
-            self._idle.set()
+            self._all_closed.set()
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
-        self._silent.pop(self, None)
+        self._silent_connections.pop(self, None)
         if self._deadline is None:
-            self._expect_within(self._limits.request_s)
-        self._unparsed += len(data)
+            self._set_deadline(self._limits.request_s)
+        self._unparsed_bytes += len(data)
         super().data_received(data)
-        if self._unparsed > self._limits.head_bytes and not self.transport.is_closing():
-            self._refuse(431, self._sentence_431())
+        if self._unparsed_bytes > self._limits.head_bytes and not self.transport.is_closing():
+            self._send_error(431, self._headers_too_long_text())
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._asking = True
-        self._expect_within(self._limits.request_s)
+        self._request_in_progress = True
+        self._set_deadline(self._limits.request_s)
 
     def on_headers_complete(self) -> None:
-        self._unparsed = 0
+        self._unparsed_bytes = 0
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > self._limits.head_bytes:
             self._head_too_long = True
-            raise ValueError(self._sentence_431())  # reaches `send_400_response` by way of the parser
+            raise ValueError(self._headers_too_long_text())  # reaches `send_400_response` by way of the parser
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self._unparsed = 0
+        self._unparsed_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._asking = False
-        self._expect_within(self._limits.response_s)
+        self._request_in_progress = False
+        self._set_deadline(self._limits.response_s)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         owes_nothing = self.cycle.response_complete and not self.transport.get_write_buffer_size()
-        if owes_nothing and not self._asking:
-            self._expect_nothing()
+        if owes_nothing and not self._request_in_progress:
+            self._clear_deadline()
 
     def send_400_response(self, msg: str) -> None:
         if self._head_too_long:
-            self._refuse(431, self._sentence_431())
+            self._send_error(431, self._headers_too_long_text())
         else:
-            self._refuse(400, "this is not a request that HTTP/1.1 allows: send one, or look for another port")
+            self._send_error(400, "this is not a request that HTTP/1.1 allows: send one, or look for another port")
 
-    def _sentence_431(self) -> str:
+    def _headers_too_long_text(self) -> str:
         return f"the headers are longer than {self._limits.head_bytes} bytes: send less"
 
-    def _refuse(self, status: int, sentence: str) -> None:
+    def _send_error(self, status: int, sentence: str) -> None:
         body = msgspec.json.encode(ErrorReply(sentence))
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[status] + head + body)
         self.transport.close()
 
-    def _expect_within(self, seconds: float) -> None:
-        self._expect_nothing()
-        self._deadline = self.loop.call_later(seconds, self._cut_off)
+    def _set_deadline(self, seconds: float) -> None:
+        self._clear_deadline()
+        self._deadline = self.loop.call_later(seconds, self._reset_connection)
 
-    def _cut_off(self) -> None:
-        self._silent.pop(self, None)
+    def _reset_connection(self) -> None:
+        self._silent_connections.pop(self, None)
         # With a reset: else the kernel keeps what the client does not read, long after we have closed.
-        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
         self.transport.abort()
 
-    def _expect_nothing(self) -> None:
+    def _clear_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None

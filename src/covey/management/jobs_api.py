@@ -26,9 +26,9 @@ from covey.errors import PeerError
 from covey.management import common_api, live_stream, schemas, training_api
 from covey.management.openapi import EVENT_STREAM, Operation, Parameter
 
-Key = tuple[str, str]  # namespace and name
+JobKey = tuple[str, str]  # namespace and name
 
-CLUSTERS_OWN = frozenset({"nodes", "state", "view", "stop", "metrics"})  # an operator has its numbers elsewhere
+EXCLUDED_OPERATIONS = frozenset({"nodes", "state", "view", "stop", "metrics"})  # an operator has its numbers elsewhere
 
 
 class JobView(msgspec.Struct, frozen=True):
@@ -68,47 +68,68 @@ class SuspendBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     suspend: bool
 
 
-JOBS = Operation("jobs", "GET", "/jobs", "The jobs, and how each of them goes.", JobsReply)
-ONE = "/jobs/{namespace}/{name}"
-LIMITS = (("minLength", 1), ("maxLength", 253))
-WHICH = (
-    Parameter("namespace", "path", "string", "The job's.", LIMITS),
-    Parameter("name", "path", "string", "The job's.", LIMITS),
+JOBS_OPERATION = Operation("jobs", "GET", "/jobs", "The jobs, and how each of them goes.", JobsReply)
+JOB_PATH = "/jobs/{namespace}/{name}"
+NAME_LIMITS = (("minLength", 1), ("maxLength", 253))
+JOB_PARAMETERS = (
+    Parameter("namespace", "path", "string", "The job's.", NAME_LIMITS),
+    Parameter("name", "path", "string", "The job's.", NAME_LIMITS),
 )
-SCALE = Operation(
-    "job-scale", "POST", f"{ONE}/scale", "Give a job more workers, or fewer.", schemas.Reply, WorkersBody, False, WHICH
+SCALE_OPERATION = Operation(
+    "job-scale",
+    "POST",
+    f"{JOB_PATH}/scale",
+    "Give a job more workers, or fewer.",
+    schemas.Reply,
+    WorkersBody,
+    False,
+    JOB_PARAMETERS,
 )
-SUSPEND = Operation(
-    "job-suspend", "POST", f"{ONE}/suspend", "Stop a job, or let it go on.", schemas.Reply, SuspendBody, False, WHICH
+SUSPEND_OPERATION = Operation(
+    "job-suspend",
+    "POST",
+    f"{JOB_PATH}/suspend",
+    "Stop a job, or let it go on.",
+    schemas.Reply,
+    SuspendBody,
+    False,
+    JOB_PARAMETERS,
 )
-STREAM = Operation(
-    "job-stream", "GET", f"{ONE}/stream", "A job's cluster, as server-sent events.", EVENT_STREAM, parameters=WHICH
+STREAM_OPERATION = Operation(
+    "job-stream",
+    "GET",
+    f"{JOB_PATH}/stream",
+    "A job's cluster, as server-sent events.",
+    EVENT_STREAM,
+    parameters=JOB_PARAMETERS,
 )
-PASSED_ON = tuple(  # to the job's scheduler
-    Operation(f"job-{op.name}", op.method, ONE + op.path, op.summary, op.reply, op.body, False, (*WHICH, *op.parameters))
-    for op in training_api.OPERATIONS
+FORWARDED_OPERATIONS = tuple(  # to the job's scheduler
+    Operation(
+        f"job-{op.name}", op.method, JOB_PATH + op.path, op.summary, op.reply, op.body, False, (*JOB_PARAMETERS, *op.parameters)
+    )
+    for op in training_api.ALL_OPERATIONS
     if op.name in ("nodes", "state", "view", "story", "settings", "recoveries", "operation", "logs", "kill", "dump")
 )
 
 
-class Source(Protocol):
+class JobsSource(Protocol):
     """What the operator lends the console: a look at its jobs, and into each of them. `PeerError` says why not."""
 
     @property
-    def story(self) -> EventLog: ...
+    def event_log(self) -> EventLog: ...
 
-    def jobs(self) -> Iterable[Mapping[str, Any]]: ...
+    def list_jobs(self) -> Iterable[Mapping[str, Any]]: ...
 
-    async def ask(self, key: Key, method: str, target: str, body: bytes | None) -> tuple[int, bytes]: ...
+    async def forward_request(self, key: JobKey, method: str, target: str, body: bytes | None) -> tuple[int, bytes]: ...
 
-    def stream(self, key: Key) -> AsyncIterator[bytes]: ...
+    def stream(self, key: JobKey) -> AsyncIterator[bytes]: ...
 
-    async def scale(self, key: Key, workers: int) -> str: ...
+    async def scale(self, key: JobKey, workers: int) -> str: ...
 
-    async def suspend(self, key: Key, suspended: bool) -> str: ...
+    async def suspend(self, key: JobKey, suspended: bool) -> str: ...
 
 
-def shown(job: Mapping[str, Any]) -> JobView:
+def job_view(job: Mapping[str, Any]) -> JobView:
     """One object of the API server, in the console's words."""
     metadata, status = job["metadata"], job.get("status") or {}
     last = (status.get("conditions") or [{}])[-1]
@@ -129,22 +150,22 @@ def shown(job: Mapping[str, Any]) -> JobView:
     )
 
 
-class Board:
+class OperatorSource:
     """The operator in the form the console's stream looks at: no nodes of its own, but jobs."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: JobsSource) -> None:
         self._source = source
         self._started_at = time.time()
 
     @property
     def event_log(self) -> EventLog:
-        return self._source.story
+        return self._source.event_log
 
-    def jobs(self) -> list[JobView]:
-        return sorted((shown(job) for job in self._source.jobs()), key=lambda job: (job.namespace, job.name))
+    def list_jobs(self) -> list[JobView]:
+        return sorted((job_view(job) for job in self._source.list_jobs()), key=lambda job: (job.namespace, job.name))
 
     def view(self) -> ClusterView:
-        count = len(self.jobs())
+        count = len(self.list_jobs())
         return ClusterView(
             cluster_id="operator",
             phase=Phase.READY,
@@ -158,47 +179,51 @@ class Board:
         )
 
     def console_details(self) -> dict[str, Any]:
-        return {"kind": "operator", "jobs": [msgspec.structs.asdict(job) for job in self.jobs()]}
+        return {"kind": "operator", "jobs": [msgspec.structs.asdict(job) for job in self.list_jobs()]}
 
     def stop(self, reason: str) -> None:
         raise AssertionError("an operator has no door for this")
 
 
-class Doors:
+class JobHandlers:
     """The answers below one job's path."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: JobsSource) -> None:
         self._source = source
-        self._streams = 0
+        self._open_streams = 0
 
-    async def pass_on(self, request: Request) -> Response:
+    async def forward_to_scheduler(self, request: Request) -> Response:
         """Ask the job's scheduler, and repeat its answer. If it refuses the operator, whoever asked is not to blame."""
-        key = _key(request)
+        key = _job_key(request)
         path = request.scope["path"].removeprefix("/jobs/{}/{}".format(*key))
-        body = await common_api.whole_body(request) if request.method == "POST" else None
+        body = await common_api.read_body(request) if request.method == "POST" else None
         try:
-            status, answer = await self._source.ask(key, request.method, common_api.target(request, path), body)
+            status, answer = await self._source.forward_request(
+                key, request.method, common_api.path_and_query(request, path), body
+            )
         except PeerError as why:
-            return common_api.refusal(409, str(why))
+            return common_api.error_response(409, str(why))
         if status in (401, 403):
-            return common_api.refusal(
+            return common_api.error_response(
                 409, f"the scheduler of {'/'.join(key)} does not let the operator in: its COVEY_TOKEN is another"
             )
-        return common_api.answer(answer, "application/json", status)
+        return common_api.make_response(answer, "application/json", status)
 
     async def stream(self, request: Request) -> Response:
-        key = _key(request)
-        if self._streams >= live_stream.CLIENTS_MAX:
-            return common_api.refusal(503, f"{live_stream.CLIENTS_MAX} pages look at jobs already: close one, or try again")
+        key = _job_key(request)
+        if self._open_streams >= live_stream.CLIENTS_MAX:
+            return common_api.error_response(
+                503, f"{live_stream.CLIENTS_MAX} pages look at jobs already: close one, or try again"
+            )
         try:
             pieces = self._source.stream(key)
             first = await anext(pieces)  # whoever is refused is told so before an answer has begun
         except (PeerError, StopAsyncIteration) as why:
-            return common_api.refusal(409, str(why) or f"the scheduler of {'/'.join(key)} said nothing")
-        return StreamingResponse(self._counted(first, pieces), 200, common_api.always(), EVENT_STREAM)
+            return common_api.error_response(409, str(why) or f"the scheduler of {'/'.join(key)} said nothing")
+        return StreamingResponse(self._count_while_open(first, pieces), 200, common_api.common_headers(), EVENT_STREAM)
 
-    async def _counted(self, first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        self._streams += 1
+    async def _count_while_open(self, first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        self._open_streams += 1
         try:
             yield first
             async for piece in rest:
@@ -206,36 +231,36 @@ class Doors:
         except PeerError as why:
             common_api.log.info("a job's stream ended: %s", why)  # the page asks again, and is told
         finally:
-            self._streams -= 1
+            self._open_streams -= 1
 
     async def scale(self, request: Request) -> Response:
-        wish = schemas.decoded(await common_api.whole_body(request), WorkersBody, "/scale", '{"workers": 4}')
-        return await self._done(request, self._source.scale(_key(request), wish.workers))
+        wish = schemas.decode_body(await common_api.read_body(request), WorkersBody, "/scale", '{"workers": 4}')
+        return await self._run_request(request, self._source.scale(_job_key(request), wish.workers))
 
     async def suspend(self, request: Request) -> Response:
-        wish = schemas.decoded(await common_api.whole_body(request), SuspendBody, "/suspend", '{"suspend": true}')
-        return await self._done(request, self._source.suspend(_key(request), wish.suspend))
+        wish = schemas.decode_body(await common_api.read_body(request), SuspendBody, "/suspend", '{"suspend": true}')
+        return await self._run_request(request, self._source.suspend(_job_key(request), wish.suspend))
 
-    async def _done(self, request: Request, wish: Awaitable[str]) -> Response:
+    async def _run_request(self, request: Request, wish: Awaitable[str]) -> Response:
         try:
             sentence = await wish
         except PeerError as why:
-            return common_api.refusal(409, str(why))
-        common_api.log.info("asked by %s: %s", common_api.peer(request), sentence)
-        return common_api.as_json(schemas.Reply(sentence))
+            return common_api.error_response(409, str(why))
+        common_api.log.info("asked by %s: %s", common_api.describe_peer(request), sentence)
+        return common_api.json_response(schemas.Reply(sentence))
 
 
-def _key(request: Request) -> Key:
+def _job_key(request: Request) -> JobKey:
     return request.path_params["namespace"], request.path_params["name"]
 
 
-def make_app(source: Source, *, token: str) -> Starlette:
+def make_app(source: JobsSource, *, token: str) -> Starlette:
     """The application for `covey.management.http_server.Server`."""
-    board, doors = Board(source), Doors(source)
+    board, doors = OperatorSource(source), JobHandlers(source)
 
     async def jobs(request: Request) -> Response:
-        return common_api.as_json(JobsReply("Get jobs successful.", board.jobs()))
+        return common_api.json_response(JobsReply("Get jobs successful.", board.list_jobs()))
 
-    passed_on = dict.fromkeys(PASSED_ON, doors.pass_on)
-    own = {JOBS: jobs, SCALE: doors.scale, SUSPEND: doors.suspend, STREAM: doors.stream}
-    return common_api.make_app(board, token=token, more={**own, **passed_on}, without=CLUSTERS_OWN)
+    passed_on = dict.fromkeys(FORWARDED_OPERATIONS, doors.forward_to_scheduler)
+    own = {JOBS_OPERATION: jobs, SCALE_OPERATION: doors.scale, SUSPEND_OPERATION: doors.suspend, STREAM_OPERATION: doors.stream}
+    return common_api.make_app(board, token=token, more={**own, **passed_on}, without=EXCLUDED_OPERATIONS)

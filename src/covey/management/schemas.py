@@ -22,9 +22,9 @@ from covey.core.types import Role
 from covey.errors import UsageError
 
 REASON_MAX = 500
-SHOWN = 100  # characters of what was said that a sentence repeats
-_RESIZING = {"scale-out": "CLUSTER_SCALE_OUT", "scale-in": "CLUSTER_SCALE_IN"}  # by the operation under way
-ASKED = "asked by POST /stop"
+QUOTED_TEXT_MAX = 100  # characters of what was said that a sentence repeats
+_RESIZE_STATES = {"scale-out": "CLUSTER_SCALE_OUT", "scale-in": "CLUSTER_SCALE_IN"}  # by the operation under way
+DEFAULT_STOP_REASON = "asked by POST /stop"
 NodeId = Annotated[str, Meta(min_length=1, max_length=NODE_ID_MAX)]
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -65,7 +65,7 @@ class StateReply(msgspec.Struct, frozen=True):
 
     message: str
     cluster_state: Annotated[
-        str, Meta(description="One of " + ", ".join((*MINDSPORE_STATES.values(), *_RESIZING.values())) + ".")
+        str, Meta(description="One of " + ", ".join((*MINDSPORE_STATES.values(), *_RESIZE_STATES.values())) + ".")
     ]
     code: Literal["0"] = "0"
 
@@ -162,10 +162,10 @@ class GoneBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class StopBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Why the cluster shall end. The whole body may be absent."""
 
-    reason: Annotated[str, Meta(max_length=REASON_MAX)] = ASKED
+    reason: Annotated[str, Meta(max_length=REASON_MAX)] = DEFAULT_STOP_REASON
 
 
-_ROLES: dict[Role, Literal["SCHEDULER", "WORKER", "PSERVER", "SERVER", "SPARE"]] = {
+_MINDSPORE_ROLES: dict[Role, Literal["SCHEDULER", "WORKER", "PSERVER", "SERVER", "SPARE"]] = {
     Role.SCHEDULER: "SCHEDULER",
     Role.WORKER: "WORKER",
     Role.PSERVER: "PSERVER",
@@ -174,85 +174,87 @@ _ROLES: dict[Role, Literal["SCHEDULER", "WORKER", "PSERVER", "SERVER", "SPARE"]]
 }
 
 
-def nodes(view: ClusterView) -> NodesReply:
-    return NodesReply("Get nodes info successful.", [_node(node) for node in view.nodes])
+def make_nodes_reply(view: ClusterView) -> NodesReply:
+    return NodesReply("Get nodes info successful.", [_make_node_reply(node) for node in view.nodes])
 
 
-def _node(node: NodeView) -> NodeReply:
+def _make_node_reply(node: NodeView) -> NodeReply:
     # MindSpore gives the scheduler rank 0; here it has none.
     rank = 0 if node.role is Role.SCHEDULER else node.rank
-    return NodeReply(node.node_id, str(rank), _ROLES[node.role], "true" if node.alive else "false")
+    return NodeReply(node.node_id, str(rank), _MINDSPORE_ROLES[node.role], "true" if node.alive else "false")
 
 
-def state(view: ClusterView) -> StateReply:
-    under_way = [_RESIZING[i.strategy] for i in view.recoveries if i.outcome is Outcome.OPEN and i.strategy in _RESIZING]
+def make_state_reply(view: ClusterView) -> StateReply:
+    under_way = [
+        _RESIZE_STATES[i.strategy] for i in view.recoveries if i.outcome is Outcome.OPEN and i.strategy in _RESIZE_STATES
+    ]
     return StateReply("Get cluster state successful.", (under_way or [MINDSPORE_STATES[view.phase]])[-1])
 
 
-def recoveries(kept: list[Incident]) -> RecoveriesReply:
+def make_recoveries_reply(kept: list[Incident]) -> RecoveriesReply:
     return RecoveriesReply("Get recoveries successful.", kept)
 
 
-def operation(kept: list[Incident], number: str) -> Incident | None:
+def find_resize(kept: list[Incident], number: str) -> Incident | None:
     """A change of the world's size, by its number."""
-    found = (i for i in kept if str(i.number) == number and i.strategy in _RESIZING)
+    found = (i for i in kept if str(i.number) == number and i.strategy in _RESIZE_STATES)
     return next(found, None)
 
 
-def scale_out(body: bytes) -> ScaleRequest:
+def parse_scale_out(body: bytes) -> ScaleRequest:
     """The wish in the body of POST /scaleout, with MindSpore's words where it is none."""
-    asked = decoded(body, ScaleOutBody, "/scaleout", '{"worker_num": 2, "server_num": 0}')
+    asked = decode_body(body, ScaleOutBody, "/scaleout", '{"worker_num": 2, "server_num": 0}')
     return ScaleRequest(more_workers=int(asked.worker_num), more_servers=int(asked.server_num), start_processes=asked.start)
 
 
-def scale_in(body: bytes) -> ScaleRequest:
-    return ScaleRequest(node_ids=decoded(body, ScaleInBody, "/scalein", '{"node_ids": ["1"]}').node_ids)
+def parse_scale_in(body: bytes) -> ScaleRequest:
+    return ScaleRequest(node_ids=decode_body(body, ScaleInBody, "/scalein", '{"node_ids": ["1"]}').node_ids)
 
 
-def stop_reason(body: bytes, path: str = "/stop") -> str:
+def parse_stop_reason(body: bytes, path: str = "/stop") -> str:
     """The reason in the body of POST /stop; a body that is none says where it breaks."""
-    default = ASKED if path == "/stop" else f"asked by POST {path}"
+    default = DEFAULT_STOP_REASON if path == "/stop" else f"asked by POST {path}"
     if not body:
         return default
-    asked = decoded(body, StopBody, path, '{"reason": "..."}')
+    asked = decode_body(body, StopBody, path, '{"reason": "..."}')
     return _printable(asked.reason) or default
 
 
-def victim(body: bytes) -> str:
-    return decoded(body, KillBody, "/kill", '{"node": "worker:1"}').node
+def parse_kill_target(body: bytes) -> str:
+    return decode_body(body, KillBody, "/kill", '{"node": "worker:1"}').node
 
 
-def log_piece(told: LogChunk) -> LogReply:
+def make_log_reply(told: LogChunk) -> LogReply:
     return LogReply("Get log successful.", told.lines.decode("utf-8", "replace"), told.start, told.next_start, told.size)
 
 
-def whole_number(said: str, name: str, low: int, high: int) -> int:
+def parse_integer(said: str, name: str, low: int, high: int) -> int:
     """A whole number of a query."""
     if not re.fullmatch(r"[+-]?[0-9]{1,18}", said, re.ASCII) or not low <= int(said) <= high:
-        raise UsageError(f"{name}={said[:SHOWN]!r} is not a whole number from {low} to {high}")
+        raise UsageError(f"{name}={said[:QUOTED_TEXT_MAX]!r} is not a whole number from {low} to {high}")
     return int(said)
 
 
-def moment(said: str, name: str) -> float:
+def parse_timestamp(said: str, name: str) -> float:
     """A time of a query, in seconds since 1970."""
     try:
         found = float(said)
     except ValueError:
         found = math.nan
     if not math.isfinite(found):
-        raise UsageError(f"{name}={said[:SHOWN]!r} is not a time: give seconds since 1970")
+        raise UsageError(f"{name}={said[:QUOTED_TEXT_MAX]!r} is not a time: give seconds since 1970")
     return found
 
 
-def short(said: str, name: str) -> str:
+def check_text_length(said: str, name: str) -> str:
     """A text of a query."""
     if len(said) > NODE_ID_MAX:
         raise UsageError(f"{name} is longer than {NODE_ID_MAX} characters: ask for less")
     return said
 
 
-def gone(body: bytes) -> GoneBody:
-    said = decoded(body, GoneBody, "/gone", '{"life": "...", "reason": "..."}')
+def parse_host_gone(body: bytes) -> GoneBody:
+    said = decode_body(body, GoneBody, "/gone", '{"life": "...", "reason": "..."}')
     return GoneBody(said.life, _printable(said.reason))
 
 
@@ -261,14 +263,14 @@ def _printable(text: str) -> str:
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
-_MINDSPORE = {  # what MindSpore says where a body is wrong, by what msgspec says
+_MINDSPORE_MESSAGES = {  # what MindSpore says where a body is wrong, by what msgspec says
     "missing required field": "The json is not contain the key:{}. ",
     "`float` >= 0": "The value should not be less than 0. ",
     "`array` of length >= 1": "The node ids should not be empty. ",
 }
 
 
-def decoded(body: bytes, kind: type[Body], path: str, shape: str) -> Body:
+def decode_body(body: bytes, kind: type[Body], path: str, shape: str) -> Body:
     """The body of a POST, or a sentence that says where it breaks."""
     try:
         body.decode()
@@ -277,12 +279,12 @@ def decoded(body: bytes, kind: type[Body], path: str, shape: str) -> Body:
         raise UsageError(f"the body of POST {path} is not UTF-8 (byte {bad.start}): send JSON in UTF-8") from bad
     except msgspec.ValidationError as bad:
         key = str(bad).partition("field `")[2].partition("`")[0]
-        seed = next((words.format(key) for mark, words in _MINDSPORE.items() if mark in str(bad)), "")
-        raise UsageError(f"{seed}the body of POST {path} is not {shape}: {_lower(str(bad))}") from bad
+        seed = next((words.format(key) for mark, words in _MINDSPORE_MESSAGES.items() if mark in str(bad)), "")
+        raise UsageError(f"{seed}the body of POST {path} is not {shape}: {_lower_first_letter(str(bad))}") from bad
     except msgspec.DecodeError as bad:
         where = "" if "(byte " in str(bad) else f" (byte {len(body)})"
-        raise UsageError(f"the body of POST {path} is not JSON: {_lower(str(bad))}{where}") from bad
+        raise UsageError(f"the body of POST {path} is not JSON: {_lower_first_letter(str(bad))}{where}") from bad
 
 
-def _lower(sentence: str) -> str:
+def _lower_first_letter(sentence: str) -> str:
     return sentence if sentence.startswith("JSON") else sentence[:1].lower() + sentence[1:]

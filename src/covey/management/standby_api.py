@@ -7,7 +7,7 @@ from collections.abc import Callable
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from covey.management.common_api import refusal, target
+from covey.management.common_api import error_response, path_and_query
 
 
 def make_app(leader: Callable[[], str]) -> ASGIApp:
@@ -17,9 +17,9 @@ def make_app(leader: Callable[[], str]) -> ASGIApp:
         where = leader()
         if where:
             sentence = f"this scheduler stands by: the one that leads answers at {where}"
-            reply = refusal(307, sentence, {"location": where + target(Request(scope))})
+            reply = error_response(307, sentence, {"location": where + path_and_query(Request(scope))})
         else:
-            reply = refusal(503, "this scheduler stands by, and nobody leads now: ask again in a moment")
+            reply = error_response(503, "this scheduler stands by, and nobody leads now: ask again in a moment")
         await reply(scope, receive, send)
 
     return answer

@@ -13,8 +13,8 @@ from covey.core.incidents import Incident
 from covey.core.messages import NODE_ID_MAX, KillRequest, LogChunk, RequestAccepted, ScaleAccepted, ScaleRequest, StopRequest
 from covey.errors import PeerError
 from covey.management import common_api, schemas
-from covey.management.common_api import SHOWN, as_json, peer, refusal, whole_body
-from covey.management.openapi import COMMON, Operation, Parameter
+from covey.management.common_api import QUOTED_TEXT_MAX, describe_peer, error_response, json_response, read_body
+from covey.management.openapi import COMMON_OPERATIONS, Operation, Parameter
 from covey.management.schemas import (
     GoneBody,
     KillBody,
@@ -29,13 +29,13 @@ from covey.management.schemas import (
 
 LOG_START_MAX: Final = 1 << 53  # bytes
 START_LIMITS: Final = (("minimum", -LOG_START_MAX), ("maximum", LOG_START_MAX))
-NUMBER = Parameter("number", "path", "integer", "The operation's number.", (("minimum", 1),))
-LOG = (
+NUMBER_PARAMETER = Parameter("number", "path", "integer", "The operation's number.", (("minimum", 1),))
+LOG_PARAMETERS = (
     Parameter("node", "path", "string", "As in worker:1.", (("minLength", 1), ("maxLength", 200))),
     Parameter("start", "query", "integer", "The byte to begin at; negative: so many before the end.", START_LIMITS),
     Parameter("find", "query", "string", "Only lines that have this text.", (("maxLength", NODE_ID_MAX),)),
 )
-TRAINING = (
+TRAINING_OPERATIONS = (
     Operation("recoveries", "GET", "/recoveries", "What went wrong, what was done, how long each stage took.", RecoveriesReply),
     Operation(
         "scaleout", "POST", "/scaleout", "Ask for more workers, or for more parameter servers.", ScaleReply, ScaleOutBody
@@ -43,19 +43,29 @@ TRAINING = (
     Operation("scalein", "POST", "/scalein", "Ask workers or parameter servers to go.", ScaleReply, ScaleInBody),
     Operation("rollback", "POST", "/scaleoutRollback", "Take back a growth that is under way.", ScaleReply),
     Operation(
-        "operation", "GET", "/operations/{number}", "How a change of the world's size goes.", Incident, parameters=(NUMBER,)
+        "operation",
+        "GET",
+        "/operations/{number}",
+        "How a change of the world's size goes.",
+        Incident,
+        parameters=(NUMBER_PARAMETER,),
     ),
     Operation("kill", "POST", "/kill", "Kill a node's process, to see what follows.", Reply, KillBody),
     Operation("dump", "POST", "/dump", "Have the ranks write down what they hold, then end.", Reply, StopBody),
     Operation(
-        "logs", "GET", "/logs/{node}", "What a node has printed: whole lines, a piece at a time.", LogReply, parameters=LOG
+        "logs",
+        "GET",
+        "/logs/{node}",
+        "What a node has printed: whole lines, a piece at a time.",
+        LogReply,
+        parameters=LOG_PARAMETERS,
     ),
     Operation("gone", "POST", "/gone", "Say that a host is over, so that nobody waits for it.", Reply, GoneBody),
 )
-OPERATIONS = (*COMMON, *TRAINING)
+ALL_OPERATIONS = (*COMMON_OPERATIONS, *TRAINING_OPERATIONS)
 
 
-class Source(common_api.Source, Protocol):
+class TrainingSource(common_api.ClusterSource, Protocol):
     """What the scheduler of a training lends the console besides."""
 
     def recoveries(self) -> list[Incident]: ...
@@ -67,60 +77,70 @@ class Source(common_api.Source, Protocol):
     async def report_host_gone(self, life: str, reason: str) -> None: ...
 
 
-class Answers:
+class TrainingHandlers:
     """One method for each operation of a training, by its name."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: TrainingSource) -> None:
         self._source = source
 
     async def recoveries(self, request: Request) -> Response:
-        return as_json(schemas.recoveries(self._source.recoveries()))
+        return json_response(schemas.make_recoveries_reply(self._source.recoveries()))
 
     async def scaleout(self, request: Request) -> Response:
-        return await self._asked("Cluster begin to scale out.", schemas.scale_out(await whole_body(request)))
+        return await self._submit_request("Cluster begin to scale out.", schemas.parse_scale_out(await read_body(request)))
 
     async def scalein(self, request: Request) -> Response:
-        return await self._asked("Cluster begin to scale in.", schemas.scale_in(await whole_body(request)))
+        return await self._submit_request("Cluster begin to scale in.", schemas.parse_scale_in(await read_body(request)))
 
     async def rollback(self, request: Request) -> Response:
-        return await self._asked("Cluster scale out rollback success.", ScaleRequest(roll_back=True))
+        return await self._submit_request("Cluster scale out rollback success.", ScaleRequest(roll_back=True))
 
     async def operation(self, request: Request) -> Response:
         number = request.path_params["number"]
-        found = schemas.operation(self._source.recoveries(), number)
-        return as_json(found) if found is not None else refusal(404, f"no operation has the number {number[:SHOWN]!r}")
+        found = schemas.find_resize(self._source.recoveries(), number)
+        return (
+            json_response(found)
+            if found is not None
+            else error_response(404, f"no operation has the number {number[:QUOTED_TEXT_MAX]!r}")
+        )
 
     async def kill(self, request: Request) -> Response:
-        return await self._asked("", KillRequest(schemas.victim(await whole_body(request)), f"asked by {peer(request)}"))
+        return await self._submit_request(
+            "", KillRequest(schemas.parse_kill_target(await read_body(request)), f"asked by {describe_peer(request)}")
+        )
 
     async def dump(self, request: Request) -> Response:
-        reason = schemas.stop_reason(await whole_body(request), "/dump")
-        return await self._asked("", StopRequest(reason, dump=True))
+        reason = schemas.parse_stop_reason(await read_body(request), "/dump")
+        return await self._submit_request("", StopRequest(reason, dump=True))
 
     async def logs(self, request: Request) -> Response:
-        start = schemas.whole_number(request.query_params.get("start", "0"), "start", -LOG_START_MAX, LOG_START_MAX)
-        find = schemas.short(request.query_params.get("find", ""), "find")
+        start = schemas.parse_integer(request.query_params.get("start", "0"), "start", -LOG_START_MAX, LOG_START_MAX)
+        find = schemas.check_text_length(request.query_params.get("find", ""), "find")
         try:
-            return as_json(schemas.log_piece(await self._source.read_log(request.path_params["node"][:SHOWN], start, find)))
+            return json_response(
+                schemas.make_log_reply(await self._source.read_log(request.path_params["node"][:QUOTED_TEXT_MAX], start, find))
+            )
         except PeerError as refused:
-            return refusal(404, str(refused))
+            return error_response(404, str(refused))
 
     async def gone(self, request: Request) -> Response:
-        said = schemas.gone(await whole_body(request))
+        said = schemas.parse_host_gone(await read_body(request))
         await self._source.report_host_gone(said.life, said.reason)
-        return as_json(Reply("Nobody waits for that host any longer."))
+        return json_response(Reply("Nobody waits for that host any longer."))
 
-    async def _asked(self, message: str, wish: ScaleRequest | KillRequest | StopRequest) -> Response:
+    async def _submit_request(self, message: str, wish: ScaleRequest | KillRequest | StopRequest) -> Response:
         try:
             decided = await self._source.submit_request(wish)
         except PeerError as refused:
-            return refusal(409, str(refused))
+            return error_response(409, str(refused))
         if isinstance(decided, RequestAccepted):
-            return as_json(Reply(decided.reason))
-        return as_json(ScaleReply(message, str(decided.operation), decided.reason))
+            return json_response(Reply(decided.reason))
+        return json_response(ScaleReply(message, str(decided.operation), decided.reason))
 
 
-def make_app(source: Source, *, token: str, settings: Sequence[tuple[str, str, str, str]] = ()) -> Starlette:
+def make_app(source: TrainingSource, *, token: str, settings: Sequence[tuple[str, str, str, str]] = ()) -> Starlette:
     """The application for `covey.management.http_server.Server`."""
-    answers = Answers(source)
-    return common_api.make_app(source, token=token, settings=settings, more={op: getattr(answers, op.name) for op in TRAINING})
+    answers = TrainingHandlers(source)
+    return common_api.make_app(
+        source, token=token, settings=settings, more={op: getattr(answers, op.name) for op in TRAINING_OPERATIONS}
+    )

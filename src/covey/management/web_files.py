@@ -9,20 +9,20 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Final
 
-FOLDER: Final = Path(__file__).with_name("web")
-PATH: Final = "/console/"
-TYPES: Final = {
+WEB_DIRECTORY: Final = Path(__file__).with_name("web")
+URL_PREFIX: Final = "/console/"
+MEDIA_TYPES: Final = {
     ".html": "text/html; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-POLICY: Final = (
+CONTENT_SECURITY_POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-HEADERS: Final = {
-    "Content-Security-Policy": POLICY,
+SECURITY_HEADERS: Final = {
+    "Content-Security-Policy": CONTENT_SECURITY_POLICY,
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Referrer-Policy": "no-referrer",
@@ -30,7 +30,7 @@ HEADERS: Final = {
 }
 
 
-def files() -> dict[str, tuple[bytes, str]]:
+def read_web_files() -> dict[str, tuple[bytes, str]]:
     """By path: content and type."""
-    found = {PATH + path.name: (path.read_bytes(), TYPES[path.suffix]) for path in sorted(FOLDER.iterdir())}
-    return {"/": found.pop(f"{PATH}index.html"), **found}
+    found = {URL_PREFIX + path.name: (path.read_bytes(), MEDIA_TYPES[path.suffix]) for path in sorted(WEB_DIRECTORY.iterdir())}
+    return {"/": found.pop(f"{URL_PREFIX}index.html"), **found}

@@ -9,7 +9,7 @@ from covey.core.event_log import Event, EventLog
 from covey.core.messages import EventsReply, EventsRequest, Refused
 from covey.log import log_event
 from covey.transport.connection import Connection
-from covey.wall_clock import wall
+from covey.wall_clock import wall_time
 
 SUBSCRIBERS_MAX = 64
 
@@ -28,7 +28,7 @@ class EventStream:
     def append_event(self, news: PublishEvent) -> Event:
         """Log it and keep it."""
         log_event(news)
-        return self.event_log.add(news, wall())
+        return self.event_log.add(news, wall_time())
 
     def handle_events_request(self, link: Connection, asked: EventsRequest) -> None:
         """Tell what is known; and from now on the rest."""

@@ -21,7 +21,7 @@ from typing import Final
 import psutil
 
 from covey.errors import UsageError
-from covey.wall_clock import CLOCK_VARIABLE
+from covey.wall_clock import FAULT_CLOCK_VARIABLE
 
 PIDFD_GETFD: Final = 438  # the system call; Python has no word for it
 SLOW_ON_S: Final = 0.02  # of every tenth of a second
@@ -173,13 +173,13 @@ def fill_disk_blocker(folder: Path) -> str:
 def find_clock_file(pid: int) -> Path:
     """The file by which a run's wall clock can be changed. Raises `UsageError` where it cannot."""
     try:
-        named = psutil.Process(pid).environ().get(CLOCK_VARIABLE, "")
+        named = psutil.Process(pid).environ().get(FAULT_CLOCK_VARIABLE, "")
     except psutil.Error as error:
         raise UsageError(f"the environment of process {pid} cannot be read: {error}") from error
     if not named:
         raise UsageError(
             f"the clock of single processes can only jump where they were told to look for it: start the run with"
-            f" {CLOCK_VARIABLE}=FILE, or leave clock out of --faults"
+            f" {FAULT_CLOCK_VARIABLE}=FILE, or leave clock out of --faults"
         )
     return Path(named)
 

@@ -62,7 +62,7 @@ def make_node_settings(settings: Settings, door: SchedulerAddress) -> NodeSettin
         receive_timeout_s=settings.receive_timeout_s,
         retry_lower_s=min(settings.retry_lower_s, often),
         retry_upper_s=min(settings.retry_upper_s, often),
-        recovery=settings.recovery or settings.stands_by,
+        recovery=settings.recovery or settings.uses_leader_election,
         heartbeats_enabled=not settings.disable_heartbeat,
     )
 

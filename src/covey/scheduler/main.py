@@ -18,17 +18,19 @@ from covey.runtime import linux
 from covey.runtime.listeners import ListeningSockets, raise_file_limit
 from covey.scheduler.scheduler import exit_now
 from covey.scheduler.service import SchedulerHandoff, SchedulerService
-from covey.settings import Loaded, load, require_raw
+from covey.settings import LoadedSettings, check_manual_settings, load_settings
 
 HANDOFF_VARIABLE = "COVEY_KEPT"
 
 
-def run_scheduler(loaded: Loaded, *, sockets: ListeningSockets | None = None, kept: SchedulerHandoff | None = None) -> int:
+def run_scheduler(
+    loaded: LoadedSettings, *, sockets: ListeningSockets | None = None, kept: SchedulerHandoff | None = None
+) -> int:
     """Run a scheduler until its cluster has ended; returns the code to end with. `kept`: it is an agent's child."""
     raise_file_limit()
     office = SchedulerService(loaded, sockets, kept)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(office.stand_by() if loaded.settings.stands_by else office.serve())
+        return runner.run(office.stand_by() if loaded.settings.uses_leader_election else office.serve())
 
 
 def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
@@ -39,16 +41,16 @@ def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
     return uvloop.Loop
 
 
-def run_scheduler_and_exit(loaded: Loaded) -> None:
+def run_scheduler_and_exit(loaded: LoadedSettings) -> None:
     """The role MS_SCHED of `covey.init()`: serve, and never return to the training code."""
     configure_logging(loaded.settings, "scheduler")
     try:
-        require_raw(loaded.settings)
+        check_manual_settings(loaded.settings)
         settings = loaded.settings
         port = int(ps_context.get_ps_context("scheduler_manage_port"))
         if ps_context.is_set("scheduler_manage_port"):
             origins = loaded.origins | {"manage_port": "set_ps_context"}
-            loaded = Loaded(msgspec.structs.replace(settings, manage_port=port), origins)
+            loaded = LoadedSettings(msgspec.structs.replace(settings, manage_port=port), origins)
         code = run_scheduler(loaded)
     except CoveyError as error:
         log.error("%s", error)
@@ -63,7 +65,7 @@ def main() -> None:
         linux.die_with_parent(kept.agent_pid)
     cluster, manage = ([socket.socket(fileno=number) for number in group] for group in kept.socket_fds)
     try:
-        loaded = load(os.environ)
+        loaded = load_settings(os.environ)
         configure_logging(loaded.settings, "scheduler")
         code = run_scheduler(loaded, sockets=ListeningSockets(cluster, manage), kept=kept)
     except CoveyError as error:

@@ -56,7 +56,7 @@ from covey.scheduler.journal_commits import LEASE_NOT_RENEWED, JournalCommits, L
 from covey.storage.cas_journal import CasJournal
 from covey.storage.journal import Journal
 from covey.transport.connection import Connection, Listener
-from covey.wall_clock import wall
+from covey.wall_clock import wall_time
 
 TICK_S: Final = 0.25
 PENDING_EFFECTS_MAX: Final = 1_000_000
@@ -113,7 +113,7 @@ class Scheduler:
         self._logged_peers: set[tuple[str, str]] = set()  # whom we told about, and why
         self._owner_looked_up_at = -OWNER_LOOKUP_INTERVAL_S
         self._owner_lookup: asyncio.Task[None] | None = None  # of a connection's owner
-        self._started_at = wall()
+        self._started_at = wall_time()
         self._ended: asyncio.Future[EndCluster] | None = None
         self._machine: SchedulerMachine | None = None
 
@@ -127,7 +127,7 @@ class Scheduler:
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
         self._machine = SchedulerMachine(
-            self._settings, cluster_id=self.cluster_id, job=self.info.job, now=loop.time(), wall=wall()
+            self._settings, cluster_id=self.cluster_id, job=self.info.job, now=loop.time(), wall=wall_time()
         )
         records = self._journal.read() if self._journal is not None else ()
         self._event_stream.event_log.restore(self._journal.read_events() if self._journal is not None else ())
@@ -233,7 +233,7 @@ class Scheduler:
             self.machine.cluster,
             scheduler=me,
             started_at=self._started_at,
-            wall=wall(),
+            wall=wall_time(),
             now=asyncio.get_running_loop().time(),
             incidents=self.machine.incidents,
             address=place.address,

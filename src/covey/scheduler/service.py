@@ -36,7 +36,7 @@ from covey.runtime.management_port import serve_management_port
 from covey.scheduler.journal_commits import RETRY_DISK_S, LeadershipHandedOver, LeaderTerm, SteppedDown
 from covey.scheduler.lease_keeper import LeaseKeeper, StandbyClusterEnded, kill_predecessor
 from covey.scheduler.scheduler import Scheduler, SchedulerInfo, exit_now, on_signal
-from covey.settings import Loaded, Settings, rows, serving_said
+from covey.settings import LoadedSettings, Settings, serving_variables, settings_table
 from covey.storage import cluster_registry
 from covey.storage.cas_journal import CasJournal, open_cas_journal
 from covey.storage.cas_store import CasStore, FileCasStore, open_cas_store
@@ -62,10 +62,10 @@ class SchedulerHandoff(msgspec.Struct, frozen=True):
 class SchedulerService:
     """What a scheduler is made from, each time this process becomes one."""
 
-    def __init__(self, loaded: Loaded, sockets: ListeningSockets | None, kept: SchedulerHandoff | None) -> None:
+    def __init__(self, loaded: LoadedSettings, sockets: ListeningSockets | None, kept: SchedulerHandoff | None) -> None:
         settings = loaded.settings
         self._settings = settings
-        self._settings_table = rows(loaded)
+        self._settings_table = settings_table(loaded)
         self._manage_port_given = loaded.origins.get("manage_port") != "default"
         self._sockets = sockets
         self._handoff = kept
@@ -299,7 +299,7 @@ def make_cluster_settings(settings: Settings, max_restarts: int = 0, *, agents_r
         extra_ranks=settings.extra_ranks,
         grace_s=settings.grace_s,
         copies=settings.ps_copies,
-        serving=serving_said(settings),
+        serving=serving_variables(settings),
         worker_max=settings.worker_max,
         last_call_s=settings.last_call_s,
         shrink_after_s=settings.shrink_after_s,

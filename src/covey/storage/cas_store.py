@@ -170,7 +170,7 @@ def open_cas_store(where: str, *, folder: str, job: str) -> CasStore:
         authority, _, prefix = rest.partition("/")
         return EtcdCasStore(f"{'https' if scheme == 'etcds' else 'http'}://{authority}", prefix or f"covey/{job}")
     if scheme == "kubernetes":
-        from covey.kubernetes.cas_store import KubernetesCells
+        from covey.kubernetes.cas_store import KubernetesCasStore
 
-        return KubernetesCells.named(rest)
+        return KubernetesCasStore.from_name(rest)
     raise UsageError(f"COVEY_LEASE={where} is no store: file, etcd://HOST:PORT or kubernetes://NAME is")

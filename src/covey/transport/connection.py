@@ -26,7 +26,7 @@ from covey.transport import address, tls
 from covey.transport.address import BACKLOG
 from covey.transport.framing import FrameDecoder, encode_frame, from_agent_decoder, from_node_decoder, from_scheduler_decoder
 from covey.transport.handshake import ClientHandshake, HandshakeError, SecretNotRequired, ServerHandshake, is_mindspore
-from covey.wall_clock import wall
+from covey.wall_clock import wall_time
 
 HANDSHAKE_TIMEOUT_S: Final = 10.0
 FIRST_BYTES_TIMEOUT_S: Final = (
@@ -241,7 +241,7 @@ class Connection(asyncio.Protocol):
                 self.on_mindspore(self)
             elif self._hello_timer is not None:
                 self._send_hello()
-            done = greeting.feed(data, wall())
+            done = greeting.feed(data, wall_time())
             if done is None:
                 return b""
             reply, rest = done

@@ -50,7 +50,7 @@ from covey.runtime import credentials, host_identity
 from covey.runtime.log_stream import install_log_streams
 from covey.runtime.node_runtime import NodeRuntime, SchedulerAddress, make_node_settings
 from covey.runtime.relayed_runtime import RelayedRuntime
-from covey.settings import Settings, serving_said
+from covey.settings import Settings, serving_variables
 from covey.training.worker_context import GenerationStarted, HealPlanReceived
 from covey.transport import address
 from covey.worker import spare, supervisor
@@ -444,7 +444,7 @@ def scheduler_address(settings: Settings) -> SchedulerAddress:
 def _make_fingerprint(settings: Settings) -> dict[str, str]:
     given = {"MS_WORKER_NUM": settings.worker_num, "MS_SERVER_NUM": settings.server_num}
     found = {name: str(number) for name, number in given.items() if number or name == "MS_SERVER_NUM"}
-    return found | (serving_said(settings) if settings.server_num else {})
+    return found | (serving_variables(settings) if settings.server_num else {})
 
 
 def wait_until_cluster_ends(node: MembershipThread) -> None:

@@ -15,15 +15,15 @@ from click.shell_completion import ShellComplete
 from tests.http.serving import a_node, a_view
 
 from covey.cli import main as command
-from covey.cli.common import unreadable
-from covey.cli.completion import SHELLS, script
-from covey.cli.kill import chosen
-from covey.cli.kubernetes import Wish, job_of
+from covey.cli.common import read_blocker
+from covey.cli.completion import SHELLS, completion_script
+from covey.cli.kill import find_node
+from covey.cli.kubernetes import SubmitOptions, build_msjob
 from covey.cli.main import verbs
-from covey.cli.run.command import log_folder
-from covey.cli.run.display import Show
+from covey.cli.run.command import prepare_log_dir
+from covey.cli.run.display import LiveDisplay
 from covey.cli.run.plan import RunPlan
-from covey.cli.status import draw, node_lines
+from covey.cli.status import format_node_lines, print_cluster_table
 from covey.core.types import Role
 from covey.errors import ExitCode, UsageError
 from covey.runtime.node_runtime import SchedulerAddress
@@ -98,7 +98,7 @@ def test_a_mistake_is_one_sentence(
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     os.mkfifo(tmp_path / "pipe")
-    found = {name: unreadable(tmp_path / name) for name in ("train.py", "absent.py", "x" * 300, "pipe", ".")}
+    found = {name: read_blocker(tmp_path / name) for name in ("train.py", "absent.py", "x" * 300, "pipe", ".")}
     no_file = "read (it is no file)"
     assert [*found.values()] == ["", "found", "read (File name too long)", no_file, no_file]
 
@@ -108,7 +108,7 @@ def test_a_script_that_cannot_go_along(tmp_path: Path, content: bytes, why: str)
     path = tmp_path / "train.py"
     path.write_bytes(content)
     with pytest.raises(UsageError, match=f"lies here but {why}") as refused:
-        job_of(Wish(str(path), (), "", 1, 1, "image", "", 0))
+        build_msjob(SubmitOptions(str(path), (), "", 1, 1, "image", "", 0))
     assert refused.value.exit_code == ExitCode.BAD_SCRIPT
 
 
@@ -131,7 +131,7 @@ def test_what_the_system_refuses_is_one_sentence(
     def refuse(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr("covey.cli.status.settings", refuse)
+    monkeypatch.setattr("covey.cli.status.print_settings", refuse)
     monkeypatch.setattr("sys.argv", ["covey", "env"])
     monkeypatch.setattr(os, "dup2", lambda *_: None)  # the tests' own output stays
     with pytest.raises(SystemExit) as ended:
@@ -153,7 +153,7 @@ def test_a_log_folder_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.chdir(tmp_path / name)
     Path("circle").symlink_to("circle")
     with pytest.raises(UsageError, match=why):
-        log_folder(RunPlan(log_dir=log_dir))
+        prepare_log_dir(RunPlan(log_dir=log_dir))
 
 
 def test_a_run_goes_on_when_nobody_reads_it_and_who_only_looks_goes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,21 +162,21 @@ def test_a_run_goes_on_when_nobody_reads_it_and_who_only_looks_goes(monkeypatch:
     with os.fdopen(write, "w") as unread:
         monkeypatch.setattr("sys.stdout", unread)
         with pytest.raises(BrokenPipeError):
-            Show(SchedulerAddress("127.0.0.1", 1), live=False, patience_s=1.0).say("a line")
-        Show(SchedulerAddress("127.0.0.1", 1), live=False).say("a line")
+            LiveDisplay(SchedulerAddress("127.0.0.1", 1), live=False, patience_s=1.0).print_message("a line")
+        LiveDisplay(SchedulerAddress("127.0.0.1", 1), live=False).print_message("a line")
         assert Path(f"/proc/self/fd/{write}").readlink() == Path("/dev/null")
 
 
 def test_names_from_the_wire_are_no_markup_and_move_no_cursor(capsys: pytest.CaptureFixture[str]) -> None:
     node = msgspec.structs.replace(a_node(Role.WORKER, 0), host="[/bold]\x1b[2J", phase="a\nb")
-    draw(msgspec.structs.replace(a_view(node), reason="\x1b]0;x"))
+    print_cluster_table(msgspec.structs.replace(a_view(node), reason="\x1b]0;x"))
     said = capsys.readouterr().out
     assert r"[/bold]\x1b[2J" in said and r"a\nb" in said and r"\x1b]0;x" in said and "\x1b" not in said
 
 
 def test_nodes_have_a_header_and_a_dash_for_an_unknown_pid() -> None:
     known = msgspec.structs.replace(a_node(Role.WORKER, 1), pid=4711)
-    header, *lines = node_lines(a_view(a_node(Role.WORKER, 0), known))
+    header, *lines = format_node_lines(a_view(a_node(Role.WORKER, 0), known))
     assert header.split() == ["node", "rank", "role", "host", "state", "step", "doing", "beat", "restarts", "pid"]
     ends = [(line.split()[0], line.split()[-1]) for line in lines]
     assert ends == [("scheduler:scheduler--1", "-"), ("worker:worker-0", "-"), ("worker:worker-1", "4711")]
@@ -186,9 +186,9 @@ def test_nodes_have_a_header_and_a_dash_for_an_unknown_pid() -> None:
 def test_nodes_are_chosen_by_rank_or_name() -> None:
     worker, server = a_node(Role.WORKER, 1), a_node(Role.PSERVER, 1)
     view = a_view(a_node(Role.WORKER, 0), server, worker)
-    assert chosen(view, "1") == chosen(view, "worker:worker-1") == worker
-    assert chosen(view, "pserver:pserver-1") == server
-    assert chosen(view, "scheduler") == chosen(view, "scheduler:scheduler--1") == view.nodes[0]
+    assert find_node(view, "1") == find_node(view, "worker:worker-1") == worker
+    assert find_node(view, "pserver:pserver-1") == server
+    assert find_node(view, "scheduler") == find_node(view, "scheduler:scheduler--1") == view.nodes[0]
 
 
 @pytest.mark.parametrize(
@@ -202,13 +202,13 @@ def test_nodes_are_chosen_by_rank_or_name() -> None:
 )
 def test_a_node_that_is_not_there_is_not_chosen(wanted: str, sentence: str) -> None:
     with pytest.raises(UsageError) as refused:
-        chosen(a_view(a_node(Role.WORKER, 0), a_node(Role.WORKER, 1)), wanted)
+        find_node(a_view(a_node(Role.WORKER, 0), a_node(Role.WORKER, 1)), wanted)
     assert (str(refused.value), refused.value.exit_code) == (sentence, ExitCode.BAD_SETTING)
 
 
 def test_no_rank_is_chosen_where_there_are_no_workers() -> None:
     with pytest.raises(UsageError, match="there is no rank 0: the cluster has no workers"):
-        chosen(a_view(), "0")
+        find_node(a_view(), "0")
 
 
 def test_covey_alone_shows_its_verbs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -219,7 +219,7 @@ def test_covey_alone_shows_its_verbs(monkeypatch: pytest.MonkeyPatch, capsys: py
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_shell_gets_its_script(shell: str) -> None:
-    assert "_COVEY_COMPLETE" in script(verbs, shell)
+    assert "_COVEY_COMPLETE" in completion_script(verbs, shell)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from tests.processes.fakes import fake_scheduler
 from tests.processes.harness import free_port
 
-from covey.cli.kill import kill
+from covey.cli.kill import kill_process
 from covey.core.cluster.view import ClusterView, NodeView
 from covey.core.messages import ViewReply, ViewRequest
 from covey.core.types import Phase, Role
@@ -28,7 +28,7 @@ def refusal(wanted: str, *, pid: int) -> str:
         fake_scheduler(port, lambda message: [told] if isinstance(message, ViewRequest) else []),
         pytest.raises(PeerError) as refused,
     ):
-        kill(f"127.0.0.1:{port}", wanted)
+        kill_process(f"127.0.0.1:{port}", wanted)
     assert refused.value.exit_code == ExitCode.REFUSED
     return str(refused.value)
 

@@ -13,7 +13,7 @@ from covey.errors import UsageError
 from covey.federated import context
 
 # Every key of the original with its documented default.
-DOCUMENTED: dict[str, context.Value] = {
+DOCUMENTED: dict[str, context.ContextValue] = {
     "enable_fl": False, "server_mode": "FEDERATED_LEARNING", "ms_role": "MS_SERVER", "worker_num": 0, "server_num": 0,
     "scheduler_ip": "0.0.0.0", "scheduler_port": 6667, "fl_server_port": 6668, "scheduler_manage_port": 11202,
     "enable_fl_client": False, "fl_name": "", "start_fl_job_threshold": 1, "start_fl_job_time_window": 3000,
@@ -31,7 +31,7 @@ DOCUMENTED: dict[str, context.Value] = {
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.delenv(context.VARIABLE, raising=False)
+    monkeypatch.delenv(context.CONTEXT_VARIABLE, raising=False)
     covey.reset_fl_context()
     yield
     covey.reset_fl_context()
@@ -103,7 +103,7 @@ def test_a_password_is_not_shown() -> None:
 
 def test_what_a_command_gave_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     covey.set_fl_context(server_num=4)
-    monkeypatch.setenv(context.VARIABLE, json.dumps({"server_num": 2}))
+    monkeypatch.setenv(context.CONTEXT_VARIABLE, json.dumps({"server_num": 2}))
     assert covey.get_fl_context("server_num") == 2
 
 
@@ -140,7 +140,7 @@ def test_where_state_lives(tmp_path: Path, recovery: object, found: str | None) 
     config = tmp_path / "config.json"
     config.write_text(json.dumps({} if recovery is None else {"recovery": recovery}))
     covey.set_fl_context(config_file_path=str(config))
-    assert context.recovery() == (None if found is None else tmp_path / found)
+    assert context.find_recovery_path() == (None if found is None else tmp_path / found)
 
 
 @pytest.mark.parametrize("recovery", [{"storage_type": 2, "storage_file_path": "x"}, {"storage_type": 1}, {}, "x"])
@@ -149,4 +149,4 @@ def test_another_storage_is_an_error(tmp_path: Path, recovery: object) -> None:
     config.write_text(json.dumps({"recovery": recovery}))
     covey.set_fl_context(config_file_path=str(config))
     with pytest.raises(UsageError, match="recovery in"):
-        context.recovery()
+        context.find_recovery_path()

@@ -7,21 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from covey.federated.model_codec import decode_flat, flat_head, raw
-from covey.federated.update_compression import KINDS, Compressor, decode, encode
+from covey.federated.model_codec import decode_flat, encode_flat_header, view_bytes
+from covey.federated.update_compression import COMPRESSION_TYPES, Compressor, compress_update, decompress_update
 
-SMALL = KINDS[1:]
+SMALL = COMPRESSION_TYPES[1:]
 
 
 @pytest.mark.parametrize("kind", SMALL)
 @given(st.integers(1, 700), st.floats(0.05, 1.0), st.integers(1, 50))
 def test_what_is_sent_comes_back_within_half_a_step(kind: str, size: int, rate: float, iteration: int) -> None:
     change = np.random.default_rng(size).standard_normal(size).astype(np.float32)
-    arrays = encode(change, kind, rate, iteration)
-    head = flat_head(arrays, {"fl_id": "d"})
-    body = memoryview(head + b"".join(bytes(raw(array)) for array in arrays.values()))
+    arrays = compress_update(change, kind, rate, iteration)
+    head = encode_flat_header(arrays, {"fl_id": "d"})
+    body = memoryview(head + b"".join(bytes(view_bytes(array)) for array in arrays.values()))
     metadata, received = decode_flat(body)
-    found = decode(received, size, kind, rate, iteration)
+    found = decompress_update(received, size, kind, rate, iteration)
     assert metadata == {"fl_id": "d"}
     sent = found != 0
     assert np.abs(found - change)[sent].max(initial=0.0) <= 0.51 * np.abs(change).max() / 127
@@ -39,8 +39,8 @@ def test_what_is_not_sent_is_said_later(kind: str) -> None:
     for iteration in range(1, 101):
         arrays = compressor.encode(change, kind, 0.1, iteration)
         if iteration % 7:  # a round that closed without it: nothing was sent, and that difference is lost as any other
-            arrived += decode(arrays, 1000, kind, 0.1, iteration)
-            compressor.sent()
+            arrived += decompress_update(arrays, 1000, kind, 0.1, iteration)
+            compressor.commit_residual()
     counted = sum(1 for iteration in range(1, 101) if iteration % 7)
     assert np.abs(arrived / counted - change).mean() < (0.01 if kind == "QUANT" else 0.3)
     assert np.corrcoef(arrived, change)[0, 1] > 0.95
@@ -48,20 +48,20 @@ def test_what_is_not_sent_is_said_later(kind: str) -> None:
 
 def test_sizes() -> None:
     change = np.random.default_rng(1).standard_normal(100_000).astype(np.float32)
-    sizes = {kind: sum(a.nbytes for a in encode(change, kind, 0.1, 1).values()) / change.nbytes for kind in SMALL}
+    sizes = {kind: sum(a.nbytes for a in compress_update(change, kind, 0.1, 1).values()) / change.nbytes for kind in SMALL}
     assert sizes["QUANT"] < 0.26 and sizes["TOP_K"] < 0.13 and sizes["DIFF_SPARSE_QUANT"] < 0.026
 
 
 @pytest.mark.parametrize("kind", SMALL)
 def test_arrays_that_are_no_upload_are_refused(kind: str) -> None:
-    arrays = encode(np.ones(100, np.float32), kind, 0.5, 1)
+    arrays = compress_update(np.ones(100, np.float32), kind, 0.5, 1)
     with pytest.raises(ValueError, match=f"an upload of {kind} has"):
-        decode({**arrays, "int8": arrays["int8"][1:]}, 100, kind, 0.5, 1)
+        decompress_update({**arrays, "int8": arrays["int8"][1:]}, 100, kind, 0.5, 1)
     with pytest.raises(ValueError, match="not finite"):
-        decode({**arrays, "scale": np.full_like(arrays["scale"], np.nan)}, 100, kind, 0.5, 1)
+        decompress_update({**arrays, "scale": np.full_like(arrays["scale"], np.nan)}, 100, kind, 0.5, 1)
     if kind == "TOP_K":
         with pytest.raises(ValueError, match="must rise"):
-            decode({**arrays, "index": arrays["index"] + np.uint32(90)}, 100, kind, 0.5, 1)
-    head = flat_head(arrays, {})
+            decompress_update({**arrays, "index": arrays["index"] + np.uint32(90)}, 100, kind, 0.5, 1)
+    head = encode_flat_header(arrays, {})
     with pytest.raises(ValueError, match="lies in the body"):
         decode_flat(memoryview(head + b"\0"))

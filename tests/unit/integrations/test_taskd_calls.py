@@ -15,11 +15,11 @@ from covey.core.taskd_variables import TaskdSetting, read_taskd_settings
 from covey.core.types import ClusterRecord, Phase
 from covey.errors import UsageError
 from covey.integrations import taskd
-from covey.integrations.taskd.config import place
-from covey.integrations.taskd.manager_api import settle
-from covey.integrations.taskd.torchrun_patch import CannotTakeOver, command
+from covey.integrations.taskd.config import find_manager_address
+from covey.integrations.taskd.manager_api import settings_from_config
+from covey.integrations.taskd.torchrun_patch import UnsupportedByCovey, covey_run_arguments
 from covey.log import log
-from covey.settings import STRATEGY, Settings, load
+from covey.settings import DEFAULT_STRATEGY, Settings, load_settings
 from covey.storage.journal import has_resumable_journal, open_journal
 
 # -- variables -------------------------------------------------------------------------------------------------------
@@ -28,9 +28,9 @@ from covey.storage.journal import has_resumable_journal, open_journal
 @pytest.mark.parametrize(
     ("environ", "strategy"),
     [
-        ({"PROCESS_RECOVER": "on"}, STRATEGY),
+        ({"PROCESS_RECOVER": "on"}, DEFAULT_STRATEGY),
         ({"PROCESS_RECOVER": "off"}, "exit"),
-        ({"ELASTIC_PROCESS_RECOVER_ENABLE": "1"}, STRATEGY),
+        ({"ELASTIC_PROCESS_RECOVER_ENABLE": "1"}, DEFAULT_STRATEGY),
         ({"ELASTIC_PROCESS_RECOVER_ENABLE": "0"}, "exit"),
         ({"PROCESS_RECOVER": "on", "ELASTIC_PROCESS_RECOVER_ENABLE": "0"}, "exit"),
         ({"PROCESS_RECOVER": "off", "HIGH_AVAILABILITY": "recover"}, "exit"),
@@ -38,26 +38,26 @@ from covey.storage.journal import has_resumable_journal, open_journal
         ({"HIGH_AVAILABILITY": "dump,retry"}, "retry,dump,exit"),
         ({"HIGH_AVAILABILITY": "elastic-training"}, "elastic-training,exit"),
         ({"HIGH_AVAILABILITY": "recover", "ENABLE_RESTART_FAULT_PROCESS": "on"}, "recover-in-place,recover,exit"),
-        ({"ENABLE_RESTART_FAULT_PROCESS": "on"}, STRATEGY),
+        ({"ENABLE_RESTART_FAULT_PROCESS": "on"}, DEFAULT_STRATEGY),
         ({"ENABLE_RESTART_FAULT_PROCESS": "off"}, "retry,recover,dump,exit"),
         ({"PROCESS_RECOVER": "off", "ENABLE_RESTART_FAULT_PROCESS": "on"}, "exit"),
     ],
 )
 def test_what_the_switches_ask_for(environ: dict[str, str], strategy: str) -> None:
-    loaded = load(environ)
+    loaded = load_settings(environ)
     assert loaded.settings.strategy == strategy
     assert all(f"{name}={value}" in loaded.origins["strategy"] for name, value in environ.items())
 
 
 def test_nothing_is_asked_for_by_nothing() -> None:
-    assert read_taskd_settings({"HIGH_AVAILABILITY": "", "RANK": "0"}, without=(), default=STRATEGY) == {}
+    assert read_taskd_settings({"HIGH_AVAILABILITY": "", "RANK": "0"}, without=(), default=DEFAULT_STRATEGY) == {}
 
 
 def test_the_job_is_mindx_task_id() -> None:
-    assert read_taskd_settings({"MINDX_TASK_ID": "j"}, without=(), default=STRATEGY) == {
+    assert read_taskd_settings({"MINDX_TASK_ID": "j"}, without=(), default=DEFAULT_STRATEGY) == {
         "job": TaskdSetting("j", "MINDX_TASK_ID")
     }
-    assert load({"MINDX_TASK_ID": "j", "COVEY_JOB": "k"}).settings.job == "k"
+    assert load_settings({"MINDX_TASK_ID": "j", "COVEY_JOB": "k"}).settings.job == "k"
 
 
 @pytest.mark.parametrize(
@@ -73,11 +73,11 @@ def test_the_job_is_mindx_task_id() -> None:
 )
 def test_a_wrong_word_is_refused(name: str, value: str, allowed: str) -> None:
     with pytest.raises(UsageError, match=f"^{name}.*is not allowed: .*{allowed}"):
-        load({name: value})
+        load_settings({name: value})
 
 
 def test_coveys_own_variable_mends_a_wrong_one() -> None:
-    assert load({"PROCESS_RECOVER": "yes", "COVEY_STRATEGY": "dump"}).settings.strategy == "dump,exit"
+    assert load_settings({"PROCESS_RECOVER": "yes", "COVEY_STRATEGY": "dump"}).settings.strategy == "dump,exit"
 
 
 # -- where -----------------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def test_coveys_own_variable_mends_a_wrong_one() -> None:
     ],
 )
 def test_where_the_manager_is(settings: dict[str, Any], environ: dict[str, str], endpoint: str, name: str) -> None:
-    assert place(Settings(**settings), environ, endpoint).name == name
+    assert find_manager_address(Settings(**settings), environ, endpoint).host_port == name
 
 
 # -- calls -----------------------------------------------------------------------------------------------------------
@@ -159,12 +159,14 @@ def test_switched_off_by_the_environment(sentences: list[str], monkeypatch: pyte
 def test_a_config_becomes_settings(sentences: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     more = {"plugin_dir": "p", "cluster_infos": {"ip": "10.0.0.1", "port": "8899", "name": "c", "role": "ClusterD"}}
     assert taskd.init_taskd_manager(JOB | more) is True
-    found = settle(JOB)
-    assert (found.settings.worker_num, found.settings.job, found.settings.strategy) == (8, "j", STRATEGY)
+    found = settings_from_config(JOB)
+    assert (found.settings.worker_num, found.settings.job, found.settings.strategy) == (8, "j", DEFAULT_STRATEGY)
     assert found.origins["worker_num"] == "init_taskd_manager"
-    assert settle(JOB | {"fault_recover": "off"}).settings.strategy == "exit"
+    assert settings_from_config(JOB | {"fault_recover": "off"}).settings.strategy == "exit"
     monkeypatch.setenv("PROCESS_RECOVER", "on")
-    assert settle(JOB | {"fault_recover": "off"}).settings.strategy == STRATEGY  # as with TaskD, the variable is the stronger
+    assert (
+        settings_from_config(JOB | {"fault_recover": "off"}).settings.strategy == DEFAULT_STRATEGY
+    )  # as with TaskD, the variable is the stronger
     assert sum("without effect" in sentence for sentence in sentences) == 2
 
 
@@ -236,7 +238,7 @@ PYTHON: tuple[str, list[str]] = (sys.executable, ["-u", "train.py", "--lr", "1"]
 
 
 def test_torchruns_wishes_are_covey_runs() -> None:
-    assert " ".join(command(asked(), *PYTHON, {})) == (
+    assert " ".join(covey_run_arguments(asked(), *PYTHON, {})) == (
         "--nproc-per-node 3 --nnodes 1 --master 127.0.0.1:9601 --or-join taskd_log --max-restarts 32767 --role default"
         " --no-live --grace 30 --log-dir taskd_log --tail_worker_log -1 train.py --lr 1"
     )
@@ -262,18 +264,18 @@ def test_torchruns_wishes_are_covey_runs() -> None:
     ],
 )
 def test_each_wish(config: dict[str, Any], environ: dict[str, str], words: str) -> None:
-    assert words in " ".join(command(asked(**config), *PYTHON, environ))
+    assert words in " ".join(covey_run_arguments(asked(**config), *PYTHON, environ))
 
 
 def test_the_jobs_name_is_the_managers_and_not_torchruns_id() -> None:
     scheduler = {"MS_SCHED_HOST": "10.0.0.1", "MS_SCHED_PORT": "8118"}  # which has COVEY_JOB, as all of a MSJob
     for environ in ({}, {"MINDX_TASK_ID": "j"}, {"COVEY_JOB": "c"}, {"MINDX_TASK_ID": "j", "COVEY_JOB": "c"} | scheduler):
-        assert "--rdzv-id" not in command(asked(run_id="r7"), *PYTHON, environ)
+        assert "--rdzv-id" not in covey_run_arguments(asked(run_id="r7"), *PYTHON, environ)
 
 
 def test_output_goes_where_torchrun_was_told() -> None:
     specs = SimpleNamespace(root_log_dir="/logs", _tee={0: 3, 1: 1}, _redirects=2, _local_ranks_filter={1, 0})
-    words = " ".join(command(asked(logs_specs=specs), *PYTHON, {}))
+    words = " ".join(covey_run_arguments(asked(logs_specs=specs), *PYTHON, {}))
     assert "--log-dir /logs --tee 0:3,1:1 --redirects 2 --local-ranks-filter 0,1 train.py" in words
 
 
@@ -291,7 +293,7 @@ def run_script_path() -> None:
     ],
 )
 def test_what_runs(entrypoint: Any, args: list[str], words: list[str]) -> None:
-    assert command(asked(), entrypoint, args, {})[-len(words) :] == words
+    assert covey_run_arguments(asked(), entrypoint, args, {})[-len(words) :] == words
 
 
 @pytest.mark.parametrize(
@@ -303,5 +305,5 @@ def test_what_runs(entrypoint: Any, args: list[str], words: list[str]) -> None:
     ],
 )
 def test_what_covey_does_not_have_stays_torchruns(config: Any, entrypoint: Any, args: list[str], sentence: str) -> None:
-    with pytest.raises(CannotTakeOver, match=sentence):
-        command(asked(**config), entrypoint, args, {})
+    with pytest.raises(UnsupportedByCovey, match=sentence):
+        covey_run_arguments(asked(**config), entrypoint, args, {})

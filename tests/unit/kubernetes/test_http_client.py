@@ -10,9 +10,9 @@ import httpx2
 import pytest
 from lightkube.config.client_adapter import BearerTokenFileAuth
 
-from covey.kubernetes.api_client import Identity
-from covey.kubernetes.http_client import Answer, Http
-from covey.kubernetes.work_queue import Queue
+from covey.kubernetes.api_client import ApiCredentials
+from covey.kubernetes.http_client import HttpClient, HttpResponse
+from covey.kubernetes.work_queue import WorkQueue
 
 Reply = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
 
@@ -45,9 +45,9 @@ def test_answers_come_whole_and_connections_are_kept() -> None:
 
     async def main() -> None:
         server, url, connections = await served(reply)
-        http = Http(url, None, timeout_s=10)
+        http = HttpClient(url, None, timeout_s=10)
         for _ in range(3):
-            answer = await http.ask("POST", "/x", {"a": "b c"}, {"Content-Type": "t"}, b"12345")
+            answer = await http.request("POST", "/x", {"a": "b c"}, {"Content-Type": "t"}, b"12345")
             assert (answer.status, answer.body) == (201, b"1234512345")
         assert len(connections) == 1
         http.close()
@@ -67,9 +67,9 @@ def test_a_stream_is_split_into_lines_wherever_it_was_cut() -> None:
 
     async def main() -> None:
         server, url, _ = await served(reply)
-        http = Http(url, None, timeout_s=10)
-        found = [part async for part in http.lines("/watch", {}, {}, 10)]
-        assert isinstance(found[0], Answer) and found[1:] == [b"one", b"two", b"three", b"rest"]
+        http = HttpClient(url, None, timeout_s=10)
+        found = [part async for part in http.stream_lines("/watch", {}, {}, 10)]
+        assert isinstance(found[0], HttpResponse) and found[1:] == [b"one", b"two", b"three", b"rest"]
         server.close()
 
     asyncio.run(main())
@@ -90,11 +90,11 @@ def test_a_server_that_does_not_answer_is_an_error_and_is_asked_on_a_new_connect
     async def main() -> None:
         nonlocal healthy
         server, url, connections = await served(reply)
-        http = Http(url, None, timeout_s=0.5)
+        http = HttpClient(url, None, timeout_s=0.5)
         with pytest.raises((OSError, TimeoutError)):
-            await http.ask("GET", "/", None, {}, None)
+            await http.request("GET", "/", None, {}, None)
         healthy = True
-        assert (await http.ask("GET", "/", None, {}, None)).status == 200 and len(connections) == 2
+        assert (await http.request("GET", "/", None, {}, None)).status == 200 and len(connections) == 2
         http.close()
         server.close()
 
@@ -109,7 +109,7 @@ def test_a_stream_that_falls_silent_is_an_error() -> None:
         server, url, _ = await served(reply)
         heard = []
         with pytest.raises(TimeoutError):
-            async for part in Http(url, None, timeout_s=10).lines("/watch", {}, {}, 0.2):
+            async for part in HttpClient(url, None, timeout_s=10).stream_lines("/watch", {}, {}, 0.2):
                 heard.append(part)
         assert heard[1:] == [b"one"]
         server.close()
@@ -122,13 +122,13 @@ def test_a_token_that_changed_is_read_again_when_it_is_refused(tmp_path: Path) -
     path.write_text("old")
 
     async def main() -> None:
-        identity = Identity(BearerTokenFileAuth(str(path)))
-        assert await identity.headers() == {"authorization": "Bearer old"}
+        identity = ApiCredentials(BearerTokenFileAuth(str(path)))
+        assert await identity.auth_headers() == {"authorization": "Bearer old"}
         path.write_text("new")
-        assert await identity.headers() == {"authorization": "Bearer old"}  # as long as it holds, nothing is read
-        assert await identity.headers(refused=True) == {"authorization": "Bearer new"}
-        assert await Identity(None).headers() == {} and await Identity(None).headers(refused=True) == {}
-        assert (await Identity(httpx2.BasicAuth("me", "x")).headers())["authorization"].startswith("Basic ")
+        assert await identity.auth_headers() == {"authorization": "Bearer old"}  # as long as it holds, nothing is read
+        assert await identity.auth_headers(refused=True) == {"authorization": "Bearer new"}
+        assert await ApiCredentials(None).auth_headers() == {} and await ApiCredentials(None).auth_headers(refused=True) == {}
+        assert (await ApiCredentials(httpx2.BasicAuth("me", "x")).auth_headers())["authorization"].startswith("Basic ")
 
     asyncio.run(main())
 
@@ -138,7 +138,7 @@ def test_a_token_that_changed_is_read_again_when_it_is_refused(tmp_path: Path) -
 
 def test_a_name_waits_once_and_has_one_turn_at_a_time() -> None:
     async def main() -> None:
-        queue: Queue[str] = Queue()
+        queue: WorkQueue[str] = WorkQueue()
         for name in ("a", "b", "a"):
             queue.add(name)
         assert [await queue.get(), await queue.get()] == ["a", "b"] and len(queue) == 0
@@ -152,7 +152,7 @@ def test_a_name_waits_once_and_has_one_turn_at_a_time() -> None:
 
 def test_the_earlier_of_two_timers_counts() -> None:
     async def main() -> None:
-        queue: Queue[str] = Queue()
+        queue: WorkQueue[str] = WorkQueue()
         queue.add_after("a", 100.0)
         queue.add_after("a", 0.01)
         queue.add_after("a", 50.0)
@@ -169,7 +169,7 @@ def test_the_earlier_of_two_timers_counts() -> None:
 
 def test_failures_make_it_later_and_success_forgets_them() -> None:
     async def main() -> None:
-        queue: Queue[str] = Queue()
+        queue: WorkQueue[str] = WorkQueue()
         delays = [queue.retry("a") for _ in range(20)]
         assert delays[:3] == [0.05, 0.1, 0.2] and delays[-1] == 30.0
         queue.forget("a")

@@ -11,9 +11,9 @@ from typing import Any, cast
 import pytest
 
 from covey.kubernetes import leader_election, reflector
-from covey.kubernetes.api_client import POD, SERVICE, Api, ApiError, Page, Thing
-from covey.kubernetes.controller import Owned
-from covey.kubernetes.leader_election import Lease
+from covey.kubernetes.api_client import POD, SERVICE, Api, ApiError, KubeObject, Page
+from covey.kubernetes.controller import OwnedObjects
+from covey.kubernetes.leader_election import OperatorLease
 from covey.kubernetes.reflector import Reflector
 
 
@@ -56,11 +56,11 @@ class Quiet:
     async def list(self, *words: object) -> Page:
         return Page([], "1")
 
-    async def watch(self, *words: object) -> AsyncIterator[tuple[str, Thing]]:
+    async def watch(self, *words: object) -> AsyncIterator[tuple[str, KubeObject]]:
         self.blind.append(now() - self._ended)
         await asyncio.sleep(self.lasts_s)
         self._ended = now()
-        nothing: tuple[tuple[str, Thing], ...] = ()
+        nothing: tuple[tuple[str, KubeObject], ...] = ()
         for found in nothing:
             yield found
 
@@ -88,11 +88,11 @@ class Away:
     def __init__(self) -> None:
         self.asked = 0
 
-    async def get(self, *words: object) -> Thing:
+    async def get(self, *words: object) -> KubeObject:
         self.asked += 1
         if self.asked <= 4:
             raise ApiError(404 if self.asked == 1 else 500, "", "")
-        return cast(Thing, await asyncio.Future())
+        return cast(KubeObject, await asyncio.Future())
 
     async def create(self, *words: object) -> None:
         return None
@@ -110,10 +110,10 @@ def test_who_cannot_renew_its_lease_stops_before_another_may_take_it(monkeypatch
     async def hold() -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(60.0):
-                await Lease(cast(Api, Away()), "default").hold(act)
+                await OperatorLease(cast(Api, Away()), "default").run_while_held(act)
 
     play(hold(), monkeypatch)
-    assert ended and ended[0] <= leader_election.GIVE_UP_S < leader_election.DURATION_S
+    assert ended and ended[0] <= leader_election.RENEW_DEADLINE_S < leader_election.LEASE_DURATION_S
 
 
 class Passing:
@@ -125,14 +125,14 @@ class Passing:
     async def list(self, *words: object) -> Page:
         return Page([_a_pod("1")], "1")
 
-    async def watch(self, *words: object) -> AsyncIterator[tuple[str, Thing]]:
+    async def watch(self, *words: object) -> AsyncIterator[tuple[str, KubeObject]]:
         for event in (("MODIFIED", _a_pod("2", nodeName="n1")), ("DELETED", _a_pod("3", nodeName="n1"))):
             yield event
         self.told.set()
         await asyncio.Future()
 
 
-def _a_pod(version: str, **spec: str) -> Thing:
+def _a_pod(version: str, **spec: str) -> KubeObject:
     labels = {"training.kubeflow.org/job-name": "train"}
     metadata = {"name": "train-worker-0", "namespace": "default", "uid": "u", "resourceVersion": version, "labels": labels}
     return {"metadata": metadata, "spec": spec}
@@ -143,11 +143,11 @@ def test_of_a_pod_that_is_gone_nothing_is_remembered() -> None:
 
     async def look() -> None:
         api = Passing()
-        owned = Owned(Reflector(cast(Api, api), POD), Reflector(cast(Api, api), SERVICE))
+        owned = OwnedObjects(Reflector(cast(Api, api), POD), Reflector(cast(Api, api), SERVICE))
         task = asyncio.create_task(owned.pods.run())
         async with asyncio.timeout(60.0):
             await api.told.wait()
         task.cancel()
-        assert (len(owned.pods), len(owned.pods_of), len(owned.pods_on)) == (0, 0, 0)
+        assert (len(owned.pods), len(owned.pods_by_job), len(owned.pods_by_node)) == (0, 0, 0)
 
     asyncio.run(look())

@@ -18,7 +18,7 @@ OWNER = {"apiVersion": "v1", "kind": "MSJob", "name": "train", "uid": UID, "cont
 
 def made(asked: Thing, role: str = "Worker", index: int = 0, address: str = "10.0.0.7", **more: Any) -> Thing:
     spec = parse_job(asked)
-    return pod_builder.pod(spec, CreatePod(role, index, spec.desired_replicas, **more), OWNER, address=address)
+    return pod_builder.make_pod(spec, CreatePod(role, index, spec.desired_replicas, **more), OWNER, address=address)
 
 
 def variables(pod: Thing) -> dict[str, Any]:
@@ -45,7 +45,9 @@ def test_the_variables_of_the_original() -> None:
 def test_the_port_is_the_schedulers_own() -> None:
     asked = with_container(job(), "Scheduler", ports=[{"name": "msjob-port", "containerPort": 8118}])
     assert variables(made(asked))["MS_SCHED_PORT"] == "8118"
-    assert pod_builder.service(parse_job(asked), "Scheduler", OWNER)["spec"]["ports"] == [{"name": "msjob-port", "port": 8118}]
+    assert pod_builder.make_service(parse_job(asked), "Scheduler", OWNER)["spec"]["ports"] == [
+        {"name": "msjob-port", "port": 8118}
+    ]
 
 
 def test_a_variable_of_the_user_stays() -> None:
@@ -63,13 +65,13 @@ def test_recovery_files_and_logs_of_different_runs_lie_apart() -> None:
 def test_what_all_pods_of_a_job_are_told_is_in_one_secret_which_the_users_own_sources_overrule() -> None:
     asked = with_container(job(), envFrom=[{"configMapRef": {"name": "mine"}}])
     ours, mine = made(asked)["spec"]["containers"][0]["envFrom"]
-    secret = pod_builder.secret(parse_job(asked), "word", "token", OWNER)
+    secret = pod_builder.make_secret(parse_job(asked), "word", "token", OWNER)
     assert ours["secretRef"]["name"] == secret["metadata"]["name"] and mine == {"configMapRef": {"name": "mine"}}
     told = secret["stringData"]
     assert (told["COVEY_JOB"], told["COVEY_SECRET"], told["COVEY_TOKEN"]) == (f"train-{UID}", "word", "token")
     assert (
         told["MINDX_TASK_ID"] == UID
-        and "COVEY_TOKEN" not in pod_builder.secret(parse_job(asked), "word", "", OWNER)["stringData"]
+        and "COVEY_TOKEN" not in pod_builder.make_secret(parse_job(asked), "word", "", OWNER)["stringData"]
     )
 
 
@@ -114,9 +116,11 @@ def test_the_pods_own_restart_policy(policy: str, pod: str) -> None:
 
 def test_gangs() -> None:
     spec = parse_job(job())
-    group = pod_builder.gang(spec, CreatePodGroup(3, {"queue": "big", "priorityClass": "high"}), OWNER)
+    group = pod_builder.make_pod_group(spec, CreatePodGroup(3, {"queue": "big", "priorityClass": "high"}), OWNER)
     assert group["spec"] == {"minMember": 3, "queue": "big", "priorityClassName": "high"}
-    pod = pod_builder.pod(spec, CreatePod("Worker", 0, spec.desired_replicas), OWNER, address="x", gang_scheduler="volcano")
+    pod = pod_builder.make_pod(
+        spec, CreatePod("Worker", 0, spec.desired_replicas), OWNER, address="x", gang_scheduler="volcano"
+    )
     assert (
         pod["spec"]["schedulerName"] == "volcano" and pod["metadata"]["annotations"]["scheduling.k8s.io/group-name"] == "train"
     )
@@ -243,7 +247,7 @@ def test_jobs_of_one_name_do_not_share_a_secret() -> None:
     for uid in ("11111111-aa", "22222222-aa"):
         asked = job()
         asked["metadata"]["uid"] = uid
-        names.append(pod_builder.secret(parse_job(asked), "s", "t", OWNER)["metadata"]["name"])
+        names.append(pod_builder.make_secret(parse_job(asked), "s", "t", OWNER)["metadata"]["name"])
         assert made(asked)["spec"]["containers"][0]["envFrom"] == [{"secretRef": {"name": names[-1]}}]
     assert len(set(names)) == 2
 

@@ -6,7 +6,7 @@ from typing import TypedDict, Unpack
 
 import pytest
 
-from covey.management.auth import Verdict, allowed
+from covey.management.auth import AuthDecision, authorize
 
 TOKEN = "s3cret-token"
 
@@ -21,9 +21,9 @@ class Headers(TypedDict, total=False):
     token: str
 
 
-def judge(**given: Unpack[Headers]) -> Verdict:
+def judge(**given: Unpack[Headers]) -> AuthDecision:
     """A plain curl on loopback, unless said otherwise."""
-    return allowed(
+    return authorize(
         peer=given.get("peer", "127.0.0.1"),
         host=given.get("host", "127.0.0.1:11202"),
         origin=given.get("origin"),
@@ -197,4 +197,4 @@ OWN = {"host": "127.0.0.1:11202", "origin": "http://127.0.0.1:11202", "sec_fetch
 )
 def test_our_own_page_carries_its_key_on_loopback_and_nowhere_else(changed: dict[str, str], passes: bool) -> None:
     asked = {"peer": "127.0.0.1", "authorization": f"Bearer {KEY}", "token": "the-token", "key": KEY} | OWN | changed
-    assert allowed(**asked).allowed is passes
+    assert authorize(**asked).allowed is passes

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from covey.cli.run.display import Tail
+from covey.cli.run.display import LogTail
 from covey.core.messages import LOG_CHUNK_BYTES_MAX, ReadLog
 from covey.runtime.log_reader import SCAN_MAX, read_log_chunk
 
@@ -70,7 +70,7 @@ def test_a_log_that_is_not_there_says_so(tmp_path: Path) -> None:
 def test_a_file_that_was_emptied_is_followed_from_its_new_beginning(tmp_path: Path) -> None:
     path = tmp_path / "log"
     path.write_text("one\ntwo\n")
-    tail = Tail(str(path))
+    tail = LogTail(str(path))
     assert tail.read() == ["one", "two"]
     path.write_text("three\n")
     assert tail.read() == ["three"]

@@ -16,7 +16,7 @@ from covey.scheduler import service
 from covey.scheduler.journal_commits import SteppedDown
 from covey.scheduler.lease_keeper import LeaseKeeper
 from covey.scheduler.service import SchedulerService
-from covey.settings import load
+from covey.settings import load_settings
 from covey.storage.cas_journal import CasJournal
 from covey.storage.cas_store import FileCasStore
 
@@ -44,7 +44,7 @@ def test_a_store_that_does_not_answer_is_waited_for_while_one_leads(tmp_path: Pa
     monkeypatch.setattr(service, "RETRY_DISK_S", 0.0)
 
     async def check() -> None:
-        made = SchedulerService(load({"MS_WORKER_NUM": "2", "COVEY_LEASE": "etcd://127.0.0.1:2379"}), None, None)
+        made = SchedulerService(load_settings({"MS_WORKER_NUM": "2", "COVEY_LEASE": "etcd://127.0.0.1:2379"}), None, None)
         leading = LeaseKeeper(FileCasStore(tmp_path / "lease"), where="", duration_s=60.0)
         token = await leading.wait_until_leader()
         found = await made._open_leader_journal(Elsewhere(tmp_path / "cells", 2), leading, token)
@@ -58,7 +58,7 @@ def test_a_store_that_does_not_answer_is_waited_for_while_one_leads(tmp_path: Pa
 
 def test_a_script_may_lie_where_no_text_leads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["/nowhere/caf\udce9/train.py"])
-    made = SchedulerService(load({"MS_WORKER_NUM": "2"}), None, None)
+    made = SchedulerService(load_settings({"MS_WORKER_NUM": "2"}), None, None)
     assert made._job == r"/nowhere/caf\udce9/train.py"
 
 

@@ -90,7 +90,7 @@ def test_the_operators_numbers_are_there_beside_those_who_say_nothing(monkeypatc
     monkeypatch.setattr(operator_metrics, "CONNECTIONS_MAX", 2)
 
     async def play() -> None:
-        server = await operator_metrics.serve(operator_metrics.Metrics(), "127.0.0.1", 0, lambda: True)
+        server = await operator_metrics.serve_metrics(operator_metrics.OperatorMetrics(), "127.0.0.1", 0, lambda: True)
         where = server.sockets[0].getsockname()
         silent = [await asyncio.open_connection(*where) for _ in range(3)]
         reader, writer = await asyncio.open_connection(*where)

@@ -21,12 +21,12 @@ import msgspec
 from covey.agent.agent import Agent, AgentJob, RunOutcome
 from covey.agent.scheduler_supervisor import SchedulerSupervisor
 from covey.agent.worker_environment import drop_cluster_variables
-from covey.cli.common import unreadable
-from covey.cli.run.display import Aside, Show, put
-from covey.cli.run.dry_run import describe
-from covey.cli.run.event_hooks import Notifier
-from covey.cli.run.log_echo import Echo
-from covey.cli.run.options import help_text, parse
+from covey.cli.common import read_blocker
+from covey.cli.run.display import LiveDisplay, ThreadedDisplay, write_line
+from covey.cli.run.dry_run import describe_plan
+from covey.cli.run.event_hooks import EventHooks
+from covey.cli.run.log_echo import LogEcho
+from covey.cli.run.options import help_text, parse_command_line
 from covey.cli.run.plan import RunPlan
 from covey.core.types import Role
 from covey.errors import ExitCode, UsageError
@@ -37,39 +37,39 @@ from covey.runtime.host_identity import local_address_for
 from covey.runtime.listeners import ListeningSockets, bind_management_port, describe_management_port
 from covey.runtime.node_runtime import SchedulerAddress
 from covey.scheduler.service import choose_lease_store
-from covey.settings import TABLE, Loaded, Settings, rendered, shown
+from covey.settings import TABLE, LoadedSettings, Settings, format_value, printable
 from covey.storage.journal import has_resumable_journal
 from covey.storage.tempdirs import TempDirectory
 from covey.transport import address
 
 DETACHED_VARIABLE: Final = "COVEY_DETACHED"  # this is the run that --join=False left in the background
-SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-SHOWN_S: Final = 5.0
-STAND_BY_S: Final = 0.5  # between two looks whether the scheduler that was joined is gone
-SCHEDULER_S: Final = 20.0  # how long an ended cluster's scheduler may take to go
+END_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+DISPLAY_CLOSE_TIMEOUT_S: Final = 5.0
+STANDBY_POLL_S: Final = 0.5  # between two looks whether the scheduler that was joined is gone
+SCHEDULER_STOP_TIMEOUT_S: Final = 20.0  # how long an ended cluster's scheduler may take to go
 
 
 def run(argv: list[str]) -> int:
     """The whole verb."""
     drop_cluster_variables(os.environ)
-    plan = parse(argv, os.environ, cpu_count=os.cpu_count() or 1, gpu_count=gpu_count())
+    plan = parse_command_line(argv, os.environ, cpu_count=os.cpu_count() or 1, gpu_count=count_gpus())
     if plan.help:
         print(help_text())
         return 0
     for remark in plan.remarks:
-        put(f"covey: {remark}", sys.stderr)
+        write_line(f"covey: {remark}", sys.stderr)
     if plan.dry_run:
-        print(describe(plan))
+        print(describe_plan(plan))
         return 0
     _check_command(plan)
-    log_dir = log_folder(plan)
+    log_dir = prepare_log_dir(plan)
     if not plan.join and DETACHED_VARIABLE not in os.environ:
-        return _detach(argv, log_dir)
+        return _run_detached(argv, log_dir)
     configure_logging(plan.loaded.settings, "agent")
-    return asyncio.run(_run(plan, log_dir))
+    return asyncio.run(_run_plan(plan, log_dir))
 
 
-def log_folder(plan: RunPlan) -> Path:
+def prepare_log_dir(plan: RunPlan) -> Path:
     try:
         log_dir = Path(plan.log_dir or ".")
         with contextlib.suppress(FileNotFoundError):
@@ -77,52 +77,52 @@ def log_folder(plan: RunPlan) -> Path:
         log_dir = log_dir.resolve()
         log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"the log folder {shown(plan.log_dir)} cannot be made: {error.strerror}") from None
+        raise UsageError(f"the log folder {printable(plan.log_dir)} cannot be made: {error.strerror}") from None
     if not os.access(log_dir, os.W_OK | os.X_OK):
-        raise UsageError(f"the log folder {shown(str(log_dir))} cannot be written to: name another with --log-dir")
-    if not is_text(str(log_dir)):
-        raise UsageError(f"the log folder {shown(str(log_dir))} has no name in UTF-8: name another with --log-dir")
+        raise UsageError(f"the log folder {printable(str(log_dir))} cannot be written to: name another with --log-dir")
+    if not is_utf8_text(str(log_dir)):
+        raise UsageError(f"the log folder {printable(str(log_dir))} has no name in UTF-8: name another with --log-dir")
     return log_dir
 
 
-async def _run(plan: RunPlan, log_dir: Path) -> int:
+async def _run_plan(plan: RunPlan, log_dir: Path) -> int:
     settings = plan.loaded.settings
     with contextlib.ExitStack() as undo:
         undo.enter_context(log_in_thread())
-        sockets = _listen(plan)
+        sockets = _bind_sockets(plan)
         if sockets is not None and "," in plan.master_host:
             choose_lease_store(settings, plan.recovery_path)  # a folder that this run makes for itself is no other host's
-        door, environ, guard = _door(plan, sockets)
+        door, environ, guard = _prepare_scheduler_access(plan, sockets)
         servers = settings.server_num if sockets is not None else 0  # they run beside the scheduler
-        agent = Agent(_agent_job(plan, log_dir, servers), settings, door, environ)
+        agent = Agent(_make_agent_job(plan, log_dir, servers), settings, door, environ)
         await agent.prepare()  # the template's imports are the longest part: begin with them
         host = _SchedulerHost(plan, agent, environ, log_dir)
         if sockets is not None:
             folder = plan.recovery_path or undo.enter_context(contextlib.closing(TempDirectory("run"))).name
             await host.start(sockets, folder)
             begins = f"scheduler at {door.name}{describe_management_port(sockets, tls=guard.uses_tls)}, logs in {log_dir}"
-            _say(plan, begins, address=door.name, manage_port=sockets.manage_port, log_dir=str(log_dir))
+            _print_message(plan, begins, address=door.name, manage_port=sockets.manage_port, log_dir=str(log_dir))
         standing_by = asyncio.create_task(host.stand_by()) if plan.or_join and sockets is None else None
-        show = Aside(Show(door, live=plan.live, as_json=plan.as_json))
-        notifier = Notifier(plan.on_event, door, plan.job or _called(plan)) if plan.on_event else None
-        agent.on_start = echo = Echo(plan, show, agent)
-        interrupted = _take_signals(agent, show)
-        _take_pauses(agent, host)
+        show = ThreadedDisplay(LiveDisplay(door, live=plan.live, as_json=plan.as_json))
+        notifier = EventHooks(plan.on_event, door, plan.job or _default_job_name(plan)) if plan.on_event else None
+        agent.on_start = echo = LogEcho(plan, show, agent)
+        interrupted = _install_signal_handlers(agent, show)
+        _install_pause_handler(agent, host)
         show.open()
         if notifier is not None:
             notifier.open()
         outcome = await agent.run()
         shown = asyncio.create_task(show.close())
-        await asyncio.wait({shown}, timeout=SHOWN_S)  # where nobody reads, the rest of the run ends first
+        await asyncio.wait({shown}, timeout=DISPLAY_CLOSE_TIMEOUT_S)  # where nobody reads, the rest of the run ends first
         if notifier is not None:
             await notifier.close(outcome, time.time())
         if standing_by is not None:
             standing_by.cancel()
             await asyncio.gather(standing_by, return_exceptions=True)
         await host.stop()
-        _give_signals_back()
+        _remove_signal_handlers()
         await shown
-    return _report(plan, outcome, interrupted, echo.causes)
+    return _report_outcome(plan, outcome, interrupted, echo.printed_causes)
 
 
 class _SchedulerHost:
@@ -133,79 +133,79 @@ class _SchedulerHost:
         self._agent = agent
         self._environ = _scheduler_environment(plan, environ)
         self._log_path = log_dir / "scheduler.log"
-        self._schedulers: SchedulerSupervisor | None = None
+        self._supervisor: SchedulerSupervisor | None = None
 
     async def start(self, sockets: ListeningSockets, folder: str) -> None:
-        self._schedulers = SchedulerSupervisor(
+        self._supervisor = SchedulerSupervisor(
             1 + self._plan.loaded.settings.standbys,
             sockets,
             self._environ,
             journal=folder,
             log_path=self._log_path,
-            called=_called(self._plan)[:100].replace("/", "."),
+            called=_default_job_name(self._plan)[:100].replace("/", "."),
             max_restarts=self._plan.max_restarts,
             over=lambda: self._agent.has_ended,
             gave_up=lambda code, reason: self._agent.finish_run(RunOutcome(code, reason)),
         )
-        await self._schedulers.start()
+        await self._supervisor.start()
         self._agent.hosts_scheduler = True
 
     async def stand_by(self) -> None:
         """If the scheduler that was joined dies, and could be this host's, go on from its journal. Whoever binds decides."""
         folder = Path(self._plan.or_join)
         while True:
-            await asyncio.sleep(STAND_BY_S)
+            await asyncio.sleep(STANDBY_POLL_S)
             if not self._agent.is_disconnected or not has_resumable_journal(folder, self._plan.job):
                 continue
-            sockets = _listen(self._plan)
+            sockets = _bind_sockets(self._plan)
             if sockets is not None:
                 log.warning("the scheduler at %s is gone: this host goes on in its place, from its journal", sockets.address)
                 return await self.start(sockets, str(folder))
 
     def signal(self, number: int) -> None:
-        if self._schedulers is not None:
-            self._schedulers.signal(number)
+        if self._supervisor is not None:
+            self._supervisor.signal(number)
 
     async def stop(self) -> None:
-        if self._schedulers is not None:
-            await self._schedulers.stop(SCHEDULER_S)
+        if self._supervisor is not None:
+            await self._supervisor.stop(SCHEDULER_STOP_TIMEOUT_S)
 
 
-def _called(plan: RunPlan) -> str:
+def _default_job_name(plan: RunPlan) -> str:
     """The cluster, where nobody gave the job a name. Arguments may be bytes of any kind."""
-    return " ".join(word if is_text(word) else ascii(word) for word in plan.command)
+    return " ".join(word if is_utf8_text(word) else ascii(word) for word in plan.command)
 
 
-def is_text(text: str) -> bool:
+def is_utf8_text(text: str) -> bool:
     """Whether it can be written as UTF-8: what came from bytes that are none cannot."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
-def _say(plan: RunPlan, sentence: str, **fields: object) -> None:
+def _print_message(plan: RunPlan, sentence: str, **fields: object) -> None:
     """A word of our own: for people, or as a line of JSON with its parts."""
     as_json = msgspec.json.encode({"message": sentence, **fields}).decode() if plan.as_json else ""
-    put(as_json or f"covey: {escape_unprintable(sentence)}", sys.stdout)
+    write_line(as_json or f"covey: {escape_unprintable(sentence)}", sys.stdout)
 
 
-def _report(plan: RunPlan, outcome: RunOutcome, interrupted: list[int], printed: set[tuple[str, str]]) -> int:
+def _report_outcome(plan: RunPlan, outcome: RunOutcome, interrupted: list[int], printed: set[tuple[str, str]]) -> int:
     """Print how the run ended and return its exit code. `printed`: causes of exceptions whose traceback stdout shows."""
     code = 128 + interrupted[0] if interrupted and outcome.code else outcome.code
     if outcome.code == 0:
-        _say(plan, outcome.reason, code=0)
+        _print_message(plan, outcome.reason, code=0)
         return 0
     if plan.as_json:
-        _say(plan, f"the run ended: {outcome.reason}", code=code)
-    put(f"covey: the run ended: {escape_unprintable(outcome.reason)}", sys.stderr)
+        _print_message(plan, f"the run ended: {outcome.reason}", code=code)
+    write_line(f"covey: the run ended: {escape_unprintable(outcome.reason)}", sys.stderr)
     if outcome.failure is not None:
         error = outcome.failure.error
         above = error is not None and error.cause in printed and os.path.sameopenfile(1, 2)
-        put("\n".join(describe_failure(outcome.failure, traceback_is_above=above)), sys.stderr)
+        write_line("\n".join(describe_failure(outcome.failure, traceback_is_above=above)), sys.stderr)
     return code
 
 
-def _listen(plan: RunPlan) -> ListeningSockets | None:
+def _bind_sockets(plan: RunPlan) -> ListeningSockets | None:
     """The scheduler's sockets if it belongs on this host, none if it is elsewhere."""
-    if plan.loaded.settings.role is Role.WORKER or not plan.local:
+    if plan.loaded.settings.role is Role.WORKER or not plan.local_workers:
         return None  # MS_ROLE says so: a pod of workers, with the scheduler in another; or only spares run here
     addresses = address.split_list(plan.master_host, plan.master_port)
     for number, (host, port) in enumerate(addresses, start=1):
@@ -213,7 +213,7 @@ def _listen(plan: RunPlan) -> ListeningSockets | None:
             cluster = address.listen(host, port, "--master")
         except UsageError as error:
             local = not isinstance(error, address.AddressNotLocal)
-            if (plan.alone and not plan.or_join and number == len(addresses)) or (
+            if (plan.is_single_host and not plan.or_join and number == len(addresses)) or (
                 local and error.exit_code is not ExitCode.PORT_IN_USE
             ):
                 raise
@@ -222,24 +222,26 @@ def _listen(plan: RunPlan) -> ListeningSockets | None:
     return None
 
 
-def _door(plan: RunPlan, sockets: ListeningSockets | None) -> tuple[SchedulerAddress, dict[str, str], credentials.Credentials]:
+def _prepare_scheduler_access(
+    plan: RunPlan, sockets: ListeningSockets | None
+) -> tuple[SchedulerAddress, dict[str, str], credentials.Credentials]:
     """How this host's processes reach the scheduler, and the environment they start from."""
     settings = msgspec.structs.replace(plan.loaded.settings, tls_config=plan.tls or plan.loaded.settings.tls_config)
     (host, port), *others = address.split_list(plan.master_host, plan.master_port)
     if sockets is not None and not others:
         port = int(sockets.cluster[0].getsockname()[1])
     environ = {name: value for name, value in os.environ.items() if name != DETACHED_VARIABLE}
-    environ |= given_by_options(plan.loaded)
+    environ |= variables_from_options(plan.loaded)
     if plan.tls:
         environ["COVEY_TLS"] = str(Path(plan.tls).resolve())
-        settings = _with_passwords(settings)
+        settings = _prompt_for_passwords(settings)
         environ["COVEY_TLS_SERVER_PASSWORD"] = settings.tls_server_password
         environ["COVEY_TLS_CLIENT_PASSWORD"] = settings.tls_client_password
     guard = credentials.load_credentials(settings, reaches=host)
     if sockets is not None and settings.tls_config:
         credentials.load_credentials(settings, listens_at=host)  # the scheduler's files, judged where a person sees it
     secret = guard.secret
-    if not secret and sockets is not None and plan.alone:
+    if not secret and sockets is not None and plan.is_single_host:
         secret = secrets.token_hex(16)  # for this run's own processes
     insist = bool(secret) and (guard.secret_configured or (sockets is not None and not others))
     if secret and (insist or sockets is not None or not address.is_loopback(host)):
@@ -251,16 +253,16 @@ def _door(plan: RunPlan, sockets: ListeningSockets | None) -> tuple[SchedulerAdd
     return SchedulerAddress(host, port, secret, insist, guard.client_context, tuple(others)), environ, guard
 
 
-def given_by_options(loaded: Loaded) -> dict[str, str]:
+def variables_from_options(loaded: LoadedSettings) -> dict[str, str]:
     """Settings that came from the command line, as the variables by which the other processes learn of them."""
     return {
-        TABLE[field].variable: rendered(getattr(loaded.settings, field))
+        TABLE[field].variable: format_value(getattr(loaded.settings, field))
         for field, origin in loaded.origins.items()
         if origin.startswith(("-", "PET_"))
     }
 
 
-def _with_passwords(settings: Settings) -> Settings:
+def _prompt_for_passwords(settings: Settings) -> Settings:
     """The passwords of the p12 files come from the environment or, at a terminal, from a prompt."""
     found = {}
     for side in ("server", "client"):
@@ -282,40 +284,40 @@ def _scheduler_environment(plan: RunPlan, environ: Mapping[str, str]) -> dict[st
     }
 
 
-def _agent_job(plan: RunPlan, log_dir: Path, servers: int) -> AgentJob:
+def _make_agent_job(plan: RunPlan, log_dir: Path, servers: int) -> AgentJob:
     return AgentJob(
         command=plan.command,
         world=plan.world,
-        slots=plan.local,
+        slots=plan.local_workers,
         servers=servers,
         max_restarts=plan.max_restarts if plan.or_join else -1,  # the scheduler may be one that was never told
-        first_rank=plan.first_rank if not plan.alone else 0,
-        module=plan.module,
-        python=plan.python,
+        first_rank=plan.first_rank if not plan.is_single_host else 0,
+        module=plan.is_module,
+        python=plan.is_python,
         fork=plan.start == "fork",
-        preload=[*imports_of(plan), *plan.preload],
+        preload=[*guess_imports(plan), *plan.preload],
         cwd=str(Path.cwd()),
         log_dir=str(log_dir),
-        log_name=_log_name(plan),
+        log_name=_expand_log_name(plan),
         separate_stderr=any(stream in (1, 2) for stream in (*plan.tee.values(), *plan.redirects.values())),
-        cores=_cores(plan),
+        cores=_assign_cores(plan),
         job=plan.job,
         role_name=plan.role_name,
     )
 
 
-def _log_name(plan: RunPlan) -> str:
+def _expand_log_name(plan: RunPlan) -> str:
     """--worker_log_name with its places filled in."""
     name = plan.worker_log_name.replace("{hostname}", socket.gethostname())
     return name.replace("{ip}", local_address_for(address.strip_brackets(plan.master_host))) if "{ip}" in name else name
 
 
-def imports_of(plan: RunPlan) -> list[str]:
+def guess_imports(plan: RunPlan) -> list[str]:
     """What the template imports ahead, judged by the script's text: torch, and what its first optimizer would import."""
-    if not plan.python or plan.start != "fork":
+    if not plan.is_python or plan.start != "fork":
         return []
     text = ""
-    if not plan.module:
+    if not plan.is_module:
         with contextlib.suppress(OSError):
             text = Path(plan.command[0]).read_text(errors="replace")
     wanted = ["covey"] if "covey" in text else []
@@ -328,7 +330,7 @@ def imports_of(plan: RunPlan) -> list[str]:
     return wanted
 
 
-def _cores(plan: RunPlan) -> dict[int, list[int]]:
+def _assign_cores(plan: RunPlan) -> dict[int, list[int]]:
     """--bind_core: an even share of the cores for each local rank, or what was named."""
     if isinstance(plan.bind_core, dict):
         named = {name: cores for name, cores in plan.bind_core.items() if name.startswith("device")}
@@ -336,11 +338,11 @@ def _cores(plan: RunPlan) -> dict[int, list[int]]:
     if not plan.bind_core:
         return {}
     cores = sorted(os.sched_getaffinity(0))
-    share = max(1, len(cores) // max(1, plan.local))
-    return {rank: [cores[(rank * share + n) % len(cores)] for n in range(share)] for rank in range(plan.local)}
+    share = max(1, len(cores) // max(1, plan.local_workers))
+    return {rank: [cores[(rank * share + n) % len(cores)] for n in range(share)] for rank in range(plan.local_workers)}
 
 
-def _take_signals(agent: Agent, show: Aside) -> list[int]:
+def _install_signal_handlers(agent: Agent, show: ThreadedDisplay) -> list[int]:
     """Ctrl-C once ends everything in order, twice at once; SIGTERM is a planned leave of this host."""
     seen: list[int] = []
 
@@ -349,19 +351,19 @@ def _take_signals(agent: Agent, show: Aside) -> list[int]:
         if len(seen) > 1:
             agent.kill_all()
         elif number == signal.SIGINT:
-            show.say("ending in order; Ctrl-C again ends at once")
+            show.print_message("ending in order; Ctrl-C again ends at once")
             agent.stop_cluster("interrupted by Ctrl-C")
         else:
             agent.drain_host(number)
 
     loop = asyncio.get_running_loop()
-    for number in SIGNALS:
+    for number in END_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
             loop.add_signal_handler(number, on, number)
     return seen
 
 
-def _take_pauses(agent: Agent, host: _SchedulerHost) -> None:
+def _install_pause_handler(agent: Agent, host: _SchedulerHost) -> None:
     """Ctrl-Z stops all that this command has started, and `fg` or `bg` let all go on. Were this process to stop alone, its
     workers would go on without it, until the scheduler took this host for lost."""
 
@@ -376,10 +378,10 @@ def _take_pauses(agent: Agent, host: _SchedulerHost) -> None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTSTP, on)
 
 
-def _give_signals_back() -> None:
+def _remove_signal_handlers() -> None:
     """Nothing is left to end in order."""
     loop = asyncio.get_running_loop()
-    for number in (*SIGNALS, signal.SIGTSTP):
+    for number in (*END_SIGNALS, signal.SIGTSTP):
         loop.remove_signal_handler(number)
 
 
@@ -389,18 +391,18 @@ def _check_command(plan: RunPlan) -> None:
         here = Path.cwd()
     except FileNotFoundError:
         raise UsageError("the folder this command runs in was removed: change to one that is there") from None
-    if plan.module:
+    if plan.is_module:
         return
-    if not plan.python:
+    if not plan.is_python:
         if shutil.which(script) is None:
             raise UsageError(f"the program {script} cannot be found: give its path, or check PATH", ExitCode.BAD_SCRIPT)
-    elif why := unreadable(Path(script)):
-        raise UsageError(f"the script {shown(script)} cannot be {why} from {shown(str(here))}", ExitCode.BAD_SCRIPT)
+    elif why := read_blocker(Path(script)):
+        raise UsageError(f"the script {printable(script)} cannot be {why} from {printable(str(here))}", ExitCode.BAD_SCRIPT)
     elif str(here / script).startswith(("/dev/stdin", "/dev/fd/", "/proc/self/")):
         raise UsageError(f"the script {script} is open in this process alone: workers need a file", ExitCode.BAD_SCRIPT)
 
 
-def _detach(argv: list[str], log_dir: Path) -> int:
+def _run_detached(argv: list[str], log_dir: Path) -> int:
     """--join=False: the run goes on in the background, and this command ends."""
     import subprocess
 
@@ -418,6 +420,6 @@ def _detach(argv: list[str], log_dir: Path) -> int:
     return 0
 
 
-def gpu_count() -> int:
+def count_gpus() -> int:
     """GPUs of this host as the kernel's driver shows them; torch is not imported for it."""
     return len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()])

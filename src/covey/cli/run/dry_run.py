@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import shlex
 
-from covey.cli.run.plan import EVERY, RunPlan
+from covey.cli.run.plan import ALL_RANKS, RunPlan
 from covey.core.plurals import count_noun
-from covey.settings import rendered, rows
+from covey.settings import format_value, settings_table
 from covey.transport import address
 
 
-def describe(plan: RunPlan) -> str:
+def describe_plan(plan: RunPlan) -> str:
     """Who would start what, where, with which environment."""
     sections = [
-        ("workers", _workers(plan)),
-        ("scheduler", [_scheduler(plan)]),
-        ("REST port", [_rest(plan)]),
-        ("command", [_command(plan)]),
-        ("start", [_start(plan)]),
-        ("logs", [_logs(plan)]),
-        ("console", _console(plan)),
+        ("workers", _describe_workers(plan)),
+        ("scheduler", [_describe_scheduler(plan)]),
+        ("REST port", [_describe_manage_port(plan)]),
+        ("command", [_describe_command(plan)]),
+        ("start", [_describe_start(plan)]),
+        ("logs", [_describe_logs(plan)]),
+        ("console", _describe_echo(plan)),
         ("on event", [plan.on_event] if plan.on_event else []),
-        ("cores", _cores(plan)),
+        ("cores", _describe_cores(plan)),
         ("journal", [plan.recovery_path] if plan.recovery_path else []),
         ("TLS", [plan.tls] if plan.tls else []),
-        ("settings", _settings(plan)),
-        ("environment", [f"{name}={value}" for name, value in environment(plan)]),
+        ("settings", _describe_settings(plan)),
+        ("environment", [f"{name}={value}" for name, value in worker_variables(plan)]),
         ("remarks", plan.remarks),
     ]
     lines: list[str] = []
@@ -34,9 +34,9 @@ def describe(plan: RunPlan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def environment(plan: RunPlan) -> list[tuple[str, str]]:
+def worker_variables(plan: RunPlan) -> list[tuple[str, str]]:
     """The variables each worker of this host would see, as far as they are known before the cluster forms."""
-    ranks = f"{_span(plan.first_rank, plan.local)}" if plan.first_rank >= 0 else "(dealt out by the scheduler)"
+    ranks = f"{_format_range(plan.first_rank, plan.local_workers)}" if plan.first_rank >= 0 else "(dealt out by the scheduler)"
     host = str(plan.node_rank) if plan.node_rank >= 0 else "(dealt out by the scheduler)"
     port = str(plan.master_port or "(a free one)")
     known = [
@@ -45,9 +45,9 @@ def environment(plan: RunPlan) -> list[tuple[str, str]]:
         ("MS_SCHED_PORT", port),
         ("MS_WORKER_NUM", str(plan.world)),
         ("MS_NODE_ID, RANK_ID, RANK", ranks),
-        ("DEVICE_ID, LOCAL_RANK", _span(0, plan.local)),
+        ("DEVICE_ID, LOCAL_RANK", _format_range(0, plan.local_workers)),
         ("RANK_SIZE, WORLD_SIZE", str(plan.world)),
-        ("LOCAL_WORLD_SIZE", str(plan.local)),
+        ("LOCAL_WORLD_SIZE", str(plan.local_workers)),
         ("GROUP_RANK", host),
         ("ROLE_NAME", plan.role_name),
         ("TORCHELASTIC_MAX_RESTARTS", str(plan.max_restarts)),
@@ -57,70 +57,70 @@ def environment(plan: RunPlan) -> list[tuple[str, str]]:
     return known
 
 
-def _workers(plan: RunPlan) -> list[str]:
-    if plan.alone:
+def _describe_workers(plan: RunPlan) -> list[str]:
+    if plan.is_single_host:
         return [f"{plan.world} in all, all on this host"]
     hosts = count_noun(plan.nnodes, "host") if plan.nnodes else "as many hosts as it takes"
     which = f"host {plan.node_rank}" if plan.node_rank >= 0 else "ranks dealt out by the scheduler"
-    here = f"{plan.local} on this one ({which})" if plan.local else "none on this one, which has spares"
+    here = f"{plan.local_workers} on this one ({which})" if plan.local_workers else "none on this one, which has spares"
     later = f"; up to {plan.world_max} as more hosts come" if plan.world_max > plan.world else ""
     return [f"{plan.world} in all on {hosts}, {here}{later}"]
 
 
-def _scheduler(plan: RunPlan) -> str:
+def _describe_scheduler(plan: RunPlan) -> str:
     found = address.split_list(plan.master_host, plan.master_port)
     at = ", ".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port or '(a free port)'}" for host, port in found)
-    where = "started here" if plan.alone else "started by the host that has this address"
+    where = "started here" if plan.is_single_host else "started by the host that has this address"
     where = "started by the hosts that have these addresses" if "," in plan.master_host else where
-    wait = f"waits {rendered(plan.topo_timeout_s)} s for all" if plan.topo_timeout_s > 0 else "waits for ever for all"
+    wait = f"waits {format_value(plan.topo_timeout_s)} s for all" if plan.topo_timeout_s > 0 else "waits for ever for all"
     return f"{at}, {where}, {wait}"
 
 
-def _rest(plan: RunPlan) -> str:
+def _describe_manage_port(plan: RunPlan) -> str:
     return {-1: "a free one", 0: "none"}.get(plan.manage_port, str(plan.manage_port))
 
 
-def _command(plan: RunPlan) -> str:
-    before = ["python", "-m"] if plan.module else ["python"] if plan.python else []
+def _describe_command(plan: RunPlan) -> str:
+    before = ["python", "-m"] if plan.is_module else ["python"] if plan.is_python else []
     return shlex.join([*before, *plan.command])
 
 
-def _start(plan: RunPlan) -> str:
+def _describe_start(plan: RunPlan) -> str:
     how = "each anew" if plan.start == "exec" else "forked from one template"
     preload = f", which also imports {', '.join(plan.preload)}" if plan.preload else ""
-    return f"{how}{preload}; {plan.max_restarts} restarts of all; {rendered(plan.grace_s)} s to end"
+    return f"{how}{preload}; {plan.max_restarts} restarts of all; {format_value(plan.grace_s)} s to end"
 
 
-def _logs(plan: RunPlan) -> str:
+def _describe_logs(plan: RunPlan) -> str:
     folder = (plan.log_dir or ".").rstrip("/")
     return f"{folder}/scheduler.log, {folder}/{plan.worker_log_name}_<rank>.log"
 
 
-def _console(plan: RunPlan) -> list[str]:
+def _describe_echo(plan: RunPlan) -> list[str]:
     """Whose output is also echoed."""
     streams = {1: "stdout", 2: "stderr", 3: "stdout and stderr"}
     lines = [f"{streams[which]} of local rank {rank}" for rank, which in plan.tee.items()]
     if plan.tail_ranks:
-        lines.append("the log of " + ("every rank here" if plan.tail_ranks == [EVERY] else f"ranks {plan.tail_ranks}"))
+        lines.append("the log of " + ("every rank here" if plan.tail_ranks == [ALL_RANKS] else f"ranks {plan.tail_ranks}"))
     if plan.shown_local_ranks:
         lines.append(f"only of local ranks {plan.shown_local_ranks}")
     return lines
 
 
-def _cores(plan: RunPlan) -> list[str]:
+def _describe_cores(plan: RunPlan) -> list[str]:
     if isinstance(plan.bind_core, bool):
         return ["an even share for each worker"] if plan.bind_core else []
     return [f"{who}: {', '.join(map(str, cores))}" for who, cores in plan.bind_core.items()]
 
 
-def _settings(plan: RunPlan) -> list[str]:
+def _describe_settings(plan: RunPlan) -> list[str]:
     """Those that differ from their defaults, with their origin."""
     return [
         f"{variable}={value} (from {origin})" if origin != variable else f"{variable}={value}"
-        for variable, value, origin, _ in rows(plan.loaded)
+        for variable, value, origin, _ in settings_table(plan.loaded)
         if origin != "default"
     ]
 
 
-def _span(first: int, count: int) -> str:
+def _format_range(first: int, count: int) -> str:
     return "-" if not count else str(first) if count == 1 else f"{first}..{first + count - 1}"

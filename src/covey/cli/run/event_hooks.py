@@ -19,7 +19,7 @@ from typing import Any, Final
 import msgspec
 
 from covey.agent.agent import RunOutcome as RunOutcome
-from covey.cli.scheduler_client import follow_story
+from covey.cli.scheduler_client import follow_events
 from covey.core.event_log import Event
 from covey.core.incidents import Outcome
 from covey.core.plurals import count_noun
@@ -27,13 +27,13 @@ from covey.errors import CoveyError
 from covey.log import log
 from covey.runtime.node_runtime import SchedulerAddress
 
-WAITING_MAX: Final = 1000  # events that wait for the hook
-HOOK_S: Final = 10.0  # how long one call may take
-LAST_S: Final = 15.0  # how long the end of the run waits for what is still to be told
-KINDS: Final = {"died": "death", "gone": "death", "recovery": "recovery"}  # by what the story says
+QUEUE_MAX: Final = 1000  # events that wait for the hook
+HOOK_TIMEOUT_S: Final = 10.0  # how long one call may take
+CLOSE_TIMEOUT_S: Final = 15.0  # how long the end of the run waits for what is still to be told
+KIND_BY_EVENT: Final = {"died": "death", "gone": "death", "recovery": "recovery"}  # by what the story says
 
 
-class Notice(msgspec.Struct, frozen=True):
+class HookEvent(msgspec.Struct, frozen=True):
     """What the hook gets. `schema` grows when a field changes its meaning."""
 
     event: str  # death, recovery or exit
@@ -47,79 +47,81 @@ class Notice(msgspec.Struct, frozen=True):
     schema: int = 1
 
 
-class Notifier:
+class EventHooks:
     """One per run. `open` and `close` it around the run."""
 
     def __init__(self, hook: str, door: SchedulerAddress, job: str) -> None:
         self._hook = hook
-        self._door = door
+        self._scheduler_address = door
         self._job = job
-        self._waiting: deque[Notice] = deque()
+        self._queue: deque[HookEvent] = deque()
         self._dropped = 0
-        self._news = asyncio.Event()
-        self._over = False
-        self._failed = False
+        self._queue_changed = asyncio.Event()
+        self._is_closing = False
+        self._failure_logged = False
         self._tasks: list[asyncio.Task[None]] = []
 
     def open(self) -> None:
         """Begin to follow the story."""
-        self._tasks = [asyncio.create_task(self._follow()), asyncio.create_task(self._tell())]
+        self._tasks = [asyncio.create_task(self._follow_events()), asyncio.create_task(self._deliver_queued())]
 
     async def close(self, outcome: RunOutcome, at: float) -> None:
         """Tell the end, and what is still waiting, as far as there is time."""
         follow, tell = self._tasks
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(follow, return_exceptions=True), LAST_S / 5)  # the last of the story
-        self._put(Notice("exit", at, self._job, self._door.name, "cluster", outcome.reason, code=outcome.code))
-        self._over = True
-        self._news.set()
+            await asyncio.wait_for(asyncio.gather(follow, return_exceptions=True), CLOSE_TIMEOUT_S / 5)  # the last of the story
+        self._enqueue(
+            HookEvent("exit", at, self._job, self._scheduler_address.name, "cluster", outcome.reason, code=outcome.code)
+        )
+        self._is_closing = True
+        self._queue_changed.set()
         try:
-            await asyncio.wait_for(tell, LAST_S)
+            await asyncio.wait_for(tell, CLOSE_TIMEOUT_S)
         except TimeoutError:
-            self._complain(f"{count_noun(len(self._waiting), 'event')} could not be told: it took too long")
+            self._log_first_failure(f"{count_noun(len(self._queue), 'event')} could not be told: it took too long")
 
-    async def _follow(self) -> None:
+    async def _follow_events(self) -> None:
         with contextlib.suppress(CoveyError):
-            async for event in follow_story(self._door, patience_s=math.inf):
-                notice = self._notice(event)
+            async for event in follow_events(self._scheduler_address, patience_s=math.inf):
+                notice = self._make_hook_event(event)
                 if notice is not None:
-                    self._put(notice)
+                    self._enqueue(notice)
 
-    def _notice(self, event: Event) -> Notice | None:
-        kind = KINDS.get(event.what)
+    def _make_hook_event(self, event: Event) -> HookEvent | None:
+        kind = KIND_BY_EVENT.get(event.what)
         if kind == "recovery" and not event.reason.endswith((f", {Outcome.RESUMED}", f", {Outcome.RESTARTED}")):
             return None  # a resize, or the run's end, which has a word of its own
-        return Notice(kind, event.at, self._job, self._door.name, event.node, event.reason) if kind else None
+        return HookEvent(kind, event.at, self._job, self._scheduler_address.name, event.node, event.reason) if kind else None
 
-    def _put(self, notice: Notice) -> None:
-        if len(self._waiting) >= WAITING_MAX:
-            self._waiting.popleft()
+    def _enqueue(self, notice: HookEvent) -> None:
+        if len(self._queue) >= QUEUE_MAX:
+            self._queue.popleft()
             self._dropped += 1
-        self._waiting.append(notice)
-        self._news.set()
+        self._queue.append(notice)
+        self._queue_changed.set()
 
-    async def _tell(self) -> None:
-        while self._waiting or not self._over:
-            if not self._waiting:
-                self._news.clear()
-                await self._news.wait()
+    async def _deliver_queued(self) -> None:
+        while self._queue or not self._is_closing:
+            if not self._queue:
+                self._queue_changed.clear()
+                await self._queue_changed.wait()
                 continue
-            notice = msgspec.structs.replace(self._waiting.popleft(), dropped=self._dropped)
+            notice = msgspec.structs.replace(self._queue.popleft(), dropped=self._dropped)
             self._dropped = 0
             try:
-                async with asyncio.timeout(HOOK_S):
-                    await (self._post(notice) if is_url(self._hook) else self._run(notice))
+                async with asyncio.timeout(HOOK_TIMEOUT_S):
+                    await (self._post_to_url(notice) if is_url(self._hook) else self._run_command(notice))
             except TimeoutError:
-                self._complain(f"no end within {HOOK_S:g} s")
+                self._log_first_failure(f"no end within {HOOK_TIMEOUT_S:g} s")
             except Exception as error:  # whatever a hook does, the run goes on
-                self._complain(str(error) or type(error).__name__)
+                self._log_first_failure(str(error) or type(error).__name__)
 
-    def _complain(self, why: str) -> None:
-        if not self._failed:
-            self._failed = True
+    def _log_first_failure(self, why: str) -> None:
+        if not self._failure_logged:
+            self._failure_logged = True
             log.warning("--on-event failed (%s): the run goes on, and further failures are not told", why)
 
-    async def _run(self, notice: Notice) -> None:
+    async def _run_command(self, notice: HookEvent) -> None:
         process = await asyncio.create_subprocess_exec(
             *shlex.split(self._hook),
             stdin=asyncio.subprocess.PIPE,
@@ -135,10 +137,10 @@ class Notifier:
         if process.returncode:
             raise ChildProcessError(f"{shlex.split(self._hook)[0]} ended with {process.returncode}")
 
-    async def _post(self, notice: Notice) -> None:
+    async def _post_to_url(self, notice: HookEvent) -> None:
         import httpx2
 
-        async with httpx2.AsyncClient(timeout=HOOK_S) as client:
+        async with httpx2.AsyncClient(timeout=HOOK_TIMEOUT_S) as client:
             headers = {"Content-Type": "application/json"}
             answer: Any = await client.post(self._hook, content=msgspec.json.encode(notice), headers=headers)
         if answer.status_code >= 300:  # a redirect has told nobody

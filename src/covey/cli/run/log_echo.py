@@ -8,45 +8,47 @@ from pathlib import Path
 from typing import Final
 
 from covey.agent.agent import Agent
-from covey.cli.run.display import Aside
-from covey.cli.run.plan import EVERY, RunPlan
+from covey.cli.run.display import ThreadedDisplay
+from covey.cli.run.plan import ALL_RANKS, RunPlan
 from covey.core.messages import DesiredChildren
 from covey.core.types import Role, ScriptError
 
 STDOUT: Final = 1
 STDERR: Final = 2
 # the first lines of tracebacks, of syntax errors, and of groups of exceptions
-BEGINNINGS: Final = ("Traceback (most recent call last):", '  File "', "  + Exception Group Traceback")
+TRACEBACK_STARTS: Final = ("Traceback (most recent call last):", '  File "', "  + Exception Group Traceback")
 
 
-class Echo:
+class LogEcho:
     """Those that were asked for; by default that of this host's first rank, bare. Several get their rank in front. Where a
     world has shrunk, another may be the first: it is echoed from then on."""
 
-    def __init__(self, plan: RunPlan, show: Aside, agent: Agent) -> None:
-        self._plan, self._show, self._agent = plan, show, agent
-        self._known: set[int] = set()  # the workers there were so far,
-        self._echoed: set[int] = set()  # and those of them that are echoed
-        self.causes: set[tuple[str, str]] = set()  # of the uncaught exceptions whose traceback was printed
+    def __init__(self, plan: RunPlan, show: ThreadedDisplay, agent: Agent) -> None:
+        self._plan, self._display, self._agent = plan, show, agent
+        self._known_workers: set[int] = set()  # the workers there were so far,
+        self._echoed_workers: set[int] = set()  # and those of them that are echoed
+        self.printed_causes: set[tuple[str, str]] = set()  # of the uncaught exceptions whose traceback was printed
 
     def __call__(self, start: DesiredChildren) -> None:
         here = {a.rank: a for a in start.assignments if a.role is Role.WORKER}
         numbers = {a.node_number for a in here.values()}
         named = self._plan.tee or self._plan.tail_ranks or self._plan.shown_local_ranks
-        if here and (named or not self._echoed & numbers):
-            streams = echoed(self._plan, {rank: a.local_rank for rank, a in here.items()})
+        if here and (named or not self._echoed_workers & numbers):
+            streams = select_echoed_streams(self._plan, {rank: a.local_rank for rank, a in here.items()})
             for rank, stream in streams.items():
-                self._begin(here[rank].node_number, rank, stream, f"[{rank}] " if len(streams) > 1 else "")
-        self._known |= numbers
+                self._echo_worker(here[rank].node_number, rank, stream, f"[{rank}] " if len(streams) > 1 else "")
+        self._known_workers |= numbers
 
-    def _begin(self, number: int, rank: int, stream: int, prefix: str) -> None:
-        self._echoed.add(number)
+    def _echo_worker(self, number: int, rank: int, stream: int, prefix: str) -> None:
+        self._echoed_workers.add(number)
         agent = self._agent
         paths = [agent.log_path(number)] if stream & STDOUT or not agent.separates_stderr else []
         paths += [agent.error_log_path(number)] if stream & STDERR and agent.separates_stderr else []
         for path in paths:
-            first = Path(path).stat().st_size if number in self._known and Path(path).exists() else 0
-            self._show.tail(path, rank, prefix, first, TracebackFilter(partial(agent.newest_error, number), self.causes))
+            first = Path(path).stat().st_size if number in self._known_workers and Path(path).exists() else 0
+            self._display.echo_log(
+                path, rank, prefix, first, TracebackFilter(partial(agent.newest_error, number), self.printed_causes)
+            )
 
 
 class TracebackFilter:
@@ -58,32 +60,32 @@ class TracebackFilter:
     """
 
     def __init__(self, newest: Callable[[], ScriptError | None], printed: set[tuple[str, str]]) -> None:
-        self._newest, self._printed = newest, printed
-        self._held: list[str] = []  # lines that may be the beginning of such a traceback
+        self._newest_error, self._printed_causes = newest, printed
+        self._held_lines: list[str] = []  # lines that may be the beginning of such a traceback
 
     def feed(self, line: str) -> list[str]:
         """Take one line; return the lines to print now."""
-        if not self._held and not line.startswith(BEGINNINGS):
+        if not self._held_lines and not line.startswith(TRACEBACK_STARTS):
             return [line]
-        error = self._newest()
+        error = self._newest_error()
         expected = error.traceback.rstrip("\n").split("\n") if error is not None else []
-        held = [*self._held, line]
+        held = [*self._held_lines, line]
         if error is None or held != expected[: len(held)]:
-            self._held = []
+            self._held_lines = []
             return held if len(held) == 1 else [*held[:-1], *self.feed(line)]
-        self._held = held if len(held) < len(expected) else []
-        if self._held or error.cause in self._printed:
+        self._held_lines = held if len(held) < len(expected) else []
+        if self._held_lines or error.cause in self._printed_causes:
             return []
-        self._printed.add(error.cause)
+        self._printed_causes.add(error.cause)
         return held
 
     def flush(self) -> list[str]:
         """Return the lines that are held, because the log has ended."""
-        held, self._held = self._held, []
+        held, self._held_lines = self._held_lines, []
         return held
 
 
-def echoed(plan: RunPlan, ranks: Mapping[int, int]) -> dict[int, int]:
+def select_echoed_streams(plan: RunPlan, ranks: Mapping[int, int]) -> dict[int, int]:
     """Which streams of which ranks reach the console: rank → 1 stdout, 2 stderr, 3 both. `ranks` maps to local ranks.
 
     --tee names them; else the ranks of --tail_worker_log or --local-ranks-filter; else the first. --redirects takes away.
@@ -92,7 +94,7 @@ def echoed(plan: RunPlan, ranks: Mapping[int, int]) -> dict[int, int]:
     if plan.tee:
         shown = plan.shown_local_ranks or list(ranks.values())
         return {rank: plan.tee[local] for rank, local in ranks.items() if plan.tee.get(local) and local in shown}
-    wanted = list(ranks) if plan.tail_ranks == [EVERY] else [rank for rank in plan.tail_ranks if rank in ranks]
+    wanted = list(ranks) if plan.tail_ranks == [ALL_RANKS] else [rank for rank in plan.tail_ranks if rank in ranks]
     if plan.shown_local_ranks:
         wanted = [rank for rank, local in ranks.items() if local in plan.shown_local_ranks]
     found = {rank: both & ~plan.redirects.get(ranks[rank], 0) for rank in wanted or [min(ranks)]}

@@ -30,24 +30,24 @@ from numpy.typing import NDArray
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.federated import update_compression
 from covey.federated.device import secagg_client
-from covey.federated.model_codec import Floats, Layout, Small, flat_head, raw, read_head
-from covey.federated.privacy.device_identity import Identity, Trust, request_text
-from covey.federated.privacy.dp_noise import on_device
-from covey.federated.privacy.fixed_point_ring import Told
+from covey.federated.model_codec import Floats, ModelLayout, QuantizedModel, encode_flat_header, read_header, view_bytes
+from covey.federated.privacy.device_identity import DeviceIdentity, DeviceTrust, encode_request_to_sign
+from covey.federated.privacy.dp_noise import add_device_noise
+from covey.federated.privacy.fixed_point_ring import DeviceMetrics
 from covey.federated.protocol import JSON, MSGPACK, SAFETENSORS, Answer, Code, FlPlan, GetModel, SecureAnswer, StartJob, now_ms
 from covey.federated.update_compression import Compressor
 
-WAIT_MS: Final = 20_000  # how long a server may hold a request
-SLACK_S: Final = 20.0
-SMALL: Final = ("QUANT",)  # the ways this device understands a model that is made smaller
+LONG_POLL_MS: Final = 20_000  # how long a server may hold a request
+RESPONSE_SLACK_S: Final = 20.0
+DOWNLOAD_COMPRESS_TYPES: Final = ("QUANT",)  # the ways this device understands a model that is made smaller
 Weights = dict[str, Any]
 # Here and not where they are used: msgspec learns a type when it first meets it, and threads that meet one together crash.
-_answer: Final = msgspec.json.Decoder(Answer)
-_secure_answer: Final = msgspec.msgpack.Decoder(SecureAnswer)
-_plan: Final = msgspec.json.Decoder(FlPlan)
+_answer_decoder: Final = msgspec.json.Decoder(Answer)
+_secure_answer_decoder: Final = msgspec.msgpack.Decoder(SecureAnswer)
+_plan_decoder: Final = msgspec.json.Decoder(FlPlan)
 
 
-class Refused(PeerError):
+class RequestRefused(PeerError):
     """The server's verdict on a request that must not be repeated as it is."""
 
     def __init__(self, code: int, reason: str) -> None:
@@ -58,14 +58,14 @@ class Refused(PeerError):
 class Task:
     """One round this device takes part in."""
 
-    def __init__(self, device: Device, answer: Answer, layout: Layout, flat: Floats) -> None:
+    def __init__(self, device: Device, answer: Answer, layout: ModelLayout, flat: Floats) -> None:
         self._device = device
         self._layout = layout
         self.iteration = answer.iteration
         self.ticket = answer.ticket
-        self.plan = _plan.decode(answer.fl_plan_config)
+        self.plan = _plan_decoder.decode(answer.fl_plan_config)
         self.flat = flat
-        self.weights = layout.tensors(flat)
+        self.weights = layout.split_tensors(flat)
         self._evaluation: dict[str, str] = {}
 
     def evaluated(self, samples: int, *, loss: float, accuracy: float | None = None) -> None:
@@ -80,52 +80,52 @@ class Task:
         self, weights: Mapping[str, Any] | NDArray[Any], *, loss: float | None = None, accuracy: float | None = None
     ) -> bool:
         """Send the update until a server has counted it; False if the round closed before."""
-        flat = self._layout.one_array(weights) if isinstance(weights, np.ndarray) else self._layout.flatten(weights)
+        flat = self._layout.as_flat_array(weights) if isinstance(weights, np.ndarray) else self._layout.flatten(weights)
         noise = self.plan.cipher.noise
         if self.plan.cipher.encrypt_type == "PW_ENCRYPT":
-            done = secagg_client.send(self._device, self, flat - self.flat, self._told(loss, accuracy))
+            done = secagg_client.send_masked_update(self._device, self, flat - self.flat, self._build_metrics(loss, accuracy))
         elif noise is not None and noise.local:  # a loss would say something too, and has no noise on it
-            done = self._upload(self.flat + on_device(flat - self.flat, noise), self.fields)
+            done = self._upload(self.flat + add_device_noise(flat - self.flat, noise), self.update_metadata)
         else:
-            fields = self.fields | self._evaluation
+            fields = self.update_metadata | self._evaluation
             if loss is not None:
                 fields["upload_loss"] = repr(float(loss))
             if accuracy is not None:
                 fields["upload_accuracy"] = repr(float(accuracy))
             done = self._upload(flat, fields)
         if done:
-            self._device.counted(self.iteration)
+            self._device.mark_counted(self.iteration)
         return done
 
     def _upload(self, flat: Floats, fields: dict[str, str]) -> bool:
         """The weights, or what the plan wants sent of their difference to the model."""
         kind, rate = self.plan.upload_compress_type, self.plan.upload_sparse_rate
-        if kind == update_compression.NONE:
+        if kind == update_compression.NO_COMPRESSION:
             return self._device.update({"": flat}, fields, self._layout)
         arrays = self._device.compressor.encode(flat - self.flat, kind, rate, self.iteration)
         done = self._device.update(arrays, fields)
         if done:
-            self._device.compressor.sent()
+            self._device.compressor.commit_residual()
         return done
 
     @property
-    def fields(self) -> dict[str, str]:
+    def update_metadata(self) -> dict[str, str]:
         """The metadata of every update."""
         device = self._device
         named = {"fl_id": device.fl_id, "iteration": str(self.iteration), "ticket": self.ticket}
         return named | {"data_size": str(device.data_size), "fl_name": device.fl_name}
 
-    def _told(self, loss: float | None, accuracy: float | None) -> Told:
+    def _build_metrics(self, loss: float | None, accuracy: float | None) -> DeviceMetrics:
         """What is said about the training where nobody may know whose it is."""
-        said, judged = Told(), self._evaluation
+        said, judged = DeviceMetrics(), self._evaluation
         if loss is not None:
-            said = said._replace(told=1.0, loss=float(loss))
+            said = said._replace(loss_weight=1.0, loss=float(loss))
         if accuracy is not None:
-            said = said._replace(judged=1.0, accuracy=float(accuracy))
+            said = said._replace(accuracy_weight=1.0, accuracy=float(accuracy))
         if judged:
-            said = said._replace(evaluated=1.0, eval_loss=float(judged["eval_loss"]))
+            said = said._replace(eval_weight=1.0, eval_loss=float(judged["eval_loss"]))
         if "eval_accuracy" in judged:
-            said = said._replace(eval_judged=1.0, eval_accuracy=float(judged["eval_accuracy"]))
+            said = said._replace(eval_accuracy_weight=1.0, eval_accuracy=float(judged["eval_accuracy"]))
         return said
 
 
@@ -141,12 +141,12 @@ class Device:
         fl_name: str = "",
         context: ssl.SSLContext | None = None,
         patience_s: float = 60.0,
-        identity: Identity | None = None,
-        trust: Trust | None = None,
+        identity: DeviceIdentity | None = None,
+        trust: DeviceTrust | None = None,
     ) -> None:
         """`identity` signs every request (`pki_verify`); in a secure round `trust` says who vouches for the other devices."""
         listed = servers.split(",") if isinstance(servers, str) else list(servers)
-        self._servers = [_split(server.strip()) for server in listed if server.strip()]
+        self._servers = [_parse_server_url(server.strip()) for server in listed if server.strip()]
         if not self._servers:
             raise UsageError("a device needs the address of at least one server: http://HOST:PORT")
         if data_size < 1:
@@ -157,13 +157,13 @@ class Device:
         self.fl_id = fl_id or (identity.name if identity is not None else f"device-{secrets.token_hex(8)}")
         self.data_size = data_size
         self.fl_name = fl_name
-        self._context = context
+        self._ssl_context = context
         self._patience_s = patience_s
         self._random = random.Random()  # the module's generator belongs to the program, which trains in the same process
-        self._at = self._random.randrange(len(self._servers))
+        self._server_index = self._random.randrange(len(self._servers))
         self._connection: http.client.HTTPConnection | None = None
         self.compressor = Compressor()
-        self._done = 0  # the last iteration in which an update of this device was counted
+        self._last_counted_iteration = 0  # the last iteration in which an update of this device was counted
 
     # -- what a program calls ----------------------------------------------------------------------------------------
 
@@ -180,59 +180,65 @@ class Device:
         limit = time.monotonic() + self._patience_s
         while True:
             asked = StartJob(
-                self.fl_id, now_ms(), self.data_size, self.fl_name, self._done, download_compress_types=SMALL, wait=WAIT_MS
+                self.fl_id,
+                now_ms(),
+                self.data_size,
+                self.fl_name,
+                self._last_counted_iteration,
+                download_compress_types=DOWNLOAD_COMPRESS_TYPES,
+                wait=LONG_POLL_MS,
             )
-            answer, body, start = self._ask("startFLJob", [msgspec.json.encode(asked)], JSON)
+            answer, body, start = self._request_with_retry("startFLJob", [msgspec.json.encode(asked)], JSON)
             if answer.retcode == Code.SUCCEED:
-                layout, flat = _model(answer, body, start)
+                layout, flat = _decode_model(answer, body, start)
                 return Task(self, answer, layout, flat)
             if answer.instance:
                 return None
             failed = answer.retcode == Code.SYSTEM_ERROR
             if answer.retcode == Code.REQUEST_ERROR or (failed and time.monotonic() > limit):
-                raise Refused(answer.retcode, answer.reason)
+                raise RequestRefused(answer.retcode, answer.reason)
             limit = limit if failed else time.monotonic() + self._patience_s
-            self._wait(answer, move_on=failed)
+            self._wait_for_retry(answer, move_on=failed)
 
-    def model(self, iteration: int = -1, wait_ms: int = WAIT_MS) -> tuple[int, Weights]:
+    def model(self, iteration: int = -1, wait_ms: int = LONG_POLL_MS) -> tuple[int, Weights]:
         """The newest model, or that of an iteration once it is finished; and its iteration."""
         while True:
-            asked = GetModel(now_ms(), iteration, self.fl_name, SMALL, wait_ms)
-            answer, body, start = self._ask("getModel", [msgspec.json.encode(asked)], JSON)
+            asked = GetModel(now_ms(), iteration, self.fl_name, DOWNLOAD_COMPRESS_TYPES, wait_ms)
+            answer, body, start = self._request_with_retry("getModel", [msgspec.json.encode(asked)], JSON)
             if answer.retcode == Code.SUCCEED:
-                layout, flat = _model(answer, body, start)
-                return answer.iteration, layout.tensors(flat)
+                layout, flat = _decode_model(answer, body, start)
+                return answer.iteration, layout.split_tensors(flat)
             if answer.retcode != Code.NOT_READY:
-                raise Refused(answer.retcode, answer.reason)
-            self._wait(answer)
+                raise RequestRefused(answer.retcode, answer.reason)
+            self._wait_for_retry(answer)
 
-    def update(self, arrays: Mapping[str, Any], fields: dict[str, str], layout: Layout | None = None) -> bool:
+    def update(self, arrays: Mapping[str, Any], fields: dict[str, str], layout: ModelLayout | None = None) -> bool:
         """Send an update until it is counted; False when the round has closed. With a layout it is one array, the model's."""
         limit = time.monotonic() + self._patience_s
         while True:
             said = {**fields, "timestamp": str(now_ms())}
-            head = layout.head(said) if layout is not None else flat_head(arrays, said)
-            pieces: list[bytes | memoryview] = [head, *(raw(np.ascontiguousarray(array)) for array in arrays.values())]
-            answer, _, _ = self._ask("updateModel", pieces, SAFETENSORS)
+            head = layout.encode_header(said) if layout is not None else encode_flat_header(arrays, said)
+            pieces: list[bytes | memoryview] = [head, *(view_bytes(np.ascontiguousarray(array)) for array in arrays.values())]
+            answer, _, _ = self._request_with_retry("updateModel", pieces, SAFETENSORS)
             if answer.retcode == Code.SUCCEED:
                 return True
             if answer.retcode == Code.OUT_OF_TIME:
                 return False
             if answer.retcode == Code.REQUEST_ERROR or time.monotonic() > limit:
-                raise Refused(answer.retcode, answer.reason)
-            self._wait(answer, move_on=True)
+                raise RequestRefused(answer.retcode, answer.reason)
+            self._wait_for_retry(answer, move_on=True)
 
-    def counted(self, iteration: int) -> None:
+    def mark_counted(self, iteration: int) -> None:
         """This device's update is in: it wants the next iteration."""
-        self._done = iteration
+        self._last_counted_iteration = iteration
 
     def phase(self, path: str, body: bytes) -> SecureAnswer:
         """One request of a secure round. A server that asks for patience, or for another server, gets both."""
-        answer, _, _ = self._ask(path, [body], MSGPACK)
+        answer, _, _ = self._request_with_retry(path, [body], MSGPACK)
         if answer.retcode == Code.REQUEST_ERROR:
-            raise Refused(answer.retcode, answer.reason)
+            raise RequestRefused(answer.retcode, answer.reason)
         if answer.retcode == Code.NOT_READY:
-            self._wait(answer)
+            self._wait_for_retry(answer)
         assert isinstance(answer, SecureAnswer)
         return answer
 
@@ -249,27 +255,29 @@ class Device:
 
     # -- one request -------------------------------------------------------------------------------------------------
 
-    def _ask(self, path: str, pieces: list[bytes | memoryview], content_type: str) -> tuple[Answer, memoryview, int]:
+    def _request_with_retry(
+        self, path: str, pieces: list[bytes | memoryview], content_type: str
+    ) -> tuple[Answer, memoryview, int]:
         """Ask one server, and the next if it cannot be reached. Raises `PeerError` when none answered for long enough."""
         limit = time.monotonic() + self._patience_s
         while True:
             try:
-                kind, body = self._request(path, pieces, content_type)
-                return _read(kind, body)
+                kind, body = self._send_request(path, pieces, content_type)
+                return _decode_answer(kind, body)
             except (OSError, http.client.HTTPException, ValueError, msgspec.MsgspecError) as error:
-                where = self._servers[self._at]
-                self._move_on()
+                where = self._servers[self._server_index]
+                self._switch_server()
                 if time.monotonic() > limit:
                     raise PeerError(f"no server answered ({where[1]}:{where[2]}: {error})", ExitCode.UNREACHABLE) from None
                 time.sleep(self._random.uniform(0.02, 0.1))
 
-    def _request(self, path: str, pieces: list[bytes | memoryview], content_type: str) -> tuple[str, memoryview]:
-        connection = self._connected()
-        prefix = self._servers[self._at][3]
+    def _send_request(self, path: str, pieces: list[bytes | memoryview], content_type: str) -> tuple[str, memoryview]:
+        connection = self._get_connection()
+        prefix = self._servers[self._server_index][3]
         connection.putrequest("POST", f"{prefix}/{path}")
         connection.putheader("content-type", content_type)
         connection.putheader("content-length", str(sum(len(piece) for piece in pieces)))
-        for name, value in self._proof(f"{prefix}/{path}", pieces).items():
+        for name, value in self._sign_request(f"{prefix}/{path}", pieces).items():
             connection.putheader(f"x-covey-{name}", value)
         connection.endheaders()
         for piece in pieces:
@@ -277,7 +285,7 @@ class Device:
         with connection.getresponse() as response:
             return response.headers.get_content_type(), memoryview(response.read())
 
-    def _proof(self, path: str, pieces: list[bytes | memoryview]) -> dict[str, str]:
+    def _sign_request(self, path: str, pieces: list[bytes | memoryview]) -> dict[str, str]:
         """That this device says this, now and once."""
         if self.identity is None:
             return {}
@@ -285,59 +293,59 @@ class Device:
         for piece in pieces:
             digest.update(piece)
         nonce, at = secrets.token_hex(16), str(now_ms())
-        signature = self.identity.sign(request_text(path, nonce, at, digest.digest()))
+        signature = self.identity.sign(encode_request_to_sign(path, nonce, at, digest.digest()))
         chain = ",".join(base64.b64encode(one).decode() for one in self.identity.chain)
         return {"chain": chain, "nonce": nonce, "time": at, "signature": base64.b64encode(signature).decode()}
 
-    def _connected(self) -> http.client.HTTPConnection:
+    def _get_connection(self) -> http.client.HTTPConnection:
         if self._connection is None:
-            scheme, host, port, _ = self._servers[self._at]
-            timeout = WAIT_MS / 1000 + SLACK_S
+            scheme, host, port, _ = self._servers[self._server_index]
+            timeout = LONG_POLL_MS / 1000 + RESPONSE_SLACK_S
             if scheme == "https":
-                context = self._context or ssl.create_default_context()
+                context = self._ssl_context or ssl.create_default_context()
                 self._connection = http.client.HTTPSConnection(host, port, timeout=timeout, context=context)
             else:
                 self._connection = http.client.HTTPConnection(host, port, timeout=timeout)
         return self._connection
 
-    def _move_on(self) -> None:
+    def _switch_server(self) -> None:
         """To the next server."""
         with contextlib.suppress(OSError):
             self.close()
-        self._at = (self._at + 1) % len(self._servers)
+        self._server_index = (self._server_index + 1) % len(self._servers)
 
-    def _wait(self, answer: Answer, *, move_on: bool = False) -> None:
+    def _wait_for_retry(self, answer: Answer, *, move_on: bool = False) -> None:
         """Until the server's `next_req_time`, by its own clock; then ask it again, or another if it says so."""
         if move_on or answer.elsewhere:
-            self._move_on()
+            self._switch_server()
         wait = (int(answer.next_req_time or 0) - answer.timestamp) / 1000
         time.sleep(min(max(wait, 0.01), 5.0))
 
 
-def _read(kind: str, body: memoryview) -> tuple[Answer, memoryview, int]:
+def _decode_answer(kind: str, body: memoryview) -> tuple[Answer, memoryview, int]:
     """An answer, and where the values of its model begin. Raises `ValueError` or `MsgspecError` for what is none of ours."""
     if kind == MSGPACK:
-        return _secure_answer.decode(body), body, 0
+        return _secure_answer_decoder.decode(body), body, 0
     if kind != SAFETENSORS:
-        return _answer.decode(body), body, 0
-    _, metadata, start = read_head(body)
+        return _answer_decoder.decode(body), body, 0
+    _, metadata, start = read_header(body)
     return msgspec.convert(metadata, Answer, strict=False), body, start
 
 
-def _model(answer: Answer, body: memoryview, start: int) -> tuple[Layout, Floats]:
+def _decode_model(answer: Answer, body: memoryview, start: int) -> tuple[ModelLayout, Floats]:
     """Raises `PeerError` for a body that is not what its header says."""
-    tensors, _, _ = read_head(body)
+    tensors, _, _ = read_header(body)
     try:
-        layout = Layout({name: tuple(tensor["shape"]) for name, tensor in tensors.items()})
+        layout = ModelLayout({name: tuple(tensor["shape"]) for name, tensor in tensors.items()})
         if not answer.download_compress_type:
             return layout, layout.decode(body)[1]
         steps = np.frombuffer(body, np.int8, offset=start)
-        return layout, layout.grow(Small(steps, msgspec.json.decode(answer.scales, type=dict[str, float])))
+        return layout, layout.dequantize(QuantizedModel(steps, msgspec.json.decode(answer.scales, type=dict[str, float])))
     except (ValueError, KeyError, TypeError, msgspec.MsgspecError) as error:
         raise PeerError(f"a server gave a model that cannot be read: {error}") from None
 
 
-def _split(url: str) -> tuple[str, str, int, str]:
+def _parse_server_url(url: str) -> tuple[str, str, int, str]:
     parts = urlsplit(url if "//" in url else f"http://{url}")
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(f"{url} is not a server's address: http://HOST:PORT is")

@@ -26,9 +26,9 @@ def fit(
     state = {name: value for name, value in module.state_dict().items() if name not in names}
     state |= {name: torch.from_numpy(value.copy()) for name, value in task.weights.items()}
     module.load_state_dict(state)
-    loss, accuracy = _judge(module, inputs, targets, loss_fn)
+    loss, accuracy = _evaluate_module(module, inputs, targets, loss_fn)
     if task.plan.evaluate and held_out is not None:
-        held_loss, held_accuracy = _judge(module, held_out[0], held_out[1], loss_fn)
+        held_loss, held_accuracy = _evaluate_module(module, held_out[0], held_out[1], loss_fn)
         task.evaluated(len(held_out[0]), loss=held_loss, accuracy=held_accuracy)
     module.train()
     began = [parameter.detach().clone() for parameter in module.parameters()]
@@ -47,7 +47,7 @@ def fit(
     return task.send(module.state_dict(), loss=loss, accuracy=accuracy)
 
 
-def _judge(module: Any, inputs: Any, targets: Any, loss_fn: Any) -> tuple[float, float | None]:
+def _evaluate_module(module: Any, inputs: Any, targets: Any, loss_fn: Any) -> tuple[float, float | None]:
     import torch
 
     module.eval()

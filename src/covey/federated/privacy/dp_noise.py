@@ -16,7 +16,7 @@ from covey.federated.privacy import secagg_masks
 Floats = NDArray[np.float32]
 
 
-def clipped(change: Floats, clip: float) -> Floats:
+def clip_update(change: Floats, clip: float) -> Floats:
     """A difference to the model, not longer than `clip`. Raises `ValueError` for one that has no length."""
     length = float(np.sqrt(np.einsum("i,i", change, change, dtype=np.float64)))
     if not np.isfinite(length):
@@ -25,24 +25,24 @@ def clipped(change: Floats, clip: float) -> Floats:
     return change if length <= clip else (change * np.float32(clip / length * (1 - 1e-6))).astype(np.float32)
 
 
-def normal(key: bytes, size: int) -> NDArray[np.float64]:
+def draw_normal(key: bytes, size: int) -> NDArray[np.float64]:
     """Standard normal numbers that nobody without the key can tell."""
     pairs = (size + 1) // 2
-    words = secagg_masks.stream(key, 4 * pairs).view(np.uint64)
+    words = secagg_masks.generate_words(key, 4 * pairs).view(np.uint64)
     uniform = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
     radius = np.sqrt(-2 * np.log1p(-uniform[:pairs]))
     angle = 2 * np.pi * uniform[pairs:]
     return np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])[:size]
 
 
-def on_device(change: Floats, noise: Noise) -> Floats:
+def add_device_noise(change: Floats, noise: Noise) -> Floats:
     """What a device sends instead of its difference, if noise is its own affair."""
-    drawn = normal(secrets.token_bytes(secagg_masks.KEY_BYTES), len(change))
-    noisy: Floats = (clipped(change, noise.clip) + drawn * noise.noise_std).astype(np.float32)
+    drawn = draw_normal(secrets.token_bytes(secagg_masks.KEY_BYTES), len(change))
+    noisy: Floats = (clip_update(change, noise.clip) + drawn * noise.noise_std).astype(np.float32)
     return noisy
 
 
-def on_mean(size: int, noise: Noise, devices: int, key: bytes, round_number: int) -> NDArray[np.float64]:
+def draw_mean_noise(size: int, noise: Noise, devices: int, key: bytes, round_number: int) -> NDArray[np.float64]:
     """What the servers add to the mean of so many clipped differences."""
     secret = hashlib.blake2b(f"noise/{round_number}".encode(), key=key, digest_size=secagg_masks.KEY_BYTES).digest()
-    return normal(secret, size) * (noise.noise_std / devices)
+    return draw_normal(secret, size) * (noise.noise_std / devices)

@@ -2,7 +2,8 @@
 
 import warnings
 
-from covey.federated.privacy.device_identity import Identity, Trust
+from covey.federated.privacy.device_identity import DeviceIdentity as Identity
+from covey.federated.privacy.device_identity import DeviceTrust as Trust
 
 __all__ = ["Identity", "Trust"]
 

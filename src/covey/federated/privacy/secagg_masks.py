@@ -21,52 +21,52 @@ from covey.federated.privacy.fixed_point_ring import Words
 
 KEY_BYTES: Final = 32
 _NONCE: Final = bytes(12)
-_COUNTER: Final = bytes(16)
+_INITIAL_COUNTER: Final = bytes(16)
 
 
-def public(private: bytes) -> bytes:
+def derive_public_key(private: bytes) -> bytes:
     return X25519PrivateKey.from_private_bytes(private).public_key().public_bytes_raw()
 
 
-def agreed(private: bytes, other: bytes) -> bytes:
+def agree_secret(private: bytes, other: bytes) -> bytes:
     """The secret of two devices. Raises `ValueError` for a public key that is none."""
     return X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(other))
 
 
-def derive(secret: bytes, session: str, purpose: str) -> bytes:
+def derive_key(secret: bytes, session: str, purpose: str) -> bytes:
     """A key for one purpose in one session."""
     return HKDF(SHA256(), KEY_BYTES, salt=session.encode(), info=purpose.encode()).derive(secret)
 
 
-def stream(key: bytes, size: int) -> Words:
+def generate_words(key: bytes, size: int) -> Words:
     """So many uniform words."""
-    cipher = Cipher(algorithms.AES256(key), modes.CTR(_COUNTER)).encryptor()
+    cipher = Cipher(algorithms.AES256(key), modes.CTR(_INITIAL_COUNTER)).encryptor()
     return np.frombuffer(cipher.update(bytes(4 * size)), "<u4").astype(np.uint32, copy=False)
 
 
-def self_mask(seed: bytes, session: str, size: int) -> Words:
-    return stream(derive(seed, session, "covey self mask"), size)
+def make_self_mask(seed: bytes, session: str, size: int) -> Words:
+    return generate_words(derive_key(seed, session, "covey self mask"), size)
 
 
-def pair_mask(private: bytes, other: bytes, session: str, size: int) -> Words:
+def make_pair_mask(private: bytes, other: bytes, session: str, size: int) -> Words:
     """What the one with the lower place adds and the other takes off."""
-    return stream(derive(agreed(private, other), session, "covey pair mask"), size)
+    return generate_words(derive_key(agree_secret(private, other), session, "covey pair mask"), size)
 
 
-def _share_key(private: bytes, other: bytes, session: str, giver: str, taker: str) -> tuple[AESGCM, bytes]:
+def _derive_share_key(private: bytes, other: bytes, session: str, giver: str, taker: str) -> tuple[AESGCM, bytes]:
     route = f"{len(giver.encode())}/{giver}/{taker}"
-    return AESGCM(derive(agreed(private, other), session, f"covey shares {route}")), f"{session} {route}".encode()
+    return AESGCM(derive_key(agree_secret(private, other), session, f"covey shares {route}")), f"{session} {route}".encode()
 
 
-def seal(shares: bytes, private: bytes, other: bytes, session: str, giver: str, taker: str) -> bytes:
+def seal_shares(shares: bytes, private: bytes, other: bytes, session: str, giver: str, taker: str) -> bytes:
     """Shares that only `taker` can read, and that only `giver` can have made."""
-    key, about = _share_key(private, other, session, giver, taker)
+    key, about = _derive_share_key(private, other, session, giver, taker)
     return key.encrypt(_NONCE, shares, about)
 
 
-def unseal(sealed: bytes, private: bytes, other: bytes, session: str, giver: str, taker: str) -> bytes:
+def unseal_shares(sealed: bytes, private: bytes, other: bytes, session: str, giver: str, taker: str) -> bytes:
     """Raises `ValueError` for shares of another giver, taker or session, or that were changed on their way."""
-    key, about = _share_key(private, other, session, giver, taker)
+    key, about = _derive_share_key(private, other, session, giver, taker)
     try:
         return key.decrypt(_NONCE, sealed, about)
     except InvalidTag:

@@ -13,9 +13,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from covey.errors import UsageError
-from covey.federated.scheduler.scheduler import Scheduler, changed
+from covey.federated.scheduler.scheduler import FederatedScheduler, change_plan
 from covey.management import common_api
-from covey.management.openapi import COMMON, Operation
+from covey.management.openapi import COMMON_OPERATIONS, Operation
 from covey.management.schemas import Reply, StateReply
 
 
@@ -40,8 +40,8 @@ class ScaleInBody(msgspec.Struct, frozen=True):
     node_ids: list[str]
 
 
-STATE = next(operation for operation in COMMON if operation.name == "state")
-FEDERATED = (
+STATE_OPERATION = next(operation for operation in COMMON_OPERATIONS if operation.name == "state")
+FEDERATED_OPERATIONS = (
     Operation("scaleout", "POST", "/scaleout", "Room for more servers.", Reply, ScaleOutBody),
     Operation("scalein", "POST", "/scalein", "Let servers go.", Reply, ScaleInBody),
     Operation("rollback", "POST", "/scaleoutRollback", "Take back a scale-out.", Reply),
@@ -52,26 +52,26 @@ FEDERATED = (
 )
 
 
-class Answers:
+class FederatedHandlers:
     """One method for each operation, by its name."""
 
-    def __init__(self, scheduler: Scheduler) -> None:
+    def __init__(self, scheduler: FederatedScheduler) -> None:
         self._scheduler = scheduler
-        self._rounds = scheduler.rounds
+        self._machine = scheduler.machine
 
     async def state(self, request: Request) -> Response:
-        return common_api.as_json(StateReply("Get cluster state successful.", self._rounds.state))
+        return common_api.json_response(StateReply("Get cluster state successful.", self._machine.state))
 
     async def scaleout(self, request: Request) -> Response:
-        asked = _object(await common_api.whole_body(request))
-        workers, servers = _count(asked, "worker_num"), _count(asked, "server_num")
+        asked = _decode_object(await common_api.read_body(request))
+        workers, servers = _read_count(asked, "worker_num"), _read_count(asked, "server_num")
         if workers:
             raise UsageError("The Worker does not currently support scale out.")
-        self._scheduler.promise(self._rounds.scale_out(servers, self._scheduler.now()))
-        return common_api.as_json(Reply("Cluster begin to scale out."))
+        self._scheduler.apply_request_effects(self._machine.scale_out(servers, self._scheduler.now()))
+        return common_api.json_response(Reply("Cluster begin to scale out."))
 
     async def scalein(self, request: Request) -> Response:
-        asked = _object(await common_api.whole_body(request))
+        asked = _decode_object(await common_api.read_body(request))
         if "node_ids" not in asked:
             raise UsageError("The json is not contain the key:node_ids")
         ids = asked["node_ids"]
@@ -79,39 +79,39 @@ class Answers:
             raise UsageError("The node ids should be a list of texts.")
         if self._scheduler.node_id in ids:
             raise UsageError(f"The node id:{self._scheduler.node_id} is illegal: it is the scheduler.")
-        self._scheduler.promise(self._rounds.scale_in(ids, self._scheduler.now()))
-        return common_api.as_json(Reply("Cluster begin to scale in."))
+        self._scheduler.apply_request_effects(self._machine.scale_in(ids, self._scheduler.now()))
+        return common_api.json_response(Reply("Cluster begin to scale in."))
 
     async def rollback(self, request: Request) -> Response:
-        self._scheduler.promise(self._rounds.roll_back(self._scheduler.now()))
-        return common_api.as_json(Reply("Cluster scale out rollback success."))
+        self._scheduler.apply_request_effects(self._machine.roll_back(self._scheduler.now()))
+        return common_api.json_response(Reply("Cluster scale out rollback success."))
 
     async def new_instance(self, request: Request) -> Response:
-        body = await common_api.whole_body(request)
-        plan = changed(self._rounds.plan, _object(body) if body else {})
-        self._scheduler.promise(self._rounds.request_new_instance(plan, self._scheduler.now()))
-        return common_api.as_json(ResultReply("Start new instance successful.", self._scheduler.query()))
+        body = await common_api.read_body(request)
+        plan = change_plan(self._machine.plan, _decode_object(body) if body else {})
+        self._scheduler.apply_request_effects(self._machine.request_new_instance(plan, self._scheduler.now()))
+        return common_api.json_response(ResultReply("Start new instance successful.", self._scheduler.instance_status()))
 
     async def query(self, request: Request) -> Response:
-        return common_api.as_json(ResultReply("Query Instance successful.", self._scheduler.query()))
+        return common_api.json_response(ResultReply("Query Instance successful.", self._scheduler.instance_status()))
 
     async def enable(self, request: Request) -> Response:
-        self._scheduler.promise(self._rounds.set_enabled(True, self._scheduler.now()))
-        return common_api.as_json(ResultReply("start enabling FL-Server successful.", self._scheduler.query()))
+        self._scheduler.apply_request_effects(self._machine.set_enabled(True, self._scheduler.now()))
+        return common_api.json_response(ResultReply("start enabling FL-Server successful.", self._scheduler.instance_status()))
 
     async def disable(self, request: Request) -> Response:
-        self._scheduler.promise(self._rounds.set_enabled(False, self._scheduler.now()))
-        return common_api.as_json(ResultReply("start disabling FL-Server successful.", self._scheduler.query()))
+        self._scheduler.apply_request_effects(self._machine.set_enabled(False, self._scheduler.now()))
+        return common_api.json_response(ResultReply("start disabling FL-Server successful.", self._scheduler.instance_status()))
 
 
-def make_app(scheduler: Scheduler, *, token: str, settings: Sequence[tuple[str, str, str, str]] = ()) -> Any:
+def make_app(scheduler: FederatedScheduler, *, token: str, settings: Sequence[tuple[str, str, str, str]] = ()) -> Any:
     """The application for `covey.management.http_server.Server`."""
-    answers = Answers(scheduler)
-    more = {op: getattr(answers, op.name) for op in (STATE, *FEDERATED)}
+    answers = FederatedHandlers(scheduler)
+    more = {op: getattr(answers, op.name) for op in (STATE_OPERATION, *FEDERATED_OPERATIONS)}
     return common_api.make_app(scheduler, token=token, settings=settings, more=more)
 
 
-def _object(body: bytes) -> dict[str, Any]:
+def _decode_object(body: bytes) -> dict[str, Any]:
     if not body:
         raise UsageError("The post message size is invalid.")
     try:
@@ -120,7 +120,7 @@ def _object(body: bytes) -> dict[str, Any]:
         raise UsageError(f"Illegal JSON format:{error}") from None
 
 
-def _count(asked: dict[str, Any], key: str) -> int:
+def _read_count(asked: dict[str, Any], key: str) -> int:
     if key not in asked:
         raise UsageError(f"The json is not contain the key:{key}")
     value = asked[key]

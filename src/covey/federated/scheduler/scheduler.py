@@ -27,174 +27,178 @@ from covey.core.messages import ClusterEnded, EventsRequest, Message, ViewReques
 from covey.core.plurals import count_noun
 from covey.core.types import Phase, Role
 from covey.errors import ExitCode, StoreError, UsageError
-from covey.federated.server.model_store import write_file
+from covey.federated.server.model_store import write_atomically
 from covey.log import log
 from covey.runtime.credentials import Credentials
 from covey.runtime.event_stream import EventStream
 from covey.runtime.view_stream import ViewStream
 from covey.transport.connection import Connection, Listener
-from covey.wall_clock import wall
+from covey.wall_clock import wall_time
 
 TICK_S: Final = 0.05
-GOODBYE_S: Final = 5.0
+DISCONNECT_TIMEOUT_S: Final = 5.0
 RETRY_DISK_S: Final = 0.5
-WAITING_MAX: Final = 100_000  # wishes, for the disk
+WAITING_EFFECTS_MAX: Final = 100_000  # wishes, for the disk
 _decoder: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(FromServer)
-_record: Final = msgspec.msgpack.Decoder(FederationRecord)
+_record_decoder: Final = msgspec.msgpack.Decoder(FederationRecord)
 
-ROUNDS_SHOWN: Final = 1000
-_SHOWN: Final = {  # of a round's numbers, by where they may be told, the best first
+ROUNDS_SHOWN_MAX: Final = 1000
+_METRIC_SOURCES: Final = {  # of a round's numbers, by where they may be told, the best first
     "accuracy": ("central_accuracy", "eval_accuracy", "accuracy"),
     "loss": ("central_loss", "eval_loss", "loss"),
     "updates": ("updates",),
 }
-_PHASES: Final = {"CLUSTER_STARTING": Phase.FORMING, "NODE_TIMEOUT": Phase.HEALING}
+_PHASE_BY_STATE: Final = {"CLUSTER_STARTING": Phase.FORMING, "NODE_TIMEOUT": Phase.HEALING}
 
 
-class Scheduler:
+class FederatedScheduler:
     """One federated cluster's scheduler. `run` returns the code the process should end with."""
 
     def __init__(
         self, rounds: FederationMachine, *, file: Path, sync: bool, address: str, manage_port: int, node_id: str
     ) -> None:
-        self.rounds = rounds
+        self.machine = rounds
         self.node_id = node_id
-        self._file = file
+        self._record_path = file
         self._sync = sync
         self._address = address
         self._manage_port = manage_port
-        self._started_at = wall()
-        self._links: dict[int, Connection] = {}
-        self._last_link = 0
+        self._started_at = wall_time()
+        self._connections: dict[int, Connection] = {}
+        self._last_connection_id = 0
         self._ended: asyncio.Future[EndCluster] | None = None
-        self._wishes: deque[FederationEffect] = deque()  # those that wait for the disk
-        self._again: asyncio.TimerHandle | None = None
-        self._stuck = ""  # why the disk refuses
-        self._followers = ViewStream(self.view)
-        self._teller = EventStream()
-        self._noted = rounds.round
-        self._done: list[dict[str, float | None]] = []
-        self._updates = 0  # counted by rounds that are done, in this life
+        self._effects: deque[FederationEffect] = deque()  # those that wait for the disk
+        self._retry_timer: asyncio.TimerHandle | None = None
+        self._disk_error = ""  # why the disk refuses
+        self._view_stream = ViewStream(self.view)
+        self._event_stream = EventStream()
+        self._last_noted_round = rounds.round
+        self._finished_rounds: list[dict[str, float | None]] = []
+        self._counted_updates = 0  # counted by rounds that are done, in this life
 
     async def run(self, sockets: list[socket.socket], guard: Credentials) -> int:
         """Serve until the cluster has ended."""
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
-        calls: dict[str, Any] = {"on_open": self._opened, "on_message": self._heard, "on_close": self._closed}
+        calls: dict[str, Any] = {
+            "on_open": self._on_connected,
+            "on_message": self._on_message,
+            "on_close": self._on_connection_lost,
+        }
         listener = Listener(sockets, guard.secret, guard.server_context, decoder=_decoder, **calls)
         await listener.open()
         ticker = loop.create_task(self._tick())
         try:
             end = await self._ended
-            for _ in range(int(100 * GOODBYE_S)):
-                if not any(server.connection in self._links for server in self.rounds.servers.values()):
+            for _ in range(int(100 * DISCONNECT_TIMEOUT_S)):
+                if not any(server.connection in self._connections for server in self.machine.servers.values()):
                     break
                 await asyncio.sleep(0.01)
         finally:
             ticker.cancel()
             listener.close()
-            for link in list(self._links.values()):
+            for link in list(self._connections.values()):
                 link.close("the scheduler ended")
         log.info("the cluster has ended: %s", end.reason)
         return end.code
 
     # -- facts in, wishes out ----------------------------------------------------------------------------------------
 
-    def _opened(self, link: Connection) -> None:
-        self._last_link += 1
-        link.id = self._last_link
-        self._links[link.id] = link
+    def _on_connected(self, link: Connection) -> None:
+        self._last_connection_id += 1
+        link.id = self._last_connection_id
+        self._connections[link.id] = link
 
-    def _heard(self, link: Connection, message: Message) -> None:
+    def _on_message(self, link: Connection, message: Message) -> None:
         if isinstance(message, ViewRequest):
-            self._followers.handle_view_request(link, message)
+            self._view_stream.handle_view_request(link, message)
         elif isinstance(message, EventsRequest):
-            self._teller.handle_events_request(link, message)
+            self._event_stream.handle_events_request(link, message)
         else:
-            self.carry(self.rounds.step(MessageReceived(message, link.id), asyncio.get_running_loop().time()))
+            self.apply_effects(self.machine.step(MessageReceived(message, link.id), asyncio.get_running_loop().time()))
 
-    def _closed(self, link: Connection, reason: str) -> None:
+    def _on_connection_lost(self, link: Connection, reason: str) -> None:
         if not link.id:
             log.warning("a connection from %s was turned away: %s", link.peer_address, reason)
             return
-        del self._links[link.id]
-        self._followers.remove_subscriber(link)
-        self._teller.remove_subscriber(link)
+        del self._connections[link.id]
+        self._view_stream.remove_subscriber(link)
+        self._event_stream.remove_subscriber(link)
         if self._ended is not None and self._ended.done():
             return  # everyone was told to go: nobody's log is to be taken over
-        self.carry(self.rounds.step(ConnectionLost(reason, link.id), asyncio.get_running_loop().time()))
+        self.apply_effects(self.machine.step(ConnectionLost(reason, link.id), asyncio.get_running_loop().time()))
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self.carry(self.rounds.step(Tick(), asyncio.get_running_loop().time()))
+            self.apply_effects(self.machine.step(Tick(), asyncio.get_running_loop().time()))
 
-    def carry(self, wishes: list[FederationEffect]) -> None:
+    def apply_effects(self, wishes: list[FederationEffect]) -> None:
         """Carry out wishes, in order. While a record cannot be written, what comes after it waits: none of it may be said."""
-        self._wishes.extend(wishes)
-        if self._again is None:
-            self._carry_on()
-        elif len(self._wishes) > WAITING_MAX:
+        self._effects.extend(wishes)
+        if self._retry_timer is None:
+            self._apply_queued_effects()
+        elif len(self._effects) > WAITING_EFFECTS_MAX:
             os._exit(int(ExitCode.DISK))  # a restart goes on from what was promised before
 
-    def promise(self, wishes: list[FederationEffect]) -> None:
+    def apply_request_effects(self, wishes: list[FederationEffect]) -> None:
         """Carry out what a person asked for. Raises `StoreError` where that must wait."""
-        self.carry(wishes)
-        if self._stuck:
-            raise StoreError(f"it is decided, but cannot be written down yet, and may be lost: {self._stuck}")
+        self.apply_effects(wishes)
+        if self._disk_error:
+            raise StoreError(f"it is decided, but cannot be written down yet, and may be lost: {self._disk_error}")
 
-    def _carry_on(self) -> None:
-        self._again, kept = None, False
-        while self._wishes:
-            wish = self._wishes[0]
+    def _apply_queued_effects(self) -> None:
+        self._retry_timer, kept = None, False
+        while self._effects:
+            wish = self._effects[0]
             if isinstance(wish, PersistFederation):
-                if not self._kept(wish.record):
-                    self._again = asyncio.get_running_loop().call_later(RETRY_DISK_S, self._carry_on)
+                if not self._write_record(wish.record):
+                    self._retry_timer = asyncio.get_running_loop().call_later(RETRY_DISK_S, self._apply_queued_effects)
                     break
                 kept = True
-            self._wishes.popleft()
-            self._carry_out(wish)
-        self._note_rounds()
-        self._teller.notify_subscribers()
+            self._effects.popleft()
+            self._apply_effect(wish)
+        self._record_round_metrics()
+        self._event_stream.notify_subscribers()
         if kept:
-            self._followers.notify_subscribers()
+            self._view_stream.notify_subscribers()
 
-    def _carry_out(self, wish: FederationEffect) -> None:
+    def _apply_effect(self, wish: FederationEffect) -> None:
         if isinstance(wish, Send):
-            link = self._links.get(wish.connection)
+            link = self._connections.get(wish.connection)
             if link is not None:
                 link.send(wish.message)
         elif isinstance(wish, Close):
-            link = self._links.get(wish.connection)
+            link = self._connections.get(wish.connection)
             if link is not None:
                 link.close()
         elif isinstance(wish, PublishEvent):
-            self._teller.append_event(wish)
+            self._event_stream.append_event(wish)
         elif isinstance(wish, EndCluster) and self._ended is not None and not self._ended.done():
             self._ended.set_result(wish)
 
-    def _kept(self, record: FederationRecord) -> bool:
+    def _write_record(self, record: FederationRecord) -> bool:
         """Whether a record is written down."""
         try:
-            write_file(self._file, msgspec.msgpack.encode(record), sync=self._sync)
+            write_atomically(self._record_path, msgspec.msgpack.encode(record), sync=self._sync)
         except OSError as error:
-            stuck, self._stuck = self._stuck, f"{self._file} cannot be written ({error.strerror})"
+            stuck, self._disk_error = self._disk_error, f"{self._record_path} cannot be written ({error.strerror})"
             if not stuck:
-                log.error("%s: free the disk or make it writable; until then nothing new is promised", self._stuck)
-            if not self._file.exists():  # nobody was ever promised anything: a folder that cannot be used
+                log.error("%s: free the disk or make it writable; until then nothing new is promised", self._disk_error)
+            if not self._record_path.exists():  # nobody was ever promised anything: a folder that cannot be used
                 os._exit(int(ExitCode.DISK))
             return False
-        if self._stuck:
-            self._stuck = ""
-            log.warning("%s can be written again: what waited is carried out now", self._file)
+        if self._disk_error:
+            self._disk_error = ""
+            log.warning("%s can be written again: what waited is carried out now", self._record_path)
         return True
 
     # -- what people see and ask for ---------------------------------------------------------------------------------
 
     def stop(self, reason: str) -> None:
         """End the cluster in order."""
-        for server in self.rounds.servers.values():
-            link = self._links.get(server.connection)
+        for server in self.machine.servers.values():
+            link = self._connections.get(server.connection)
             if link is not None:
                 link.send(ClusterEnded(reason))
         if self._ended is not None and not self._ended.done():
@@ -203,14 +207,14 @@ class Scheduler:
     @property
     def event_log(self) -> EventLog:
         """What happened so far."""
-        return self._teller.event_log
+        return self._event_stream.event_log
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    def query(self) -> dict[str, Any]:
+    def instance_status(self) -> dict[str, Any]:
         """The present instance, for /queryInstance."""
-        rounds, plan = self.rounds, self.rounds.plan
+        rounds, plan = self.machine, self.machine.plan
         return {
             "flName": rounds.job,
             "instanceStatus": str(rounds.instance),
@@ -224,15 +228,15 @@ class Scheduler:
             "missing": list(rounds.missing),
             "bestIteration": rounds.best[0] - rounds.base if rounds.best[0] >= 0 else None,
             "metrics": rounds.metrics,
-            **({"privacy": self._privacy(plan.noise)} if plan.noise is not None else {}),
-            **hyper(plan),
+            **({"privacy": self._privacy_status(plan.noise)} if plan.noise is not None else {}),
+            **plan_to_hyperparameters(plan),
         }
 
     def console_details(self) -> dict[str, Any]:
         """What the console shows besides."""
         refused: Counter[str] = Counter()
         load = {}
-        for server in self.rounds.servers.values():
+        for server in self.machine.servers.values():
             if server.status is not None:
                 refused.update(server.status.refusals_by_reason)
                 numbers = server.status.totals
@@ -241,26 +245,28 @@ class Scheduler:
                 )
         return {
             "kind": "federated",
-            "instance": self.query(),
-            "rounds": self._done,
-            "updates": self._updates,
+            "instance": self.instance_status(),
+            "rounds": self._finished_rounds,
+            "updates": self._counted_updates,
             "refused": dict(refused),
             "load": load,
         }
 
-    def _note_rounds(self) -> None:
+    def _record_round_metrics(self) -> None:
         """For the console: how the model of each round was."""
-        if self.rounds.round <= self._noted or not self.rounds.metrics:
+        if self.machine.round <= self._last_noted_round or not self.machine.metrics:
             return
-        self._noted, numbers = self.rounds.round, self.rounds.metrics
-        known = {name: next((numbers[k] for k in keys if k in numbers), None) for name, keys in _SHOWN.items()}
-        self._updates += int(known["updates"] or 0)
-        self._done = [*self._done, {"at": time.time(), "round": self.rounds.round - 1, **known}][-ROUNDS_SHOWN:]
+        self._last_noted_round, numbers = self.machine.round, self.machine.metrics
+        known = {name: next((numbers[k] for k in keys if k in numbers), None) for name, keys in _METRIC_SOURCES.items()}
+        self._counted_updates += int(known["updates"] or 0)
+        self._finished_rounds = [*self._finished_rounds, {"at": time.time(), "round": self.machine.round - 1, **known}][
+            -ROUNDS_SHOWN_MAX:
+        ]
 
-    def _privacy(self, noise: Noise) -> dict[str, float]:
+    def _privacy_status(self, noise: Noise) -> dict[str, float]:
         """What was spent so far: of each device, if it took part in every round."""
         return {
-            "epsilon": noise.epsilon_after(self.rounds.spent),
+            "epsilon": noise.epsilon_after(self.machine.spent),
             "delta": noise.delta,
             "budget": noise.budget,
             "clip": noise.clip,
@@ -268,7 +274,7 @@ class Scheduler:
 
     def view(self) -> ClusterView:
         """The cluster in the words of `covey status`."""
-        rounds, now = self.rounds, time.monotonic()
+        rounds, now = self.machine, time.monotonic()
         here = NodeView(Role.SCHEDULER, self.node_id, 0, socket.gethostname(), self._address, "alive", True, pid=os.getpid())
         nodes = [here]
         for server in sorted(rounds.servers.values(), key=lambda server: (server.rank < 0, server.rank)):
@@ -298,13 +304,13 @@ class Scheduler:
             progress["epsilon"] = rounds.plan.noise.epsilon_after(rounds.spent)
         return ClusterView(
             cluster_id=rounds.cluster_id,
-            phase=_PHASES.get(rounds.state, Phase.READY),
+            phase=_PHASE_BY_STATE.get(rounds.state, Phase.READY),
             reason=rounds.reason,
             generation=rounds.generation,
             worker_num=0,
             server_num=rounds.wanted,
             started_at=self._started_at,
-            now=wall(),
+            now=wall_time(),
             nodes=nodes,
             address=self._address,
             manage_port=self._manage_port,
@@ -317,7 +323,7 @@ class Scheduler:
 def load_record(file: Path) -> FederationRecord | None:
     """What an earlier scheduler wrote, if there is any. Raises `StoreError` for what cannot be understood."""
     try:
-        return _record.decode(file.read_bytes())
+        return _record_decoder.decode(file.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, msgspec.MsgspecError) as error:
@@ -327,7 +333,7 @@ def load_record(file: Path) -> FederationRecord | None:
 
 
 # The keys of /newInstance, and what of a plan they are.
-HYPER: Final = {
+HYPERPARAMETERS: Final = {
     "start_fl_job_threshold": ("threshold", 1),
     "start_fl_job_time_window": ("start_window_s", 1000),
     "update_model_ratio": ("ratio", 1),
@@ -342,22 +348,22 @@ HYPER: Final = {
 }
 
 
-def hyper(plan: RoundPlan) -> dict[str, Any]:
+def plan_to_hyperparameters(plan: RoundPlan) -> dict[str, Any]:
     """A plan in MindSpore's words."""
-    found = {key: getattr(plan, field) * factor for key, (field, factor) in HYPER.items()}
-    return {key: int(value) if HYPER[key][1] == 1000 else value for key, value in found.items()}
+    found = {key: getattr(plan, field) * factor for key, (field, factor) in HYPERPARAMETERS.items()}
+    return {key: int(value) if HYPERPARAMETERS[key][1] == 1000 else value for key, value in found.items()}
 
 
-def changed(plan: RoundPlan, asked: dict[str, Any]) -> RoundPlan:
+def change_plan(plan: RoundPlan, asked: dict[str, Any]) -> RoundPlan:
     """A plan with some of its keys changed, each checked as `set_fl_context` does."""
-    from covey.federated.context import check
+    from covey.federated.context import check_value
 
     new: dict[str, Any] = {}
     for key, value in asked.items():
-        if key not in HYPER:
-            raise UsageError(f"The key {key} is not one of a new instance: {', '.join(HYPER)} are.")
-        field, factor = HYPER[key]
-        checked = check(key, value)
+        if key not in HYPERPARAMETERS:
+            raise UsageError(f"The key {key} is not one of a new instance: {', '.join(HYPERPARAMETERS)} are.")
+        field, factor = HYPERPARAMETERS[key]
+        checked = check_value(key, value)
         assert isinstance(checked, int | float)
         new[field] = checked / factor if factor != 1 else checked
     return msgspec.structs.replace(plan, **new)

@@ -20,31 +20,31 @@ from numpy.typing import NDArray
 
 from covey.core.federated.messages import RoundTotals, ServerInstructions
 from covey.errors import CoveyError, ExitCode, PeerError, UsageError
-from covey.federated.model_codec import Floats, Layout
+from covey.federated.model_codec import Floats, ModelLayout
 from covey.federated.privacy import fixed_point_ring
-from covey.federated.privacy.secagg_session import unmask
-from covey.federated.server.accumulator import UNIT
+from covey.federated.privacy.secagg_session import unmask_sum
+from covey.federated.server.accumulator import FIXED_POINT_SCALE
 from covey.federated.server.masked_sum import MaskedSum
-from covey.federated.server.model_store import State, Unstored
-from covey.federated.server.partial_aggregate import Part, Sum
-from covey.federated.server.server_links import Peers
-from covey.federated.server.update_log import Update, read, unpack
+from covey.federated.server.model_store import ModelNotStored, StrategyState
+from covey.federated.server.partial_aggregate import PartialAggregate, Sum
+from covey.federated.server.server_links import ServerLinks
+from covey.federated.server.update_log import Update, read_log, unpack_records
 from covey.federated.strategies import Strategy
 from covey.log import log
 
-SPOOL_MAX = 16 * 2**30  # bytes of updates that a strategy may want to see at once
+SPOOL_BYTES_MAX = 16 * 2**30  # bytes of updates that a strategy may want to see at once
 Evaluate = Callable[[dict[str, Floats]], Mapping[str, float]]
-BLOCK = 4096  # values of every update at a time
+COLUMN_BLOCK_SIZE = 4096  # values of every update at a time
 
 
-async def gather(me: str, parts: Sequence[tuple[str, RoundTotals]], mine: Part, peers: Peers) -> Sum:
+async def collect_parts(me: str, parts: Sequence[tuple[str, RoundTotals]], mine: PartialAggregate, peers: ServerLinks) -> Sum:
     """The whole sum. Raises `PeerError` when a part is not what it was when all had sealed: then new orders are on the way."""
-    total = mine.copy()
+    total = mine.copy_sum()
     for node_id, expected in parts:
         if node_id == me:
-            found = mine.numbers
+            found = mine.totals
         else:
-            found, values = decode(await peers.fetch(node_id, "part", mine.round), total.total().dtype)
+            found, values = decode_part(await peers.fetch(node_id, "part", mine.round), total.get_sum().dtype)
             if found == expected:
                 total.merge(values, found)
         if found != expected:
@@ -52,56 +52,56 @@ async def gather(me: str, parts: Sequence[tuple[str, RoundTotals]], mine: Part, 
     return total
 
 
-def decode(content: bytearray, kind: np.dtype[Any]) -> tuple[RoundTotals, NDArray[Any]]:
+def decode_part(content: bytearray, kind: np.dtype[Any]) -> tuple[RoundTotals, NDArray[Any]]:
     """A part as it was fetched."""
     size = int.from_bytes(content[:4], "little")
     numbers = msgspec.msgpack.decode(content[4 : 4 + size], type=RoundTotals)
     return numbers, np.frombuffer(content, kind, offset=4 + size)
 
 
-class Spoiled(CoveyError):
+class UnmaskingFailed(CoveyError):
     """The sum of a secure round cannot be had: the round is to be abandoned."""
 
 
-def unmasked(total: MaskedSum, orders: ServerInstructions, model: Floats) -> tuple[NDArray[np.float64], RoundTotals]:
-    """The mean that a secure round came to, and what its devices told. Raises `Spoiled`."""
+def unmask_mean(total: MaskedSum, orders: ServerInstructions, model: Floats) -> tuple[NDArray[np.float64], RoundTotals]:
+    """The mean that a secure round came to, and what its devices told. Raises `UnmaskingFailed`."""
     found = orders.unmasking
     assert found is not None
-    units = fixed_point_ring.scale(orders.plan.reach, found.uploaders.samples, len(found.uploaders.ring))
+    units = fixed_point_ring.make_scale(orders.plan.reach, found.uploaders.samples, len(found.uploaders.ring))
     try:
-        values, told = fixed_point_ring.decode(unmask(total.total(), found), units)
+        values, told = fixed_point_ring.decode_sum(unmask_sum(total.get_sum(), found), units)
     except ValueError as error:
-        raise Spoiled(str(error)) from None
-    numbers = total.numbers + RoundTotals(
-        loss=round(told.loss * UNIT),
-        accuracy=round(told.accuracy * UNIT),
-        told=round(told.told),
-        eval_size=round(told.evaluated),
-        eval_loss=round(told.eval_loss * UNIT),
-        eval_accuracy=round(told.eval_accuracy * UNIT),
-        judged=round(told.judged),
-        eval_judged=round(told.eval_judged),
+        raise UnmaskingFailed(str(error)) from None
+    numbers = total.totals + RoundTotals(
+        loss=round(told.loss * FIXED_POINT_SCALE),
+        accuracy=round(told.accuracy * FIXED_POINT_SCALE),
+        told=round(told.loss_weight),
+        eval_size=round(told.eval_weight),
+        eval_loss=round(told.eval_loss * FIXED_POINT_SCALE),
+        eval_accuracy=round(told.eval_accuracy * FIXED_POINT_SCALE),
+        judged=round(told.accuracy_weight),
+        eval_judged=round(told.eval_accuracy_weight),
     )
     return model.astype(np.float64) + values / numbers.size, numbers
 
 
-def apply(strategy: Strategy, model: Floats, mean: NDArray[np.float64], state: State) -> Floats:
+def make_next_model(strategy: Strategy, model: Floats, mean: NDArray[np.float64], state: StrategyState) -> Floats:
     """The next model. One that is not finite is refused: the round before it would be lost for good."""
     try:
         made = np.ascontiguousarray(strategy.make(model, mean, state), np.float32)
     except Exception as error:  # the user's code: anything may come out of it
-        raise _failed(strategy, "make", error) from error
+        raise _make_strategy_error(strategy, "make", error) from error
     if made.shape != model.shape:
-        raise _failed(strategy, "make", ValueError(f"{made.shape} is no shape of {model.shape[0]} values"))
+        raise _make_strategy_error(strategy, "make", ValueError(f"{made.shape} is no shape of {model.shape[0]} values"))
     if not np.isfinite(made).all():
-        raise _failed(strategy, "make", ValueError("not every value is finite"))
+        raise _make_strategy_error(strategy, "make", ValueError("not every value is finite"))
     return made
 
 
-def judged(evaluate: Evaluate, layout: Layout, values: Floats) -> dict[str, float]:
+def evaluate_model(evaluate: Evaluate, layout: ModelLayout, values: Floats) -> dict[str, float]:
     """What the user's own evaluation says of a model. One that fails costs its numbers, not the round."""
     try:
-        found = {name: float(value) for name, value in evaluate(layout.tensors(values.copy())).items()}
+        found = {name: float(value) for name, value in evaluate(layout.split_tensors(values.copy())).items()}
     except Exception as error:  # the user's code: anything may come out of it
         log.error("the evaluation failed, and the round goes on without it: %s: %s", type(error).__name__, error)
         return {}
@@ -113,37 +113,43 @@ def judged(evaluate: Evaluate, layout: Layout, values: Floats) -> dict[str, floa
     return {f"central_{name}": value for name, value in found.items() if math.isfinite(value)}
 
 
-def metrics(numbers: RoundTotals) -> dict[str, float]:
+def compute_metrics(numbers: RoundTotals) -> dict[str, float]:
     """What the devices told, weighted by their samples."""
     found: dict[str, float] = {"updates": float(numbers.count), "samples": float(numbers.size)}
     if numbers.told:
-        found["loss"] = numbers.loss / UNIT / numbers.told
+        found["loss"] = numbers.loss / FIXED_POINT_SCALE / numbers.told
     if numbers.judged:
-        found["accuracy"] = numbers.accuracy / UNIT / numbers.judged
+        found["accuracy"] = numbers.accuracy / FIXED_POINT_SCALE / numbers.judged
     if numbers.eval_size:
         found["eval_samples"] = float(numbers.eval_size)
-        found["eval_loss"] = numbers.eval_loss / UNIT / numbers.eval_size
+        found["eval_loss"] = numbers.eval_loss / FIXED_POINT_SCALE / numbers.eval_size
     if numbers.eval_judged:
-        found["eval_accuracy"] = numbers.eval_accuracy / UNIT / numbers.eval_judged
+        found["eval_accuracy"] = numbers.eval_accuracy / FIXED_POINT_SCALE / numbers.eval_judged
     return found
 
 
-async def columns(
-    me: str, parts: Sequence[tuple[str, RoundTotals]], mine: Part, peers: Peers, strategy: Strategy, folder: Path, size: int
+async def aggregate_spooled_updates(
+    me: str,
+    parts: Sequence[tuple[str, RoundTotals]],
+    mine: PartialAggregate,
+    peers: ServerLinks,
+    strategy: Strategy,
+    folder: Path,
+    size: int,
 ) -> NDArray[np.float64]:
     """For strategies that see every update: spool them all to disk as rows, then go through them by columns."""
     count = sum(numbers.count for _, numbers in parts)
-    if 4 * size * count > SPOOL_MAX:
-        raise UsageError(f"{count} updates of {4 * size} bytes are more than the spool of {SPOOL_MAX} bytes holds")
+    if 4 * size * count > SPOOL_BYTES_MAX:
+        raise UsageError(f"{count} updates of {4 * size} bytes are more than the spool of {SPOOL_BYTES_MAX} bytes holds")
     path = folder / "spool.f32"
     weights = np.empty(count, np.float64)
     try:
-        _reserve(path, 4 * size * count)
+        _reserve_disk_space(path, 4 * size * count)
         rows = np.memmap(path, np.float32, "r+", shape=(count, size))
         row = 0
         for node_id, expected in parts:
             seen: set[str] = set()  # copies may have been sent twice
-            async for update, values in _updates(me, node_id, mine, peers):
+            async for update, values in _iterate_updates(me, node_id, mine, peers):
                 if update.device not in seen and len(seen) < expected.count:
                     rows[row], weights[row] = values, update.weight
                     row += 1
@@ -151,50 +157,57 @@ async def columns(
                 await asyncio.sleep(0)  # beats and devices are not to wait for all of them
             if len(seen) != expected.count:
                 raise PeerError(f"server {node_id} gave {len(seen)} updates, and {expected.count} were sealed")
-        return await asyncio.to_thread(_by_columns, strategy, rows, weights)
+        return await asyncio.to_thread(_aggregate_columns, strategy, rows, weights)
     except OSError as error:
-        raise Unstored(f"{count} updates cannot be spooled to {path} ({error.strerror}): free the disk") from None
+        raise ModelNotStored(f"{count} updates cannot be spooled to {path} ({error.strerror}): free the disk") from None
     finally:
         with contextlib.suppress(OSError):
             path.unlink()
 
 
-def _by_columns(strategy: Strategy, rows: Floats, weights: NDArray[np.float64]) -> NDArray[np.float64]:
+def _aggregate_columns(strategy: Strategy, rows: Floats, weights: NDArray[np.float64]) -> NDArray[np.float64]:
     """A strategy's aggregate of all updates, a block of values at a time."""
     made = np.empty(rows.shape[1], np.float64)
     try:
-        for start in range(0, len(made), BLOCK):
-            made[start : start + BLOCK] = strategy.column(np.ascontiguousarray(rows[:, start : start + BLOCK]), weights)
+        for start in range(0, len(made), COLUMN_BLOCK_SIZE):
+            made[start : start + COLUMN_BLOCK_SIZE] = strategy.column(
+                np.ascontiguousarray(rows[:, start : start + COLUMN_BLOCK_SIZE]), weights
+            )
     except Exception as error:  # the user's code: anything may come out of it
-        raise _failed(strategy, "column", error) from error
+        raise _make_strategy_error(strategy, "column", error) from error
     return made
 
 
-def _failed(strategy: Strategy, method: str, error: Exception) -> UsageError:
+def _make_strategy_error(strategy: Strategy, method: str, error: Exception) -> UsageError:
     name = f"{type(strategy).__name__}.{method}"
     return UsageError(f"{name} failed ({type(error).__name__}: {error}): the model stays as it was", ExitCode.BAD_SCRIPT)
 
 
-def _reserve(path: Path, size: int) -> None:
-    """Room on the disk, before it is mapped: a map of a file that has none is a signal, not an error. Raises `Unstored`."""
+def _reserve_disk_space(path: Path, size: int) -> None:
+    """Room on the disk, before it is mapped: a map of a file that has none is a signal, not an error.
+
+    Raises `ModelNotStored`.
+    """
     try:
         with path.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, max(1, size))
     except OSError as error:
-        raise Unstored(f"{path} has no room for {size} bytes of updates ({error.strerror}): free the disk") from None
+        raise ModelNotStored(f"{path} has no room for {size} bytes of updates ({error.strerror}): free the disk") from None
 
 
-async def _updates(me: str, node_id: str, mine: Part, peers: Peers) -> AsyncIterator[tuple[Update, Floats]]:
+async def _iterate_updates(
+    me: str, node_id: str, mine: PartialAggregate, peers: ServerLinks
+) -> AsyncIterator[tuple[Update, Floats]]:
     """The updates in the logs of a part, with a piece of one log in memory at a time."""
     if node_id == me:
-        for path in mine.logs():
-            for update, values in read(path):
+        for path in mine.list_log_paths():
+            for update, values in read_log(path):
                 yield update, values
         return
     for number in range(int(await peers.fetch(node_id, "logs", mine.round))):
         rest = b""
-        async for piece in peers.pieces(node_id, f"log{number}", mine.round):
+        async for piece in peers.fetch_chunks(node_id, f"log{number}", mine.round):
             content, end = memoryview(rest + piece), 0
-            for update, values, end in unpack(content):  # noqa: B007
+            for update, values, end in unpack_records(content):  # noqa: B007
                 yield update, values
             rest = bytes(content[end:])

@@ -17,14 +17,14 @@ from typing import Any, Final
 import httptools
 import numpy as np
 
-HEAD_MAX: Final = 16 * 1024
-RECEIVING_MAX: Final = 2**30  # bytes of bodies at once, whoever sends them
-REQUEST_S: Final = 60.0  # from its first byte to its last, and more for what has come,
-SLOWEST: Final = 10_000  # bytes a second: a slow link is not a stuck one
-IDLE_S: Final = 600.0
-REFUSED_S: Final = 5.0  # for a device to read why
-SWEEP_S: Final = 5.0
-_PHRASES: Final = {
+HEADER_BYTES_MAX: Final = 16 * 1024
+BYTES_IN_FLIGHT_MAX: Final = 2**30  # bytes of bodies at once, whoever sends them
+REQUEST_TIMEOUT_S: Final = 60.0  # from its first byte to its last, and more for what has come,
+BYTES_PER_SECOND_MIN: Final = 10_000  # bytes a second: a slow link is not a stuck one
+IDLE_TIMEOUT_S: Final = 600.0
+REFUSED_LINGER_S: Final = 5.0  # for a device to read why
+SWEEP_INTERVAL_S: Final = 5.0
+_STATUS_PHRASES: Final = {
     200: "OK",
     400: "Bad Request",
     404: "Not Found",
@@ -37,17 +37,19 @@ _PHRASES: Final = {
     500: "Internal Server Error",
     503: "Service Unavailable",
 }
-_TLS: Final = 0x16  # what a TLS handshake begins with
+_TLS_HANDSHAKE_BYTE: Final = 0x16  # what a TLS handshake begins with
 
-Piece = bytes | memoryview
+BytesLike = bytes | memoryview
 
 
-class Request:
+class DeviceRequest:
     """One request. Answer it exactly once."""
 
     __slots__ = ("_connection", "_headers", "accept", "body", "content_type", "device", "method", "path")
 
-    def __init__(self, connection: Connection, method: str, path: str, headers: dict[bytes, bytes], body: memoryview) -> None:
+    def __init__(
+        self, connection: DeviceConnection, method: str, path: str, headers: dict[bytes, bytes], body: memoryview
+    ) -> None:
         self._headers = headers
         self.device = ""  # who asks, where that is proven
         self._connection = connection
@@ -57,97 +59,97 @@ class Request:
         self.accept = headers.get(b"accept", b"").decode("latin-1")
         self.body = body
 
-    def reply(self, pieces: Sequence[Piece], content_type: str = "application/json", status: int = 200) -> None:
+    def reply(self, pieces: Sequence[BytesLike], content_type: str = "application/json", status: int = 200) -> None:
         """Send the answer; a device that is gone does not hear it."""
-        self._connection.answer(status, content_type, pieces)
+        self._connection.send_response(status, content_type, pieces)
 
     def header(self, name: str) -> str:
         """One of ours: `x-covey-NAME`."""
         return self._headers.get(b"x-covey-" + name.encode(), b"").decode("latin-1")
 
     @property
-    def peer(self) -> str:
+    def peer_address(self) -> str:
         """The address it comes from."""
-        return self._connection.peer
+        return self._connection.peer_address
 
     @property
-    def gone(self) -> bool:
+    def is_disconnected(self) -> bool:
         return self._connection.closed
 
 
-class Connection(asyncio.BufferedProtocol):
+class DeviceConnection(asyncio.BufferedProtocol):
     """One device's connection."""
 
-    def __init__(self, site: Site) -> None:
-        self._site = site
+    def __init__(self, site: DeviceHttpServer) -> None:
+        self._server = site
         self._transport: Any = None
-        self._head = bytearray()  # until something comes
-        self._view = memoryview(self._head)
-        self._filled = 0
+        self._header_buffer = bytearray()  # until something comes
+        self._header_view = memoryview(self._header_buffer)
+        self._buffered_bytes = 0
         self._body: memoryview | None = None
-        self._received = 0
-        self._busy = False
-        self._close_after = False
-        self._refused = False  # what still comes is not looked at
+        self._body_received = 0
+        self._awaiting_reply = False
+        self._close_after_reply = False
+        self._is_refused = False  # what still comes is not looked at
         self._url = b""
         self._headers: dict[bytes, bytes] = {}
         self._method = ""
-        self.since = time.monotonic()
+        self.period_started_at = time.monotonic()
         self.closed = False
-        self.peer = ""
+        self.peer_address = ""
 
     # -- asyncio's calls ---------------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
-        self.peer = str((transport.get_extra_info("peername") or ("",))[0])
+        self.peer_address = str((transport.get_extra_info("peername") or ("",))[0])
         sock = transport.get_extra_info("socket")
         if sock is not None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._site.connections.add(self)
-        if len(self._site.connections) > self._site.connections_max:
-            longest = next(iter(self._site.silent), None)
+        self._server.connections.add(self)
+        if len(self._server.connections) > self._server.connections_max:
+            longest = next(iter(self._server.silent_connections), None)
             if longest is None:
-                return self._refuse(503, "there are too many connections: try again")
-            longest.cut_off()
-        self._site.silent[self] = None
+                return self._send_refusal(503, "there are too many connections: try again")
+            longest.abort()
+        self._server.silent_connections[self] = None
         return None
 
-    def cut_off(self) -> None:
-        self._site.silent.pop(self, None)
+    def abort(self) -> None:
+        self._server.silent_connections.pop(self, None)
         self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
-        self._site.connections.discard(self)
-        self._site.silent.pop(self, None)
-        self._let_go()
+        self._server.connections.discard(self)
+        self._server.silent_connections.pop(self, None)
+        self._release_body()
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        if not self._head:
-            self._head = bytearray(HEAD_MAX)
-            self._view = memoryview(self._head)
-        if self._refused:
-            return self._view
-        if self._body is not None and not self._busy:
-            return self._body[self._received :]
-        return self._view[self._filled :]
+        if not self._header_buffer:
+            self._header_buffer = bytearray(HEADER_BYTES_MAX)
+            self._header_view = memoryview(self._header_buffer)
+        if self._is_refused:
+            return self._header_view
+        if self._body is not None and not self._awaiting_reply:
+            return self._body[self._body_received :]
+        return self._header_view[self._buffered_bytes :]
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._site.silent.pop(self, None)
-        if self._refused:
+        self._server.silent_connections.pop(self, None)
+        if self._is_refused:
             return
-        if self._body is not None and not self._busy:
-            self._received += nbytes
-            if self._received == len(self._body):
-                self._complete()
+        if self._body is not None and not self._awaiting_reply:
+            self._body_received += nbytes
+            if self._body_received == len(self._body):
+                self._dispatch_request()
             return
-        if not self._filled and not self._busy:
-            self.since = time.monotonic()
-        self._filled += nbytes
-        if not self._busy:
-            self._look()
-        elif self._filled == HEAD_MAX:
+        if not self._buffered_bytes and not self._awaiting_reply:
+            self.period_started_at = time.monotonic()
+        self._buffered_bytes += nbytes
+        if not self._awaiting_reply:
+            self._parse_head()
+        elif self._buffered_bytes == HEADER_BYTES_MAX:
             self._transport.pause_reading()
 
     def eof_received(self) -> bool:
@@ -163,138 +165,141 @@ class Connection(asyncio.BufferedProtocol):
 
     # -- a request ---------------------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _parse_head(self) -> None:
         """Read a head, if it is complete."""
-        if self._head[0] == _TLS:  # it has no end that we would see
-            return self._refuse(400, "this port speaks plain HTTP and a TLS handshake came: ask at http://, or serve with TLS")
-        end = self._head.find(b"\r\n\r\n", 0, self._filled)
+        if self._header_buffer[0] == _TLS_HANDSHAKE_BYTE:  # it has no end that we would see
+            return self._send_refusal(
+                400, "this port speaks plain HTTP and a TLS handshake came: ask at http://, or serve with TLS"
+            )
+        end = self._header_buffer.find(b"\r\n\r\n", 0, self._buffered_bytes)
         if end < 0:
-            if self._filled == HEAD_MAX:
-                self._refuse(431, f"the headers are longer than {HEAD_MAX} bytes")
+            if self._buffered_bytes == HEADER_BYTES_MAX:
+                self._send_refusal(431, f"the headers are longer than {HEADER_BYTES_MAX} bytes")
             return None
         self._url, self._headers = b"", {}
         parser = httptools.HttpRequestParser(self)
         try:
-            parser.feed_data(bytes(self._view[: end + 4]))
+            parser.feed_data(bytes(self._header_view[: end + 4]))
             self._method = parser.get_method().decode()
-            self._close_after = not parser.should_keep_alive()
+            self._close_after_reply = not parser.should_keep_alive()
             length = int(self._headers.get(b"content-length", b"0"))
         except (httptools.HttpParserError, ValueError):
-            return self._refuse(400, "this is not a request that HTTP/1.1 allows")
+            return self._send_refusal(400, "this is not a request that HTTP/1.1 allows")
         if b"transfer-encoding" in self._headers:
-            return self._refuse(411, "send a Content-Length: chunked bodies are not taken")
+            return self._send_refusal(411, "send a Content-Length: chunked bodies are not taken")
         if self._headers.get(b"content-encoding", b"identity") != b"identity":
-            return self._refuse(415, "send the body as it is: a Content-Encoding is not taken")
-        if not 0 <= length <= self._site.body_max:
-            return self._refuse(413, f"the body has {length} bytes, and {self._site.body_max} is the limit")
-        if self._site.receiving + length > self._site.receiving_max:
-            return self._refuse(503, "too many bodies are under way here: try another")
+            return self._send_refusal(415, "send the body as it is: a Content-Encoding is not taken")
+        if not 0 <= length <= self._server.body_max:
+            return self._send_refusal(413, f"the body has {length} bytes, and {self._server.body_max} is the limit")
+        if self._server.bytes_in_flight + length > self._server.bytes_in_flight_max:
+            return self._send_refusal(503, "too many bodies are under way here: try another")
         return self._start_body(end + 4, length)
 
     def _start_body(self, start: int, length: int) -> None:
         body = np.empty(length, np.uint8).data
-        self._site.receiving += length
-        early = min(length, self._filled - start)
-        body[:early] = self._view[start : start + early]
-        rest = self._filled - start - early
-        self._view[:rest] = bytes(self._view[start + early : self._filled])
-        self._filled, self._body, self._received = rest, body, early
+        self._server.bytes_in_flight += length
+        early = min(length, self._buffered_bytes - start)
+        body[:early] = self._header_view[start : start + early]
+        rest = self._buffered_bytes - start - early
+        self._header_view[:rest] = bytes(self._header_view[start + early : self._buffered_bytes])
+        self._buffered_bytes, self._body, self._body_received = rest, body, early
         if early < length and self._headers.get(b"expect", b"").lower() == b"100-continue":
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         if early == length:
-            self._complete()
+            self._dispatch_request()
 
-    def _complete(self) -> None:
+    def _dispatch_request(self) -> None:
         assert self._body is not None
-        self._busy = True
+        self._awaiting_reply = True
         path = self._url.partition(b"?")[0].decode("latin-1")
-        request = Request(self, self._method, path, self._headers, self._body)
-        self._site.receive(request)
+        request = DeviceRequest(self, self._method, path, self._headers, self._body)
+        self._server.on_request(request)
 
-    def answer(self, status: int, content_type: str, pieces: Sequence[Piece]) -> None:
+    def send_response(self, status: int, content_type: str, pieces: Sequence[BytesLike]) -> None:
         if self.closed:
             return
         length = sum(len(piece) for piece in pieces)
-        close = "connection: close\r\n" if self._close_after else ""
+        close = "connection: close\r\n" if self._close_after_reply else ""
         head = (
-            f"HTTP/1.1 {status} {_PHRASES[status]}\r\ncontent-type: {content_type}\r\ncontent-length: {length}\r\n{close}\r\n"
+            f"HTTP/1.1 {status} {_STATUS_PHRASES[status]}\r\ncontent-type: {content_type}\r\ncontent-length: "
+            f"{length}\r\n{close}\r\n"
         )
         self._transport.writelines([head.encode(), *pieces])
-        self._let_go()
-        self.since = time.monotonic()
-        if self._refused:
+        self._release_body()
+        self.period_started_at = time.monotonic()
+        if self._is_refused:
             self._transport.write_eof() if self._transport.can_write_eof() else self._transport.close()
-        elif self._close_after:
+        elif self._close_after_reply:
             self._transport.close()
-        elif self._filled:
+        elif self._buffered_bytes:
             self._transport.resume_reading()
-            asyncio.get_running_loop().call_soon(self._look_again)
+            asyncio.get_running_loop().call_soon(self._parse_buffered_head)
 
-    def _let_go(self) -> None:
-        self._site.receiving -= len(self._body) if self._body is not None else 0
-        self._body, self._busy = None, False
+    def _release_body(self) -> None:
+        self._server.bytes_in_flight -= len(self._body) if self._body is not None else 0
+        self._body, self._awaiting_reply = None, False
 
-    def _look_again(self) -> None:
-        if not self.closed and not self._busy and self._body is None and self._filled:
-            self._look()
+    def _parse_buffered_head(self) -> None:
+        if not self.closed and not self._awaiting_reply and self._body is None and self._buffered_bytes:
+            self._parse_head()
 
-    def _refuse(self, status: int, sentence: str) -> None:
+    def _send_refusal(self, status: int, sentence: str) -> None:
         """Say why, and let what is under way run out: a connection closed at once might take the answer with it."""
-        self._close_after = self._refused = True
-        self.answer(status, "application/json", [self._site.refusal(status, sentence)])
+        self._close_after_reply = self._is_refused = True
+        self.send_response(status, "application/json", [self._server.encode_refusal(status, sentence)])
 
-    def sweep(self, now: float) -> None:
+    def check_timeouts(self, now: float) -> None:
         """Refuse a device that takes too long for its request; cut off one that was refused, or has been silent for long."""
-        if self._busy:
+        if self._awaiting_reply:
             return
-        half = not self._refused and (self._filled > 0 or self._body is not None)
-        patience_s = REQUEST_S + (self._received / SLOWEST if self._body is not None else 0)
-        limit = REFUSED_S if self._refused else patience_s if half else IDLE_S
-        if now > self.since + limit:
+        half = not self._is_refused and (self._buffered_bytes > 0 or self._body is not None)
+        patience_s = REQUEST_TIMEOUT_S + (self._body_received / BYTES_PER_SECOND_MIN if self._body is not None else 0)
+        limit = REFUSED_LINGER_S if self._is_refused else patience_s if half else IDLE_TIMEOUT_S
+        if now > self.period_started_at + limit:
             if half:
-                self._refuse(408, f"the request was not complete after {patience_s:.0f} s")
+                self._send_refusal(408, f"the request was not complete after {patience_s:.0f} s")
             else:
                 self._transport.abort()
 
 
-class Site:
+class DeviceHttpServer:
     """The device port of a server."""
 
     def __init__(
         self,
-        receive: Callable[[Request], None],
+        receive: Callable[[DeviceRequest], None],
         refusal: Callable[[int, str], bytes],
         *,
         body_max: int,
         connections_max: int,
     ) -> None:
-        self.receive = receive
-        self.refusal = refusal
+        self.on_request = receive
+        self.encode_refusal = refusal
         self.body_max = body_max
         self.connections_max = connections_max
-        self.receiving = 0  # bytes of bodies that are not answered yet
-        self.receiving_max = max(RECEIVING_MAX, 2 * body_max)
-        self.connections: set[Connection] = set()
-        self.silent: dict[Connection, None] = {}  # those that never said a word, the oldest first
+        self.bytes_in_flight = 0  # bytes of bodies that are not answered yet
+        self.bytes_in_flight_max = max(BYTES_IN_FLIGHT_MAX, 2 * body_max)
+        self.connections: set[DeviceConnection] = set()
+        self.silent_connections: dict[DeviceConnection, None] = {}  # those that never said a word, the oldest first
         self._servers: list[asyncio.Server] = []
-        self._sweeper: asyncio.Task[None] | None = None
+        self._sweep_task: asyncio.Task[None] | None = None
 
     async def open(self, sockets: list[socket.socket], context: ssl.SSLContext | None) -> None:
         loop = asyncio.get_running_loop()
         for sock in sockets:
-            self._servers.append(await loop.create_server(lambda: Connection(self), sock=sock, ssl=context, backlog=4096))
-        self._sweeper = loop.create_task(self._sweep())
+            self._servers.append(await loop.create_server(lambda: DeviceConnection(self), sock=sock, ssl=context, backlog=4096))
+        self._sweep_task = loop.create_task(self._sweep_connections())
 
-    async def _sweep(self) -> None:
+    async def _sweep_connections(self) -> None:
         while True:
-            await asyncio.sleep(SWEEP_S)
+            await asyncio.sleep(SWEEP_INTERVAL_S)
             now = time.monotonic()
             for connection in list(self.connections):
-                connection.sweep(now)
+                connection.check_timeouts(now)
 
     def close(self) -> None:
-        if self._sweeper is not None:
-            self._sweeper.cancel()
+        if self._sweep_task is not None:
+            self._sweep_task.cancel()
         for server in self._servers:
             server.close()
         for connection in list(self.connections):

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from covey.core.federated.messages import RoundTotals
 from covey.federated.model_codec import Floats
-from covey.federated.privacy.fixed_point_ring import TOLD, Words
-from covey.federated.server.accumulator import NOTHING, WEIGHT_MAX
+from covey.federated.privacy.fixed_point_ring import METRIC_COUNT, Words
+from covey.federated.server.accumulator import EMPTY_TOTALS, WEIGHT_MAX
 
 
 class MaskedSum:
@@ -22,30 +22,30 @@ class MaskedSum:
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._sum: Words = np.zeros(size + TOLD, np.uint32)
-        self.numbers = RoundTotals()
+        self._sum: Words = np.zeros(size + METRIC_COUNT, np.uint32)
+        self.totals = RoundTotals()
 
-    def empty(self) -> MaskedSum:
+    def make_empty(self) -> MaskedSum:
         """Another one for the same model."""
         return MaskedSum(self._size)
 
-    def check(self, values: Floats, weight: int) -> None:
+    def check_update(self, values: Floats, weight: int) -> None:
         """Raises `ValueError` with a sentence for an update that must not be added."""
         if not 1 <= weight <= WEIGHT_MAX:
             raise ValueError(f"data_size is {weight}, and 1 to {WEIGHT_MAX} are possible")
         if len(values) != len(self._sum):
             raise ValueError(f"a masked update has {len(self._sum)} numbers here, and {len(values)} came")
 
-    def add(self, values: Floats, weight: int, told: RoundTotals = NOTHING) -> None:
+    def add(self, values: Floats, weight: int, told: RoundTotals = EMPTY_TOTALS) -> None:
         """Add one masked update. What devices tell about their training is among its numbers."""
         self._sum += values.view(np.uint32)
-        self.numbers = self.numbers + RoundTotals(1, weight)
+        self.totals = self.totals + RoundTotals(1, weight)
 
-    def total(self) -> Words:
+    def get_sum(self) -> Words:
         """The sum so far."""
         return self._sum
 
     def merge(self, total: NDArray[Any], numbers: RoundTotals) -> None:
         """Add another server's part."""
         self._sum += total
-        self.numbers = self.numbers + numbers
+        self.totals = self.totals + numbers

@@ -10,18 +10,18 @@ from typing import NamedTuple
 
 from covey.core.federated.messages import ServerInstructions
 from covey.errors import ExitCode, PeerError, StoreError, UsageError
-from covey.federated.model_codec import Floats, Layout, Small, digest
-from covey.federated.privacy.dp_noise import on_mean
+from covey.federated.model_codec import Floats, ModelLayout, QuantizedModel, compute_digest
+from covey.federated.privacy.dp_noise import draw_mean_noise
 from covey.federated.server import aggregation
 from covey.federated.server.masked_sum import MaskedSum
-from covey.federated.server.model_store import ModelStore, State, unpack_state
-from covey.federated.server.partial_aggregate import Part
-from covey.federated.server.server_links import Bytes, Peers
+from covey.federated.server.model_store import ModelStore, StrategyState, unpack_state
+from covey.federated.server.partial_aggregate import PartialAggregate
+from covey.federated.server.server_links import BytesLike, ServerLinks
 from covey.federated.strategies import Strategy
 from covey.log import log
 
 
-class Newest(NamedTuple):
+class WantedModel(NamedTuple):
     """A model, and who has it."""
 
     round: int
@@ -30,31 +30,31 @@ class Newest(NamedTuple):
     metrics: dict[str, float]
 
 
-def newest(orders: ServerInstructions) -> Newest:
+def wanted_model(orders: ServerInstructions) -> WantedModel:
     """What every server is to have: the model of the round before or, once it is made and wanted, of this one."""
     made = orders.new_model
     if made is not None:
-        return Newest(orders.round, made.node_id, made.digest, made.metrics)
-    return Newest(orders.round - 1, orders.source, orders.digest, orders.metrics)
+        return WantedModel(orders.round, made.node_id, made.digest, made.metrics)
+    return WantedModel(orders.round - 1, orders.source, orders.digest, orders.metrics)
 
 
-class Models:
+class ModelCache:
     """The newest one, and those that devices may have begun with."""
 
     def __init__(
-        self, layout: Layout, values: Floats, strategy: Strategy, evaluate: aggregation.Evaluate | None, peers: Peers
+        self, layout: ModelLayout, values: Floats, strategy: Strategy, evaluate: aggregation.Evaluate | None, peers: ServerLinks
     ) -> None:
-        self.round, self.values, self.digest = 0, values, digest(values)  # of the newest
-        self.key = b""  # the cluster's, for noise
+        self.round, self.values, self.digest = 0, values, compute_digest(values)  # of the newest
+        self.cluster_key = b""  # the cluster's, for noise
         self.metrics: dict[str, float] = {}  # of the newest, if this server made or fetched it
         self._layout = layout
         self._strategy = strategy
         self._evaluate = evaluate
-        self._peers = peers
-        self._by_round: dict[int, Floats] = {0: values}
+        self._server_links = peers
+        self._values_by_round: dict[int, Floats] = {0: values}
         self._store: ModelStore | None = None
-        self._small: tuple[str, Small] | None = None
-        self._state: State = {}  # the strategy's, as it was stored with the newest model
+        self._quantized: tuple[str, QuantizedModel] | None = None
+        self._strategy_state: StrategyState = {}  # the strategy's, as it was stored with the newest model
 
     def open(self, folder: Path, *, name: str, keep: int, sync: bool) -> None:
         """What an earlier life stored. `keep` of 0 keeps all; else at least those that devices may have begun with."""
@@ -64,99 +64,99 @@ class Models:
             self._store.save(0, self.values, {}, {})
             return
         for entry in self._store.entries:
-            values, self._state = self._store.load(entry.round)
-            self._has(entry.round, values, entry.digest)
+            values, self._strategy_state = self._store.load(entry.round)
+            self._set_newest(entry.round, values, entry.digest)
 
-    def small(self) -> Small:
+    def quantize_newest(self) -> QuantizedModel:
         """The newest in 8 bits a value, made once for all devices."""
-        if self._small is None or self._small[0] != self.digest:
-            self._small = (self.digest, self._layout.shrink(self.values))
-        return self._small[1]
+        if self._quantized is None or self._quantized[0] != self.digest:
+            self._quantized = (self.digest, self._layout.quantize(self.values))
+        return self._quantized[1]
 
-    def of(self, round_number: int) -> Floats | None:
+    def get_cached(self, round_number: int) -> Floats | None:
         """The model of a round, if devices may still have begun with it."""
-        return self._by_round.get(round_number)
+        return self._values_by_round.get(round_number)
 
-    async def kept(self, round_number: int) -> Floats | None:
+    async def get_or_load(self, round_number: int) -> Floats | None:
         """The model of a round, if it is still there: in memory, or in the store."""
-        found = self.of(round_number)
-        if found is None and self._store is not None and self._store.has(round_number):
+        found = self.get_cached(round_number)
+        if found is None and self._store is not None and self._store.has_round(round_number):
             with contextlib.suppress(StoreError):  # it was thinned out meanwhile, or is damaged: then there is none
                 found, _ = await asyncio.to_thread(self._store.load, round_number)
         return found
 
-    def give(self, what: str, round_number: int) -> Bytes | None:
+    def read_chunk(self, what: str, round_number: int) -> BytesLike | None:
         """What another server may fetch: the newest model, or the strategy's state beside it."""
         if self._store is None or self.round != round_number:
             return None
         try:
-            return self._store.content(round_number, state=what == "state")
+            return self._store.view_file(round_number, state=what == "state")
         except StoreError as error:  # whoever asks asks again, or another
             log.error("%s", error)
             return None
 
-    async def make(self, me: str, orders: ServerInstructions, part: Part, spool: Path) -> bool:
+    async def make_model(self, me: str, orders: ServerInstructions, part: PartialAggregate, spool: Path) -> bool:
         """Make the model of this round from everyone's parts; False if it is not wanted any more."""
         assert self._store is not None
         if orders.is_abandoned:
-            return self._repeat(orders.round)
-        total = await aggregation.gather(me, orders.expected_totals, part, self._peers)
+            return self._repeat_model(orders.round)
+        total = await aggregation.collect_parts(me, orders.expected_totals, part, self._server_links)
         if part.round != orders.round or self.round != orders.round - 1:
             return False
-        state, numbers = dict(self._state), total.numbers
+        state, numbers = dict(self._strategy_state), total.totals
         if self._strategy.sees_all:
-            mean = await aggregation.columns(
-                me, orders.expected_totals, part, self._peers, self._strategy, spool, self._layout.size
+            mean = await aggregation.aggregate_spooled_updates(
+                me, orders.expected_totals, part, self._server_links, self._strategy, spool, self._layout.size
             )
         elif isinstance(total, MaskedSum):
-            mean, numbers = await asyncio.to_thread(aggregation.unmasked, total, orders, self.values)
+            mean, numbers = await asyncio.to_thread(aggregation.unmask_mean, total, orders, self.values)
         else:
             mean = total.mean()
         noise = orders.plan.noise
         if noise is not None and not noise.local:
-            mean = mean + on_mean(len(mean), noise, numbers.count, self.key, orders.round)
-        made = aggregation.apply(self._strategy, self.values, mean, state)
-        metrics = aggregation.metrics(numbers)
+            mean = mean + draw_mean_noise(len(mean), noise, numbers.count, self.cluster_key, orders.round)
+        made = aggregation.make_next_model(self._strategy, self.values, mean, state)
+        metrics = aggregation.compute_metrics(numbers)
         if self._evaluate is not None:
-            metrics |= await asyncio.to_thread(aggregation.judged, self._evaluate, self._layout, made)
+            metrics |= await asyncio.to_thread(aggregation.evaluate_model, self._evaluate, self._layout, made)
         if self.round != orders.round - 1:  # another server was chosen meanwhile, and its model has come
             return False
         found = self._store.save(orders.round, made, state, metrics)
-        self._state, self.metrics = state, metrics
-        self._has(orders.round, made, found)
+        self._strategy_state, self.metrics = state, metrics
+        self._set_newest(orders.round, made, found)
         return True
 
-    def _repeat(self, round_number: int) -> bool:
+    def _repeat_model(self, round_number: int) -> bool:
         """An abandoned round: the model before it, under its number."""
         assert self._store is not None
         if self.round != round_number - 1:
             return False
-        self._has(round_number, self.values, self._store.save(round_number, self.values, self._state, {}))
+        self._set_newest(round_number, self.values, self._store.save(round_number, self.values, self._strategy_state, {}))
         return True
 
-    async def fetch(self, me: str, orders: ServerInstructions, latest: Callable[[], ServerInstructions | None]) -> bool:
+    async def fetch_model(self, me: str, orders: ServerInstructions, latest: Callable[[], ServerInstructions | None]) -> bool:
         """The newest model, from whoever has it; False if nobody else does. Raises `PeerError`."""
         assert self._store is not None
-        wanted = newest(orders)
+        wanted = wanted_model(orders)
         if wanted.source == me or not wanted.source:
             return False
-        content = await self._peers.fetch(wanted.source, "model", wanted.round)
+        content = await self._server_links.fetch(wanted.source, "model", wanted.round)
         try:
             _, values = self._layout.decode(memoryview(content))
         except ValueError as error:
             sentence = f"the cluster learns another model than this server was given: {error}"
             raise UsageError(sentence, ExitCode.REFUSED) from None
-        found, now = digest(values), latest()
-        if now is None or (newest(now).round, newest(now).digest) != (wanted.round, found):
+        found, now = compute_digest(values), latest()
+        if now is None or (wanted_model(now).round, wanted_model(now).digest) != (wanted.round, found):
             raise PeerError(f"the model of round {wanted.round} at server {wanted.source} is not the one that was meant")
-        self._state = unpack_state(bytes(await self._peers.fetch(wanted.source, "state", wanted.round)))
-        self._store.save(wanted.round, values, self._state, wanted.metrics)
+        self._strategy_state = unpack_state(bytes(await self._server_links.fetch(wanted.source, "state", wanted.round)))
+        self._store.save(wanted.round, values, self._strategy_state, wanted.metrics)
         self.metrics = wanted.metrics
-        self._has(wanted.round, values.copy(), found)
+        self._set_newest(wanted.round, values.copy(), found)
         return True
 
-    def _has(self, round_number: int, values: Floats, found: str) -> None:
+    def _set_newest(self, round_number: int, values: Floats, found: str) -> None:
         self.round, self.values, self.digest = round_number, values, found
-        self._by_round[round_number] = values
-        for old in [number for number in self._by_round if number < round_number - self._strategy.staleness]:
-            del self._by_round[old]
+        self._values_by_round[round_number] = values
+        for old in [number for number in self._values_by_round if number < round_number - self._strategy.staleness]:
+            del self._values_by_round[old]

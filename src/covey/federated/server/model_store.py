@@ -15,18 +15,18 @@ from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
 from covey.errors import ExitCode, StoreError, UsageError
-from covey.federated.model_codec import Floats, Layout, digest
-from covey.federated.server.update_log import mapped
+from covey.federated.model_codec import Floats, ModelLayout, compute_digest
+from covey.federated.server.update_log import map_file
 
-State = dict[str, NDArray[Any]]
+StrategyState = dict[str, NDArray[Any]]
 NO_STATE = b"-"
 
 
-class Unstored(StoreError):
+class ModelNotStored(StoreError):
     """The disk refuses a model: nobody hears of it, and it is made again."""
 
 
-class Entry(msgspec.Struct, frozen=True):
+class StoredModel(msgspec.Struct, frozen=True):
     """One stored model."""
 
     round: int
@@ -38,85 +38,88 @@ class Entry(msgspec.Struct, frozen=True):
 class ModelStore:
     """A folder of models. `sync`: they are on the disk before anyone hears of them."""
 
-    def __init__(self, folder: Path, layout: Layout, *, name: str, keep: int, sync: bool) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, layout: ModelLayout, *, name: str, keep: int, sync: bool) -> None:
+        self._directory = folder
         self._layout = layout
-        self._name = re.sub(r"[^\w.-]", "_", name) or "model"
-        self._keep = keep
+        self._file_prefix = re.sub(r"[^\w.-]", "_", name) or "model"
+        self._keep_count = keep
         self._sync = sync
-        self.entries: list[Entry] = self._read_manifest()
+        self.entries: list[StoredModel] = self._read_manifest()
 
     @property
-    def newest(self) -> Entry | None:
+    def newest(self) -> StoredModel | None:
         return self.entries[-1] if self.entries else None
 
     @property
-    def best(self) -> Entry | None:
+    def best(self) -> StoredModel | None:
         """The one with the least loss."""
-        return _best(self.entries)
+        return _find_best(self.entries)
 
-    def save(self, round_number: int, values: Floats, state: State, metrics: Mapping[str, float]) -> str:
-        """Store a model and the strategy's state; returns the digest. Raises `Unstored`; what was stored is then as it was."""
-        found = digest(values)
-        file = f"{self._name}_iteration_{round_number}.safetensors"
-        entry = Entry(round_number, file, found, dict(metrics))
+    def save(self, round_number: int, values: Floats, state: StrategyState, metrics: Mapping[str, float]) -> str:
+        """Store a model and the strategy's state; returns the digest.
+
+        Raises `ModelNotStored`; what was stored is then as it was.
+        """
+        found = compute_digest(values)
+        file = f"{self._file_prefix}_iteration_{round_number}.safetensors"
+        entry = StoredModel(round_number, file, found, dict(metrics))
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self._directory.mkdir(parents=True, exist_ok=True)
             metadata = {"round": str(round_number), "digest": found}
-            write_file(self._folder / file, self._layout.encode(values, metadata), sync=self._sync)
+            write_atomically(self._directory / file, self._layout.encode(values, metadata), sync=self._sync)
             if state:
-                write_file(self._folder / f"{file}.state", pack_state(state), sync=self._sync)
-            kept = self._thinned([*(old for old in self.entries if old.round < round_number), entry])
-            write_file(self._folder / "manifest.json", msgspec.json.encode(kept), sync=self._sync)
+                write_atomically(self._directory / f"{file}.state", pack_state(state), sync=self._sync)
+            kept = self._select_kept([*(old for old in self.entries if old.round < round_number), entry])
+            write_atomically(self._directory / "manifest.json", msgspec.json.encode(kept), sync=self._sync)
             gone, self.entries = [old.file for old in self.entries if old not in kept and old.file != file], kept
             for name in gone:
-                (self._folder / name).unlink(missing_ok=True)
-                (self._folder / f"{name}.state").unlink(missing_ok=True)
+                (self._directory / name).unlink(missing_ok=True)
+                (self._directory / f"{name}.state").unlink(missing_ok=True)
         except OSError as error:
-            raise Unstored(
-                f"the model of round {round_number} cannot be stored in {self._folder} ({error.strerror}): free the disk"
+            raise ModelNotStored(
+                f"the model of round {round_number} cannot be stored in {self._directory} ({error.strerror}): free the disk"
                 " or make it writable, it is tried again"
             ) from None
         return found
 
-    def load(self, round_number: int) -> tuple[Floats, State]:
+    def load(self, round_number: int) -> tuple[Floats, StrategyState]:
         """A stored model, checked against its digest, and the strategy's state."""
         entry = next(entry for entry in self.entries if entry.round == round_number)
-        path = self._folder / entry.file
+        path = self._directory / entry.file
         try:
             _, values = self._layout.decode(memoryview(path.read_bytes()))
-            state_file = self._folder / f"{entry.file}.state"
+            state_file = self._directory / f"{entry.file}.state"
             state = unpack_state(state_file.read_bytes()) if state_file.exists() else {}
         except (OSError, ValueError) as error:
             raise StoreError(f"the model {path} cannot be read: {error}", ExitCode.BAD_JOURNAL) from None
-        if digest(values) != entry.digest:
+        if compute_digest(values) != entry.digest:
             raise StoreError(f"the model {path} is damaged: move its folder away to begin anew", ExitCode.BAD_JOURNAL)
         return values, state
 
-    def content(self, round_number: int, *, state: bool = False) -> memoryview:
+    def view_file(self, round_number: int, *, state: bool = False) -> memoryview:
         """A stored model as it lies on the disk, or the strategy's state: for other servers, who ask for it piece by piece."""
         entry = next(entry for entry in self.entries if entry.round == round_number)
-        path = self._folder / (f"{entry.file}.state" if state else entry.file)
-        return memoryview(NO_STATE) if state and not path.exists() else mapped(path)
+        path = self._directory / (f"{entry.file}.state" if state else entry.file)
+        return memoryview(NO_STATE) if state and not path.exists() else map_file(path)
 
-    def has(self, round_number: int) -> bool:
+    def has_round(self, round_number: int) -> bool:
         return any(entry.round == round_number for entry in self.entries)
 
-    def _thinned(self, entries: list[Entry]) -> list[Entry]:
-        newest, best = entries[-self._keep :], _best(entries)  # all, where `keep` is 0
+    def _select_kept(self, entries: list[StoredModel]) -> list[StoredModel]:
+        newest, best = entries[-self._keep_count :], _find_best(entries)  # all, where `keep` is 0
         return [entry for entry in entries if entry in newest or entry is best]
 
-    def _read_manifest(self) -> list[Entry]:
-        path = self._folder / "manifest.json"
+    def _read_manifest(self) -> list[StoredModel]:
+        path = self._directory / "manifest.json"
         try:
-            return msgspec.json.decode(path.read_bytes(), type=list[Entry])
+            return msgspec.json.decode(path.read_bytes(), type=list[StoredModel])
         except FileNotFoundError:
             return []
         except (OSError, msgspec.MsgspecError) as error:
             raise StoreError(f"{path} cannot be read ({error}): move it away to begin anew", ExitCode.BAD_JOURNAL) from None
 
 
-def pack_state(state: State) -> bytes:
+def pack_state(state: StrategyState) -> bytes:
     """A strategy's arrays, for a file or another server. Raises `UsageError` for what is none."""
     try:
         return save({name: np.ascontiguousarray(array) for name, array in state.items()}) if state else NO_STATE
@@ -124,7 +127,7 @@ def pack_state(state: State) -> bytes:
         raise UsageError(f"a strategy's state is arrays by name, and {sorted(state)} cannot be stored: {error}") from None
 
 
-def unpack_state(content: bytes) -> State:
+def unpack_state(content: bytes) -> StrategyState:
     """The same again. Raises `ValueError`."""
     try:
         return load(content) if content != NO_STATE else {}
@@ -132,7 +135,7 @@ def unpack_state(content: bytes) -> State:
         raise ValueError(f"the strategy's state is damaged: {error}") from None
 
 
-def write_file(path: Path, content: bytes, *, sync: bool) -> None:
+def write_atomically(path: Path, content: bytes, *, sync: bool) -> None:
     """In one move: whoever looks sees the old file or the new one."""
     temporary = path.with_name(f"{path.name}.new")
     with temporary.open("wb") as file:
@@ -147,10 +150,10 @@ def write_file(path: Path, content: bytes, *, sync: bool) -> None:
         os.close(folder)
 
 
-def _best(entries: list[Entry]) -> Entry | None:
-    rated = [(_loss(entry), entry) for entry in entries if _loss(entry) is not None]
+def _find_best(entries: list[StoredModel]) -> StoredModel | None:
+    rated = [(_get_loss(entry), entry) for entry in entries if _get_loss(entry) is not None]
     return min(rated, key=lambda pair: pair[0] or 0.0)[1] if rated else None
 
 
-def _loss(entry: Entry) -> float | None:
+def _get_loss(entry: StoredModel) -> float | None:
     return entry.metrics.get("central_loss", entry.metrics.get("loss"))

@@ -18,16 +18,18 @@ from covey.federated.protocol import (
     StartJob,
     UpdateFields,
 )
-from covey.federated.server.secagg_endpoints import PATHS
+from covey.federated.server.secagg_endpoints import SECAGG_REQUEST_TYPES
 
-_REF = "#/components/schemas/{name}"
-_TENSORS = "safetensors: the model's tensors as F32; the fields of {name} are the header's __metadata__, each as text."
+_SCHEMA_REF = "#/components/schemas/{name}"
+_TENSORS_DESCRIPTION = (
+    "safetensors: the model's tensors as F32; the fields of {name} are the header's __metadata__, each as text."
+)
 
 
-def document(prefix: str = "") -> dict[str, Any]:
+def build_document(prefix: str = "") -> dict[str, Any]:
     """Paths, bodies and answers."""
-    types = (Answer, FlPlan, GetModel, SecureAnswer, StartJob, UpdateFields, *PATHS.values())
-    _, schemas = msgspec.json.schema_components(types, ref_template=_REF)
+    types = (Answer, FlPlan, GetModel, SecureAnswer, StartJob, UpdateFields, *SECAGG_REQUEST_TYPES.values())
+    _, schemas = msgspec.json.schema_components(types, ref_template=_SCHEMA_REF)
     codes = ", ".join(f"{code.value} {code.name}" for code in Code)
     return {
         "openapi": "3.1.0",
@@ -37,33 +39,35 @@ def document(prefix: str = "") -> dict[str, Any]:
             "description": f"HTTP says 200 also for a refusal; the verdict is retcode: {codes}.",
         },
         "paths": {
-            f"{prefix}/startFLJob": _operation("startFLJob", StartJob, gives_model=True),
-            f"{prefix}/updateModel": _operation("updateModel", UpdateFields, gives_model=False),
-            f"{prefix}/getModel": _operation("getModel", GetModel, gives_model=True),
+            f"{prefix}/startFLJob": _describe_operation("startFLJob", StartJob, gives_model=True),
+            f"{prefix}/updateModel": _describe_operation("updateModel", UpdateFields, gives_model=False),
+            f"{prefix}/getModel": _describe_operation("getModel", GetModel, gives_model=True),
             **{
-                f"{prefix}/{name}": _operation(name, body, gives_model=False, answer="SecureAnswer")
-                for name, body in PATHS.items()
+                f"{prefix}/{name}": _describe_operation(name, body, gives_model=False, answer="SecureAnswer")
+                for name, body in SECAGG_REQUEST_TYPES.items()
             },
         },
         "components": {"schemas": schemas},
     }
 
 
-def encoded(prefix: str) -> bytes:
-    return msgspec.json.encode(document(prefix))
+def encode_document(prefix: str) -> bytes:
+    return msgspec.json.encode(build_document(prefix))
 
 
-def _operation(name: str, body: type[msgspec.Struct], *, gives_model: bool = False, answer: str = "Answer") -> dict[str, Any]:
+def _describe_operation(
+    name: str, body: type[msgspec.Struct], *, gives_model: bool = False, answer: str = "Answer"
+) -> dict[str, Any]:
     summary = (body.__doc__ or "").strip()
-    fields = {"schema": {"$ref": _REF.format(name=body.__name__)}}
+    fields = {"schema": {"$ref": _SCHEMA_REF.format(name=body.__name__)}}
     if body is UpdateFields:
-        content: dict[str, Any] = {SAFETENSORS: _binary(body.__name__)}
+        content: dict[str, Any] = {SAFETENSORS: _binary_schema(body.__name__)}
     else:
         content = {JSON: fields, MSGPACK: fields}
-    schema = {"schema": {"$ref": _REF.format(name=answer)}}
+    schema = {"schema": {"$ref": _SCHEMA_REF.format(name=answer)}}
     answers: dict[str, Any] = {JSON: schema, MSGPACK: schema}
     if gives_model:
-        answers[SAFETENSORS] = _binary("Answer")
+        answers[SAFETENSORS] = _binary_schema("Answer")
     refused = {"description": "The request cannot be read.", "content": {JSON: schema}}
     return {
         "post": {
@@ -78,5 +82,5 @@ def _operation(name: str, body: type[msgspec.Struct], *, gives_model: bool = Fal
     }
 
 
-def _binary(name: str) -> dict[str, Any]:
-    return {"schema": {"type": "string", "format": "binary", "description": _TENSORS.format(name=name)}}
+def _binary_schema(name: str) -> dict[str, Any]:
+    return {"schema": {"type": "string", "format": "binary", "description": _TENSORS_DESCRIPTION.format(name=name)}}

@@ -11,58 +11,58 @@ from covey.core.federated.messages import RoundTotals
 from covey.federated.model_codec import Floats
 from covey.federated.server.accumulator import Accumulator
 from covey.federated.server.masked_sum import MaskedSum
-from covey.federated.server.update_log import Folder, Logged, Update, UpdateLog, read
+from covey.federated.server.update_log import LogDirectory, LogFile, Update, UpdateLog, read_log
 
 Sum = Accumulator | MaskedSum
-_encode = msgspec.msgpack.Encoder().encode
+_encode_msgpack = msgspec.msgpack.Encoder().encode
 
 
-class Part:
+class PartialAggregate:
     """What this server counts in one round."""
 
-    def __init__(self, folder: Folder, round_number: int, empty: Sum, durability: str) -> None:
+    def __init__(self, folder: LogDirectory, round_number: int, empty: Sum, durability: str) -> None:
         self.round = round_number
         self.sealed = False
-        self.over = False  # another part has taken its place: nothing more becomes of it
-        self.adopted: list[str] = []  # lives whose logs are in it
-        self._folder = folder
+        self.is_superseded = False  # another part has taken its place: nothing more becomes of it
+        self.adopted_instances: list[str] = []  # lives whose logs are in it
+        self._directory = folder
         self._durability = durability
         self._sum = empty
         self._log: UpdateLog | None = None
-        self._told: bytes | None = None
+        self._encoded: bytes | None = None
 
     @property
-    def numbers(self) -> RoundTotals:
-        return self._sum.numbers
+    def totals(self) -> RoundTotals:
+        return self._sum.totals
 
-    def check(self, values: Floats, weight: int) -> None:
+    def check_update(self, values: Floats, weight: int) -> None:
         """Raises `ValueError` with a sentence for an update that must not be added."""
-        self._sum.check(values, weight)
+        self._sum.check_update(values, weight)
 
-    def append(self, update: Update, values: Floats) -> None:
+    def append_to_log(self, update: Update, values: Floats) -> None:
         """Log it. Raises `StoreError`."""
         if self._durability == "none":
             return
         if self._log is None:
-            self._log = UpdateLog(self._folder.path, self.round, checksum=self._durability == "disk")
+            self._log = UpdateLog(self._directory.path, self.round, checksum=self._durability == "disk")
         self._log.append(update, values)
 
     def add(self, update: Update, values: Floats) -> None:
         self._sum.add(values, update.weight, update.told)
-        self._told = None
+        self._encoded = None
 
-    def take(self, log: Logged) -> list[str]:
+    def add_log(self, log: LogFile) -> list[str]:
         """Add the updates of a log; returns the devices they came from."""
         devices: dict[str, None] = {}
-        for update, values in read(log.path):
+        for update, values in read_log(log.path):
             if update.device not in devices:  # copies may have been sent twice
                 self.add(update, values)
                 devices[update.device] = None
-        if log.life:
-            self.adopted.append(log.life)
+        if log.instance_id:
+            self.adopted_instances.append(log.instance_id)
         return list(devices)
 
-    def sync(self) -> Callable[[], None] | None:
+    def pending_sync(self) -> Callable[[], None] | None:
         """What makes the log so far durable on disk; None if there is nothing to do."""
         return self._log.sync if self._log is not None and self._durability == "disk" else None
 
@@ -72,18 +72,18 @@ class Part:
             self._log.close()
             self._log = None
 
-    def logs(self) -> list[Path]:
-        return [log.path for log in self._folder.logs() if log.round == self.round]
+    def list_log_paths(self) -> list[Path]:
+        return [log.path for log in self._directory.list_logs() if log.round == self.round]
 
-    def encoded(self) -> bytes:
+    def encode(self) -> bytes:
         """The sum and its numbers, for the server that adds the parts."""
-        if self._told is None:
-            head = _encode(self.numbers)
-            self._told = len(head).to_bytes(4, "little") + head + self._sum.total().tobytes()
-        return self._told
+        if self._encoded is None:
+            head = _encode_msgpack(self.totals)
+            self._encoded = len(head).to_bytes(4, "little") + head + self._sum.get_sum().tobytes()
+        return self._encoded
 
-    def copy(self) -> Sum:
+    def copy_sum(self) -> Sum:
         """The sum, to which other parts may be added."""
-        total = self._sum.empty()
-        total.merge(self._sum.total(), self.numbers)
+        total = self._sum.make_empty()
+        total.merge(self._sum.get_sum(), self.totals)
         return total

@@ -18,12 +18,12 @@ from covey.runtime.credentials import Credentials
 from covey.transport.address import join_host_port
 from covey.transport.connection import Connection, connect
 
-RECONNECT_S: Final = (0.05, 0.5)
-FIRST_S: Final = 900.0  # servers may be started before their scheduler: as long as it waits for them
+RECONNECT_DELAY_S: Final = (0.05, 0.5)
+FIRST_CONNECT_TIMEOUT_S: Final = 900.0  # servers may be started before their scheduler: as long as it waits for them
 _decoder: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(ToServer)
 
 
-class Upstream:
+class SchedulerLink:
     """`opened` is called for every new link, `heard` for every message, `end` when there is no use in calling again."""
 
     def __init__(
@@ -36,34 +36,34 @@ class Upstream:
         heard: Callable[[Message], None],
         end: Callable[[int, str], None],
     ) -> None:
-        self._scheduler = scheduler
-        self._guard = guard
+        self._scheduler_address = scheduler
+        self._credentials = guard
         self._patience_s = patience_s  # for one that was there; negative: for ever
-        self._met = False
-        self._opened = opened
-        self._heard = heard
-        self._end = end
-        self._link: Connection | None = None
+        self._has_connected = False
+        self._connected_callback = opened
+        self._message_callback = heard
+        self._end_callback = end
+        self._connection: Connection | None = None
         self._lost_at = time.monotonic()
-        self.vouched_at = -math.inf  # the scheduler took this server for alive at this time or later
+        self.confirmed_alive_at = -math.inf  # the scheduler took this server for alive at this time or later
 
     @property
-    def connected(self) -> bool:
-        return self._link is not None
+    def is_connected(self) -> bool:
+        return self._connection is not None
 
     def send(self, message: Message) -> None:
         """Nothing while there is no link: what matters is said again when there is."""
-        if self._link is not None:
-            self._link.send(message)
+        if self._connection is not None:
+            self._connection.send(message)
 
-    def beat(self) -> None:
+    def send_heartbeat(self) -> None:
         """Say that this server lives."""
         self.send(ServerHeartbeat(time.monotonic()))
 
-    async def keep(self) -> None:
+    async def keep_connected(self) -> None:
         """Call, and call again."""
-        wait, waiting = RECONNECT_S[0], False
-        host, port = self._scheduler
+        wait, waiting = RECONNECT_DELAY_S[0], False
+        host, port = self._scheduler_address
         while True:
             over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
             calls = {
@@ -72,42 +72,42 @@ class Upstream:
                 "on_close": lambda link, reason, over=over: over.done() or over.set_result(reason),
             }
             try:
-                guard = self._guard
+                guard = self._credentials
                 link = await connect(
                     host, port, guard.secret, guard.client_context, insist=guard.secret_configured, decoder=_decoder, **calls
                 )
                 reason = await over
                 if link.peer_requires_no_secret:
-                    return self._end(ExitCode.REFUSED, reason)
+                    return self._end_callback(ExitCode.REFUSED, reason)
                 if link.refused_by_peer:
-                    return self._end(ExitCode.REFUSED, f"the scheduler turned this server away: {reason}")
-                wait = RECONNECT_S[0] if self._link is not None else wait
+                    return self._end_callback(ExitCode.REFUSED, f"the scheduler turned this server away: {reason}")
+                wait = RECONNECT_DELAY_S[0] if self._connection is not None else wait
             except PeerError as error:
                 reason = str(error)
-            if self._link is not None:
-                self._link, self._lost_at = None, time.monotonic()
+            if self._connection is not None:
+                self._connection, self._lost_at = None, time.monotonic()
                 log.warning("the scheduler is out of reach (%s); devices are served on", reason)
-            elif wait == RECONNECT_S[1] and not waiting:
+            elif wait == RECONNECT_DELAY_S[1] and not waiting:
                 waiting = True
                 log.warning(
                     "the scheduler at %s cannot be reached yet (%s); it is called again", join_host_port(host, port), reason
                 )
-            patience_s, word = (self._patience_s, "come back") if self._met else (FIRST_S, "come")
+            patience_s, word = (self._patience_s, "come back") if self._has_connected else (FIRST_CONNECT_TIMEOUT_S, "come")
             if 0 <= patience_s < time.monotonic() - self._lost_at:
                 sentence = f"the scheduler did not {word} within {patience_s:g} s ({reason})"
-                return self._end(ExitCode.SCHEDULER_LOST, sentence)
+                return self._end_callback(ExitCode.SCHEDULER_LOST, sentence)
             await asyncio.sleep(wait)
-            wait = min(2 * wait, RECONNECT_S[1])
+            wait = min(2 * wait, RECONNECT_DELAY_S[1])
 
     def _on_open(self, link: Connection) -> None:
-        self._link, self._met = link, True
-        self._opened()
-        self.beat()
+        self._connection, self._has_connected = link, True
+        self._connected_callback()
+        self.send_heartbeat()
 
     def _on_message(self, link: Connection, message: Message) -> None:
-        if link is not self._link:
+        if link is not self._connection:
             return
         if isinstance(message, ServerHeartbeat):
-            self.vouched_at = max(self.vouched_at, message.sent_at)
+            self.confirmed_alive_at = max(self.confirmed_alive_at, message.sent_at)
         else:
-            self._heard(message)
+            self._message_callback(message)

@@ -29,14 +29,14 @@ from covey.core.federated.secagg.messages import (
     ShareSecrets,
 )
 from covey.core.messages import Message
-from covey.federated.protocol import NOT_RUNNING, Code, SecureAnswer, now_ms, read_fields, ticket
-from covey.federated.server.http_server import Request
-from covey.federated.server.status_replies import RETRY_MS, Replies
+from covey.federated.protocol import NOT_RUNNING, Code, SecureAnswer, decode_request, make_ticket, now_ms
+from covey.federated.server.http_server import DeviceRequest
+from covey.federated.server.status_replies import RETRY_MS, StatusReplies
 
 if TYPE_CHECKING:
-    from covey.federated.server.server import Server
+    from covey.federated.server.server import FederatedServer
 
-PATHS: Final[dict[str, type[AnySecaggRequest]]] = {
+SECAGG_REQUEST_TYPES: Final[dict[str, type[AnySecaggRequest]]] = {
     "exchangeKeys": ExchangeKeys,
     "getKeys": GetKeys,
     "shareSecrets": ShareSecrets,
@@ -46,9 +46,9 @@ PATHS: Final[dict[str, type[AnySecaggRequest]]] = {
     "getListSign": GetListSign,
     "reconstructSecrets": ReconstructSecrets,
 }
-ANSWER_S: Final = 2.0  # for the scheduler
-AWAY: Final = SecaggReply(0, SecaggVerdict.WAIT, "the scheduler does not answer at present: ask again")
-_CODES: Final = {
+SCHEDULER_REPLY_TIMEOUT_S: Final = 2.0  # for the scheduler
+SCHEDULER_UNREACHABLE: Final = SecaggReply(0, SecaggVerdict.WAIT, "the scheduler does not answer at present: ask again")
+_VERDICT_CODES: Final = {
     SecaggVerdict.ACCEPTED: Code.SUCCEED,
     SecaggVerdict.DONE: Code.SUCCEED,
     SecaggVerdict.WAIT: Code.NOT_READY,
@@ -56,88 +56,88 @@ _CODES: Final = {
 }
 
 
-class Relay:
+class SecaggEndpoints:
     """One server's."""
 
-    def __init__(self, server: Server, replies: Replies) -> None:
+    def __init__(self, server: FederatedServer, replies: StatusReplies) -> None:
         self._server = server
         self._replies = replies
         self._serial = 0
-        self._asked: dict[int, asyncio.Future[SecaggReply]] = {}
+        self._pending_requests: dict[int, asyncio.Future[SecaggReply]] = {}
 
-    def check(self, request: Request, name: str) -> Any:
+    def check_request(self, request: DeviceRequest, name: str) -> Any:
         """What is left to do for a request, as a coroutine; None if it was answered. Raises `msgspec.MsgspecError`."""
-        server, say = self._server, self._replies.say
-        ask: AnySecaggRequest = read_fields(PATHS[name], request.body, request.content_type)
-        orders = server.orders
-        if self._replies.refused(request, ask.timestamp, "", ask.fl_id):
+        server, say = self._server, self._replies.send_status
+        ask: AnySecaggRequest = decode_request(SECAGG_REQUEST_TYPES[name], request.body, request.content_type)
+        orders = server.instructions
+        if self._replies.refuse_if_invalid(request, ask.timestamp, "", ask.fl_id):
             return None
         if orders is None or not server.claims.is_member:
             reason = "the cluster is not ready: try another server"
             return say(request, Code.NOT_READY, reason, retry_ms=RETRY_MS, elsewhere=True)
         if not orders.plan.secure:
             return say(request, Code.REQUEST_ERROR, f"{name} belongs to encrypt_type=PW_ENCRYPT, which is not on here")
-        round_number = self._round_of(ask, orders)
-        if round_number is None or (round_number == orders.round and not server.running):
-            if not server.running:
+        round_number = self._find_round(ask, orders)
+        if round_number is None or (round_number == orders.round and not server.is_running):
+            if not server.is_running:
                 return say(request, Code.OUT_OF_TIME, NOT_RUNNING)
             return say(request, Code.OUT_OF_TIME, "the ticket is not of a round that is open: ask startFLJob for one")
-        return self._answer(request, ask, round_number)
+        return self._reply_when_decided(request, ask, round_number)
 
-    def _round_of(self, ask: AnySecaggRequest, orders: ServerInstructions) -> int | None:
+    def _find_round(self, ask: AnySecaggRequest, orders: ServerInstructions) -> int | None:
         """The round a ticket was given for: the present one or, for whoever asks late, the one before."""
         for number in (orders.round, orders.round - 1):
-            if ask.ticket == ticket(self._server.key, number, ask.fl_id, ask.data_size):
+            if ask.ticket == make_ticket(self._server.cluster_key, number, ask.fl_id, ask.data_size):
                 return number
         return None
 
-    async def _answer(self, request: Request, ask: AnySecaggRequest, round_number: int) -> None:
+    async def _reply_when_decided(self, request: DeviceRequest, ask: AnySecaggRequest, round_number: int) -> None:
         until = time.monotonic() + ask.wait / 1000
         while True:
-            changed, orders = self._server.changed, self._server.orders
+            changed, orders = self._server.changed_event, self._server.instructions
             assert orders is not None
-            found = _over(orders, round_number) or await self._ask(ask, round_number)
+            found = _reply_for_ended_round(orders, round_number) or await self._forward_to_scheduler(ask, round_number)
             told = found.verdict is SecaggVerdict.ACCEPTED and isinstance(ask, ReconstructSecrets)
             left = until - time.monotonic()
-            if (found.verdict is not SecaggVerdict.WAIT and not told) or left <= 0 or request.gone:
+            if (found.verdict is not SecaggVerdict.WAIT and not told) or left <= 0 or request.is_disconnected:
                 if told:
                     found = SecaggReply(0, SecaggVerdict.WAIT, "the shares are known, and the round is not done yet: ask again")
-                return self._say(request, ask, found, round_number)
-            await self._server.until_changed(changed, min(left, 1.0))
+                return self._send_reply(request, ask, found, round_number)
+            await self._server.wait_for_change(changed, min(left, 1.0))
 
-    async def _ask(self, ask: AnySecaggRequest, round_number: int) -> SecaggReply:
+    async def _forward_to_scheduler(self, ask: AnySecaggRequest, round_number: int) -> SecaggReply:
         self._serial += 1
         serial = self._serial
         waiting: asyncio.Future[SecaggReply] = asyncio.get_running_loop().create_future()
-        self._asked[serial] = waiting
-        self._server.tell_scheduler(SecaggForward(serial, round_number, ask))
+        self._pending_requests[serial] = waiting
+        self._server.send_to_scheduler(SecaggForward(serial, round_number, ask))
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(SCHEDULER_REPLY_TIMEOUT_S):
                 return await waiting
         except TimeoutError:
-            return AWAY
+            return SCHEDULER_UNREACHABLE
         finally:
-            del self._asked[serial]
+            del self._pending_requests[serial]
 
-    def heard(self, message: Message) -> None:
+    def on_reply(self, message: Message) -> None:
         """The scheduler's answer."""
         assert isinstance(message, SecaggReply)
-        waiting = self._asked.get(message.serial)
+        waiting = self._pending_requests.get(message.serial)
         if waiting is not None and not waiting.done():
             waiting.set_result(message)
 
-    def _say(self, request: Request, ask: AnySecaggRequest, found: SecaggReply, round_number: int) -> None:
-        code = _CODES.get(found.verdict, Code.REQUEST_ERROR)
+    def _send_reply(self, request: DeviceRequest, ask: AnySecaggRequest, found: SecaggReply, round_number: int) -> None:
+        code = _VERDICT_CODES.get(found.verdict, Code.REQUEST_ERROR)
         payload = msgspec.structs.asdict(found.payload) if found.payload is not None else {}
         payload["done"] = found.verdict is SecaggVerdict.DONE
         if isinstance(ask, GetSecrets) and found.verdict is SecaggVerdict.ACCEPTED:
-            payload["ticket"] = ticket(self._server.key, round_number, ask.fl_id, ask.data_size, "masked")
+            payload["ticket"] = make_ticket(self._server.cluster_key, round_number, ask.fl_id, ask.data_size, "masked")
         again = str(now_ms() + RETRY_MS) if code is Code.NOT_READY else ""
         answer = SecureAnswer(int(code), found.reason, now_ms(), ask.iteration, next_req_time=again, **payload)
-        self._replies.send(request, answer)
+        self._replies.send_answer(request, answer)
 
 
-def _over(orders: ServerInstructions, round_number: int) -> SecaggReply | None:
+def _reply_for_ended_round(orders: ServerInstructions, round_number: int) -> SecaggReply | None:
     """What there is to say of a round that this server knows to be over."""
     if orders.round == round_number:
         return None

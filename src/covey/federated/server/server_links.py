@@ -26,16 +26,16 @@ from covey.runtime.credentials import Credentials
 from covey.transport import address
 from covey.transport.connection import Connection, Listener, connect
 
-PIECE_MAX: Final = 4 * 1024 * 1024
-COPIES_MAX: Final = 8  # records on their way at once: a link that holds more than it can send is cut
-FETCH_S: Final = 30.0  # for one piece
+CHUNK_BYTES_MAX: Final = 4 * 1024 * 1024
+REPLICATIONS_IN_FLIGHT_MAX: Final = 8  # records on their way at once: a link that holds more than it can send is cut
+PEER_REPLY_TIMEOUT_S: Final = 30.0  # for one piece
 RETRY_S: Final = 0.1
 _decoder: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(BetweenServers)
 
-Bytes = bytes | memoryview
+BytesLike = bytes | memoryview
 
 
-class Peers:
+class ServerLinks:
     """The other servers. What cannot be sent is dropped: whoever says something that matters says it again."""
 
     def __init__(
@@ -44,79 +44,79 @@ class Peers:
         *,
         heard: Callable[[str, Message], None],
         reached: Callable[[str], None],
-        give: Callable[[str, int], Bytes | None],
+        give: Callable[[str, int], BytesLike | None],
         copy: Callable[[str, ReplicateUpdate], None],
     ) -> None:
-        self._guard = guard
-        self._heard = heard
-        self._reached = reached
-        self._give = give
-        self._copy = copy
-        self._me = ""
+        self._credentials = guard
+        self._on_peer_message = heard
+        self._on_peer_connected = reached
+        self._read_for_peer = give
+        self._store_replica = copy
+        self._node_id = ""
         self._members: dict[str, ServerInfo] = {}
-        self._links: dict[str, Connection] = {}  # called by us, greeted
-        self._callers: dict[int, str] = {}  # by the identity of a link: who called
-        self._calling: dict[str, asyncio.Task[None]] = {}
-        self._pieces: dict[tuple[str, str, int, int], asyncio.Future[Chunk]] = {}
-        self._copies: dict[int, asyncio.Future[None]] = {}
-        self._refused: dict[str, str] = {}  # by node id: why this server refuses to use that one; logged once
+        self._connections: dict[str, Connection] = {}  # called by us, greeted
+        self._inbound_node_ids: dict[int, str] = {}  # by the identity of a link: who called
+        self._connect_tasks: dict[str, asyncio.Task[None]] = {}
+        self._pending_chunks: dict[tuple[str, str, int, int], asyncio.Future[Chunk]] = {}
+        self._pending_replications: dict[int, asyncio.Future[None]] = {}
+        self._refusal_reasons: dict[str, str] = {}  # by node id: why this server refuses to use that one; logged once
         self._listener: Listener | None = None
         self._serial = 0
-        self._small = asyncio.Semaphore(COPIES_MAX)
-        self._large = asyncio.Lock()
-        self._partial: dict[int, bytearray] = {}  # by the identity of a link: the record that is coming in pieces
+        self._small_record_slots = asyncio.Semaphore(REPLICATIONS_IN_FLIGHT_MAX)
+        self._large_record_lock = asyncio.Lock()
+        self._partial_records: dict[int, bytearray] = {}  # by the identity of a link: the record that is coming in pieces
 
     async def open(self, sockets: list[socket.socket]) -> None:
         self._listener = Listener(
             sockets,
-            self._guard.secret,
-            self._guard.server_context,
+            self._credentials.secret,
+            self._credentials.server_context,
             decoder=_decoder,
             on_open=lambda link: None,
-            on_message=self._from_caller,
-            on_close=self._caller_gone,
+            on_message=self._on_inbound_message,
+            on_close=self._on_inbound_closed,
         )
         await self._listener.open()
 
     def close(self) -> None:
-        for task in self._calling.values():
+        for task in self._connect_tasks.values():
             task.cancel()
-        for link in list(self._links.values()):
+        for link in list(self._connections.values()):
             link.close()
         if self._listener is not None:
             self._listener.close()
 
-    def follow(self, me: str, members: tuple[ServerInfo, ...]) -> None:
+    def set_members(self, me: str, members: tuple[ServerInfo, ...]) -> None:
         """Whom to know from now on."""
-        self._me = me
+        self._node_id = me
         for peer in members:
             old = self._members.get(peer.node_id)
-            if old is not None and old.peer_address != peer.peer_address and peer.node_id in self._links:
-                self._links.pop(peer.node_id).close("it has another address now")
+            if old is not None and old.peer_address != peer.peer_address and peer.node_id in self._connections:
+                self._connections.pop(peer.node_id).close("it has another address now")
         self._members = {peer.node_id: peer for peer in members if peer.node_id != me}
 
-    def tell(self, node_id: str, message: Message) -> None:
+    def send_to_server(self, node_id: str, message: Message) -> None:
         """Send to a member, calling it first where there is no link yet: then the message is lost, and said again."""
-        link = self._links.get(node_id)
+        link = self._connections.get(node_id)
         if link is not None:
             link.send(message)
-        elif node_id in self._members and node_id not in self._calling:
-            task = asyncio.get_running_loop().create_task(self._call(node_id))
-            self._calling[node_id] = task
-            task.add_done_callback(lambda _: self._calling.pop(node_id, None))
+        elif node_id in self._members and node_id not in self._connect_tasks:
+            task = asyncio.get_running_loop().create_task(self._connect(node_id))
+            self._connect_tasks[node_id] = task
+            task.add_done_callback(lambda _: self._connect_tasks.pop(node_id, None))
 
     async def fetch(self, node_id: str, what: str, round_number: int) -> bytearray:
         """The whole of something a member has. Raises `PeerError`."""
         found = bytearray()
-        async for piece in self.pieces(node_id, what, round_number):
+        async for piece in self.fetch_chunks(node_id, what, round_number):
             found += piece
         return found
 
-    async def pieces(self, node_id: str, what: str, round_number: int) -> AsyncIterator[bytes]:
+    async def fetch_chunks(self, node_id: str, what: str, round_number: int) -> AsyncIterator[bytes]:
         """The same, one piece after the other."""
         start = 0
         while True:
-            piece = await self._piece(node_id, what, round_number, start)
+            piece = await self._fetch_chunk(node_id, what, round_number, start)
             if piece.total < 0 or (not piece.data and start < piece.total):
                 raise PeerError(f"server {node_id} has no {what} of round {round_number}")
             yield piece.data
@@ -126,153 +126,153 @@ class Peers:
 
     async def copy(self, node_id: str, life: str, round_number: int, record: bytes) -> None:
         """Have a member keep a record too. Raises `PeerError`."""
-        if len(record) <= PIECE_MAX:
-            async with self._small:
-                return await self._copy_piece(node_id, life, round_number, record)
-        async with self._large:
-            for start in range(0, len(record), PIECE_MAX):
-                piece = record[start : start + PIECE_MAX]
+        if len(record) <= CHUNK_BYTES_MAX:
+            async with self._small_record_slots:
+                return await self._replicate_chunk(node_id, life, round_number, record)
+        async with self._large_record_lock:
+            for start in range(0, len(record), CHUNK_BYTES_MAX):
+                piece = record[start : start + CHUNK_BYTES_MAX]
                 rest = len(record) - start - len(piece)
-                await self._copy_piece(node_id, life, round_number, piece, start, rest)
+                await self._replicate_chunk(node_id, life, round_number, piece, start, rest)
         return None
 
-    async def _copy_piece(
+    async def _replicate_chunk(
         self, node_id: str, life: str, round_number: int, record: bytes, offset: int = 0, rest: int = 0
     ) -> None:
         self._serial += 1
         serial = self._serial
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._copies[serial] = waiting
+        self._pending_replications[serial] = waiting
         try:
-            link = await self._linked(node_id)
+            link = await self._get_connection(node_id)
             link.send(ReplicateUpdate(life, round_number, serial, record, offset, rest))
-            async with asyncio.timeout(FETCH_S):
+            async with asyncio.timeout(PEER_REPLY_TIMEOUT_S):
                 await waiting
         except TimeoutError:
-            raise PeerError(f"server {node_id} did not keep a copy within {FETCH_S:g} s") from None
+            raise PeerError(f"server {node_id} did not keep a copy within {PEER_REPLY_TIMEOUT_S:g} s") from None
         finally:
-            self._copies.pop(serial, None)
+            self._pending_replications.pop(serial, None)
 
-    async def _piece(self, node_id: str, what: str, round_number: int, offset: int) -> Chunk:
+    async def _fetch_chunk(self, node_id: str, what: str, round_number: int, offset: int) -> Chunk:
         key = (node_id, what, round_number, offset)
-        waiting = self._pieces.get(key)
+        waiting = self._pending_chunks.get(key)
         try:
             if waiting is None:
-                waiting = self._pieces[key] = asyncio.get_running_loop().create_future()
-                link = await self._linked(node_id)
+                waiting = self._pending_chunks[key] = asyncio.get_running_loop().create_future()
+                link = await self._get_connection(node_id)
                 link.send(FetchChunk(what, round_number, offset))
-            async with asyncio.timeout(FETCH_S):
+            async with asyncio.timeout(PEER_REPLY_TIMEOUT_S):
                 return await asyncio.shield(waiting)
         except TimeoutError:
-            raise PeerError(f"server {node_id} did not give its {what} within {FETCH_S:g} s") from None
+            raise PeerError(f"server {node_id} did not give its {what} within {PEER_REPLY_TIMEOUT_S:g} s") from None
         finally:
-            self._pieces.pop(key, None)
+            self._pending_chunks.pop(key, None)
 
-    async def _linked(self, node_id: str) -> Connection:
+    async def _get_connection(self, node_id: str) -> Connection:
         for _ in range(20):
-            if node_id in self._links:
-                return self._links[node_id]
-            self.tell(node_id, PeerHello(self._me))
-            task = self._calling.get(node_id)
+            if node_id in self._connections:
+                return self._connections[node_id]
+            self.send_to_server(node_id, PeerHello(self._node_id))
+            task = self._connect_tasks.get(node_id)
             if task is not None:
                 with contextlib.suppress(PeerError):
                     await asyncio.shield(task)
-            if node_id not in self._links:
+            if node_id not in self._connections:
                 await asyncio.sleep(RETRY_S)
         raise PeerError(f"server {node_id} cannot be reached")
 
-    async def _call(self, node_id: str) -> None:
+    async def _connect(self, node_id: str) -> None:
         host, port = address.split_host_port(self._members[node_id].peer_address)
         opened: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
 
         def closed(link: Connection, reason: str) -> None:
             if not opened.done():
                 opened.set_exception(PeerError(reason))
-            if link.peer_requires_no_secret and self._refused.get(node_id) != reason:
-                self._refused[node_id] = reason
+            if link.peer_requires_no_secret and self._refusal_reasons.get(node_id) != reason:
+                self._refusal_reasons[node_id] = reason
                 log.warning("server %s is not used as a peer: %s", node_id, reason)
-            self._lost(node_id, link, reason)
+            self._on_connection_lost(node_id, link, reason)
 
         try:
             await connect(
                 host,
                 port,
-                self._guard.secret,
-                self._guard.client_context,
-                insist=self._guard.secret_configured,
+                self._credentials.secret,
+                self._credentials.client_context,
+                insist=self._credentials.secret_configured,
                 role="server",
                 decoder=_decoder,
                 on_open=lambda link: None if opened.done() else opened.set_result(link),
-                on_message=lambda _, message: self._from_called(node_id, message),
+                on_message=lambda _, message: self._on_reply(node_id, message),
                 on_close=closed,
             )
             link = await opened
         except PeerError:
             return  # the tick calls again
-        link.send(PeerHello(self._me))
-        self._links[node_id] = link
-        self._reached(node_id)
+        link.send(PeerHello(self._node_id))
+        self._connections[node_id] = link
+        self._on_peer_connected(node_id)
 
-    def _lost(self, node_id: str, link: Connection, reason: str) -> None:
-        if self._links.get(node_id) is link:
-            del self._links[node_id]
+    def _on_connection_lost(self, node_id: str, link: Connection, reason: str) -> None:
+        if self._connections.get(node_id) is link:
+            del self._connections[node_id]
         error = PeerError(f"server {node_id} went away ({reason})")
-        for key, waiting in self._pieces.items():
+        for key, waiting in self._pending_chunks.items():
             if key[0] == node_id and not waiting.done():
                 waiting.set_exception(error)
                 waiting.exception()  # it may be that nobody waits any more
-        for copied in self._copies.values():  # the record is sent again to whoever follows
+        for copied in self._pending_replications.values():  # the record is sent again to whoever follows
             if not copied.done():
                 copied.set_exception(error)
                 copied.exception()
 
-    def _from_called(self, node_id: str, message: Message) -> None:
+    def _on_reply(self, node_id: str, message: Message) -> None:
         if isinstance(message, Chunk):
-            waiting = self._pieces.get((node_id, message.resource, message.round, message.offset))
+            waiting = self._pending_chunks.get((node_id, message.resource, message.round, message.offset))
             if waiting is not None and not waiting.done():
                 waiting.set_result(message)
         elif isinstance(message, UpdateReplicated):
-            copied = self._copies.get(message.serial)
+            copied = self._pending_replications.get(message.serial)
             if copied is not None and not copied.done():
                 copied.set_result(None)
 
-    def _caller_gone(self, link: Connection, reason: str) -> None:
-        self._callers.pop(id(link), None)
-        self._partial.pop(id(link), None)
+    def _on_inbound_closed(self, link: Connection, reason: str) -> None:
+        self._inbound_node_ids.pop(id(link), None)
+        self._partial_records.pop(id(link), None)
 
-    def _kept(self, link: Connection, caller: str, message: ReplicateUpdate) -> None:
+    def _on_replica_chunk(self, link: Connection, caller: str, message: ReplicateUpdate) -> None:
         """Keep a copy once it is whole."""
         if message.offset or message.remaining_bytes:
-            whole = self._partial.pop(id(link), bytearray()) if message.offset else bytearray()
+            whole = self._partial_records.pop(id(link), bytearray()) if message.offset else bytearray()
             if len(whole) != message.offset:
                 raise PeerError(f"a copy's piece at {message.offset} came after {len(whole)} bytes")
             whole += message.record
             if message.remaining_bytes:
-                self._partial[id(link)] = whole
+                self._partial_records[id(link)] = whole
                 return
             message = msgspec.structs.replace(message, record=bytes(whole))
-        self._copy(caller, message)
+        self._store_replica(caller, message)
 
-    def _from_caller(self, link: Connection, message: Message) -> None:
+    def _on_inbound_message(self, link: Connection, message: Message) -> None:
         if isinstance(message, PeerHello):
-            self._callers[id(link)] = message.node_id
+            self._inbound_node_ids[id(link)] = message.node_id
             return
-        caller = self._callers.get(id(link))
+        caller = self._inbound_node_ids.get(id(link))
         if caller is None:
             link.close("it did not say who it is")
         elif isinstance(message, FetchChunk):
-            whole = self._give(message.resource, message.round)
+            whole = self._read_for_peer(message.resource, message.round)
             if whole is None:
                 link.send(Chunk(message.resource, message.round, message.offset, -1))
             else:
-                data = bytes(whole[message.offset : message.offset + PIECE_MAX])
+                data = bytes(whole[message.offset : message.offset + CHUNK_BYTES_MAX])
                 link.send(Chunk(message.resource, message.round, message.offset, len(whole), data))
         elif isinstance(message, ReplicateUpdate):
             try:
-                self._kept(link, caller, message)
+                self._on_replica_chunk(link, caller, message)
             except PeerError as error:
                 link.close(str(error))
             else:
                 link.send(UpdateReplicated(message.serial))
         else:
-            self._heard(caller, message)
+            self._on_peer_message(caller, message)

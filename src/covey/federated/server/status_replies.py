@@ -10,41 +10,43 @@ import msgspec
 
 from covey.core.federated.messages import InstanceState
 from covey.federated.protocol import JSON, MSGPACK, Answer, Code, now_ms
-from covey.federated.server.http_server import Request
+from covey.federated.server.http_server import DeviceRequest
 
 if TYPE_CHECKING:
-    from covey.federated.server.server import Server
+    from covey.federated.server.server import FederatedServer
 
 RETRY_MS: Final = 200
 NOT_A_MEMBER: Final = "this server is not part of the cluster: ask another"
 REASON_MAX: Final = 500  # a reason may quote what a device sent
 
 
-class Replies:
+class StatusReplies:
     """How one server answers without a model."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: FederatedServer) -> None:
         self._server = server
         self._random = random.Random()
-        self.refusals: Counter[str] = Counter()  # by the word for why
+        self.refusal_counts: Counter[str] = Counter()  # by the word for why
 
-    def say(self, request: Request, code: Code, reason: str, *, retry_ms: int = 0, elsewhere: bool = False) -> None:
+    def send_status(
+        self, request: DeviceRequest, code: Code, reason: str, *, retry_ms: int = 0, elsewhere: bool = False
+    ) -> None:
         """An answer in the language of the request. What a program goes by is in its fields; the reason is for people."""
         if code is not Code.SUCCEED:
-            self.refusals[code.name.lower().replace("_", " ")] += 1
-        orders, now = self._server.orders, now_ms()
+            self.refusal_counts[code.name.lower().replace("_", " ")] += 1
+        orders, now = self._server.instructions, now_ms()
         answer = Answer(
             int(code),
             reason[:REASON_MAX],
             now,
-            iteration=self.iteration,
+            iteration=self.current_iteration,
             next_req_time=str(now + retry_ms) if retry_ms else "",
             instance=str(orders.instance) if orders is not None and orders.instance is not InstanceState.RUNNING else "",
             elsewhere=elsewhere,
         )
-        self.send(request, answer)
+        self.send_answer(request, answer)
 
-    def send(self, request: Request, answer: Answer) -> None:
+    def send_answer(self, request: DeviceRequest, answer: Answer) -> None:
         """Fields without a model."""
         if MSGPACK in (request.content_type, request.accept):
             request.reply([msgspec.msgpack.encode(answer)], MSGPACK)
@@ -52,30 +54,32 @@ class Replies:
             request.reply([msgspec.json.encode(answer)], JSON)
 
     @property
-    def iteration(self) -> int:
+    def current_iteration(self) -> int:
         """The one that is under way."""
-        orders = self._server.orders
+        orders = self._server.instructions
         return orders.round - orders.base if orders is not None else 0
 
-    def refused(self, request: Request, timestamp: int, name: str, fl_id: str = "") -> bool:
+    def refuse_if_invalid(self, request: DeviceRequest, timestamp: int, name: str, fl_id: str = "") -> bool:
         """Whether the device's clock, always checked, the job it means or its name was wrong, and it was told so."""
-        limit, ours = self._server.settings.replay_ms, self._server.settings.fl_name
+        limit, ours = self._server.settings.replay_window_ms, self._server.settings.fl_name
         apart = abs(now_ms() - timestamp)
         if apart > limit:
             reason = (
                 f"the timestamp is {apart} ms away from this server's clock, and {limit} are allowed: set the device's clock"
             )
-            self.say(request, Code.OUT_OF_TIME, reason)
+            self.send_status(request, Code.OUT_OF_TIME, reason)
         elif name and ours and name != ours:
-            self.say(request, Code.REQUEST_ERROR, f"this server learns {ours}, not {name[:100]}")
+            self.send_status(request, Code.REQUEST_ERROR, f"this server learns {ours}, not {name[:100]}")
         elif fl_id and request.device not in ("", fl_id):
-            self.say(request, Code.REQUEST_ERROR, f"the certificate is that of {request.device}, and fl_id says {fl_id}")
+            self.send_status(
+                request, Code.REQUEST_ERROR, f"the certificate is that of {request.device}, and fl_id says {fl_id}"
+            )
         else:
             return False
         return True
 
-    def pause_ms(self) -> int:
+    def choose_retry_ms(self) -> int:
         """Until a device should ask again: less than a window, and not the same for all."""
-        orders = self._server.orders
+        orders = self._server.instructions
         window = orders.plan.update_window_s if orders is not None else 1.0
         return int(1000 * min(window, 3.0) * (0.5 + self._random.random()))

@@ -25,56 +25,56 @@ from covey.core.federated.secagg.protocol import SecaggRound
 from covey.errors import PeerError
 from covey.federated.model_codec import Floats
 from covey.federated.privacy import dp_noise, fixed_point_ring
-from covey.federated.privacy.fixed_point_ring import Told
-from covey.federated.privacy.secagg_session import Session, units, unmask
-from covey.federated.update_compression import NONE, Compressor, decode
+from covey.federated.privacy.fixed_point_ring import DeviceMetrics
+from covey.federated.privacy.secagg_session import SecaggSession, make_round_scale, unmask_sum
+from covey.federated.update_compression import NO_COMPRESSION, Compressor, decompress_update
 
-REACH = 16.0
+UPDATE_REACH = 16.0
 
 
-class Treatment(msgspec.Struct, frozen=True):
+class PrivacyOptions(msgspec.Struct, frozen=True):
     """What devices do to a difference before they send it, and servers to what comes."""
 
     secure: bool = False
-    compress: str = NONE
+    compress: str = NO_COMPRESSION
     sparse_rate: float = 1.0
     noise: Noise | None = None
 
 
-class Journey:
+class PrivacyPipeline:
     """Of all devices of a simulation."""
 
-    def __init__(self, treatment: Treatment) -> None:
-        self.treatment = treatment
+    def __init__(self, treatment: PrivacyOptions) -> None:
+        self.options = treatment
         self.sent_bytes = 0  # of values and what belongs to them
         self._compressors: dict[int, Compressor] = {}
 
-    def arrives(self, device: int, change: Floats, iteration: int) -> Floats:
+    def transform_update(self, device: int, change: Floats, iteration: int) -> Floats:
         """A difference as servers see it."""
-        plan = self.treatment
+        plan = self.options
         if plan.noise is not None:
             local = plan.noise.local
-            change = dp_noise.on_device(change, plan.noise) if local else dp_noise.clipped(change, plan.noise.clip)
-        if plan.compress != NONE:
+            change = dp_noise.add_device_noise(change, plan.noise) if local else dp_noise.clip_update(change, plan.noise.clip)
+        if plan.compress != NO_COMPRESSION:
             compressor = self._compressors.setdefault(device, Compressor())
             arrays = compressor.encode(change, plan.compress, plan.sparse_rate, iteration)
-            compressor.sent()
+            compressor.commit_residual()
             self.sent_bytes += sum(array.nbytes for array in arrays.values())
-            return decode(arrays, len(change), plan.compress, plan.sparse_rate, iteration)
+            return decompress_update(arrays, len(change), plan.compress, plan.sparse_rate, iteration)
         self.sent_bytes += change.nbytes
         return change
 
-    def noise_on_mean(self, size: int, devices: int, iteration: int) -> NDArray[np.float64] | float:
+    def draw_mean_noise(self, size: int, devices: int, iteration: int) -> NDArray[np.float64] | float:
         """What servers add."""
-        plan = self.treatment.noise
-        return 0.0 if plan is None or plan.local else dp_noise.on_mean(size, plan, devices, b"simulation", iteration)
+        plan = self.options.noise
+        return 0.0 if plan is None or plan.local else dp_noise.draw_mean_noise(size, plan, devices, b"simulation", iteration)
 
 
-def masked_mean(changes: Sequence[Floats], weights: Sequence[int], session: str) -> NDArray[np.float64]:
+def compute_masked_mean(changes: Sequence[Floats], weights: Sequence[int], session: str) -> NDArray[np.float64]:
     """The weighted mean of differences through a secure round, all devices and the scheduler's machine in one process."""
     count = len(changes)
     machine = SecaggRound(session, wanted=count, least=count, share_ratio=1.0, reconstruct=0, window_s=1.0)
-    devices = {f"device-{number}": Session(f"device-{number}") for number in range(count)}
+    devices = {f"device-{number}": SecaggSession(f"device-{number}") for number in range(count)}
 
     def ask(kind: type[AnySecaggRequest], name: str, size: int, **fields: object) -> object:
         said = kind(fl_id=name, iteration=1, timestamp=0, data_size=size, ticket="", **fields)  # type: ignore[arg-type]
@@ -89,19 +89,19 @@ def masked_mean(changes: Sequence[Floats], weights: Sequence[int], session: str)
     for name, one in devices.items():
         keys = ask(GetKeys, name, sizes[name])
         assert isinstance(keys, KeyList)
-        ask(ShareSecrets, name, sizes[name], encrypted_shares=one.share(keys))
-    total = np.zeros(len(changes[0]) + fixed_point_ring.TOLD, np.uint32)
-    scale = units(next(iter(devices.values())).keys, REACH)
+        ask(ShareSecrets, name, sizes[name], encrypted_shares=one.make_shares(keys))
+    total = np.zeros(len(changes[0]) + fixed_point_ring.METRIC_COUNT, np.uint32)
+    scale = make_round_scale(next(iter(devices.values())).keys, UPDATE_REACH)
     for (name, one), change in zip(devices.items(), changes, strict=True):
         shares = ask(GetSecrets, name, sizes[name])
         assert isinstance(shares, ShareList)
-        one.take(shares)
-        total += one.mask(fixed_point_ring.encode(change, Told(), sizes[name], scale))
+        one.accept_shares(shares)
+        total += one.mask_update(fixed_point_ring.encode_update(change, DeviceMetrics(), sizes[name], scale))
     machine.fix_uploaders(set(devices), 0.0)
     for name, one in devices.items():
         listed = ask(GetClientList, name, sizes[name])
         assert isinstance(listed, ClientList)
-        ask(ReconstructSecrets, name, sizes[name], reconstruct_secret_shares=one.reveal(listed.clients))
+        ask(ReconstructSecrets, name, sizes[name], reconstruct_secret_shares=one.reveal_shares(listed.clients))
     assert machine.unmasking is not None
-    values, _ = fixed_point_ring.decode(unmask(total, machine.unmasking), scale)
+    values, _ = fixed_point_ring.decode_sum(unmask_sum(total, machine.unmasking), scale)
     return values / sum(weights)

@@ -18,22 +18,22 @@ from numpy.typing import NDArray
 
 from covey.core.federated.messages import RoundTotals, hash_fraction
 from covey.errors import ExitCode, UsageError
-from covey.federated.model_codec import Floats, Layout
+from covey.federated.model_codec import Floats, ModelLayout
 from covey.federated.server import aggregation
-from covey.federated.server.accumulator import Accumulator, weighed
-from covey.federated.server.model_store import State
-from covey.federated.simulation.privacy_pipeline import Journey, Treatment, masked_mean
+from covey.federated.server.accumulator import Accumulator, to_weighted_fixed_point
+from covey.federated.server.model_store import StrategyState
+from covey.federated.simulation.privacy_pipeline import PrivacyOptions, PrivacyPipeline, compute_masked_mean
 from covey.federated.strategies import FedProx, Strategy
 
-HELD_OUT: Final = 360
-PIXELS, HIDDEN, CLASSES = 64, 48, 10
-MEAN, SPREAD = 0.3054, 0.3755  # of the digits
-CHUNK: Final = 250  # devices that train at once
+HELD_OUT_SAMPLES: Final = 360
+PIXELS, HIDDEN_UNITS, CLASSES = 64, 48, 10
+PIXEL_MEAN, PIXEL_STD = 0.3054, 0.3755  # of the digits
+DEVICES_PER_BATCH: Final = 250  # devices that train at once
 
 Arrays = dict[str, NDArray[np.float32]]
 
 
-class Round(msgspec.Struct, frozen=True):
+class RoundResult(msgspec.Struct, frozen=True):
     """What one round came to."""
 
     number: int
@@ -51,20 +51,24 @@ class Digits(msgspec.Struct, frozen=True):
     labels: NDArray[np.int64]
 
 
-def digits() -> tuple[Digits, Digits]:
+def load_digits() -> tuple[Digits, Digits]:
     """The embedded digits: to train on, and to be judged by."""
     here = Path(__file__)
     found = [p for p in (here.with_name("digits.npz"), here.parents[4] / "examples/data/digits.npz") if p.exists()]
     if not found:
         raise UsageError("the embedded digits are not installed: install covey from its source tree", ExitCode.BAD_SCRIPT)
     with np.load(found[0]) as stored:
-        images = (stored["images"].reshape(-1, PIXELS).astype(np.float32) / 16 - MEAN) / SPREAD
+        images = (stored["images"].reshape(-1, PIXELS).astype(np.float32) / 16 - PIXEL_MEAN) / PIXEL_STD
         labels = stored["labels"].astype(np.int64)
     images = images.astype(np.float32)
-    return Digits(images[:-HELD_OUT], labels[:-HELD_OUT]), Digits(images[-HELD_OUT:], labels[-HELD_OUT:])
+    return Digits(images[:-HELD_OUT_SAMPLES], labels[:-HELD_OUT_SAMPLES]), Digits(
+        images[-HELD_OUT_SAMPLES:], labels[-HELD_OUT_SAMPLES:]
+    )
 
 
-def deal(labels: NDArray[np.int64], devices: int, alpha: float, draw: np.random.Generator) -> list[NDArray[np.int64]]:
+def partition_samples(
+    labels: NDArray[np.int64], devices: int, alpha: float, draw: np.random.Generator
+) -> list[NDArray[np.int64]]:
     """Which samples each device has: unevenly by label, every sample once, and at least one for each device."""
     if devices > len(labels):
         raise UsageError(f"{devices} devices cannot share {len(labels)} digits: give at most {len(labels)}")
@@ -85,23 +89,23 @@ def deal(labels: NDArray[np.int64], devices: int, alpha: float, draw: np.random.
     return [np.array(hand) for hand in hands]
 
 
-def fresh(draw: np.random.Generator) -> Arrays:
+def init_model(draw: np.random.Generator) -> Arrays:
     """A perceptron with one hidden layer."""
     return {
-        "hidden.weight": (draw.standard_normal((PIXELS, HIDDEN)) * np.sqrt(2 / PIXELS)).astype(np.float32),
-        "hidden.bias": np.zeros(HIDDEN, np.float32),
-        "out.weight": (draw.standard_normal((HIDDEN, CLASSES)) * np.sqrt(1 / HIDDEN)).astype(np.float32),
+        "hidden.weight": (draw.standard_normal((PIXELS, HIDDEN_UNITS)) * np.sqrt(2 / PIXELS)).astype(np.float32),
+        "hidden.bias": np.zeros(HIDDEN_UNITS, np.float32),
+        "out.weight": (draw.standard_normal((HIDDEN_UNITS, CLASSES)) * np.sqrt(1 / HIDDEN_UNITS)).astype(np.float32),
         "out.bias": np.zeros(CLASSES, np.float32),
     }
 
 
-def accuracy(model: Arrays, data: Digits) -> float:
+def compute_accuracy(model: Arrays, data: Digits) -> float:
     hidden = np.maximum(data.images @ model["hidden.weight"] + model["hidden.bias"], 0)
     guessed = (hidden @ model["out.weight"] + model["out.bias"]).argmax(axis=1)
     return float((guessed == data.labels).mean())
 
 
-def train(
+def train_devices(
     model: Arrays, data: Digits, hands: list[NDArray[np.int64]], *, epochs: int, rate: float, pull: float
 ) -> tuple[Arrays, NDArray[np.float32]]:
     """All these devices' training at once: one more axis in front. Returns their models and losses."""
@@ -145,17 +149,17 @@ def simulate(
     epochs: int = 5,
     rate: float = 0.1,
     seed: int = 1,
-    treatment: Treatment | None = None,
-) -> Iterator[Round]:
+    treatment: PrivacyOptions | None = None,
+) -> Iterator[RoundResult]:
     """Round after round."""
-    journey = Journey(treatment or Treatment())
+    journey = PrivacyPipeline(treatment or PrivacyOptions())
     draw = np.random.default_rng(seed)
-    data, judges = digits()
-    hands = deal(data.labels, devices, alpha, draw)
-    model = fresh(draw)
-    layout = Layout({name: value.shape for name, value in model.items()})
+    data, judges = load_digits()
+    hands = partition_samples(data.labels, devices, alpha, draw)
+    model = init_model(draw)
+    layout = ModelLayout({name: value.shape for name, value in model.items()})
     flat: Floats = layout.flatten(model)
-    state: State = {}
+    state: StrategyState = {}
     pull = strategy.mu if isinstance(strategy, FedProx) else 0.0
     for number in range(1, rounds + 1):
         started = time.perf_counter()
@@ -163,48 +167,50 @@ def simulate(
         framework = time.perf_counter() - started
         total = Accumulator(layout.size)
         rows: list[Floats] = []
-        for start in range(0, len(chosen), CHUNK):
-            some = chosen[start : start + CHUNK]
-            own, losses = train(layout.tensors(flat), data, [hands[d] for d in some], epochs=epochs, rate=rate, pull=pull)
+        for start in range(0, len(chosen), DEVICES_PER_BATCH):
+            some = chosen[start : start + DEVICES_PER_BATCH]
+            own, losses = train_devices(
+                layout.split_tensors(flat), data, [hands[d] for d in some], epochs=epochs, rate=rate, pull=pull
+            )
             packed = np.concatenate([own[name].reshape(len(some), -1) for name in layout.shapes], axis=1)
             began = time.perf_counter()
             for row, device in enumerate(some):
                 weight = len(hands[device])
                 if treatment is not None:
                     weight = 1 if treatment.noise is not None else weight
-                    packed[row] = flat + journey.arrives(device, packed[row] - flat, number)
+                    packed[row] = flat + journey.transform_update(device, packed[row] - flat, number)
                 if strategy.staleness:
                     packed[row] = strategy.contribution(packed[row], flat, 0)
-                _check(total, packed[row], weight)
-                size, loss = weighed(weight, float(losses[row]))
+                _check_update(total, packed[row], weight)
+                size, loss = to_weighted_fixed_point(weight, float(losses[row]))
                 total.add(packed[row], weight, RoundTotals(loss=loss, told=size))
-            rows += list(packed) if strategy.sees_all or journey.treatment.secure else []
+            rows += list(packed) if strategy.sees_all or journey.options.secure else []
             framework += time.perf_counter() - began
         began = time.perf_counter()
         mean = total.mean()
         sizes = [len(hands[d]) for d in chosen]
         if strategy.sees_all:
             mean = np.asarray(strategy.column(np.array(rows), np.array(sizes, np.float64)), np.float64)
-        elif journey.treatment.secure:
-            counted = [1] * len(chosen) if journey.treatment.noise is not None else sizes
-            mean = flat + masked_mean([row - flat for row in rows], counted, f"{seed}/{number}")
-        mean = mean + journey.noise_on_mean(len(mean), len(chosen), number)
-        flat = aggregation.apply(strategy, flat, mean, state)
+        elif journey.options.secure:
+            counted = [1] * len(chosen) if journey.options.noise is not None else sizes
+            mean = flat + compute_masked_mean([row - flat for row in rows], counted, f"{seed}/{number}")
+        mean = mean + journey.draw_mean_noise(len(mean), len(chosen), number)
+        flat = aggregation.make_next_model(strategy, flat, mean, state)
         framework += time.perf_counter() - began
-        told = aggregation.metrics(total.numbers)
-        right = accuracy(layout.tensors(flat), judges)
-        yield Round(number, len(chosen), right, told["loss"], framework, journey.sent_bytes / len(chosen))
+        told = aggregation.compute_metrics(total.totals)
+        right = compute_accuracy(layout.split_tensors(flat), judges)
+        yield RoundResult(number, len(chosen), right, told["loss"], framework, journey.sent_bytes / len(chosen))
         journey.sent_bytes = 0
 
 
-def _check(total: Accumulator, values: Floats, weight: int) -> None:
+def _check_update(total: Accumulator, values: Floats, weight: int) -> None:
     try:
-        total.check(values, weight)
+        total.check_update(values, weight)
     except ValueError as error:
         raise UsageError(f"the training ran away ({error}): lower --lr") from None
 
 
-def plot(found: list[Round], path: Path) -> None:
+def write_plot(found: list[RoundResult], path: Path) -> None:
     """Accuracy per round as an SVG, made by hand: no library is needed to look at a line."""
     width, height, edge = 640, 360, 50
     last = max(len(found), 2)

@@ -23,19 +23,19 @@ import msgspec
 
 from covey.core.taskd_variables import DEFAULT_MAX_RESTARTS, JOB_VARIABLE
 from covey.errors import CoveyError
-from covey.integrations.taskd.agent_api import attach
-from covey.integrations.taskd.config import journal_folder, log_folder, place, speak
+from covey.integrations.taskd.agent_api import set_join_variables
+from covey.integrations.taskd.config import ensure_logging, find_manager_address, journal_folder, log_folder
 from covey.log import log
-from covey.settings import load
+from covey.settings import load_settings
 from covey.transport import address
 from covey.worker.membership_thread import INCARNATION_VARIABLE
 
 LAUNCHERS: Final = ("torchrun", "run.py", "launch.py")
-LOCAL_RANK: Final = "${local_rank}"  # torch's macro in the arguments of a command
+LOCAL_RANK_MACRO: Final = "${local_rank}"  # torch's macro in the arguments of a command
 OFF: Final = "off"
 
 
-class CannotTakeOver(CoveyError):
+class UnsupportedByCovey(CoveyError):
     """torchrun was asked for something that covey does not have."""
 
 
@@ -44,39 +44,39 @@ def patch() -> None:
     if INCARNATION_VARIABLE in os.environ or os.environ.get("TASKD_PROCESS_ENABLE") == OFF:
         return
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        speak()
+        ensure_logging()
         log.warning(
             "torchrun started this worker and restarts all when one dies: the line belongs into torch/distributed/run.py"
         )
-        attach()
+        set_join_variables()
     elif importlib.util.find_spec("torch") is not None:
-        _take_over()
+        _patch_launch_agent()
 
 
-def _take_over() -> None:
+def _patch_launch_agent() -> None:
     from torch.distributed.launcher import api
 
     theirs: Callable[..., dict[int, Any]] = api.launch_agent
 
     def launch(config: Any, entrypoint: Any, args: list[Any], **options: Any) -> Any:
-        speak()
+        ensure_logging()
         try:
             if Path(sys.argv[0]).name not in LAUNCHERS:
-                raise CannotTakeOver(f"{sys.argv[0]} is not torchrun, and may have more to do when its workers have ended")
-            words = command(config, entrypoint, args, os.environ)
-        except CannotTakeOver as error:
+                raise UnsupportedByCovey(f"{sys.argv[0]} is not torchrun, and may have more to do when its workers have ended")
+            words = covey_run_arguments(config, entrypoint, args, os.environ)
+        except UnsupportedByCovey as error:
             log.warning("torchrun keeps its workers and restarts all when one dies: %s", error)
             config.max_restarts = config.max_restarts or DEFAULT_MAX_RESTARTS
             return theirs(config, entrypoint, args, **options)
         except CoveyError as error:
             log.error("%s", error)
             sys.exit(int(error.exit_code))
-        return _become(words)
+        return _exec_covey_run(words)
 
     api.launch_agent = launch
 
 
-def _become(words: list[str]) -> NoReturn:
+def _exec_covey_run(words: list[str]) -> NoReturn:
     """Go on as `covey run`: the same process, to whoever started and watches it."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -84,19 +84,23 @@ def _become(words: list[str]) -> NoReturn:
     os.execve(sys.executable, [sys.executable, "-m", "covey.cli.main", "run", *words], environ)
 
 
-def command(config: Any, entrypoint: Any, args: list[Any], environ: Mapping[str, str]) -> list[str]:
+def covey_run_arguments(config: Any, entrypoint: Any, args: list[Any], environ: Mapping[str, str]) -> list[str]:
     """The words after `covey run` for what torchrun was asked for."""
     for wish in ("virtual_local_rank", "duplicate_stdout_filters", "duplicate_stderr_filters"):
         if getattr(config, wish, None):
-            raise CannotTakeOver(f"covey has no {wish}")
-    told = load(environ).settings
+            raise UnsupportedByCovey(f"covey has no {wish}")
+    told = load_settings(environ).settings
     endpoint = re.sub(r":[0-9]+$", "", config.rdzv_endpoint or "")  # of torchrun's own port nothing is left
-    where = place(told, environ, address.strip_brackets(endpoint))
-    job = told.job if where.given else environ.get(JOB_VARIABLE) or told.job  # a manager has its job's name from there, too
+    where = find_manager_address(told, environ, address.strip_brackets(endpoint))
+    job = (
+        told.job if where.is_external else environ.get(JOB_VARIABLE) or told.job
+    )  # a manager has its job's name from there, too
     settings = msgspec.structs.replace(told, job=job)
     hosts = f"{config.min_nodes}:{config.max_nodes}" if config.max_nodes > config.min_nodes else config.min_nodes
     words = ["--nproc-per-node", config.nproc_per_node, "--nnodes", hosts]
-    words += [] if where.given else ["--master", where.name]  # covey run reads MS_SCHED_HOST and MS_SCHED_PORT itself
+    words += (
+        [] if where.is_external else ["--master", where.host_port]
+    )  # covey run reads MS_SCHED_HOST and MS_SCHED_PORT itself
     words += ["--or-join", journal_folder(settings, environ)]
     if config.rdzv_backend == "static" and config.max_nodes > 1:
         words += ["--node-rank", config.rdzv_configs.get("rank", -1)]
@@ -109,15 +113,15 @@ def command(config: Any, entrypoint: Any, args: list[Any], environ: Mapping[str,
         words += ["--local-addr", config.local_addr]
     if job != told.job:
         words += ["--rdzv-id", job]
-    return [str(word) for word in [*words, *_logs(config.logs_specs, environ), *_program(entrypoint, args)]]
+    return [str(word) for word in [*words, *_log_arguments(config.logs_specs, environ), *_program_arguments(entrypoint, args)]]
 
 
-def _logs(specs: Any, environ: Mapping[str, str]) -> list[Any]:
+def _log_arguments(specs: Any, environ: Mapping[str, str]) -> list[Any]:
     """Where output goes. Without a word on it torchrun shows all ranks, so that is what happens."""
     own = str(specs.root_log_dir or "")
     temporary = Path(own).name.startswith("torchelastic_")  # what torch makes where no folder was given
     words: list[Any] = ["--log-dir", log_folder(environ) if temporary or not own else own]
-    said = {"--tee": _streams(specs._tee), "--redirects": _streams(specs._redirects)}
+    said = {"--tee": _stream_argument(specs._tee), "--redirects": _stream_argument(specs._redirects)}
     for option, streams in said.items():
         words += [option, streams] if streams else []
     if specs._local_ranks_filter:
@@ -125,20 +129,20 @@ def _logs(specs: Any, environ: Mapping[str, str]) -> list[Any]:
     return words if any(said.values()) else [*words, "--tail_worker_log", -1]
 
 
-def _streams(streams: Any) -> str:
+def _stream_argument(streams: Any) -> str:
     if isinstance(streams, dict):
         return ",".join(f"{rank}:{int(stream)}" for rank, stream in streams.items())
     return str(int(streams)) if int(streams) else ""
 
 
-def _program(entrypoint: Any, args: list[Any]) -> list[str]:
+def _program_arguments(entrypoint: Any, args: list[Any]) -> list[str]:
     """The script, module or program, after options that say which of them it is."""
-    if any(LOCAL_RANK in str(word) for word in args):
-        raise CannotTakeOver("the script is to be given --local-rank, and covey gives LOCAL_RANK in the environment")
+    if any(LOCAL_RANK_MACRO in str(word) for word in args):
+        raise UnsupportedByCovey("the script is to be given --local-rank, and covey gives LOCAL_RANK in the environment")
     if getattr(entrypoint, "__name__", "") == "run_script_path":
         return [str(word) for word in args]
     if not isinstance(entrypoint, str):
-        raise CannotTakeOver("the workers are to run a function of this process, and covey starts scripts")
+        raise UnsupportedByCovey("the workers are to run a function of this process, and covey starts scripts")
     words = [str(word) for word in args]
     if entrypoint == sys.executable and words[:1] == ["-u"]:
         return words[1:]

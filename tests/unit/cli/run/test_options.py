@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from covey.agent.worker_environment import drop_cluster_variables
 from covey.cli.run import slurm
-from covey.cli.run.command import given_by_options
-from covey.cli.run.options import BY_NAME, OPTIONS, RunPlan, describe, help_text, parse
-from covey.cli.run.plan import Asked
+from covey.cli.run.command import variables_from_options
+from covey.cli.run.options import OPTION_BY_NAME, OPTIONS, RunPlan, describe_plan, help_text, parse_command_line
+from covey.cli.run.plan import RunOptions
 from covey.errors import ExitCode, UsageError
 from covey.settings import TABLE
 
 
 def plan(line: str, environ: Mapping[str, str] | None = None, *, cpus: int = 4, gpus: int = 0) -> RunPlan:
-    return parse(shlex.split(line), environ or {}, cpu_count=cpus, gpu_count=gpus)
+    return parse_command_line(shlex.split(line), environ or {}, cpu_count=cpus, gpu_count=gpus)
 
 
 def refusal(line: str, environ: Mapping[str, str] | None = None) -> str:
@@ -65,7 +65,7 @@ def refusal(line: str, environ: Mapping[str, str] | None = None) -> str:
 )
 def test_sizes(line: str, world: int, local: int, nnodes: int, node_rank: int) -> None:
     made = plan(line)
-    assert (made.world, made.local, made.nnodes, made.node_rank) == (world, local, nnodes, node_rank)
+    assert (made.world, made.local_workers, made.nnodes, made.node_rank) == (world, local, nnodes, node_rank)
 
 
 def test_gpus_are_counted_where_there_are_any() -> None:
@@ -334,7 +334,7 @@ def test_what_is_plain_is_not_remarked(line: str) -> None:
 )
 def test_commands(line: str, command: str, module: bool, python: bool, start: str) -> None:
     made = plan(line)
-    assert (made.command, made.module, made.python, made.start) == (command.split(), module, python, start)
+    assert (made.command, made.is_module, made.is_python, made.start) == (command.split(), module, python, start)
 
 
 # -- the environment -------------------------------------------------------------------------------------------------
@@ -343,7 +343,7 @@ def test_commands(line: str, command: str, module: bool, python: bool, start: st
 def test_variables_count_where_no_option_speaks() -> None:
     environ = {"MS_WORKER_NUM": "8", "MS_SCHED_HOST": "node1", "MS_SCHED_PORT": "8118", "COVEY_GRACE": "2"}
     made = plan("--local 4 t.py", environ | {"MS_TOPO_TIMEOUT": "9", "MS_SCHED_MANAGE_PORT": "0"})
-    assert (made.world, made.local, made.master_host, made.master_port) == (8, 4, "node1", 8118)
+    assert (made.world, made.local_workers, made.master_host, made.master_port) == (8, 4, "node1", 8118)
     assert (made.topo_timeout_s, made.manage_port, made.grace_s) == (9.0, 0, 2.0)
     assert made.loaded.origins["worker_num"] == "MS_WORKER_NUM"
 
@@ -364,12 +364,12 @@ def test_torchruns_variables_count_where_no_option_speaks() -> None:
     environ = {"PET_NNODES": "1:4", "PET_NPROC_PER_NODE": "2", "PET_RDZV_ENDPOINT": "node1:29400", "PET_RDZV_BACKEND": "c10d"}
     environ |= {"PET_MASTER_ADDR": "elsewhere", "PET_MAX_RESTARTS": "3", "PET_STANDALONE": "0", "PET_NODE_RANK": ""}
     made = plan("t.py --lr 1", environ | {"PET_TEE": "3"})
-    assert (made.world, made.local, made.master_host, made.master_port) == (2, 2, "node1", 29400)
+    assert (made.world, made.local_workers, made.master_host, made.master_port) == (2, 2, "node1", 29400)
     assert (made.max_restarts, made.tee, made.command) == (3, {0: 3, 1: 3}, ["t.py", "--lr", "1"])
-    assert given_by_options(made.loaded)["MS_SCHED_HOST"] == "node1"
+    assert variables_from_options(made.loaded)["MS_SCHED_HOST"] == "node1"
     made = plan("--nproc-per-node 3 --nnodes 1 --standalone --max-restarts 1 t.py", environ)
-    assert (made.world, made.alone, made.max_restarts) == (3, True, 1)
-    assert plan("package.train", {"PET_MODULE": "1"}).module
+    assert (made.world, made.is_single_host, made.max_restarts) == (3, True, 1)
+    assert plan("package.train", {"PET_MODULE": "1"}).is_module
 
 
 @pytest.mark.parametrize(
@@ -426,7 +426,7 @@ STEP = {
 )
 def test_srun_says_how_many_and_who(line: str, changes: dict[str, str], world: int, local: int, node_rank: int) -> None:
     made = plan(line, STEP | changes)
-    assert (made.world, made.local, made.node_rank) == (world, local, node_rank)
+    assert (made.world, made.local_workers, made.node_rank) == (world, local, node_rank)
     assert (made.master_host, made.master_port) == ("gpu07", 14242)
 
 
@@ -453,7 +453,7 @@ def test_a_given_port_goes_before_slurms() -> None:
 )
 def test_what_was_said_goes_before_slurm(line: str, host: str, world: int, local: int) -> None:
     made = plan(line, STEP)
-    assert (made.master_host, made.world, made.local) == (host, world, local)
+    assert (made.master_host, made.world, made.local_workers) == (host, world, local)
 
 
 def test_many_tasks_on_a_host_are_remarked() -> None:
@@ -464,13 +464,13 @@ def test_many_tasks_on_a_host_are_remarked() -> None:
 def test_a_step_on_one_host_is_local() -> None:
     alone = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "gpu07"}
     made = plan("-n 4 t.py", STEP | alone)
-    assert (made.local, made.master_host, made.master_port) == (4, "127.0.0.1", 0)
+    assert (made.local_workers, made.master_host, made.master_port) == (4, "127.0.0.1", 0)
 
 
 def test_a_batch_script_without_srun_stays_on_its_host_and_says_so() -> None:
     batch = {"SLURM_JOB_ID": "1", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "a[1-2]", "SLURM_NODEID": "0"}
     made = plan("-n 4 t.py", batch)
-    assert (made.local, made.master_host) == (4, "127.0.0.1")
+    assert (made.local_workers, made.master_host) == (4, "127.0.0.1")
     assert made.remarks == ["SLURM_NNODES=2, but without srun only this host is used: srun covey run ... takes them all."]
 
 
@@ -504,7 +504,7 @@ def test_a_size_that_does_not_fit_slurms_hosts_is_one_sentence() -> None:
     ],
 )
 def test_host_lists(nodelist: str, hosts: list[str]) -> None:
-    assert slurm.expand(nodelist) == hosts
+    assert slurm.expand_nodelist(nodelist) == hosts
 
 
 @pytest.mark.parametrize(
@@ -512,29 +512,29 @@ def test_host_lists(nodelist: str, hosts: list[str]) -> None:
 )
 def test_bad_host_lists(nodelist: str) -> None:
     with pytest.raises(UsageError, match="cannot be read"):
-        slurm.expand(nodelist)
+        slurm.expand_nodelist(nodelist)
 
 
 # -- the table, help and description ---------------------------------------------------------------------------------
 
 
 def test_every_option_fills_something_that_exists() -> None:
-    fields = {*Asked.__struct_fields__, *TABLE, "master", "help", ""}
+    fields = {*RunOptions.__struct_fields__, *TABLE, "master", "help", ""}
     for options in OPTIONS.values():
         for option in options:
-            assert option.says in fields, option.names
-            assert (option.kind is None) == (not option.value or option.says in TABLE), option.names
-    assert not set(Asked.__struct_fields__) & set(TABLE)
+            assert option.field in fields, option.names
+            assert (option.kind is None) == (not option.metavar or option.field in TABLE), option.names
+    assert not set(RunOptions.__struct_fields__) & set(TABLE)
 
 
 def test_every_question_of_the_plan_can_be_asked() -> None:
-    said = {option.says for options in OPTIONS.values() for option in options}
-    assert set(Asked.__struct_fields__) <= said
+    said = {option.field for options in OPTIONS.values() for option in options}
+    assert set(RunOptions.__struct_fields__) <= said
 
 
 def test_no_two_options_share_a_name() -> None:
     names = [name.replace("_", "-") for options in OPTIONS.values() for option in options for name in option.names.split()]
-    assert sorted(names) == sorted(BY_NAME)
+    assert sorted(names) == sorted(OPTION_BY_NAME)
 
 
 MSRUN = (
@@ -551,7 +551,7 @@ TORCHRUN = (
 
 @pytest.mark.parametrize("name", [*MSRUN.split(), *TORCHRUN.split()])
 def test_every_option_of_msrun_and_torchrun_is_known(name: str) -> None:
-    assert name.replace("_", "-") in BY_NAME if name.startswith("--") else name in BY_NAME
+    assert name.replace("_", "-") in OPTION_BY_NAME if name.startswith("--") else name in OPTION_BY_NAME
 
 
 def test_help_shows_every_option_once_below_its_heading() -> None:
@@ -559,14 +559,14 @@ def test_help_shows_every_option_once_below_its_heading() -> None:
     for heading, options in OPTIONS.items():
         assert f"\n{heading}:\n" in text
         for option in options:
-            shown = f"  {', '.join(option.names.split())} {option.value}".rstrip()
+            shown = f"  {', '.join(option.names.split())} {option.metavar}".rstrip()
             assert sum(line.startswith(f"{shown} ") for line in text.splitlines()) == 1, shown
     assert "covey run -n 8 train.py --lr 0.1" in text
     assert all(len(line) <= 120 for line in text.splitlines())
 
 
 def test_a_description_says_who_starts_what_where() -> None:
-    text = describe(
+    text = describe_plan(
         plan(
             "-n 8 --local 4 --master [::1]:2000 --node-rank 1 --log-dir out --tls c.json --recovery-path r --preload numpy "
             "--tee 0:1 --bind-core --rdzv-backend c10d train.py 'a b'",
@@ -593,7 +593,7 @@ def test_a_description_says_who_starts_what_where() -> None:
 
 
 def test_a_description_of_what_is_left_open() -> None:
-    text = describe(plan("-n 8 --local 5 --master a --manage-port 0 --cluster_time_out -1 -m pkg"))
+    text = describe_plan(plan("-n 8 --local 5 --master a --manage-port 0 --cluster_time_out -1 -m pkg"))
     for words in (
         "as many hosts as it takes",
         "a:8118",
@@ -603,15 +603,15 @@ def test_a_description_of_what_is_left_open() -> None:
         "(dealt out by",
     ):
         assert words in text, words
-    assert "127.0.0.1:(a free port), started here" in describe(plan("t.py"))
+    assert "127.0.0.1:(a free port), started here" in describe_plan(plan("t.py"))
 
 
 # -- anything at all -------------------------------------------------------------------------------------------------
 
 WORDS = st.one_of(
-    st.sampled_from(sorted(BY_NAME)),
+    st.sampled_from(sorted(OPTION_BY_NAME)),
     st.sampled_from(["1", "2", "8", "-1", "0", "True", "a:2000", "[::1]:2000", "2:3", "0:1,1:2", "fork", "t.py", "--", "auto"]),
-    st.builds("{}={}".format, st.sampled_from(sorted(BY_NAME)), st.text(max_size=8)),
+    st.builds("{}={}".format, st.sampled_from(sorted(OPTION_BY_NAME)), st.text(max_size=8)),
     st.text(max_size=12),
 )
 SLURM = st.dictionaries(st.sampled_from(sorted([*STEP, "SLURM_NTASKS_PER_NODE"])), st.text("0129a[]-,", max_size=6))
@@ -624,22 +624,22 @@ def test_any_command_line_is_a_whole_plan_or_one_sentence(
     argv: list[str], cpus: int, gpus: int, environ: dict[str, str]
 ) -> None:
     try:
-        made = parse(argv, environ, cpu_count=cpus, gpu_count=gpus)
+        made = parse_command_line(argv, environ, cpu_count=cpus, gpu_count=gpus)
     except UsageError as error:
         assert str(error).endswith(".") and str(error).isprintable()
         return
     assert made.help or made.command
-    assert 1 <= made.local <= made.world
-    assert made.alone or made.master_port
+    assert 1 <= made.local_workers <= made.world
+    assert made.is_single_host or made.master_port
     assert made.nnodes == 0 or -1 <= made.node_rank < made.nnodes
-    assert made.first_rank + made.local <= made.world
-    assert describe(made)
+    assert made.first_rank + made.local_workers <= made.world
+    assert describe_plan(made)
 
 
 @pytest.mark.parametrize("words", ["-n 4", "--"])
 def test_no_script_is_a_sentence_of_its_own_family(words: str) -> None:
     with pytest.raises(UsageError, match="No script is given") as refusal:
-        parse(words.split(), {}, cpu_count=4, gpu_count=0)
+        parse_command_line(words.split(), {}, cpu_count=4, gpu_count=0)
     assert refusal.value.exit_code is ExitCode.BAD_SCRIPT
 
 

@@ -171,5 +171,5 @@ def test_the_wall_clock_can_be_told_to_be_wrong(tmp_path: Path, monkeypatch: pyt
     file = tmp_path / "clock"
     monkeypatch.setenv("COVEY_FAULT_CLOCK", str(file))
     with fault_injection.shift_clock(file, 3000.0):
-        assert wall_clock.wall() - time.time() > 2000
-    assert abs(wall_clock.wall() - time.time()) < 1000
+        assert wall_clock.wall_time() - time.time() > 2000
+    assert abs(wall_clock.wall_time() - time.time()) < 1000

@@ -57,7 +57,7 @@ from covey.core.messages import (
 from covey.core.types import AgentRecord, Host, MemberRecord, Phase, Progress, Record, Role
 from covey.errors import ExitCode
 from covey.runtime.node_runtime import NodeRuntime, SchedulerAddress
-from covey.settings import load
+from covey.settings import load_settings
 from covey.worker.membership_thread import MembershipThread
 
 THIRD = Host("boot-third", "third", "10.0.0.3")
@@ -271,7 +271,7 @@ def test_that_it_went_on_is_said_again_before_what_it_reported() -> None:
             return True
 
     async def story() -> None:
-        node = MembershipThread(load({}).settings, SchedulerAddress("127.0.0.1", 1))
+        node = MembershipThread(load_settings({}).settings, SchedulerAddress("127.0.0.1", 1))
         node._loop, node._runtime = asyncio.get_running_loop(), cast("NodeRuntime", Collecting())
         node._on_scheduler_message(RankAssigned(2, 0, 2, 0, 2))
         for message in (SafePointReport(2, CollectiveNumber(4, 0)), RankResumed(2, 5), SafePointReport(1)):

@@ -69,23 +69,25 @@ def test_rounds_add_up_by_their_squares() -> None:
 @given(st.integers(1, 300), st.floats(0.01, 100), st.floats(0.01, 10))
 def test_nothing_is_longer_than_the_clip(size: int, length: float, clip: float) -> None:
     change = np.full(size, length, np.float32)
-    found = dp_noise.clipped(change, clip)
+    found = dp_noise.clip_update(change, clip)
     assert float(np.linalg.norm(found.astype(np.float64))) <= clip
     assert np.array_equal(found, change) or float(np.linalg.norm(found.astype(np.float64))) > 0.999 * clip
 
 
 def test_noise_is_normal_and_of_the_size_it_says() -> None:
-    drawn = dp_noise.normal(bytes(32), 200_001)
+    drawn = dp_noise.draw_normal(bytes(32), 200_001)
     assert abs(drawn.mean()) < 0.01 and abs(drawn.std() - 1) < 0.01
     assert abs((np.abs(drawn) < 1).mean() - 0.6827) < 0.005 and np.abs(drawn).max() < 6
     local = Noise(local=True, clip=0.5, multiplier=3.0, delta=0.01)
-    sent = dp_noise.on_device(np.zeros(100_000, np.float32), local)
+    sent = dp_noise.add_device_noise(np.zeros(100_000, np.float32), local)
     assert sent.std() == pytest.approx(2 * 0.5 * 3.0, rel=0.02), "an update may change to any other: two clips apart"
     central = Noise(local=False, clip=0.5, multiplier=3.0, delta=0.01)
-    first = dp_noise.on_mean(100_000, central, 10, b"k", 1)
+    first = dp_noise.draw_mean_noise(100_000, central, 10, b"k", 1)
     assert first.std() == pytest.approx(0.5 * 3.0 / 10, rel=0.02)
-    assert np.array_equal(first, dp_noise.on_mean(100_000, central, 10, b"k", 1)), "whoever adds the parts makes the same model"
-    assert not np.array_equal(first, dp_noise.on_mean(100_000, central, 10, b"k", 2))
+    assert np.array_equal(first, dp_noise.draw_mean_noise(100_000, central, 10, b"k", 1)), (
+        "whoever adds the parts makes the same model"
+    )
+    assert not np.array_equal(first, dp_noise.draw_mean_noise(100_000, central, 10, b"k", 2))
 
 
 def test_no_round_begins_that_would_go_past_the_budget() -> None:

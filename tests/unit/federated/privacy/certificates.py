@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from covey.federated.privacy.device_identity import Identity
+from covey.federated.privacy.device_identity import DeviceIdentity
 
 PEM = serialization.Encoding.PEM
 
@@ -41,8 +41,8 @@ class Authority:
     def pem(self) -> bytes:
         return self.certificate.public_bytes(PEM)
 
-    def device(self, name: str, days: int = 10) -> Identity:
-        return Identity(*self.texts(name, days))
+    def device(self, name: str, days: int = 10) -> DeviceIdentity:
+        return DeviceIdentity(*self.texts(name, days))
 
     def texts(self, name: str, days: int = 10) -> tuple[bytes, bytes]:
         """A device's chain and key, as they lie in files."""
@@ -53,7 +53,7 @@ class Authority:
         no_password = serialization.NoEncryption()
         return own + above, key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, no_password)
 
-    def revoked(self, *devices: Identity, days: int = 5) -> bytes:
+    def revoked(self, *devices: DeviceIdentity, days: int = 5) -> bytes:
         """A list of those that are to be believed no more."""
         now = datetime.now(UTC)
         made = x509.CertificateRevocationListBuilder().issuer_name(self.name)

@@ -13,30 +13,37 @@ from tests.unit.federated.privacy.certificates import Authority
 from covey.core.federated.secagg.messages import KeyList, ListSignature, RemoteKeys
 from covey.errors import PeerError, UsageError
 from covey.federated import Device
-from covey.federated.device.secagg_client import Names
-from covey.federated.privacy.device_identity import Identity, Trust, keys_text, list_text, request_text, signed
-from covey.federated.privacy.secagg_session import Session
+from covey.federated.device.secagg_client import DeviceSignatures
+from covey.federated.privacy.device_identity import (
+    DeviceIdentity,
+    DeviceTrust,
+    encode_keys_to_sign,
+    encode_list_to_sign,
+    encode_request_to_sign,
+    is_valid_signature,
+)
+from covey.federated.privacy.secagg_session import SecaggSession
 from covey.federated.protocol import SecureAnswer
 
 FIRST, SECOND, STRANGE = Authority("first"), Authority("second"), Authority("strange")
 MAKER = Authority("maker", SECOND)
 
 
-def verify(trust: Trust, one: Identity) -> str:
+def verify(trust: DeviceTrust, one: DeviceIdentity) -> str:
     name, key = trust.verify(one.chain, datetime.now(UTC))
-    said = request_text("/x", "n", "1", b"digest")
-    assert signed(key, one.sign(said), said) and not signed(key, one.sign(said), said + b"!")
+    said = encode_request_to_sign("/x", "n", "1", b"digest")
+    assert is_valid_signature(key, one.sign(said), said) and not is_valid_signature(key, one.sign(said), said + b"!")
     return name
 
 
 def test_either_root_vouches_directly_or_through_an_authority() -> None:
-    trust = Trust([FIRST.pem, SECOND.pem])
+    trust = DeviceTrust([FIRST.pem, SECOND.pem])
     assert verify(trust, FIRST.device("a")) == "a"
     assert verify(trust, MAKER.device("b")) == "b" and len(MAKER.device("b").chain) == 2
 
 
 def test_who_is_not_believed() -> None:
-    trust = Trust([FIRST.pem, SECOND.pem])
+    trust = DeviceTrust([FIRST.pem, SECOND.pem])
     with pytest.raises(ValueError, match="issued by none"):
         verify(trust, STRANGE.device("a"))
     with pytest.raises(ValueError, match="not valid now"):
@@ -53,32 +60,32 @@ def test_who_is_not_believed() -> None:
 
 def test_a_revoked_certificate_and_a_list_that_is_old_or_forged() -> None:
     bad, good = MAKER.device("bad"), MAKER.device("good")
-    trust = Trust([FIRST.pem, SECOND.pem], [MAKER.revoked(bad), FIRST.revoked()])
+    trust = DeviceTrust([FIRST.pem, SECOND.pem], [MAKER.revoked(bad), FIRST.revoked()])
     assert verify(trust, good) == "good"
     with pytest.raises(ValueError, match="bad was revoked"):
         verify(trust, bad)
     with pytest.raises(ValueError, match="out of date"):
-        verify(Trust([SECOND.pem], [MAKER.revoked(days=-1)]), good)
+        verify(DeviceTrust([SECOND.pem], [MAKER.revoked(days=-1)]), good)
     forger = Authority("maker")
     with pytest.raises(ValueError, match="not signed by it"):
-        verify(Trust([SECOND.pem], [forger.revoked()]), good)
+        verify(DeviceTrust([SECOND.pem], [forger.revoked()]), good)
 
 
 def test_no_signature_passes_for_another() -> None:
     texts = [
-        request_text("/a", "1", "2", b"d"),
-        request_text("/a", "12", "", b"d"),
-        keys_text("a", 1, b"c", b"s"),
-        list_text("s", ["a", "b"]),
-        list_text("s", ["ab"]),
+        encode_request_to_sign("/a", "1", "2", b"d"),
+        encode_request_to_sign("/a", "12", "", b"d"),
+        encode_keys_to_sign("a", 1, b"c", b"s"),
+        encode_list_to_sign("s", ["a", "b"]),
+        encode_list_to_sign("s", ["ab"]),
     ]
     assert len(set(texts)) == len(texts)
 
 
-def names(identity: Identity | None) -> Names:
-    asking = Device("http://127.0.0.1:1", "a", data_size=1, identity=identity, trust=Trust([FIRST.pem]))
+def names(identity: DeviceIdentity | None) -> DeviceSignatures:
+    asking = Device("http://127.0.0.1:1", "a", data_size=1, identity=identity, trust=DeviceTrust([FIRST.pem]))
     task: Any = SimpleNamespace(plan=SimpleNamespace(cipher=SimpleNamespace(signed=True)), iteration=3)
-    return Names(asking, task)
+    return DeviceSignatures(asking, task)
 
 
 def test_keys_and_lists_that_a_server_puts_between_are_refused() -> None:
@@ -88,19 +95,19 @@ def test_keys_and_lists_that_a_server_puts_between_are_refused() -> None:
     others = [FIRST.device(name) for name in ("b", "c")]
     given = []
     for number, other in enumerate(others):
-        session = Session(other.name)
+        session = SecaggSession(other.name)
         vouched = names(FIRST.device("a"))
         vouched._device.identity = other
-        given.append(RemoteKeys(other.name, number, session.c_pk, session.s_pk, **vouched.vouch(session)))
-    mine.check(tuple(given))
-    swapped = msgspec.structs.replace(given[0], s_pk=Session("x").s_pk)
+        given.append(RemoteKeys(other.name, number, session.c_pk, session.s_pk, **vouched.sign_keys(session)))
+    mine.verify_keys(tuple(given))
+    swapped = msgspec.structs.replace(given[0], s_pk=SecaggSession("x").s_pk)
     with pytest.raises(PeerError, match="for b are not signed by it"):
-        mine.check((swapped, given[1]))
+        mine.verify_keys((swapped, given[1]))
     with pytest.raises(PeerError, match="issued by none"):
-        mine.check((msgspec.structs.replace(given[0], certificate_chain=STRANGE.device("b").chain),))
+        mine.verify_keys((msgspec.structs.replace(given[0], certificate_chain=STRANGE.device("b").chain),))
     keys, clients = KeyList("s", 2, 3, 3, 3, tuple(given)), ("a", "b", "c")
-    right = [ListSignature(other.name, other.sign(list_text("s", clients))) for other in others]
-    wrong = ListSignature("c", others[1].sign(list_text("s", ("a", "c"))))
-    mine.compare(SecureAnswer(200, "", 0, client_list_sign=tuple(right)), keys, clients)
+    right = [ListSignature(other.name, other.sign(encode_list_to_sign("s", clients))) for other in others]
+    wrong = ListSignature("c", others[1].sign(encode_list_to_sign("s", ("a", "c"))))
+    mine.verify_client_list(SecureAnswer(200, "", 0, client_list_sign=tuple(right)), keys, clients)
     with pytest.raises(PeerError, match="2 devices signed the list, and 3 are needed"):
-        mine.compare(SecureAnswer(200, "", 0, client_list_sign=(right[0], wrong)), keys, clients)
+        mine.verify_client_list(SecureAnswer(200, "", 0, client_list_sign=(right[0], wrong)), keys, clients)

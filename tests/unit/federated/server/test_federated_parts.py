@@ -23,18 +23,18 @@ from covey.core.federated.claims import Claims
 from covey.core.federated.messages import ReplicateUpdate, RoundPlan, RoundTotals, should_evaluate
 from covey.errors import ExitCode, PeerError, StoreError, UsageError
 from covey.federated import Device, Task, fit, strategies, update_compression
-from covey.federated.model_codec import Floats, Layout, Small, take
-from covey.federated.process_supervisor import Keeper, Role
+from covey.federated.model_codec import Floats, ModelLayout, QuantizedModel, layout_and_values
+from covey.federated.process_supervisor import ProcessSupervisor, SupervisedProcess
 from covey.federated.protocol import Answer, FlPlan
 from covey.federated.server import aggregation, openapi
-from covey.federated.server.accumulator import Accumulator, weighed
-from covey.federated.server.aggregation import _reserve, metrics
-from covey.federated.server.model_store import ModelStore, Unstored, unpack_state
-from covey.federated.server.round_storage import Holdings
-from covey.federated.server.secagg_endpoints import PATHS
-from covey.federated.server.update_log import Folder, Update, UpdateLog, pack, read
-from covey.federated.server.update_replication import Copies, copies_of
-from covey.federated.simulation.simulator import CLASSES, deal, digits, simulate
+from covey.federated.server.accumulator import Accumulator, to_weighted_fixed_point
+from covey.federated.server.aggregation import _reserve_disk_space, compute_metrics
+from covey.federated.server.model_store import ModelNotStored, ModelStore, unpack_state
+from covey.federated.server.round_storage import RoundStorage
+from covey.federated.server.secagg_endpoints import SECAGG_REQUEST_TYPES
+from covey.federated.server.update_log import LogDirectory, Update, UpdateLog, pack_record, read_log
+from covey.federated.server.update_replication import ReplicaLogs, replica_directory
+from covey.federated.simulation.simulator import CLASSES, load_digits, partition_samples, simulate
 
 
 def values(seed: int, size: int = 40_000) -> Floats:
@@ -56,24 +56,26 @@ def test_a_sum_depends_neither_on_order_nor_on_servers(updates: list[tuple[int, 
     shuffled = list(updates)
     draw.shuffle(shuffled)  # type: ignore[attr-defined]
     for place, (seed, weight) in enumerate(shuffled):
-        parts[place % servers].add(values(seed, 200), weight, RoundTotals(loss=weighed(weight, 0.5)[1], told=weight))
+        parts[place % servers].add(
+            values(seed, 200), weight, RoundTotals(loss=to_weighted_fixed_point(weight, 0.5)[1], told=weight)
+        )
     whole = Accumulator(200)
     for part in parts:
-        whole.merge(part.total(), part.numbers)
-    assert np.array_equal(whole.total(), exact)
-    assert whole.numbers.size == sum(weight for _, weight in updates)
-    assert whole.numbers.loss == whole.numbers.size * 2**23
+        whole.merge(part.get_sum(), part.totals)
+    assert np.array_equal(whole.get_sum(), exact)
+    assert whole.totals.size == sum(weight for _, weight in updates)
+    assert whole.totals.loss == whole.totals.size * 2**23
 
 
 def test_what_devices_tell_of_a_model() -> None:
-    assert weighed(4, 0.5) == (4, 2 * 2**24) and weighed(4, None) == (0, 0)
-    assert weighed(4, float("nan")) == (0, 0), "a loss that ran away is no number of zero"
+    assert to_weighted_fixed_point(4, 0.5) == (4, 2 * 2**24) and to_weighted_fixed_point(4, None) == (0, 0)
+    assert to_weighted_fixed_point(4, float("nan")) == (0, 0), "a loss that ran away is no number of zero"
     with pytest.raises(ValueError, match="too large"):
-        weighed(4, 1e30)
+        to_weighted_fixed_point(4, 1e30)
     one = RoundTotals(2, 4, loss=2**24, told=4, accuracy=2**23, judged=1)
-    assert metrics(one) == {"updates": 2.0, "samples": 4.0, "loss": 0.25, "accuracy": 0.5}, "by those who told it"
-    assert "accuracy" not in metrics(RoundTotals(1, 4, loss=1, told=4, eval_size=4)), "nobody told one: that is not 0"
-    assert "eval_accuracy" not in metrics(RoundTotals(1, 4, loss=1, told=4, eval_size=4))
+    assert compute_metrics(one) == {"updates": 2.0, "samples": 4.0, "loss": 0.25, "accuracy": 0.5}, "by those who told it"
+    assert "accuracy" not in compute_metrics(RoundTotals(1, 4, loss=1, told=4, eval_size=4)), "nobody told one: that is not 0"
+    assert "eval_accuracy" not in compute_metrics(RoundTotals(1, 4, loss=1, told=4, eval_size=4))
 
 
 def test_devices_are_asked_to_evaluate_in_due_iterations_by_share() -> None:
@@ -89,16 +91,16 @@ def test_what_must_not_be_added(bad: float) -> None:
     update = values(1, 10)
     update[3] = bad
     with pytest.raises(ValueError, match=r"finite|below"):
-        Accumulator(10).check(update, 1)
+        Accumulator(10).check_update(update, 1)
 
 
 def test_a_sum_has_room_for_so_much() -> None:
     total, big = Accumulator(4), np.full(4, 2.0**26, np.float32)
     with pytest.raises(ValueError, match="no room"):
         for _ in range(100):
-            total.check(big, 1)
+            total.check_update(big, 1)
             total.add(big, 1)
-    assert total.numbers.count == 64
+    assert total.totals.count == 64
 
 
 # -- logs --------------------------------------------------------------------------------------------------------------
@@ -112,64 +114,64 @@ def test_a_log_is_read_again_without_what_a_death_cut_off(tmp_path: Path, checks
     log.close()
     path = tmp_path / "updates-7.log"
     os.truncate(path, path.stat().st_size - 1)
-    found = list(read(path))
+    found = list(read_log(path))
     assert [update for update, _ in found] == [Update("d0", 1, said(0)), Update("d1", 2, said(1))]
     assert np.array_equal(found[1][1], values(1, 100))
     size = path.stat().st_size
     UpdateLog(tmp_path, 7, checksum=checksum).append(Update("d3", 1), values(3, 100))
-    assert [update.device for update, _ in read(path)] == ["d0", "d1", "d3"] and path.stat().st_size > size
+    assert [update.device for update, _ in read_log(path)] == ["d0", "d1", "d3"] and path.stat().st_size > size
 
 
 def test_copies_are_whole_whatever_was_cut_off_before_them(tmp_path: Path) -> None:
     """A keeper was killed as it wrote, and its disk was full later: what comes behind is read as it was sent."""
-    folder = Folder(tmp_path)
-    records = [b"".join(bytes(p) for p in pack(Update(f"d{n}", n), values(n, 100), checksum=False)) for n in range(4)]
+    folder = LogDirectory(tmp_path)
+    records = [b"".join(bytes(p) for p in pack_record(Update(f"d{n}", n), values(n, 100), checksum=False)) for n in range(4)]
 
     def copy(number: int, round_number: int = 7) -> ReplicateUpdate:
         return ReplicateUpdate("life", round_number, number, records[number])
 
-    Copies().keep(folder, copy(0, 6))
-    Copies().keep(folder, copy(0))
-    path = copies_of(folder, "life") / "updates-7.log"
+    ReplicaLogs().store_replica(folder, copy(0, 6))
+    ReplicaLogs().store_replica(folder, copy(0))
+    path = replica_directory(folder, "life") / "updates-7.log"
     assert [p.name for p in path.parent.iterdir()] == [path.name], "those of earlier rounds are over"
     with path.open("ab") as file:
         file.write(records[1][:-7])
-    copies = Copies()
-    copies.keep(folder, copy(2))
+    copies = ReplicaLogs()
+    copies.store_replica(folder, copy(2))
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, hard))
     try:
         with pytest.raises(StoreError, match="File too large"):
-            copies.keep(folder, copy(1))
+            copies.store_replica(folder, copy(1))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-    copies.keep(folder, copy(3))
-    assert [update.device for update, _ in read(path)] == ["d0", "d2", "d3"]
+    copies.store_replica(folder, copy(3))
+    assert [update.device for update, _ in read_log(path)] == ["d0", "d2", "d3"]
 
 
 def test_no_copies_are_kept_of_a_round_that_is_over(tmp_path: Path) -> None:
-    holdings = Holdings(Claims("a"), lambda: Accumulator(100), "host", 0)
+    holdings = RoundStorage(Claims("a"), lambda: Accumulator(100), "host", 0)
     holdings.open(tmp_path, -1)
-    holdings.begin(7)
-    record = b"".join(bytes(piece) for piece in pack(Update("d", 1), values(1, 100), checksum=False))
-    holdings.keep_copy("b", ReplicateUpdate("b1", 7, 1, record))
+    holdings.begin_round(7)
+    record = b"".join(bytes(piece) for piece in pack_record(Update("d", 1), values(1, 100), checksum=False))
+    holdings.store_replica("b", ReplicateUpdate("b1", 7, 1, record))
     with pytest.raises(PeerError, match="of a round that is over"):
-        holdings.keep_copy("b", ReplicateUpdate("b2", 6, 1, record))
+        holdings.store_replica("b", ReplicateUpdate("b2", 6, 1, record))
     assert [path.name for path in tmp_path.glob("copies_*")] == ["copies_b1"]
 
 
 def test_a_model_that_cannot_be_stored_changes_nothing(tmp_path: Path) -> None:
-    layout, start = take({"w": np.zeros(1000, np.float32)})
+    layout, start = layout_and_values({"w": np.zeros(1000, np.float32)})
     store = ModelStore(tmp_path, layout, name="m", keep=1, sync=False)
     store.save(0, start, {}, {})
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
         for state in ({}, {"momentum": start}):
-            with pytest.raises(Unstored, match=r"round 1 cannot be stored in .* it is tried again"):
+            with pytest.raises(ModelNotStored, match=r"round 1 cannot be stored in .* it is tried again"):
                 store.save(1, start, state, {})
-        with pytest.raises(Unstored, match="has no room for 4000 bytes"):
-            _reserve(tmp_path / "spool", 4000)
+        with pytest.raises(ModelNotStored, match="has no room for 4000 bytes"):
+            _reserve_disk_space(tmp_path / "spool", 4000)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
     assert [entry.round for entry in store.entries] == [0] and (tmp_path / store.entries[0].file).exists()
@@ -187,31 +189,31 @@ def test_a_damaged_record_ends_a_log_with_checksums(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-10] ^= 1
     path.write_bytes(content)
-    assert [update.device for update, _ in read(path)] == ["d0"]
+    assert [update.device for update, _ in read_log(path)] == ["d0"]
 
 
 def test_a_log_changes_hands_only_when_its_server_is_gone(tmp_path: Path) -> None:
-    mine, theirs = Folder(tmp_path / "mine"), Folder(tmp_path / "theirs")
-    assert mine.acquire() and theirs.acquire() and not Folder(tmp_path / "theirs").acquire()
+    mine, theirs = LogDirectory(tmp_path / "mine"), LogDirectory(tmp_path / "theirs")
+    assert mine.acquire() and theirs.acquire() and not LogDirectory(tmp_path / "theirs").acquire()
     UpdateLog(theirs.path, 3, checksum=False).append(Update("d0", 1), values(0, 10))
     UpdateLog(theirs.path, 2, checksum=False).append(Update("old", 1), values(0, 10))
     with pytest.raises(BlockingIOError):
-        mine.take_from(theirs.path, "life", 3, 3)
+        mine.adopt_logs_from(theirs.path, "life", 3, 3)
     theirs.release()
-    (taken,) = mine.take_from(theirs.path, "life", 3, 3)
-    assert (taken.round, taken.life) == (3, "life")
-    assert [update.device for update, _ in read(taken.path)] == ["d0"]
-    assert [log.round for log in theirs.logs()] == [2]
-    assert [log.life for log in mine.logs()] == ["life"]
-    mine.forget(4)
-    assert mine.logs() == []
+    (taken,) = mine.adopt_logs_from(theirs.path, "life", 3, 3)
+    assert (taken.round, taken.instance_id) == (3, "life")
+    assert [update.device for update, _ in read_log(taken.path)] == ["d0"]
+    assert [log.round for log in theirs.list_logs()] == [2]
+    assert [log.instance_id for log in mine.list_logs()] == ["life"]
+    mine.remove_logs_before(4)
+    assert mine.list_logs() == []
 
 
 # -- models ------------------------------------------------------------------------------------------------------------
 
 
 def test_a_model_is_taken_encoded_and_found_again(tmp_path: Path) -> None:
-    layout, flat = take({"b": np.ones(3), "a": np.zeros((2, 2), np.float32), "count": np.array(3)})
+    layout, flat = layout_and_values({"b": np.ones(3), "a": np.zeros((2, 2), np.float32), "count": np.array(3)})
     assert list(layout.shapes) == ["a", "b"] and flat.tolist() == [0, 0, 0, 0, 1, 1, 1]
     metadata, found = layout.decode(memoryview(layout.encode(flat, {"x": "y"})))
     assert metadata == {"x": "y"} and np.array_equal(found, flat)
@@ -223,8 +225,8 @@ def test_a_model_is_taken_encoded_and_found_again(tmp_path: Path) -> None:
     assert [entry.round for entry in again.entries] == [1, 3, 4], "the newest two, and the best"
     values_found, state = again.load(4)
     assert np.array_equal(values_found, flat + 4) and state["m"].tolist() == [0, 1, 2]
-    assert np.array_equal(layout.decode(again.content(4))[1], flat + 4), "for other servers, as it lies there"
-    assert unpack_state(bytes(again.content(4, state=True)))["m"].tolist() == [0, 1, 2]
+    assert np.array_equal(layout.decode(again.view_file(4))[1], flat + 4), "for other servers, as it lies there"
+    assert unpack_state(bytes(again.view_file(4, state=True)))["m"].tolist() == [0, 1, 2]
     assert again.newest is not None
     damaged = tmp_path / again.newest.file
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"\x01")
@@ -235,8 +237,8 @@ def test_a_model_is_taken_encoded_and_found_again(tmp_path: Path) -> None:
 def test_other_tools_files_are_understood(tmp_path: Path) -> None:
     from safetensors.numpy import load, save
 
-    layout, flat = take({"b": np.ones(3, np.float32), "a": np.zeros((2, 2), np.float32)})
-    body = save(layout.tensors(flat), {"fl_id": "x"})
+    layout, flat = layout_and_values({"b": np.ones(3, np.float32), "a": np.zeros((2, 2), np.float32)})
+    body = save(layout.split_tensors(flat), {"fl_id": "x"})
     metadata, found = layout.decode(memoryview(body))
     assert metadata == {"fl_id": "x"} and np.array_equal(found, flat)
     assert load(layout.encode(flat, {}))["b"].tolist() == [1, 1, 1]
@@ -260,41 +262,41 @@ NO_MODELS = [
 @pytest.mark.parametrize("model", NO_MODELS)
 def test_what_is_no_model(model: object) -> None:
     with pytest.raises(UsageError):
-        take(model)
+        layout_and_values(model)
 
 
 def test_any_floats_are_taken_torchs_halves_too() -> None:
     import torch
 
     halves = [torch.tensor([[1.5, 2.5]], dtype=kind) for kind in (torch.bfloat16, torch.float16, torch.float64)]
-    layout, flat = take({str(number): half.T for number, half in enumerate(halves)})
+    layout, flat = layout_and_values({str(number): half.T for number, half in enumerate(halves)})
     assert flat.tolist() == [1.5, 2.5] * 3 and layout.shapes["0"] == (2, 1)
     with pytest.raises(UsageError, match="the model's w is no dense array of numbers"):
-        take({"w": torch.ones(2, 2).to_sparse()})
+        layout_and_values({"w": torch.ones(2, 2).to_sparse()})
 
 
 def test_a_flat_update_is_made_the_models_or_refused() -> None:
-    layout = Layout({"w": (2, 2)})
-    assert layout.one_array(np.arange(8.0)[::2]).tobytes() == np.array([0, 2, 4, 6], np.float32).tobytes()
+    layout = ModelLayout({"w": (2, 2)})
+    assert layout.as_flat_array(np.arange(8.0)[::2]).tobytes() == np.array([0, 2, 4, 6], np.float32).tobytes()
     with pytest.raises(UsageError, match="an array of 3 values came, and the model has 4"):
-        layout.one_array(np.zeros(3))
+        layout.as_flat_array(np.zeros(3))
 
 
 def test_a_model_in_8_bits_is_within_half_a_step_of_each_tensors_scale() -> None:
-    layout = Layout({"a": (40, 10), "b": (3,), "none": (0,), "zero": (2,)})
+    layout = ModelLayout({"a": (40, 10), "b": (3,), "none": (0,), "zero": (2,)})
     flat = np.concatenate([values(1, 400), 100 * values(2, 3), np.zeros(2, np.float32)])
-    small = layout.shrink(flat)
-    again = layout.grow(small)
-    for name, tensor in layout.tensors(again).items():
-        apart = np.abs(tensor - layout.tensors(flat)[name])
+    small = layout.quantize(flat)
+    again = layout.dequantize(small)
+    for name, tensor in layout.split_tensors(again).items():
+        apart = np.abs(tensor - layout.split_tensors(flat)[name])
         assert (apart <= 0.5001 * small.scales[name]).all(), name
-    assert small.scales["zero"] == 0 and small.steps.nbytes == layout.size
+    assert small.scales["zero"] == 0 and small.int8_values.nbytes == layout.size
     with pytest.raises(ValueError, match="not as many"):
-        layout.grow(Small(small.steps[1:], small.scales))
+        layout.dequantize(QuantizedModel(small.int8_values[1:], small.scales))
 
 
 def test_a_strategys_state_that_cannot_be_stored_or_read_is_a_sentence(tmp_path: Path) -> None:
-    layout, flat = take({"w": np.ones(3, np.float32)})
+    layout, flat = layout_and_values({"w": np.ones(3, np.float32)})
     store = ModelStore(tmp_path, layout, name="", keep=2, sync=False)
     with pytest.raises(UsageError, match="state is arrays by name"):
         store.save(1, flat, {"m": np.array([object()])}, {})
@@ -333,13 +335,13 @@ sys.setswitchinterval(1e-6)
 def begin(together):
     together.wait()
     device.Task(None, protocol.Answer(200, "", 0, fl_plan_config=plan), layout, flat)
-    device._read(protocol.MSGPACK, device.msgspec.msgpack.encode(protocol.SecureAnswer(200, "", 0)))
+    device._decode_answer(protocol.MSGPACK, device.msgspec.msgpack.encode(protocol.SecureAnswer(200, "", 0)))
 
 for _ in range(80):
     importlib.reload(protocol)
     importlib.reload(device)
     plan = device.msgspec.json.encode(protocol.FlPlan("", "", 1, 1, 1, 0.1)).decode()
-    layout, flat = device.Layout({"w": (1,)}), np.zeros(1, np.float32)
+    layout, flat = device.ModelLayout({"w": (1,)}), np.zeros(1, np.float32)
     together = threading.Barrier(8)
     threads = [threading.Thread(target=begin, args=(together,)) for _ in range(8)]
     for thread in threads:
@@ -355,8 +357,8 @@ def test_devices_may_begin_in_many_threads_at_once() -> None:
 
 @pytest.mark.parametrize(("kind", "rate"), [("QUANT", 1.0), ("TOP_K", 1.0), ("TOP_K", 0.01), ("DIFF_SPARSE_QUANT", 0.4)])
 def test_how_long_a_small_upload_is(kind: str, rate: float) -> None:
-    arrays = update_compression.encode(values(1, 1000), kind, rate, 1)
-    assert update_compression.bytes_of(1000, kind, rate) == sum(array.nbytes for array in arrays.values())
+    arrays = update_compression.compress_update(values(1, 1000), kind, rate, 1)
+    assert update_compression.compressed_size(1000, kind, rate) == sum(array.nbytes for array in arrays.values())
 
 
 # -- strategies --------------------------------------------------------------------------------------------------------
@@ -378,20 +380,20 @@ class Makes(strategies.Strategy):
 
 
 def test_what_users_give_may_fail_and_costs_a_sentence() -> None:
-    layout, flat = take({"w": np.ones(3, np.float32)})
+    layout, flat = layout_and_values({"w": np.ones(3, np.float32)})
     with pytest.raises(UsageError, match=r"Broken\.make failed .KeyError: 'velocity'.: the model stays as it was"):
-        aggregation.apply(Broken(), flat, flat.astype(np.float64), {})
+        aggregation.make_next_model(Broken(), flat, flat.astype(np.float64), {})
     for made, why in (
         (np.full(3, np.nan), "not every value is finite"),
         (np.ones(2), "is no shape of 3 values"),
         (None, "shape"),
     ):
         with pytest.raises(UsageError, match=why) as ends:
-            aggregation.apply(Makes(made), flat, flat.astype(np.float64), {})
+            aggregation.make_next_model(Makes(made), flat, flat.astype(np.float64), {})
         assert ends.value.exit_code == ExitCode.BAD_SCRIPT, "which no restart would mend"
-    found = aggregation.judged(lambda model: {"loss": np.inf, "accuracy": np.nan, "auc": 1}, layout, flat)
+    found = aggregation.evaluate_model(lambda model: {"loss": np.inf, "accuracy": np.nan, "auc": 1}, layout, flat)
     assert found == {"central_loss": sys.float_info.max, "central_auc": 1.0}, "never the best, and a manifest can say it"
-    assert aggregation.judged(lambda model: {"loss": 1 / 0}, layout, flat) == {}
+    assert aggregation.evaluate_model(lambda model: {"loss": 1 / 0}, layout, flat) == {}
 
 
 def test_strategies_make_what_their_papers_say() -> None:
@@ -416,12 +418,12 @@ def test_strategies_make_what_their_papers_say() -> None:
 
 @pytest.mark.parametrize("name", ["FedAvg", "fedbuff", "TrimmedMean"])
 def test_strategies_by_name(name: str) -> None:
-    assert type(strategies.named(name)).__name__.lower() == name.lower()
+    assert type(strategies.find_strategy(name)).__name__.lower() == name.lower()
 
 
 def test_wrong_strategies() -> None:
     with pytest.raises(UsageError, match="FedAvg, FedProx"):
-        strategies.named("x")
+        strategies.find_strategy("x")
     with pytest.raises(UsageError, match="share"):
         strategies.TrimmedMean(0.5)
     with pytest.raises(UsageError, match="mu"):
@@ -434,12 +436,12 @@ def test_a_torch_module_learns_as_the_plan_says() -> None:
     sent: dict[str, object] = {}
 
     class Recording(Device):
-        def update(self, arrays: Mapping[str, Any], fields: dict[str, str], layout: Layout | None = None) -> bool:
+        def update(self, arrays: Mapping[str, Any], fields: dict[str, str], layout: ModelLayout | None = None) -> bool:
             sent.update(fields, flat=arrays[""])
             return True
 
     module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
-    layout, flat = take(module)
+    layout, flat = layout_and_values(module)
     plan = FlPlan("FEDERATED_LEARNING", "", 1, epochs=20, mini_batch=4, lr=0.5, settings={"proximal_mu": 0.001})
     answer = Answer(200, "", 0, iteration=3, ticket="t", fl_plan_config=msgspec.json.encode(plan).decode())
     task = Task(Recording("http://127.0.0.1:1", "d", data_size=4), answer, layout, flat)
@@ -456,8 +458,8 @@ def test_a_torch_module_learns_as_the_plan_says() -> None:
 
 
 def test_the_digits_are_dealt_out_unevenly_and_all() -> None:
-    labels = digits()[0].labels
-    hands = deal(labels, 200, 0.1, np.random.default_rng(1))
+    labels = load_digits()[0].labels
+    hands = partition_samples(labels, 200, 0.1, np.random.default_rng(1))
     dealt = np.concatenate(hands)
     assert sorted(dealt) == list(range(len(labels))) and min(len(hand) for hand in hands) >= 1
     assert np.mean([len(set(labels[hand])) for hand in hands if len(hand) > 3]) < CLASSES / 2
@@ -465,7 +467,7 @@ def test_the_digits_are_dealt_out_unevenly_and_all() -> None:
 
 @pytest.mark.parametrize("name", ["FedAvg", "FedAdam", "FedBuff", "Median"])
 def test_a_federation_learns(name: str) -> None:
-    rounds = list(simulate(30, 15, strategies.named(name), alpha=1.0, epochs=5, rate=0.2))
+    rounds = list(simulate(30, 15, strategies.find_strategy(name), alpha=1.0, epochs=5, rate=0.2))
     assert rounds[-1].accuracy > 0.6 > rounds[0].accuracy
     assert rounds[-1].loss < rounds[0].loss
 
@@ -477,13 +479,15 @@ def test_a_simulation_that_runs_away_is_a_sentence_and_devices_of_one_label_are_
 
 
 def test_the_document_describes_every_field() -> None:
-    document = openapi.document("/x")
-    assert set(document["paths"]) == {f"/x/{name}" for name in ("startFLJob", "updateModel", "getModel", *PATHS)}
+    document = openapi.build_document("/x")
+    assert set(document["paths"]) == {f"/x/{name}" for name in ("startFLJob", "updateModel", "getModel", *SECAGG_REQUEST_TYPES)}
     fields = document["components"]["schemas"]["UpdateFields"]["properties"]
     assert {"fl_id", "iteration", "timestamp", "data_size", "ticket", "upload_loss"} <= set(fields)
 
 
 def test_a_federation_whose_logs_cannot_be_written_is_over(tmp_path: Path) -> None:
     (tmp_path / "scheduler.log").mkdir()
-    keeper = Keeper(["-c", ""], [Role("scheduler", "20", {})], cluster_id="c", folder=tmp_path, environ=os.environ)
+    keeper = ProcessSupervisor(
+        ["-c", ""], [SupervisedProcess("scheduler", "20", {})], cluster_id="c", folder=tmp_path, environ=os.environ
+    )
     assert asyncio.run(asyncio.wait_for(keeper.run(), 60)) == ExitCode.DISK

@@ -23,30 +23,36 @@ from covey.core.federated.messages import (
 )
 from covey.core.types import Host
 from covey.errors import PeerError
-from covey.federated.model_codec import digest, take
+from covey.federated.model_codec import compute_digest, layout_and_values
 from covey.federated.protocol import now_ms
 from covey.federated.server.accumulator import Accumulator
-from covey.federated.server.http_server import Connection, Piece, Request
+from covey.federated.server.http_server import BytesLike, DeviceConnection, DeviceRequest
 from covey.federated.server.model_store import NO_STATE
-from covey.federated.server.round_storage import Holdings
-from covey.federated.server.server import Server, ServerSettings
-from covey.federated.server.server_links import Peers
+from covey.federated.server.round_storage import RoundStorage
+from covey.federated.server.server import FederatedServer, ServerSettings
+from covey.federated.server.server_links import ServerLinks
 from covey.federated.server.update_log import Update
-from covey.federated.server.update_replication import Safekeeping
+from covey.federated.server.update_replication import UpdateReplication
 from covey.federated.strategies import FedAvg
 from covey.runtime.credentials import Credentials
 
 WAIT_S = 60.0
 
 
-def a_server(folder: Path) -> Server:
+def a_server(folder: Path) -> FederatedServer:
     """One that has its place in a cluster of one; no sockets."""
-    layout, values = take({"w": np.zeros(4, np.float32)})
-    settings = ServerSettings(scheduler=("127.0.0.1", 1), host=Host("h", "h", "127.0.0.1"), http="h:1", peer="h:2", root=folder)
-    server = Server(settings, Credentials(), layout, values, FedAvg())
+    layout, values = layout_and_values({"w": np.zeros(4, np.float32)})
+    settings = ServerSettings(
+        scheduler_address=("127.0.0.1", 1),
+        host=Host("h", "h", "127.0.0.1"),
+        device_address="h:1",
+        peer_address="h:2",
+        state_root=folder,
+    )
+    server = FederatedServer(settings, Credentials(), layout, values, FedAvg())
     server.node_id = server.claims.node_id = "0"
-    server.holdings.open(folder / "server_0", -1)
-    server.models.open(folder / "models", name="", keep=1, sync=False)
+    server.round_storage.open(folder / "server_0", -1)
+    server.model_cache.open(folder / "models", name="", keep=1, sync=False)
     return server
 
 
@@ -63,7 +69,7 @@ def test_parts_that_are_not_to_be_added_any_more_are_not_added(tmp_path: Path, m
             finally:
                 ended.put_nowait(orders.is_abandoned)
 
-        monkeypatch.setattr(server.models, "make", make)
+        monkeypatch.setattr(server.model_cache, "make_model", make)
         orders = ServerInstructions(
             generation=1,
             members=(ServerInfo("0", 0),),
@@ -72,21 +78,21 @@ def test_parts_that_are_not_to_be_added_any_more_are_not_added(tmp_path: Path, m
             stage=RoundStage.SUMMING,
             instance=InstanceState.RUNNING,
             plan=RoundPlan(),
-            digest=server.models.digest,
+            digest=server.model_cache.digest,
             aggregator="0",
             expected_totals=(("0", RoundTotals(1)),),
         )
         async with asyncio.timeout(WAIT_S):
-            server._follow(orders)
+            server._apply_instructions(orders)
             assert await begun.get() is False
-            server._follow(orders)
-            server._follow(msgspec.structs.replace(orders, expected_totals=(), is_abandoned=True))
+            server._apply_instructions(orders)
+            server._apply_instructions(msgspec.structs.replace(orders, expected_totals=(), is_abandoned=True))
             assert await ended.get() is False
             while begun.empty():
-                server._begin_work(server.orders or orders)  # as its tick does
+                server._start_needed_tasks(server.instructions or orders)  # as its tick does
                 await asyncio.sleep(0)
         assert begun.get_nowait() is True and begun.empty(), "and the same orders again change nothing"
-        server._work["sum"].cancel()
+        server._background_tasks["sum"].cancel()
 
     asyncio.run(play())
 
@@ -101,7 +107,7 @@ def test_a_model_of_a_round_that_is_not_over_is_fetched_with_what_is_known_of_it
                 assert (node_id, round_number) == ("1", 1)
                 return bytearray(content[what])
 
-        server.models._peers = cast(Peers, Maker())
+        server.model_cache._server_links = cast(ServerLinks, Maker())
         orders = ServerInstructions(
             generation=1,
             members=(ServerInfo("0", 0), ServerInfo("1", 1)),
@@ -110,18 +116,18 @@ def test_a_model_of_a_round_that_is_not_over_is_fetched_with_what_is_known_of_it
             stage=RoundStage.SUMMING,
             instance=InstanceState.RUNNING,
             plan=RoundPlan(),
-            digest=server.models.digest,
+            digest=server.model_cache.digest,
             source="0",
             aggregator="1",
-            new_model=RoundModel("1", digest(made), {"loss": 0.5}),
+            new_model=RoundModel("1", compute_digest(made), {"loss": 0.5}),
         )
-        server._follow(orders)
+        server._apply_instructions(orders)
         async with asyncio.timeout(WAIT_S):
-            await server._work["fetch"]
-        found = server.models
+            await server._background_tasks["fetch"]
+        found = server.model_cache
         assert (found.round, found.values.tolist(), found.metrics) == (1, made.tolist(), {"loss": 0.5})
-        server._begin_work(orders)
-        assert not server._work, "and once it is there it is not fetched again"
+        server._start_needed_tasks(orders)
+        assert not server._background_tasks, "and once it is there it is not fetched again"
 
     asyncio.run(play())
 
@@ -132,7 +138,7 @@ class Answered:
     def __init__(self) -> None:
         self.closed, self.said = False, b""
 
-    def answer(self, status: int, content_type: str, pieces: Sequence[Piece]) -> None:
+    def send_response(self, status: int, content_type: str, pieces: Sequence[BytesLike]) -> None:
         self.said = b"".join(bytes(piece) for piece in pieces)
 
 
@@ -144,7 +150,9 @@ def test_a_device_with_no_samples_or_more_than_can_be_added_is_refused_before_it
         asked = msgspec.json.encode({"fl_id": "a", "timestamp": now_ms(), "data_size": size})
         connection = Answered()
         server = a_server(tmp_path)
-        server.devices._receive(Request(cast(Connection, connection), "POST", "/startFLJob", {}, memoryview(asked)))
+        server.device_port._on_request(
+            DeviceRequest(cast(DeviceConnection, connection), "POST", "/startFLJob", {}, memoryview(asked))
+        )
         return connection.said
 
     answer = msgspec.json.decode(asyncio.run(play()))
@@ -154,24 +162,24 @@ def test_a_device_with_no_samples_or_more_than_can_be_added_is_refused_before_it
 def test_no_copies_are_sent_of_a_part_that_is_over(tmp_path: Path) -> None:
     """Its updates have another keeper, who refuses more and cuts the link: asked for ever, it would have no other link left."""
     refused: list[str] = []
-    holdings = Holdings(Claims("a"), lambda: Accumulator(4), "host", 0)
+    holdings = RoundStorage(Claims("a"), lambda: Accumulator(4), "host", 0)
     holdings.open(tmp_path, -1)
-    part = holdings.begin(1)
+    part = holdings.begin_round(1)
 
     class Refuses:
         async def copy(self, node_id: str, life: str, round_number: int, record: bytes) -> None:
             refused.append(node_id)
-            holdings.give_up(1)
+            holdings.discard_until_round(1)
             raise PeerError("the copies of server a have been taken over")
 
     claims = Claims("a")
     claims.members = (ServerInfo("a", 0, host_id="h"), ServerInfo("b", 1, host_id="i"))
     update, values = Update("d", 1), np.zeros(4, np.float32)
-    part.append(update, values)
+    part.append_to_log(update, values)
 
     async def play() -> None:
         async with asyncio.timeout(WAIT_S):
-            await Safekeeping("a1", cast(Peers, Refuses())).copy_out(part, update, values, claims)
+            await UpdateReplication("a1", cast(ServerLinks, Refuses())).replicate_update(part, update, values, claims)
 
     asyncio.run(play())
     assert refused == ["b"]

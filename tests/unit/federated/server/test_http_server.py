@@ -9,7 +9,15 @@ import time
 
 import pytest
 
-from covey.federated.server.http_server import IDLE_S, REFUSED_S, REQUEST_S, SLOWEST, Connection, Request, Site
+from covey.federated.server.http_server import (
+    BYTES_PER_SECOND_MIN,
+    IDLE_TIMEOUT_S,
+    REFUSED_LINGER_S,
+    REQUEST_TIMEOUT_S,
+    DeviceConnection,
+    DeviceHttpServer,
+    DeviceRequest,
+)
 
 WAIT_S = 60.0
 ROUNDED_UP = 90.449  # a time t for which t + 60.0 - t > 60.0
@@ -20,9 +28,11 @@ class Port:
     """A site, one connection to it, and what came back."""
 
     def __init__(self) -> None:
-        self.site = Site(self._receive, lambda status, sentence: sentence.encode(), body_max=1_000_000, connections_max=3)
+        self.site = DeviceHttpServer(
+            self._receive, lambda status, sentence: sentence.encode(), body_max=1_000_000, connections_max=3
+        )
 
-    def _receive(self, request: Request) -> None:
+    def _receive(self, request: DeviceRequest) -> None:
         request.reply([b"well"])
 
     async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -30,12 +40,12 @@ class Port:
         await self.site.open([sock], None)
         return await asyncio.open_connection(*sock.getsockname())
 
-    async def connection(self, received: int) -> Connection:
+    async def connection(self, received: int) -> DeviceConnection:
         """The server's end, once it has got so many bytes."""
         async with asyncio.timeout(WAIT_S):
             while True:
                 for found in self.site.connections:
-                    if found._filled + found._received == received:
+                    if found._buffered_bytes + found._body_received == received:
                         return found
                 await asyncio.sleep(0)
 
@@ -53,16 +63,16 @@ def test_half_a_request_is_refused_after_its_time(half: str) -> None:
         reader, writer = await port.open()
         writer.write(HALF[half])
         connection = await port.connection(len(HALF[half]) if half == "a head" else 5)
-        connection.since = ROUNDED_UP
-        connection.sweep(connection.since + REQUEST_S)
-        assert not connection._refused
-        connection.sweep(connection.since + REQUEST_S + 1)
+        connection.period_started_at = ROUNDED_UP
+        connection.check_timeouts(connection.period_started_at + REQUEST_TIMEOUT_S)
+        assert not connection._is_refused
+        connection.check_timeouts(connection.period_started_at + REQUEST_TIMEOUT_S + 1)
         async with asyncio.timeout(WAIT_S):
             answer = await reader.read()
         assert answer.startswith(b"HTTP/1.1 408 Request Timeout\r\n")
         assert answer.endswith(b"the request was not complete after 60 s")
-        assert port.site.receiving == 0
-        connection.sweep(time.monotonic() + REFUSED_S + 1)
+        assert port.site.bytes_in_flight == 0
+        connection.check_timeouts(time.monotonic() + REFUSED_LINGER_S + 1)
         async with asyncio.timeout(WAIT_S):
             while port.site.connections:
                 await asyncio.sleep(0)
@@ -77,9 +87,9 @@ def test_a_silent_connection_is_closed_after_its_time() -> None:
         port = Port()
         reader, writer = await port.open()
         connection = await port.connection(0)
-        connection.sweep(connection.since + IDLE_S - 1)
+        connection.check_timeouts(connection.period_started_at + IDLE_TIMEOUT_S - 1)
         assert not connection._transport.is_closing()
-        connection.sweep(connection.since + IDLE_S + 1)
+        connection.check_timeouts(connection.period_started_at + IDLE_TIMEOUT_S + 1)
         async with asyncio.timeout(WAIT_S):
             assert await reader.read() == b""
         writer.close()
@@ -109,13 +119,13 @@ def test_a_slow_link_has_more_time_the_more_has_come() -> None:
     async def play() -> None:
         port = Port()
         _, writer = await port.open()
-        came = 2 * SLOWEST
+        came = 2 * BYTES_PER_SECOND_MIN
         writer.write(b"POST / HTTP/1.1\r\ncontent-length: %d\r\n\r\n" % (came + 1) + bytes(came))
         connection = await port.connection(came)
-        connection.sweep(connection.since + (REQUEST_S + 2))
-        assert not connection._refused
-        connection.sweep(connection.since + (REQUEST_S + 3))
-        assert connection._refused
+        connection.check_timeouts(connection.period_started_at + (REQUEST_TIMEOUT_S + 2))
+        assert not connection._is_refused
+        connection.check_timeouts(connection.period_started_at + (REQUEST_TIMEOUT_S + 3))
+        assert connection._is_refused
         writer.close()
         port.site.close()
 

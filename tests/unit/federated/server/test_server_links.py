@@ -13,29 +13,29 @@ import pytest
 from covey.core.federated.messages import FromServer, ReplicateUpdate, ServerHeartbeat, ServerInfo
 from covey.core.messages import LeaveAcknowledged
 from covey.errors import PeerError
-from covey.federated.server.scheduler_link import Upstream
-from covey.federated.server.server_links import PIECE_MAX, Bytes, Peers
+from covey.federated.server.scheduler_link import SchedulerLink
+from covey.federated.server.server_links import CHUNK_BYTES_MAX, BytesLike, ServerLinks
 from covey.runtime.credentials import Credentials
 from covey.runtime.host_identity import local_address_for
 from covey.transport.connection import WRITE_BUFFER_MAX, Connection, Listener
 from covey.transport.framing import FRAME_MAX
 
-LOG = bytes(range(256)) * (PIECE_MAX // 256) + b"rest"
+LOG = bytes(range(256)) * (CHUNK_BYTES_MAX // 256) + b"rest"
 SECRET = Credentials("secret", None, None)
 
 
 @asynccontextmanager
 async def two(
     keeper_guard: Credentials = SECRET, sender_guard: Credentials = SECRET
-) -> AsyncIterator[tuple[Peers, list[ReplicateUpdate]]]:
+) -> AsyncIterator[tuple[ServerLinks, list[ReplicateUpdate]]]:
     """One that keeps copies and gives a log, and one that knows it."""
     kept: list[ReplicateUpdate] = []
 
-    def give(what: str, round_number: int) -> Bytes | None:
+    def give(what: str, round_number: int) -> BytesLike | None:
         return LOG if what == "log0" else None
 
-    def peers(guard: Credentials) -> Peers:
-        return Peers(
+    def peers(guard: Credentials) -> ServerLinks:
+        return ServerLinks(
             guard,
             heard=lambda node_id, message: None,
             reached=lambda node_id: None,
@@ -46,7 +46,7 @@ async def two(
     sock = socket.create_server(("127.0.0.1", 0))
     keeper, sender = peers(keeper_guard), peers(sender_guard)
     await keeper.open([sock])
-    sender.follow("a", (ServerInfo("a", 0), ServerInfo("b", 1, f"127.0.0.1:{sock.getsockname()[1]}")))
+    sender.set_members("a", (ServerInfo("a", 0), ServerInfo("b", 1, f"127.0.0.1:{sock.getsockname()[1]}")))
     try:
         yield sender, kept
     finally:
@@ -55,7 +55,7 @@ async def two(
 
 
 def test_a_copy_larger_than_a_frame_arrives_whole() -> None:
-    record = bytes(range(256)) * ((FRAME_MAX + PIECE_MAX) // 256) + b"x"
+    record = bytes(range(256)) * ((FRAME_MAX + CHUNK_BYTES_MAX) // 256) + b"x"
 
     async def play() -> None:
         async with two() as (sender, kept):
@@ -66,12 +66,12 @@ def test_a_copy_larger_than_a_frame_arrives_whole() -> None:
 
 
 def test_many_copies_at_once_do_not_cut_the_link() -> None:
-    record = bytes(PIECE_MAX)
+    record = bytes(CHUNK_BYTES_MAX)
 
     async def play() -> None:
         async with two() as (sender, kept):
-            await asyncio.gather(*(sender.copy("b", "life", 1, record) for _ in range(WRITE_BUFFER_MAX // PIECE_MAX + 4)))
-            assert len(kept) == WRITE_BUFFER_MAX // PIECE_MAX + 4
+            await asyncio.gather(*(sender.copy("b", "life", 1, record) for _ in range(WRITE_BUFFER_MAX // CHUNK_BYTES_MAX + 4)))
+            assert len(kept) == WRITE_BUFFER_MAX // CHUNK_BYTES_MAX + 4
 
     asyncio.run(play())
 
@@ -79,8 +79,8 @@ def test_many_copies_at_once_do_not_cut_the_link() -> None:
 def test_a_log_comes_in_pieces() -> None:
     async def play() -> None:
         async with two() as (sender, _):
-            pieces = [piece async for piece in sender.pieces("b", "log0", 1)]
-            assert b"".join(pieces) == LOG and max(map(len, pieces)) == PIECE_MAX
+            pieces = [piece async for piece in sender.fetch_chunks("b", "log0", 1)]
+            assert b"".join(pieces) == LOG and max(map(len, pieces)) == CHUNK_BYTES_MAX
             with pytest.raises(PeerError, match="has no log1"):
                 await sender.fetch("b", "log1", 1)
 
@@ -113,8 +113,10 @@ def test_a_scheduler_that_was_never_there_is_called_again_whatever_patience_ther
         door = await asyncio.start_server(turn_away, "127.0.0.1", 0)
         where = ("127.0.0.1", int(door.sockets[0].getsockname()[1]))
         guard = Credentials("", None, None)
-        upstream = Upstream(where, guard, 0.0, opened=calls.clear, heard=print, end=lambda code, reason: ends.append(reason))
-        calling = asyncio.get_running_loop().create_task(upstream.keep())
+        upstream = SchedulerLink(
+            where, guard, 0.0, opened=calls.clear, heard=print, end=lambda code, reason: ends.append(reason)
+        )
+        calling = asyncio.get_running_loop().create_task(upstream.keep_connected())
         await asyncio.wait_for(calls.wait(), 60)
         assert not ends
         calling.cancel()
@@ -141,14 +143,14 @@ def test_the_answer_to_a_beat_vouches_for_the_time_when_that_was_sent_not_when_t
         )
         await door.open()
         where = ("127.0.0.1", int(sock.getsockname()[1]))
-        upstream = Upstream(where, guard, 0.0, opened=lambda: None, heard=lambda _: heard.set(), end=lambda *_: None)
-        calling = asyncio.get_running_loop().create_task(upstream.keep())
+        upstream = SchedulerLink(where, guard, 0.0, opened=lambda: None, heard=lambda _: heard.set(), end=lambda *_: None)
+        calling = asyncio.get_running_loop().create_task(upstream.keep_connected())
         link, beat = await asyncio.wait_for(beats.get(), 60)
-        assert upstream.vouched_at < beat.sent_at, "nobody has answered yet"
+        assert upstream.confirmed_alive_at < beat.sent_at, "nobody has answered yet"
         for answer in (beat, ServerHeartbeat(beat.sent_at - 5), LeaveAcknowledged()):
             link.send(answer)
         await asyncio.wait_for(heard.wait(), 60)
-        assert upstream.vouched_at == beat.sent_at
+        assert upstream.confirmed_alive_at == beat.sent_at
         calling.cancel()
         door.close()
 

@@ -20,8 +20,8 @@ from covey.core.federated.secagg.messages import (
 )
 from covey.core.federated.secagg.protocol import SecaggOutcome, SecaggRound
 from covey.federated.privacy import fixed_point_ring
-from covey.federated.privacy.fixed_point_ring import Told, Words
-from covey.federated.privacy.secagg_session import Session, units, unmask
+from covey.federated.privacy.fixed_point_ring import DeviceMetrics, Words
+from covey.federated.privacy.secagg_session import SecaggSession, make_round_scale, unmask_sum
 
 REACH = 16.0
 
@@ -34,15 +34,15 @@ class Sim:
             "cluster/1", wanted=count, least=least, share_ratio=0.1, reconstruct=reconstruct, window_s=10.0
         )
         self.names = [f"device-{number}" for number in range(count)]
-        self.sessions = {name: Session(name) for name in self.names}
+        self.sessions = {name: SecaggSession(name) for name in self.names}
         draw = np.random.default_rng(seed)
         self.values: dict[str, NDArray[np.float32]] = {
             name: draw.uniform(-3, 3, size).astype(np.float32) for name in self.names
         }
         self.sizes = {name: number + 1 for number, name in enumerate(self.names)}
-        self.total: Words = np.zeros(size + fixed_point_ring.TOLD, np.uint32)
+        self.total: Words = np.zeros(size + fixed_point_ring.METRIC_COUNT, np.uint32)
         self.uploads: dict[str, Words] = {}
-        self.plain: Words = np.zeros(size + fixed_point_ring.TOLD, np.uint32)
+        self.plain: Words = np.zeros(size + fixed_point_ring.METRIC_COUNT, np.uint32)
         self.now = 0.0
         self._phase = self.round.phase
 
@@ -61,7 +61,7 @@ class Sim:
         for name in names:
             keys = self.ask(GetKeys, name).payload
             assert isinstance(keys, KeyList)
-            shares = self.sessions[name].share(keys)
+            shares = self.sessions[name].make_shares(keys)
             assert self.ask(ShareSecrets, name, encrypted_shares=shares).verdict is SecaggVerdict.ACCEPTED
         self._wait()
 
@@ -70,9 +70,11 @@ class Sim:
             shares = self.ask(GetSecrets, name).payload
             assert isinstance(shares, ShareList)
             one = self.sessions[name]
-            one.take(shares)
-            words = fixed_point_ring.encode(self.values[name], Told(1.0, 0.5), self.sizes[name], units(one.keys, REACH))
-            self.uploads[name] = one.mask(words)
+            one.accept_shares(shares)
+            words = fixed_point_ring.encode_update(
+                self.values[name], DeviceMetrics(1.0, 0.5), self.sizes[name], make_round_scale(one.keys, REACH)
+            )
+            self.uploads[name] = one.mask_update(words)
             self.plain += words
             self.total += self.uploads[name]
         self.round.fix_uploaders(set(names), self.now)
@@ -81,7 +83,7 @@ class Sim:
         for name in names:
             listed = self.ask(GetClientList, name).payload
             assert isinstance(listed, ClientList)
-            told = self.sessions[name].reveal(listed.clients)
+            told = self.sessions[name].reveal_shares(listed.clients)
             verdict = self.ask(ReconstructSecrets, name, reconstruct_secret_shares=told).verdict
             assert verdict is SecaggVerdict.ACCEPTED
         self._wait()
@@ -95,4 +97,4 @@ class Sim:
 
     def bare(self) -> Words:
         assert self.round.unmasking is not None
-        return unmask(self.total, self.round.unmasking)
+        return unmask_sum(self.total, self.round.unmasking)

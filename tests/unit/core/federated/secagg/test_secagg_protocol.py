@@ -32,9 +32,9 @@ from covey.core.federated.secagg.messages import (
 from covey.core.federated.secagg.protocol import SecaggRound
 from covey.errors import PeerError, UsageError
 from covey.federated.privacy import fixed_point_ring, secagg_masks
-from covey.federated.privacy.fixed_point_ring import Told
-from covey.federated.privacy.secagg_session import Session, units
-from covey.federated.simulation.privacy_pipeline import Treatment
+from covey.federated.privacy.fixed_point_ring import DeviceMetrics
+from covey.federated.privacy.secagg_session import SecaggSession, make_round_scale
+from covey.federated.simulation.privacy_pipeline import PrivacyOptions
 from covey.federated.simulation.simulator import simulate
 from covey.federated.strategies import FedAvg
 
@@ -44,22 +44,24 @@ VECTORS = ROOT / "tests" / "vectors" / "secure.json"
 @given(st.integers(1, 50), st.integers(1, 2**20), st.floats(0.001, 1000))
 def test_a_round_cannot_overflow(devices: int, samples: int, reach: float) -> None:
     """Every device at the edge of what it may send, all with the same sign."""
-    units_ = fixed_point_ring.scale(reach, devices * samples, devices)
+    units_ = fixed_point_ring.make_scale(reach, devices * samples, devices)
     edge = np.array([np.float32(reach)], np.float32)
     edge = np.minimum(edge, np.nextafter(np.float32(reach), np.float32(0)))
-    one = fixed_point_ring.encode(edge, Told(1.0, 1024.0), samples, units_)
+    one = fixed_point_ring.encode_update(edge, DeviceMetrics(1.0, 1024.0), samples, units_)
     total = np.zeros_like(one)
     for _ in range(devices):
         total += one
-    values, told = fixed_point_ring.decode(total, units_)
-    assert values[0] == pytest.approx(float(edge[0]) * samples * devices, abs=devices / units_.values)
-    assert told.loss == pytest.approx(1024.0 * samples * devices, abs=devices / units_.told)
+    values, told = fixed_point_ring.decode_sum(total, units_)
+    assert values[0] == pytest.approx(float(edge[0]) * samples * devices, abs=devices / units_.value_factor)
+    assert told.loss == pytest.approx(1024.0 * samples * devices, abs=devices / units_.metric_factor)
 
 
 @pytest.mark.parametrize("value", [16.5, -16.5, float("nan"), float("inf")])
 def test_values_that_do_not_fit_are_refused_not_cut(value: float) -> None:
     with pytest.raises(UsageError, match="nothing was sent"):
-        fixed_point_ring.encode(np.array([1.0, value], np.float32), Told(), 5, fixed_point_ring.scale(REACH, 100, 10))
+        fixed_point_ring.encode_update(
+            np.array([1.0, value], np.float32), DeviceMetrics(), 5, fixed_point_ring.make_scale(REACH, 100, 10)
+        )
 
 
 @settings(max_examples=25, deadline=None)
@@ -94,7 +96,7 @@ def test_dropouts_at_every_phase_leave_the_exact_sum_or_nothing(data: st.DataObj
         assert f"{needed} are needed" in sim.round.failure_reason and sim.round.unmasking is None
         return
     assert np.array_equal(sim.bare(), sim.plain)
-    values, told = fixed_point_ring.decode(sim.bare(), units(sim.sessions[sending[0]].keys, REACH))
+    values, told = fixed_point_ring.decode_sum(sim.bare(), make_round_scale(sim.sessions[sending[0]].keys, REACH))
     wanted = sum(sim.values[name].astype(float) * sim.sizes[name] for name in sending)
     assert values == pytest.approx(wanted, abs=1e-4)
     assert told.loss == pytest.approx(0.5 * sum(sim.sizes[name] for name in sending), abs=1e-2)
@@ -142,10 +144,10 @@ def test_a_device_answers_one_list_and_refuses_a_second() -> None:
     sim.upload(sim.names)
     one = sim.sessions["device-0"]
     everyone = tuple(sim.names)
-    told = one.reveal(everyone)
-    assert one.reveal(everyone) == told, "the same list may be asked for again"
+    told = one.reveal_shares(everyone)
+    assert one.reveal_shares(everyone) == told, "the same list may be asked for again"
     with pytest.raises(PeerError, match="second list"):
-        one.reveal(everyone[:4])
+        one.reveal_shares(everyone[:4])
 
 
 def test_a_device_refuses_lists_and_numbers_that_would_give_it_away() -> None:
@@ -155,19 +157,21 @@ def test_a_device_refuses_lists_and_numbers_that_would_give_it_away() -> None:
     sim.upload(sim.names)
     one = sim.sessions["device-0"]
     with pytest.raises(PeerError, match="lacks this device"):
-        one.reveal(tuple(sim.names[1:]))
+        one.reveal_shares(tuple(sim.names[1:]))
     with pytest.raises(PeerError, match="are needed: no share was told"):
-        one.reveal(tuple(sim.names[:3]))
+        one.reveal_shares(tuple(sim.names[:3]))
     keys = one.keys
     for wrong in (3, 7):
         with pytest.raises(PeerError, match="only more than half"):
-            Session("device-0").share(KeyList("s", keys.index, wrong, keys.devices, keys.samples, keys.remote_publickeys))
+            SecaggSession("device-0").make_shares(
+                KeyList("s", keys.index, wrong, keys.devices, keys.samples, keys.remote_publickeys)
+            )
     low = (*keys.remote_publickeys[:4], RemoteKeys("x", 9, bytes(32), bytes(32)))  # a point of low order: no secret comes of it
     with pytest.raises(PeerError, match="the keys of x are none"):
-        Session("device-0").share(KeyList("s", keys.index, 4, keys.devices, keys.samples, low))
+        SecaggSession("device-0").make_shares(KeyList("s", keys.index, 4, keys.devices, keys.samples, low))
     twice = (*keys.remote_publickeys[:4], RemoteKeys("device-0", 1, one.c_pk, one.s_pk))
     with pytest.raises(PeerError, match="twice"):
-        Session("device-0").share(KeyList("s", keys.index, 4, keys.devices, keys.samples, twice))
+        SecaggSession("device-0").make_shares(KeyList("s", keys.index, 4, keys.devices, keys.samples, twice))
 
 
 def test_shares_are_for_their_receiver_alone_and_nobody_can_change_them() -> None:
@@ -176,16 +180,16 @@ def test_shares_are_for_their_receiver_alone_and_nobody_can_change_them() -> Non
     sim.shares(sim.names)
     shares = sim.ask(GetSecrets, "device-1").payload
     with pytest.raises(PeerError, match="were not made by it"):
-        sim.sessions["device-2"].take(shares)  # type: ignore[arg-type]
+        sim.sessions["device-2"].accept_shares(shares)  # type: ignore[arg-type]
     a, b = bytes(range(32)), bytes(range(32, 64))
-    sealed = bytearray(secagg_masks.seal(b"x" * 66, a, secagg_masks.public(b), "s", "a", "b"))
-    assert secagg_masks.unseal(bytes(sealed), b, secagg_masks.public(a), "s", "a", "b") == b"x" * 66
+    sealed = bytearray(secagg_masks.seal_shares(b"x" * 66, a, secagg_masks.derive_public_key(b), "s", "a", "b"))
+    assert secagg_masks.unseal_shares(bytes(sealed), b, secagg_masks.derive_public_key(a), "s", "a", "b") == b"x" * 66
     for wrong in (("t", "a", "b"), ("s", "b", "a")):
         with pytest.raises(ValueError, match="were not made"):
-            secagg_masks.unseal(bytes(sealed), b, secagg_masks.public(a), *wrong)
+            secagg_masks.unseal_shares(bytes(sealed), b, secagg_masks.derive_public_key(a), *wrong)
     sealed[3] ^= 1
     with pytest.raises(ValueError, match="were not made"):
-        secagg_masks.unseal(bytes(sealed), b, secagg_masks.public(a), "s", "a", "b")
+        secagg_masks.unseal_shares(bytes(sealed), b, secagg_masks.derive_public_key(a), "s", "a", "b")
 
 
 def test_the_list_never_changes_and_a_successor_goes_on_from_it() -> None:
@@ -266,7 +270,7 @@ def test_shares_that_give_no_secret_end_the_round() -> None:
     sim.shares(sim.names)
     sim.upload(sim.names)
     for number, name in enumerate(sim.names):
-        told = sim.sessions[name].reveal(sim.round.uploaders.clients)  # type: ignore[union-attr]
+        told = sim.sessions[name].reveal_shares(sim.round.uploaders.clients)  # type: ignore[union-attr]
         wrong = tuple(PlainShare(one.fl_id, b"\xff" * 33) for one in told) if number == 2 else told
         assert sim.ask(ReconstructSecrets, name, reconstruct_secret_shares=wrong).verdict is SecaggVerdict.ACCEPTED
     assert sim.round.failure_reason == "the secret of a device cannot be put together: a share is not a number of the field"
@@ -276,11 +280,11 @@ def test_a_device_that_begins_again_may_give_other_keys_until_all_have() -> None
     sim = Sim(3)
     sim.keys(sim.names[:2])
     sim.round.phase = SecaggPhase.KEYS  # its window goes on
-    sim.sessions["device-0"] = Session("device-0")
+    sim.sessions["device-0"] = SecaggSession("device-0")
     sim.keys([*sim.names[:1], *sim.names[2:]])
     given = sim.round._build_key_list("device-1").remote_publickeys
     assert sim.sessions["device-0"].s_pk in {one.s_pk for one in given} and len(given) == 2
-    again = Session("device-0")
+    again = SecaggSession("device-0")
     assert sim.ask(ExchangeKeys, "device-0", c_pk=again.c_pk, s_pk=again.s_pk).verdict is SecaggVerdict.LATE
 
 
@@ -300,22 +304,26 @@ def test_the_published_vectors_hold() -> None:
     found = json.loads(VECTORS.read_text())
     raw = {name: base64.b64decode(value) for name, value in found["bytes"].items()}
     session = found["session"]
-    assert secagg_masks.public(raw["private_a"]) == raw["public_a"]
-    assert secagg_masks.agreed(raw["private_a"], raw["public_b"]) == secagg_masks.agreed(raw["private_b"], raw["public_a"])
-    assert secagg_masks.agreed(raw["private_a"], raw["public_b"]) == raw["agreed"]
-    assert secagg_masks.pair_mask(raw["private_a"], raw["public_b"], session, 5).tolist() == found["pair_mask"]
-    assert secagg_masks.self_mask(raw["seed"], session, 5).tolist() == found["self_mask"]
-    assert secagg_masks.seal(raw["shares"], raw["private_a"], raw["public_b"], session, "ä", "b") == raw["sealed"]
+    assert secagg_masks.derive_public_key(raw["private_a"]) == raw["public_a"]
+    assert secagg_masks.agree_secret(raw["private_a"], raw["public_b"]) == secagg_masks.agree_secret(
+        raw["private_b"], raw["public_a"]
+    )
+    assert secagg_masks.agree_secret(raw["private_a"], raw["public_b"]) == raw["agreed"]
+    assert secagg_masks.make_pair_mask(raw["private_a"], raw["public_b"], session, 5).tolist() == found["pair_mask"]
+    assert secagg_masks.make_self_mask(raw["seed"], session, 5).tolist() == found["self_mask"]
+    assert secagg_masks.seal_shares(raw["shares"], raw["private_a"], raw["public_b"], session, "ä", "b") == raw["sealed"]
     assert raw["public_a"] != raw["public_b"]
     split = shamir.split_secret(raw["seed"], found["places"], [int(number) for number in found["coefficients"]])
     assert {str(place): base64.b64encode(share).decode() for place, share in split.items()} == found["split"]
-    units_ = fixed_point_ring.scale(found["reach"], found["samples"], found["devices"])
+    units_ = fixed_point_ring.make_scale(found["reach"], found["samples"], found["devices"])
     assert list(units_) == found["units"]
-    words = fixed_point_ring.encode(np.array(found["values"], np.float32), Told(*found["told"]), found["weight"], units_)
+    words = fixed_point_ring.encode_update(
+        np.array(found["values"], np.float32), DeviceMetrics(*found["told"]), found["weight"], units_
+    )
     assert words.tolist() == found["words"]
 
 
 def test_a_simulated_secure_federation_learns_the_same() -> None:
     plain = list(simulate(6, 2, FedAvg(), epochs=1))
-    masked = list(simulate(6, 2, FedAvg(), epochs=1, treatment=Treatment(secure=True)))
+    masked = list(simulate(6, 2, FedAvg(), epochs=1, treatment=PrivacyOptions(secure=True)))
     assert [one.accuracy for one in masked] == pytest.approx([one.accuracy for one in plain], abs=0.003)
