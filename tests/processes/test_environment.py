@@ -251,7 +251,7 @@ def test_a_scheduler_that_greets_but_never_answers_is_called_again(cluster: Clus
         worker = cluster.worker(0, MS_RECEIVE_MSG_TIMEOUT=0.3, MS_TOPO_TIMEOUT=6)
         until(lambda: fake.links() >= 3, "three calls", story=worker.tail)
         calls = fake.of(Register)
-        assert {(call.node_id, call.life) for call in calls} == {("0", calls[0].life)}
+        assert {(call.node_id, call.instance_id) for call in calls} == {("0", calls[0].instance_id)}
         assert worker.wait() == 22
         assert "MS_RECEIVE_MSG_TIMEOUT" in worker.text()
 

@@ -1,6 +1,6 @@
 """Lightning's Trainer over our loop:
 
-    trainer = lightning.Trainer(max_epochs=10, strategy=covey.integrations.lightning.Strategy())
+    trainer = lightning.Trainer(max_epochs=10, strategy=covey.integrations.lightning.CoveyStrategy())
 
 Each rank is a trainer on one device, which knows of no other. The strategy makes a `covey.Loop` of the trainer's model,
 optimizer and training data, and hands the trainer its batches; gradients are averaged as the backward pass ends. All that the

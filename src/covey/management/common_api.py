@@ -114,7 +114,7 @@ def make_app(
     settings: Sequence[tuple[str, str, str, str]] = (),
     without: frozenset[str] = frozenset(),
 ) -> Starlette:
-    """The application for `covey.management.http_server.Server`. An empty `token` shuts out all but commands on loopback.
+    """The application for `covey.management.http_server.HttpServer`. An empty `token` shuts out all but commands on loopback.
 
     `more` are the operations of this kind of cluster, with their answers; one of the name of a common one replaces it.
     `without` names common ones that make no sense here.

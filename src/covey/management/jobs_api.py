@@ -255,7 +255,7 @@ def _job_key(request: Request) -> JobKey:
 
 
 def make_app(source: JobsSource, *, token: str) -> Starlette:
-    """The application for `covey.management.http_server.Server`."""
+    """The application for `covey.management.http_server.HttpServer`."""
     board, doors = OperatorSource(source), JobHandlers(source)
 
     async def jobs(request: Request) -> Response:

@@ -139,7 +139,7 @@ class TrainingHandlers:
 
 
 def make_app(source: TrainingSource, *, token: str, settings: Sequence[tuple[str, str, str, str]] = ()) -> Starlette:
-    """The application for `covey.management.http_server.Server`."""
+    """The application for `covey.management.http_server.HttpServer`."""
     answers = TrainingHandlers(source)
     return common_api.make_app(
         source, token=token, settings=settings, more={op: getattr(answers, op.name) for op in TRAINING_OPERATIONS}

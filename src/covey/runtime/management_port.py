@@ -7,10 +7,13 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from covey.log import log
 from covey.runtime.credentials import Credentials
+
+if TYPE_CHECKING:
+    from covey.management.http_server import HttpServer
 
 
 @contextlib.asynccontextmanager
@@ -31,8 +34,8 @@ async def serve_management_port(
 
 
 async def _serve_app(make: Callable[[], Any], sockets: list[socket.socket], guard: Credentials) -> None:
-    app, console = await asyncio.to_thread(lambda: (make(), _import_http_server()))
-    server = console.Server(app, sockets, guard.server_context)
+    app, server_type = await asyncio.to_thread(lambda: (make(), _import_http_server()))
+    server = server_type(app, sockets, guard.server_context)
     try:
         await server.start()
     except OSError as error:
@@ -44,7 +47,7 @@ async def _serve_app(make: Callable[[], Any], sockets: list[socket.socket], guar
         await server.stop()
 
 
-def _import_http_server() -> Any:
-    from covey.management import http_server
+def _import_http_server() -> type[HttpServer]:
+    from covey.management.http_server import HttpServer
 
-    return http_server
+    return HttpServer

@@ -105,7 +105,7 @@ class FederatedHandlers:
 
 
 def make_app(scheduler: FederatedScheduler, *, token: str, settings: Sequence[tuple[str, str, str, str]] = ()) -> Any:
-    """The application for `covey.management.http_server.Server`."""
+    """The application for `covey.management.http_server.HttpServer`."""
     answers = FederatedHandlers(scheduler)
     more = {op: getattr(answers, op.name) for op in (STATE_OPERATION, *FEDERATED_OPERATIONS)}
     return common_api.make_app(scheduler, token=token, settings=settings, more=more)
