@@ -63,8 +63,10 @@ def test_a_job_is_looked_into_killed_in_scaled_suspended_and_resumed(
         page.click(".panel >> text=Kill…")
         page.click("dialog button.danger")
         page.locator(".note", has_text="recover-in-place resumed").locator("a").click()
-        incident = page.locator(".incident:focus", has_text="SIGKILL")
-        assert incident.locator(".stage").count() == 5
+        page.locator(".incident:focus", has_text="SIGKILL").wait_for()
+        stages = page.locator(".incident", has_text="SIGKILL").locator(".stage")
+        stages.nth(4).wait_for()
+        assert stages.count() == 5
         page.keyboard.press("Escape")
 
         tab.view("logs")
