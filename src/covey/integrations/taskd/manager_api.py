@@ -39,7 +39,7 @@ from covey.scheduler.service import SchedulerHandoff
 from covey.settings import NODES_MAX, GivenValue, LoadedSettings, Settings, load_settings
 from covey.storage import cluster_registry
 from covey.storage.journal import has_resumable_journal
-from covey.transport.connection import NoListenerError, connect
+from covey.transport.connection import Connection, NoListenerError, connect
 from covey.transport.handshake import SecretNotRequired
 
 SETTINGS_SOURCE: Final = "init_taskd_manager"  # where these settings come from, for sentences and `covey env`
@@ -190,7 +190,7 @@ async def _follow_view(door: SchedulerAddress, turn: int, job: str, *, first: bo
     closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     seen: list[ClusterView] = []
 
-    def hear(link: Any, message: Any) -> None:
+    def hear(link: Connection, message: Any) -> None:
         if isinstance(message, ViewReply):
             view = msgspec.json.decode(message.view, type=ClusterView)
             if job and view.job not in ("", job):
@@ -199,10 +199,10 @@ async def _follow_view(door: SchedulerAddress, turn: int, job: str, *, first: bo
                 log.info("the scheduler of cluster %s at %s decides: this manager only watches", view.cluster_id, door.name)
             seen[:] = [view]
 
-    def end(link: Any, reason: str) -> None:
+    def end(link: Connection, reason: str) -> None:
         if closed.done():
             return
-        if link.refused:
+        if link.peer_requires_no_secret:
             closed.set_exception(SecretNotRequired(reason))
         else:
             closed.set_result(reason)
