@@ -95,7 +95,7 @@ class Checker:
     def _check_goodbye(self, scheduler: SchedulerProcess, link: Link) -> None:
         """A leave that was noted must be noted on disk, once the cluster has formed."""
         wish = scheduler.registered.get(link.id)
-        if not isinstance(wish, Register) or scheduler.machine._dump is not None:  # a dump ends by the end, which is written
+        if not isinstance(wish, Register) or scheduler.machine.is_dumping:  # a dump ends by the end, which is written
             return
         members = [r for r in self._disk.durable.values() if isinstance(r, MemberRecord) and r.life == wish.instance_id]
         kept = self._disk.cluster

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from covey.core.cluster.recovery_strategy import ROWS_LOST_RESTARTS_MAX
+from covey.core.cluster.recovery import ROWS_LOST_RESTARTS_MAX
 from covey.core.cluster.scheduler_machine import SchedulerMachine
 from covey.core.effects import Persist, Send
 from covey.core.events import JournalRead, MessageReceived, Tick

@@ -22,7 +22,7 @@ from tests.simulation.plan import TRAINING_MAX, Place, Plan, draw, resizes
 from tests.simulation.processes import AgentProcess, NodeProcess, SchedulerProcess
 from tests.simulation.training import Fabric, Trainer
 
-from covey.core.cluster.resize_plan import JOIN_TIMEOUT_S
+from covey.core.cluster.resize import JOIN_TIMEOUT_S
 from covey.core.messages import Register, RegisterAgent
 from covey.core.types import Host, NodeState, Phase, Role
 

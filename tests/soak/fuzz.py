@@ -109,7 +109,9 @@ def valid() -> list[Message]:
     """One of each that the scheduler hears, as they come in a small cluster."""
     wish = RegisterAgent("a0", "life-a0", HOST, 2, fingerprint={"MS_WORKER_NUM": "2", "MS_SERVER_NUM": "0"})
     worker = Register(Role.WORKER, "0", "life-0", HOST, dict(wish.fingerprint), incarnation=1)
-    heard = SchedulerMachine(ClusterSettings(2), cluster_id="c", job="", now=0.0)._handlers  # the rest is the shell's affair
+    heard = SchedulerMachine(
+        ClusterSettings(2), cluster_id="c", job="", now=0.0
+    ).handled_messages  # the rest is the shell's affair
     kinds = {kind: _example(kind) for kind in messages.FromNode.__args__ if kind in heard}
     known = {RegisterAgent: wish, Register: worker, messages.Heartbeat: messages.Heartbeat(Progress(3, "train", True))}
     return list((kinds | known).values())

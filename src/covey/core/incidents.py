@@ -52,100 +52,16 @@ class Incident(msgspec.Struct, frozen=True, tag="incident"):
         return f"{self.strategy} of {self.node} ({self.cause}): {stages}; {self.total_ms:.0f} ms in all, {self.outcome}"
 
 
-class Total(msgspec.Struct):
-    """All incidents that one strategy has answered so far."""
+class Total(msgspec.Struct, frozen=True):
+    """All incidents that one strategy has answered so far, with one outcome."""
 
     strategy: str
     outcome: Outcome
     count: int = 0
     seconds: dict[Stage, float] = {}
 
-
-class IncidentTimes(msgspec.Struct):
-    """An open incident's times, on the machine's clock."""
-
-    began_at: float  # when the fault began to show
-    stage_times: dict[Stage, float]
-
-    def stage_durations_ms(self) -> dict[Stage, float]:
-        """How long each stage that was passed took."""
-        times, reached = {}, self.began_at
-        for stage in Stage:
-            if stage in self.stage_times:
-                times[stage] = round(max(0.0, self.stage_times[stage] - reached) * 1000, 3)
-                reached = max(reached, self.stage_times[stage])
-        return times
-
-
-class Incidents:
-    """All incidents of a cluster. `wall_zero` is the wall clock when the machine's clock showed 0."""
-
-    def __init__(self, wall_zero: float) -> None:
-        self.records: list[Incident] = []
-        self.totals: dict[tuple[str, Outcome], Total] = {}
-        self._wall_zero = wall_zero
-        self._open_times: dict[int, IncidentTimes] = {}  # of the open ones, by number
-
-    def restore(self, kept: list[Incident]) -> None:
-        """What an earlier scheduler knew. A recovery that was under way goes on."""
-        self.records = sorted(kept, key=lambda incident: incident.number)
-        for incident in self.records:
-            if incident.outcome is Outcome.OPEN:
-                known = incident.at - self._wall_zero
-                since = known - incident.ms.get(Stage.DETECTED, 0.0) / 1000
-                self._open_times[incident.number] = IncidentTimes(since, {Stage.DETECTED: known, Stage.DECIDED: known})
-            else:
-                self._add_to_totals(incident)
-
-    def open(
-        self, now: float, *, since: float, known: float, node: str, rank: int, cause: str, strategy: str, reason: str
-    ) -> Incident:
-        """A fault that began to show at `since`, was known at `known`, and the answer to it, decided now."""
-        number = self.records[-1].number + 1 if self.records else 1
-        clock = self._open_times[number] = IncidentTimes(since, {Stage.DETECTED: known, Stage.DECIDED: now})
-        incident = Incident(number, self._wall_zero + known, node, rank, cause, strategy, reason, ms=clock.stage_durations_ms())
-        self.records = [*self.records, incident][-INCIDENTS_MAX:]
-        return incident
-
-    def mark_stage(self, stage: Stage, now: float) -> None:
-        """The open ones have come this far. A stage that is passed again, after a further fault, counts from then."""
-        for clock in self._open_times.values():
-            clock.stage_times[stage] = now
-
-    @property
-    def is_resizing(self) -> bool:
-        """Whether the number of workers is being changed on request, or because one came."""
-        changes = ("scale-out", "scale-in")
-        return any(i.outcome is Outcome.OPEN and i.strategy in changes and i.node != SERVERS_NODE for i in self.records)
-
-    def close(self, outcome: Outcome, now: float, node: str = "", but: str = "", reason: str = "") -> list[Incident]:
-        """The open ones `but` for one strategy's are over; returns them. Until the run ends, servers' moves are apart. Only a
-        growth is rolled back, for this `reason`, and deaths meanwhile are still healed."""
-        over = [incident for incident in self.records if incident.number in self._open_times]
-        if outcome not in (Outcome.ENDED, Outcome.FINISHED):
-            over = [i for i in over if (i.node == SERVERS_NODE) == (node == SERVERS_NODE) and i.strategy != but]
-        if outcome is Outcome.ROLLED_BACK:
-            over = [msgspec.structs.replace(i, reason=f"{i.reason}; {reason}") for i in over if i.strategy == "scale-out"]
-        if outcome is Outcome.RESUMED:
-            for incident in over:
-                self._open_times[incident.number].stage_times[Stage.RESUMED] = now
-        closed = {incident.number: self._close_one(incident, outcome, now) for incident in over}
-        self.records = [closed.get(incident.number, incident) for incident in self.records]
-        for number in closed:
-            del self._open_times[number]
-        return list(closed.values())
-
-    def _close_one(self, incident: Incident, outcome: Outcome, now: float) -> Incident:
-        clock = self._open_times[incident.number]
-        ms = clock.stage_durations_ms()
-        total_ms = round((now - clock.began_at) * 1000, 3) if outcome is Outcome.ROLLED_BACK else sum(ms.values())
-        closed = msgspec.structs.replace(incident, outcome=outcome, ms=ms, total_ms=total_ms)
-        self._add_to_totals(closed)
-        return closed
-
-    def _add_to_totals(self, incident: Incident) -> None:
-        key = (incident.strategy, incident.outcome)
-        total = self.totals.setdefault(key, Total(*key))
-        total.count += 1
+    def plus(self, incident: Incident) -> Total:
+        seconds = dict(self.seconds)
         for stage, ms in incident.ms.items():
-            total.seconds[stage] = total.seconds.get(stage, 0.0) + ms / 1000
+            seconds[stage] = seconds.get(stage, 0.0) + ms / 1000
+        return Total(self.strategy, self.outcome, self.count + 1, seconds)

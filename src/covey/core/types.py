@@ -203,8 +203,8 @@ class Ended(msgspec.Struct, frozen=True):
     told: bool = False
 
 
-class Member(msgspec.Struct):
-    """A node as the scheduler sees it."""
+class Member(msgspec.Struct, frozen=True):
+    """A node as the scheduler sees it. `Members` replaces the record when something changes; only `uid` never changes."""
 
     role: Role
     node_id: str
@@ -218,10 +218,6 @@ class Member(msgspec.Struct):
     state: NodeState = NodeState.WAITING
     connection: int = 0  # the connection that speaks for it; 0 when there is none
     agent: str = ""  # the agent whose child it is
-    joined_at: float = 0.0
-    last_heartbeat_at: float = 0.0
-    progress: Progress = Progress()
-    progress_changed_at: float = 0.0  # when its progress last changed
     restarts: int = 0
     handovers: int = 0  # restarts after a life that was asked to go: they use up no budget
     leave_reason: str = ""  # why this life is about to end without a failure
@@ -231,6 +227,7 @@ class Member(msgspec.Struct):
     died_at_step: int = -2
     error: ScriptError | None = None  # that ended its last process; None: none did, or the present one has made progress
     process: str = ""  # the spare, in which of its lives, that became this life; "" where a process was started for it
+    uid: int = 0  # given by `Members`, never used twice, neither sent nor stored
 
     @property
     def name(self) -> str:
@@ -241,8 +238,8 @@ class Member(msgspec.Struct):
         return self.state in (NodeState.WAITING, NodeState.ALIVE, NodeState.SUSPECT)
 
 
-class AgentInfo(msgspec.Struct):
-    """covey's process on a host: the parent of that host's workers."""
+class AgentInfo(msgspec.Struct, frozen=True):
+    """covey's process on a host: the parent of that host's workers. `Members` replaces the record when something changes."""
 
     id: str
     life: str
@@ -255,9 +252,9 @@ class AgentInfo(msgspec.Struct):
     max_restarts: int = -1  # what it allows, where it says so itself
     spares: int = 0
     connection: int = 0
-    last_heartbeat_at: float = 0.0
     is_leaving: bool = False  # its host is asked to go: nothing more is started there
     template_importing: bool = False  # its template still imports: the others would wait for that, too
+    uid: int = 0  # as a member's
 
 
 class MemberRecord(msgspec.Struct, frozen=True, tag="member"):

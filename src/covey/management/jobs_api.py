@@ -17,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from covey.core.cluster.resize_plan import WORLD_MAX
+from covey.core.cluster.resize import WORLD_MAX
 from covey.core.cluster.view import ClusterView
 from covey.core.event_log import EventLog
 from covey.core.plurals import count_noun, is_or_are

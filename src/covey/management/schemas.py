@@ -12,7 +12,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta
 
-from covey.core.cluster.resize_plan import WORLD_MAX
+from covey.core.cluster.resize import WORLD_MAX
 from covey.core.cluster.view import MINDSPORE_STATES, ClusterView, NodeView
 from covey.core.event_log import Event
 from covey.core.incidents import Incident, Outcome

@@ -110,6 +110,7 @@ class Scheduler:
         self._pending_effects: collections.deque[SchedulerEffect] = collections.deque()
         self._effects_task: asyncio.Task[None] | None = None
         self._notified_state = (Phase.FORMING, 0)
+        self._unauthenticated_count = 0
         self._logged_peers: set[tuple[str, str]] = set()  # whom we told about, and why
         self._owner_looked_up_at = -OWNER_LOOKUP_INTERVAL_S
         self._owner_lookup: asyncio.Task[None] | None = None  # of a connection's owner
@@ -168,16 +169,17 @@ class Scheduler:
         """End the cluster in order."""
         self._step(MessageReceived(StopRequest(reason)))
 
-    async def submit_request(self, wish: ScaleRequest | KillRequest | StopRequest) -> ScaleAccepted | RequestAccepted:
-        """A visitor's wish; returns once a scheduler that takes over would grant it too. Raises `PeerError` with the reason
-        where it is not granted, and `StoreError` where that is not certain."""
+    async def submit_request(self, request: ScaleRequest | KillRequest | StopRequest) -> ScaleAccepted | RequestAccepted:
+        """Carry out a request of an operator; returns once a scheduler that takes over would know of it too. Raises
+        `PeerError` with the reason if the request is refused, and `StoreError` if it is not certain that it is durable."""
         self._check_active()
-        self._step(MessageReceived(wish))
-        answered = self.machine.last_reply
-        if isinstance(answered, Refused):
-            raise PeerError(answered.reason, ExitCode.REFUSED)
+        effects = self._step(MessageReceived(request))
+        replies = (effect.message for effect in effects if isinstance(effect, Send) and not effect.connection)
+        reply = next(message for message in replies if isinstance(message, ScaleAccepted | RequestAccepted | Refused))
+        if isinstance(reply, Refused):
+            raise PeerError(reply.reason, ExitCode.REFUSED)
         await self._wait_until_committed()
-        return answered
+        return reply
 
     async def read_log(self, node: str, start: int, find: str) -> LogChunk:
         """A piece of what a node has printed, from the agent that keeps it. Raises `PeerError` where there is none."""
@@ -229,6 +231,7 @@ class Scheduler:
             alive=True,
             pid=os.getpid(),
         )
+        strangers = {"strangers": float(self._unauthenticated_count)} if self._unauthenticated_count else {}
         return make_cluster_view(
             self.machine.cluster,
             scheduler=me,
@@ -239,7 +242,7 @@ class Scheduler:
             address=place.address,
             manage_port=place.manage_port,
             log_dir=place.log_dir,
-            counters=self.machine.counters,
+            counters=self.machine.counters | strangers,
             gauges={"links": float(len(self._connections.direct_connections))},
         )
 
@@ -310,19 +313,22 @@ class Scheduler:
                 if number in self._connections.direct_connections:  # an agent tells its children
                     self._connections.direct_connections[number].send(LeaderHeartbeat())
 
-    def _step(self, event: SchedulerEvent) -> None:
+    def _step(self, event: SchedulerEvent) -> list[SchedulerEffect]:
+        """Let the machine handle an event and queue its effects; returns them."""
         if not self._is_active:
-            return
+            return []
         loop = asyncio.get_running_loop()
         try:
-            self._pending_effects.extend(self.machine.step(event, loop.time()))
+            effects = self.machine.step(event, loop.time())
         except Exception as error:  # a bug: half a step must not be built upon; the journal brings a new process back
             self._fail(error)
             raise
+        self._pending_effects.extend(effects)
         if len(self._pending_effects) > PENDING_EFFECTS_MAX:
             self._fail(StoreError("the disk has refused for too long: more wishes wait for it than can be kept"))
         if self._pending_effects and self._effects_task is None:
             self._effects_task = loop.create_task(self._apply_pending_effects())
+        return effects
 
     @property
     def _is_active(self) -> bool:
@@ -440,7 +446,7 @@ class Scheduler:
 
     def _on_unauthenticated_peer(self, link: Connection, reason: str) -> None:
         """Somebody who never became a peer: say so once, and go on."""
-        self.machine.counters["strangers"] = self.machine.counters.get("strangers", 0) + 1
+        self._unauthenticated_count += 1
         if (link.peer_address, reason) not in self._logged_peers and len(self._logged_peers) < UNAUTHENTICATED_LOGGED_MAX:
             self._logged_peers.add((link.peer_address, reason))
             log_event(PublishEvent(f"connection from {link.peer_address}", "turned away", reason, Level.WARNING))

@@ -66,7 +66,7 @@ async def trained(journal: CasJournal) -> AsyncIterator[Scheduler]:
 
 def test_every_message_is_heard_by_the_machine_or_by_its_shell() -> None:
     machine = SchedulerMachine(ClusterSettings(1), cluster_id="c", job="", now=0.0)
-    assert set(FromNode.__args__) - machine._handlers.keys() == {
+    assert set(FromNode.__args__) - machine.handled_messages == {
         ViewRequest,
         EventsRequest,
         LogChunk,

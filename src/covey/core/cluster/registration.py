@@ -1,190 +1,457 @@
-"""Who comes, and as whom: new, again in the life that is known, or in the next one of a place.
+"""Who may join the cluster, and as which member.
 
-What to answer is decided in `membership`; here it is carried out. A refusal is the one answer after which the link is closed.
+Identity is fenced. A node id names a place, an *instance id* the process in it, and the *incarnation* counts the processes of
+that place. A registration is admitted if its place is free, re-attached if it is the very process that the scheduler knows, and
+admitted as the next incarnation if the process before it is known to be dead. If that is not known, the node is deferred until
+it is: two processes never hold one place. A refusal is the one answer after which the connection is closed.
 """
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
-from covey.core.cluster import formation, ranks, resize_plan
-from covey.core.cluster.admission import (
-    DEFER_S,
-    Admission,
-    AdmissionDecision,
-    choose_node_id,
-    decide_agent_admission,
-    decide_node_admission,
-)
-from covey.core.cluster.failure_detector import Watch
-from covey.core.effects import Close, Level
+from covey.core.cluster.formation import decide_formation, describe_missing
+from covey.core.cluster.heal_barrier import HealBarrier
+from covey.core.cluster.members import Heartbeats, MemberKey, Members, describe_members, parse_rank_claim
+from covey.core.cluster.recovery import Recovery
+from covey.core.cluster.resize import Resize, resize_blocker
+from covey.core.cluster.shutdown import Shutdown, ShutdownState
+from covey.core.cluster.state import NEVER, ClusterState, Lifecycle, Step
+from covey.core.effects import Level
 from covey.core.messages import Refused, Register, RegisterAgent, Registered
-from covey.core.types import AgentInfo, AgentRecord, Member, MemberRecord, NodeState, Phase, Role
+from covey.core.plurals import count_noun
+from covey.core.types import AgentRecord, ClusterSettings, Member, MemberRecord, NodeState, Phase, Role
+from covey.errors import ExitCode
 
-DEFERRED_INSTANCES_MAX = 1000  # lives of which it is said that they are held off
+DEFER_S = 0.5  # after which a deferred node registers again
+DEFERRED_INSTANCES_MAX = 1000  # deferred instances that are remembered, to publish each once
 
 
-class Joinable(Watch):
-    """A cluster that nodes and agents can join."""
+# -- decisions -----------------------------------------------------------------------------------------------------------
 
-    def _on_register(self, link: int, wish: Register) -> None:
-        answer = decide_node_admission(self.cluster, wish)
-        who = f"{wish.role}:{wish.node_id or wish.instance_id}"
-        if self._refuse_or_defer(link, wish, who, answer):
-            return None
-        self._deferred_instances.discard(wish.instance_id)
-        if answer.admission is Admission.ADMIT:
-            return self._admit_node(link, wish, answer.reason)
-        assert answer.member_key is not None
-        member = self.cluster.members[answer.member_key]
-        if answer.admission is Admission.REATTACH:
-            return self._reattach_member(link, member, wish)
-        return self._admit_next_incarnation(link, member, wish, answer.reason)
 
-    def _defer_registration(self, link: int, life: str, who: str, reason: str) -> None:
-        if life not in self._deferred_instances and len(self._deferred_instances) < DEFERRED_INSTANCES_MAX:
-            self._deferred_instances.add(life)
-            self._publish(who, "held off", reason, Level.WARNING)
-        self._send(link, Refused(reason, retry_after_s=DEFER_S))
+class Admission(StrEnum):
+    ADMIT = "admit"
+    REATTACH = "re-attach"
+    NEXT_INCARNATION = "return"
+    DEFER = "hold off"
+    REFUSE = "refuse"
 
-    def _admit_node(self, link: int, wish: Register, reason: str) -> None:
-        member = Member(wish.role, choose_node_id(wish), wish.instance_id, wish.host, joined_at=self._now, pid=wish.pid)
-        forming = self.cluster.phase is Phase.FORMING
-        if forming:
-            claim = ranks.parse_rank_claim(wish.node_id)
-            member.rank = claim if claim is not None else -1
-            self._reset_progress(member)
-            self.cluster.add(member)
-        else:
-            resize_plan.add_joining_worker(self.cluster, member)
-        self._bind_connection(link, member)
-        self._publish(member.name, "joined", reason, Level.DETAIL)
-        self._send(link, Registered(self.cluster.cluster_id, member.node_id, member.incarnation))
-        self._deadlines.last_call = self._now + self.cluster.settings.last_call_s
-        if forming:
-            self._form_if_complete()
-        else:
-            world = self.cluster.size(Role.WORKER)
-            self._grow_by(
-                [member], f"the world grows from {world - 1} to {world} workers, as {member.name} came", "a worker came"
+
+class AdmissionDecision(msgspec.Struct, frozen=True):
+    """The decision, its reason, and the place it concerns where there is one already."""
+
+    admission: Admission
+    reason: str
+    member_key: MemberKey | None = None
+
+
+def decide_node_admission(cluster: ClusterState, request: Register) -> AdmissionDecision:
+    """May this node join, and as what?"""
+    if reason := _registration_blocker(cluster, request) or _claim_blocker(cluster, request):
+        return AdmissionDecision(Admission.REFUSE, reason)
+    if promoted := _decide_promoted_spare(cluster, request):
+        return promoted
+    member = _find_holder(cluster, request)
+    if member is None:
+        return _decide_new_node(cluster, request)
+    place = (member.role, member.node_id)
+    if member.agent:
+        return _decide_child(member, request, place)
+    if member.life == request.instance_id:
+        return AdmissionDecision(Admission.REATTACH, "the same life again", place)
+    return _decide_other_instance(cluster, member, request, place)
+
+
+def choose_node_id(request: Register) -> str:
+    """The id a node asks for, or one made of its life, which must not look like a claim to a rank."""
+    return request.node_id or (
+        request.instance_id if parse_rank_claim(request.instance_id) is None else f"n{request.instance_id}"
+    )
+
+
+def decide_agent_admission(cluster: ClusterState, request: RegisterAgent) -> AdmissionDecision:
+    """May this agent bring its workers?"""
+    if reason := _registration_blocker(cluster, request):
+        return AdmissionDecision(Admission.REFUSE, reason)
+    known = cluster.agents.get(request.agent)
+    if known is not None and known.life == request.instance_id:
+        return AdmissionDecision(Admission.REATTACH, "the same agent again")
+    if known is not None and known.connection:
+        return AdmissionDecision(Admission.REFUSE, f"an agent named {request.agent} is here already, on {known.host.name}")
+    if known is not None and any(m.is_present for m in cluster.children(known.id)):
+        return AdmissionDecision(Admission.DEFER, f"the life before of the agent {request.agent} is not known to be over yet")
+    if request.spares and not request.slots and not request.servers:
+        return AdmissionDecision(Admission.ADMIT, f"{request.host.name} brings {count_noun(request.spares, 'spare')}")
+    if cluster.phase is not Phase.FORMING:
+        return _decide_late_agent(cluster, request)
+    here, world = cluster.size(Role.WORKER), cluster.target_workers
+    if here + request.slots > world:
+        reason = (
+            f"this host brings {count_noun(request.slots, 'worker')}, but {here} of {world} are here already:"
+            " start fewer, or raise the number of workers on every host"
+        )
+        return AdmissionDecision(Admission.REFUSE, reason)
+    servers, places = cluster.size(Role.PSERVER), cluster.settings.server_num
+    if servers + request.servers > places:
+        return AdmissionDecision(
+            Admission.REFUSE,
+            f"this host brings {count_noun(request.servers, 'server')}, but {servers} of {places} are here already",
+        )
+    wanted = range(request.first_rank, request.first_rank + request.slots) if request.first_rank >= 0 else range(0)
+    if wanted.stop > world:
+        return AdmissionDecision(Admission.REFUSE, f"ranks {wanted.start} to {wanted.stop - 1} do not exist: there are {world}")
+    for rank in wanted:
+        if (member := cluster.member_at_rank(Role.WORKER, rank)) is not None:
+            who = f"{member.name} on {member.host.name}"
+            return AdmissionDecision(
+                Admission.REFUSE, f"rank {rank} is taken by {who}: was the same --node-rank given to two hosts?"
             )
+    brings = count_noun(request.slots, "worker") + (f" and {count_noun(request.servers, 'server')}" if request.servers else "")
+    return AdmissionDecision(Admission.ADMIT, f"{request.host.name} brings {brings}")
 
-    def _reattach_member(self, link: int, member: Member, wish: Register) -> None:
-        """The life we know, over a new connection: it keeps its rank, and is told again what it may have missed."""
-        if member.connection and member.connection != link:
-            self._drop_connection(member.connection)
-        again = member.life != ""
-        member.life, member.pid = wish.instance_id, wish.pid
-        member.host = msgspec.structs.replace(member.host, address=wish.host.address)  # a life is on one host
-        self._bind_connection(link, member)
-        if not again:
-            self._reset_progress(member)
-        if member.agent and not self.cluster.heals:
-            self.cluster.heals = True
-            self._persist(self.cluster.record())  # a scheduler that comes back may hear of a death before it hears of a worker
-        self._send(link, Registered(self.cluster.cluster_id, member.node_id, member.incarnation))
+
+def _decide_late_agent(cluster: ClusterState, request: RegisterAgent) -> AdmissionDecision:
+    """A host that comes after the formation may take over what a lost one had, or make the world larger."""
+    brings, world = f"{request.host.name} brings {count_noun(request.slots, 'worker')}", cluster.size(Role.WORKER)
+    if lost := [m for m in cluster.members.values() if m.agent and m.state is NodeState.DEAD]:
+        return AdmissionDecision(Admission.ADMIT, f"{brings}, and {describe_members(lost)} can be started again")
+    world += sum(cluster.free_slots_by_agent(Role.WORKER).values())  # of hosts that are here already, and whose turn is next
+    if world < cluster.target_workers and not cluster.size(Role.PSERVER):
+        return AdmissionDecision(Admission.ADMIT, f"{brings}, and the world may grow from {world} to {cluster.target_workers}")
+    if away := [agent for agent in cluster.agents.values() if not agent.connection and cluster.children(agent.id)]:
+        return AdmissionDecision(
+            Admission.DEFER, f"the agent on {away[0].host.name} is out of reach: its places may become free"
+        )
+    return AdmissionDecision(
+        Admission.REFUSE, f"the cluster has formed with its {count_noun(world, 'worker')}: this host came too late"
+    )
+
+
+def _registration_blocker(cluster: ClusterState, request: Register | RegisterAgent) -> str:
+    """Why a registration belongs to another cluster, to a host that is over, or to this cluster started with other settings; ""
+    when it does not."""
+    if cluster.has_ended:
+        return f"the cluster has ended: {cluster.reason}"
+    if request.cluster_id and request.cluster_id != cluster.cluster_id:
+        return f"it belongs to cluster {request.cluster_id}, and this is the scheduler of cluster {cluster.cluster_id}"
+    if request.host.life in cluster.gone:
+        return f"this life of the host {request.host.id} is over ({request.host.life})"
+    ours = cluster.settings.fingerprint()
+    differences = [
+        f"{name} is {theirs} there and {ours[name]} here"
+        for name, theirs in sorted(request.fingerprint.items())
+        if name in ours and ours[name] != theirs
+    ]
+    return f"its settings differ from the scheduler's: {'; '.join(differences)}" if differences else ""
+
+
+def _claim_blocker(cluster: ClusterState, request: Register) -> str:
+    """Why no place can exist for this registration; "" when one can."""
+    world = cluster.target_workers if request.role is Role.WORKER else cluster.settings.required_count(request.role)
+    if world == 0 and request.role is not Role.SPARE:
+        count = "MS_WORKER_NUM" if request.role is Role.WORKER else "MS_SERVER_NUM"
+        return f"this cluster has no place for the role {request.role} ({count} is {world})"
+    rank = parse_rank_claim(request.node_id)
+    if (
+        rank is not None
+        and rank >= world
+        and request.role is not Role.SPARE
+        and (request.role, request.node_id) not in cluster.members
+    ):
+        return f"MS_NODE_ID={request.node_id} claims rank {rank}, but the {world} {request.role} ranks end at {world - 1}"
+    if request.generation > cluster.generation:
+        return f"it has seen generation {request.generation}, but the scheduler's journal ends at {cluster.generation}"
+    return ""
+
+
+def _decide_promoted_spare(cluster: ClusterState, request: Register) -> AdmissionDecision | None:
+    """A spare that was given a worker's place, and has not heard of it."""
+    if request.role is not Role.SPARE:
+        return None
+    process = f"{request.role}:{request.node_id}.{request.incarnation}"
+    member = next((m for m in cluster.members.values() if m.process == process and m.life == request.instance_id), None)
+    return AdmissionDecision(Admission.REATTACH, f"it is {member.name} now", (member.role, member.node_id)) if member else None
+
+
+def _find_holder(cluster: ClusterState, request: Register) -> Member | None:
+    """The member in the place this registration asks for: by id, or by the rank that id claims."""
+    if (member := cluster.members.get((request.role, choose_node_id(request)))) is not None:
+        return member
+    rank = parse_rank_claim(request.node_id)
+    if cluster.phase is not Phase.FORMING and (request.incarnation or cluster.resized or cluster.settings.worker_max):
+        return None  # its place is gone, or it is new in a world that changes: that rank is another's
+    return cluster.member_at_rank(request.role, rank) if rank is not None else None
+
+
+def _decide_new_node(cluster: ClusterState, request: Register) -> AdmissionDecision:
+    world = cluster.target_workers if request.role is Role.WORKER else cluster.settings.required_count(request.role)
+    if cluster.phase is Phase.FORMING and cluster.size(request.role) < world:
+        return AdmissionDecision(Admission.ADMIT, f"{cluster.size(request.role) + 1} of {world} {request.role}s are here")
+    if request.incarnation:
+        return AdmissionDecision(Admission.REFUSE, f"this life is over: another node took its rank {request.rank}")
+    here = cluster.members_in_role(request.role)
+    if cluster.phase is not Phase.FORMING and cluster.settings.recovery:
+        raw = sorted((m for m in here if not m.agent), key=lambda m: m.rank)
+        for vacant in (m for m in raw if m.state is NodeState.DEAD):
+            return AdmissionDecision(
+                Admission.NEXT_INCARNATION, f"takes rank {vacant.rank} after {vacant.name}", (vacant.role, vacant.node_id)
+            )
+        for silent in (m for m in raw if m.state is NodeState.SUSPECT):
+            return AdmissionDecision(
+                Admission.DEFER, f"every place is taken, but {silent.name} is silent: its place may become free"
+            )
+    if request.role is Role.WORKER and cluster.size(Role.WORKER) < world and not cluster.size(Role.PSERVER):
+        if later := resize_blocker(cluster):
+            return AdmissionDecision(Admission.DEFER, f"there is place for {world} workers, but not yet: {later}")
+        return AdmissionDecision(Admission.ADMIT, f"there is place for {world} workers")
+    reason = (
+        f"one {request.role} too many: the cluster has its {world}"
+        f" ({describe_members(here)}). Stop this one, or start the cluster with a larger number"
+    )
+    return AdmissionDecision(Admission.REFUSE, reason)
+
+
+def _decide_child(member: Member, request: Register, place: MemberKey) -> AdmissionDecision:
+    """A worker whose process an agent started: the agent's word says which incarnation may speak."""
+    if request.incarnation == 0:
+        rank = parse_rank_claim(request.node_id)
+        return AdmissionDecision(
+            Admission.REFUSE, f"rank {rank} is taken by {member.name}, which the agent on {member.host.name} runs"
+        )
+    if request.incarnation != member.incarnation or not member.is_present:
+        now = f"incarnation {member.incarnation} is {member.state}"
+        return AdmissionDecision(Admission.REFUSE, f"incarnation {request.incarnation} of {member.name} is over: {now}")
+    if member.life in ("", request.instance_id):
+        return AdmissionDecision(Admission.REATTACH, "the process its agent started", place)
+    return AdmissionDecision(Admission.REFUSE, f"{member.name} is already here, as process {member.pid} on {member.host.name}")
+
+
+def _decide_other_instance(cluster: ClusterState, member: Member, request: Register, place: MemberKey) -> AdmissionDecision:
+    process = f" (process {member.pid})" if member.pid else ""  # the journal does not know it
+    where = f"{member.name} on {member.host.name}{process}"
+    if request.incarnation:
+        return AdmissionDecision(Admission.REFUSE, f"this life is over: {where} took its rank {member.rank}")
+    if member.state is NodeState.LEFT:
+        return AdmissionDecision(Admission.REFUSE, f"{member.name} has finished and left: its work is done")
+    if member.state is NodeState.DEAD:
+        if cluster.settings.recovery:
+            return AdmissionDecision(
+                Admission.NEXT_INCARNATION, f"incarnation {member.incarnation + 1} of {member.name}", place
+            )
+        return AdmissionDecision(Admission.REFUSE, f"{member.name} is dead and recovery is off: set MS_ENABLE_RECOVERY=1")
+    if member.connection and member.state is not NodeState.SUSPECT:
+        if member.node_id == request.node_id:
+            return AdmissionDecision(Admission.REFUSE, f"{where} is alive: a second node with its id is not allowed")
+        return AdmissionDecision(Admission.REFUSE, f"rank {parse_rank_claim(request.node_id)} is taken by {where}")
+    return AdmissionDecision(Admission.DEFER, f"the life before, {where}, is not known to be over yet")
+
+
+# -- the part ------------------------------------------------------------------------------------------------------------
+
+
+class Registration:
+    """Admits nodes and agents and forms the cluster. Two processes never hold one place.
+
+    Owns the deferred instances, the deadlines of the formation, and the last refusal while the cluster forms.
+    """
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        lifecycle: Lifecycle,
+        heartbeats: Heartbeats,
+        members: Members,
+        barrier: HealBarrier,
+        resize: Resize,
+        shutdown: Shutdown,
+        recovery: Recovery,
+        now: float,
+    ) -> None:
+        self._settings, self._lifecycle, self._heartbeats, self._members = settings, lifecycle, heartbeats, members
+        self._barrier, self._resize, self._shutdown, self._recovery = barrier, resize, shutdown, recovery
+        self.last_refusal = ""  # while the cluster forms: it may be the node that the others wait for
+        self._deferred: set[str] = set()  # instance ids
+        self._forming_since = now
+        self._last_call_deadline = NEVER  # until then more workers than are needed may come
+
+    def forget_deferred(self) -> None:
+        """The cluster is READY again: a node that is deferred from now on is published again."""
+        self._deferred.clear()
+
+    def postpone(self, by_s: float) -> None:
+        self._forming_since += by_s
+        self._last_call_deadline += by_s
+
+    # -- formation ---------------------------------------------------------------------------------------------------
+
+    def form_or_give_up(self, step: Step) -> bool:
+        """At a tick while the cluster forms; returns whether it was given up because the time is over."""
+        self._form_if_complete(step)
+        limit = self._settings.topo_timeout_s
+        if self._lifecycle.phase is not Phase.FORMING or not 0 <= limit < step.now - self._forming_since:
+            return False
+        reason = f"not complete within {limit:g} s: {describe_missing(step.cluster)}"
+        self._shutdown.end(step, ExitCode.NOT_FORMED, reason)
+        return True
+
+    def _form_if_complete(self, step: Step) -> None:
+        ranks, reason = decide_formation(step.cluster)
+        target = step.cluster.target_workers
+        if ranks is not None and self._members.size(Role.WORKER) < target and step.now < self._last_call_deadline:
+            ranks, reason = None, f"{reason}, at most {count_noun(target, 'worker')} may come: a last call for more"
+        self._lifecycle.set_reason(reason)
+        if ranks is None:
+            return
+        self._members.assign_ranks(ranks)
+        self._barrier.open_generation(self._lifecycle.advance_generation())
+        self._lifecycle.set_phase(Phase.READY, reason)
+        for agent in self._members.agents.values():
+            step.out.persist(AgentRecord.from_agent(agent))
+        for member in self._members.members.values():
+            step.out.persist(MemberRecord.from_member(member))
+        step.out.persist_cluster()  # last: members of a cluster that is FORMING in the journal do not count
+        step.out.publish("cluster", "formed", f"{reason}, generation 1")
+        self._members.send_assignments(step)
+
+    # -- nodes -------------------------------------------------------------------------------------------------------
+
+    def on_register(self, step: Step, connection: int, request: Register) -> None:
+        """A node registers: admit, re-attach, defer or refuse it."""
+        decision = decide_node_admission(step.cluster, request)
+        who = f"{request.role}:{request.node_id or request.instance_id}"
+        if self._refuse_or_defer(step, connection, request, who, decision):
+            return
+        self._deferred.discard(request.instance_id)
+        if decision.member_key is None:
+            self._admit_node(step, connection, request, decision.reason)
+        elif decision.admission is Admission.REATTACH:
+            self._reattach(step, connection, self._members.members[decision.member_key], request)
+        else:
+            member = self._members.members[decision.member_key]
+            self._admit_next_incarnation(step, connection, member, request, decision.reason)
+
+    def _admit_node(self, step: Step, connection: int, request: Register, reason: str) -> None:
+        node_id, is_forming = choose_node_id(request), self._lifecycle.phase is Phase.FORMING
+        if is_forming:
+            member = self._members.admit_node(request, node_id, step.now)
+        else:
+            member = self._members.admit_joining_node(request, node_id, self._lifecycle.generation + 1)
+        member = self._members.attach_member(connection, member, step.now)
+        step.out.publish(member.name, "joined", reason, Level.DETAIL)
+        self._send_registered(step, connection, member)
+        self._last_call_deadline = step.now + self._settings.last_call_s
+        if is_forming:
+            self._form_if_complete(step)
+        else:
+            world = self._members.size(Role.WORKER)
+            growth = f"the world grows from {world - 1} to {world} workers, as {member.name} came"
+            self._resize.grow_by(step, [member], growth, "a worker came")
+
+    def _send_registered(self, step: Step, connection: int, member: Member) -> None:
+        step.out.send(connection, Registered(self._lifecycle.cluster_id, member.node_id, member.incarnation))
+
+    def _reattach(self, step: Step, connection: int, member: Member, request: Register) -> None:
+        """The known process, over a new connection: it keeps its rank and is told again what it may have missed."""
+        if member.connection != connection:
+            self._members.close_connection(member.connection, step.out)
+        is_known = member.life != ""
+        self._members.identify(member, request)
+        member = self._members.attach_member(connection, member, step.now)
+        if not is_known:
+            self._heartbeats.begin_life(member, step.now)
+        if member.agent and self._lifecycle.note_init():
+            step.out.persist_cluster()  # a restarted scheduler may learn of a death before it hears of a worker
+        self._send_registered(step, connection, member)
         if member.state in (NodeState.WAITING, NodeState.LEFT):
             return
-        was, member.state = member.state, NodeState.ALIVE
-        if was is NodeState.DEAD:
-            self._persist(MemberRecord.from_member(member))
-        if again:
-            self._publish(
-                member.name, "re-attached", f"{'spare' if member.role is Role.SPARE else 'rank'} {member.rank} goes on"
-            )
-        self._send(link, self._current_layout().make_rank_assigned(member))
-        self._repeat_dump_request(member)
-        self._update_readiness("every member is here again")
+        was_dead = member.state is NodeState.DEAD
+        member = self._members.set_state(member, NodeState.ALIVE)
+        if was_dead:
+            step.out.persist(MemberRecord.from_member(member))
+        if is_known:
+            kind = "spare" if member.role is Role.SPARE else "rank"
+            step.out.publish(member.name, "re-attached", f"{kind} {member.rank} goes on")
+        self._members.send_rank(step, member)
+        if self._shutdown.state is ShutdownState.DUMPING:
+            self._shutdown.repeat_dump_request(step, member)
+        self._recovery.update_readiness(step, "every member is here again")
 
-    def _admit_next_incarnation(self, link: int, member: Member, wish: Register, reason: str) -> None:
-        """The next incarnation of a place whose last life is over."""
-        self.cluster.remove(member)
-        if wish.host.id != member.host.id:
-            member.local_rank = ranks.find_free_local_rank(self.cluster.members_in_role(member.role), wish.host)
-        member.role, member.node_id = wish.role, choose_node_id(wish)
-        member.life, member.host, member.pid = wish.instance_id, wish.host, wish.pid
-        member.incarnation += 1
-        member.restarts += 1
-        member.lives += 1
-        member.state = NodeState.ALIVE
-        self.cluster.add(member)
-        self._layout = None
-        self._increment_counter("returns")
-        self._reset_progress(member)
-        self._start_generation(f"{member.name} is back", member)
-        self._bind_connection(link, member)
-        self._publish(member.name, "returned", reason)
-        self._send(link, Registered(self.cluster.cluster_id, member.node_id, member.incarnation))
-        self._send(link, self._current_layout().make_rank_assigned(member))
-        self._update_readiness("every place is filled again")
+    def _admit_next_incarnation(self, step: Step, connection: int, dead: Member, request: Register, reason: str) -> None:
+        """A node takes the place of a dead one."""
+        member = self._members.admit_next_incarnation(dead, request, choose_node_id(request), step.now)
+        step.out.count("returns")
+        self._barrier.regroup(step, f"{member.name} is back", member)
+        self._members.attach_member(connection, member, step.now)
+        step.out.publish(member.name, "returned", reason)
+        self._send_registered(step, connection, member)
+        self._members.send_rank(step, member)
+        self._recovery.update_readiness(step, "every place is filled again")
 
-    def _on_register_agent(self, link: int, wish: RegisterAgent) -> None:
-        answer = decide_agent_admission(self.cluster, wish)
-        who = f"agent:{wish.agent}"
-        if self._refuse_or_defer(link, wish, who, answer):
-            return None
-        if answer.admission is Admission.REATTACH:
-            agent = self.cluster.agents[wish.agent]
-            if agent.connection and agent.connection != link:
-                self._drop_connection(agent.connection)
-            self._mark_children_alive(agent)
+    # -- agents ------------------------------------------------------------------------------------------------------
+
+    def on_register_agent(self, step: Step, connection: int, request: RegisterAgent) -> None:
+        """An agent registers: admit it with its children, re-attach, defer or refuse it."""
+        decision = decide_agent_admission(step.cluster, request)
+        who = f"agent:{request.agent}"
+        if self._refuse_or_defer(step, connection, request, who, decision):
+            return
+        is_forming = self._lifecycle.phase is Phase.FORMING
+        if decision.admission is Admission.REATTACH:
+            agent = self._members.agents[request.agent]
+            if agent.connection != connection:
+                self._members.close_connection(agent.connection, step.out)
+            self._members.mark_children_alive(agent, step.now)
         else:
-            held = (wish.slots, wish.first_rank, wish.meet_port, wish.logs, wish.servers, wish.max_restarts, wish.spares)
-            agent = AgentInfo(wish.agent, wish.instance_id, wish.host, *held, template_importing=wish.template_importing)
-            self.cluster.agents[agent.id] = agent
-            if self.cluster.phase is Phase.FORMING:
-                for place in range(agent.slots):
-                    self._add_child(agent, Role.WORKER, place)
-                for place in range(agent.servers):
-                    self._add_child(agent, Role.PSERVER, place)
+            agent = self._members.add_agent(request)
+            if is_forming:
+                self._members.admit_children(agent)
             else:
-                self._persist(AgentRecord.from_agent(agent))
-            self._deadlines.last_call = self._now + self.cluster.settings.last_call_s
-            self._publish(who, "joined", answer.reason)
-        self._bind_connection(link, agent)
-        self._send(link, Registered(self.cluster.cluster_id))
-        if self.cluster.phase is Phase.FORMING:
-            return self._form_if_complete()
-        self._send(link, self._current_layout().make_desired_children(agent))
-        self._use_new_hosts()
-        return self._update_readiness("every member is here again")
-
-    def _add_child(self, agent: AgentInfo, role: Role, place: int) -> None:
-        child = f"{agent.id}/{place}"  # until formation gives it its rank
-        member = Member(role, child, "", agent.host, agent=agent.id, joined_at=self._now)
-        if role is Role.WORKER:
-            member.rank = agent.first_rank + place if agent.first_rank >= 0 else -1
-        self.cluster.add(member)
-
-    def _mark_children_alive(self, agent: AgentInfo) -> None:
-        """An agent that is back speaks for its children again; it will say which of them ended meanwhile."""
-        for member in self.cluster.children(agent.id):
-            if member.state is NodeState.SUSPECT and not member.connection:
-                member.state, member.last_heartbeat_at = NodeState.ALIVE, self._now
-
-    def _refuse_or_defer(self, link: int, wish: Register | RegisterAgent, who: str, answer: AdmissionDecision) -> bool:
-        """Refuse or hold off, where that is the answer. A member of this cluster that missed its end is told that instead."""
-        speaker = self._by_connection.get(link)
-        reason = answer.reason
-        if speaker is not None and speaker.life != wish.instance_id:
-            reason = "its connection speaks for another node already"
-        elif answer.admission is Admission.DEFER:
-            self._defer_registration(link, wish.instance_id, who, reason)
-            return True
-        elif answer.admission is not Admission.REFUSE:
-            return False
-        if self._end_message is not None and (
-            wish.cluster_id == self.cluster.cluster_id or (self._end_undelivered and not wish.cluster_id)
-        ):
-            self._send(link, self._end_message)
-            self._mark_end_delivered(wish.instance_id)
+                step.out.persist(AgentRecord.from_agent(agent))
+            self._last_call_deadline = step.now + self._settings.last_call_s
+            step.out.publish(who, "joined", decision.reason)
+        agent = self._members.attach_agent(connection, agent, step.now)
+        step.out.send(connection, Registered(self._lifecycle.cluster_id))
+        if is_forming:
+            self._form_if_complete(step)
         else:
-            self._increment_counter("refused")
-            if self.cluster.phase is Phase.FORMING:
-                self.cluster.last_refusal = f"{wish.host.name} ({wish.host.address}) was refused: {reason}"
-                self.cluster.reason = formation.decide_formation(self.cluster)[1]
-            self._publish(who, "refused", f"{reason} (it came from {wish.host.address})", Level.WARNING)
-            self._send(link, Refused(reason))
-        self._effects.append(Close(link))
-        self._on_connection_lost(link, "refused")
+            self._members.send_desired_children(step, {agent.id})
+            self._recovery.use_new_hosts(step)
+            self._recovery.update_readiness(step, "every member is here again")
+
+    # -- refusals ----------------------------------------------------------------------------------------------------
+
+    def _refuse_or_defer(
+        self, step: Step, connection: int, request: Register | RegisterAgent, who: str, decision: AdmissionDecision
+    ) -> bool:
+        """Refuse or defer the request, if that is the decision; returns whether it was. A member that missed the end of
+        this cluster is told of the end instead."""
+        known = self._members.member_at(connection) or self._members.agent_at(connection)
+        reason = decision.reason
+        if known is not None and known.life != request.instance_id:
+            reason = "its connection speaks for another node already"
+        elif decision.admission is Admission.DEFER:
+            self._defer(step, connection, request.instance_id, who, reason)
+            return True
+        elif decision.admission is not Admission.REFUSE:
+            return False
+        is_told = self._shutdown.tell_if_missed(step, connection, request.instance_id, request.cluster_id)
+        if not is_told:
+            step.out.count("refused")
+            address = request.host.address
+            if self._lifecycle.phase is Phase.FORMING:
+                self.last_refusal = f"{request.host.name} ({address}) was refused: {reason}"
+                self._lifecycle.set_reason(decide_formation(step.cluster)[1])
+            step.out.publish(who, "refused", f"{reason} (it came from {address})", Level.WARNING)
+            step.out.send(connection, Refused(reason))
+        step.out.close(connection)
+        self._recovery.on_connection_lost(step, connection, "refused")
         return True
+
+    def _defer(self, step: Step, connection: int, instance_id: str, who: str, reason: str) -> None:
+        if instance_id not in self._deferred and len(self._deferred) < DEFERRED_INSTANCES_MAX:
+            self._deferred.add(instance_id)
+            step.out.publish(who, "held off", reason, Level.WARNING)
+        step.out.send(connection, Refused(reason, retry_after_s=DEFER_S))

@@ -1,37 +1,51 @@
-"""Parameter servers come and go while the training runs.
+"""Parameter servers are added and removed while the training runs.
 
-Growing has two parts. First the newcomers come, each with a holder for its copy. Until all servers have said that they are
-*settled*, nothing has changed for anyone, and a newcomer that dies or does not come takes the growth back. Then rows are shared
-anew: from there on there is no way back and none is needed, because the servers move slots until every slot is with its owner,
-in whichever life. Shrinking is that second part alone; who leaves goes when all are settled again. No generation changes: the
-workers' group does not notice.
+STABLE → ARRIVING: new servers are started, each with a holder for its copy. Nothing has changed for anyone else; a new server
+that dies or does not come rolls the growth back (→ STABLE). ARRIVING → MOVING: all servers have reported that they are in sync,
+and the rows get new owners. There is no way back from there and none is needed: the servers move slots until every slot is with
+its owner, whichever process runs there. A removal begins with MOVING. MOVING → STABLE: all servers are in sync again, and those
+that own nothing leave. The generation does not change: the workers' group is not affected.
 """
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
-from covey.core.cluster import ranks, resize_plan
-from covey.core.cluster.resize import Resizable
-from covey.core.cluster.state import ClusterState
+from covey.core.cluster.incident_log import IncidentLog
+from covey.core.cluster.members import Members
+from covey.core.cluster.resize import JOIN_TIMEOUT_S, ResizePlan, least_loaded_agents, select_departing
+from covey.core.cluster.state import NEVER, ClusterState, Lifecycle, Step
 from covey.core.effects import Level
 from covey.core.incidents import SERVERS_NODE, Outcome
-from covey.core.messages import ClusterEnded, ScaleRequest, ServerInSync, ShardingAssigned
-from covey.core.parameter_server.sharding import SLOTS, ServerRanks, Sharding, rebalance_slots
+from covey.core.messages import ClusterEnded, Refused, ScaleAccepted, ScaleRequest, ServerInSync, ShardingAssigned
+from covey.core.parameter_server.sharding import SLOTS, ServerRanks, Sharding, initial_sharding, rebalance_slots
 from covey.core.plurals import count_noun, is_or_are
-from covey.core.types import Member, MemberRecord, NodeState, Phase, Role
+from covey.core.types import ClusterRecord, ClusterSettings, Member, MemberRecord, Phase, Role
 
 
-def is_server_request(cluster: ClusterState, asked: ScaleRequest) -> bool:
-    """Whether a wish is about servers. Where there are any, ids are theirs: the number of workers cannot change then."""
-    named = bool(asked.node_ids) and cluster.size(Role.PSERVER) > 0
-    return asked.servers >= 0 or asked.more_servers != 0 or named
+class ReshardingState(StrEnum):
+    STABLE = "stable"
+    ARRIVING = "arriving"  # new servers are started
+    MOVING = "moving"  # rows move to their new owners
 
 
-def plan_server_resize(
-    cluster: ClusterState, settled: set[int], asked: ScaleRequest
-) -> tuple[resize_plan.ResizePlan | None, str]:
-    """May the servers become more or fewer as asked, and how? `settled`: those where all is in its place."""
+TRANSITIONS: dict[ReshardingState, frozenset[ReshardingState]] = {
+    ReshardingState.STABLE: frozenset({ReshardingState.ARRIVING, ReshardingState.MOVING}),
+    ReshardingState.ARRIVING: frozenset({ReshardingState.STABLE, ReshardingState.MOVING}),
+    ReshardingState.MOVING: frozenset({ReshardingState.STABLE}),
+}
+
+
+def is_server_request(cluster: ClusterState, request: ScaleRequest) -> bool:
+    """Whether a request is about servers. Where there are any, node ids are theirs: the number of workers cannot change."""
+    named = bool(request.node_ids) and cluster.size(Role.PSERVER) > 0
+    return request.servers >= 0 or request.more_servers != 0 or named
+
+
+def plan_server_resize(cluster: ClusterState, in_sync: set[int], request: ScaleRequest) -> tuple[ResizePlan | None, str]:
+    """May the servers become more or fewer as asked, and how? `in_sync`: the servers that hold all their rows."""
     servers = sorted(cluster.members_in_role(Role.PSERVER), key=lambda m: m.rank)
     count = len(servers)
     if cluster.phase is not Phase.READY:
@@ -40,17 +54,17 @@ def plan_server_resize(
         return None, "this cluster has no parameter servers"
     if cluster.is_resharding:
         return None, "parameter servers come or go already: wait until that is over"
-    if unsettled := [f"pserver:{m.rank}" for m in servers if m.rank not in settled]:
+    if unsettled := [f"pserver:{m.rank}" for m in servers if m.rank not in in_sync]:
         return None, f"the rows of {', '.join(unsettled)} have no copy yet: ask again in a moment"
-    if asked.more_workers or asked.workers >= 0:
+    if request.more_workers or request.workers >= 0:
         workers = count_noun(cluster.size(Role.WORKER), "worker")
         return None, f"the parameter servers count on {workers}: only the number of servers can change"
-    wanted = asked.servers if asked.servers >= 0 else count + asked.more_servers
+    wanted = request.servers if request.servers >= 0 else count + request.more_servers
     leavers = servers[wanted:]
-    if asked.node_ids:
+    if request.node_ids:
         known = {str(m.rank): m for m in servers}
         listed = f"{', '.join(f'pserver:{rank}' for rank in known)}, and only they can go"
-        leavers, reason = resize_plan.select_departing(asked.node_ids, Role.PSERVER, known, "parameter servers", listed)
+        leavers, reason = select_departing(request.node_ids, Role.PSERVER, known, "parameter servers", listed)
         if not leavers:
             return None, reason
         wanted = count - len(leavers)
@@ -59,107 +73,187 @@ def plan_server_resize(
     if not 1 <= wanted <= SLOTS:
         return None, f"{wanted} parameter servers are not possible: 1 to {SLOTS} are"
     if wanted < count:
-        return resize_plan.ResizePlan([], leavers), f"the parameter servers become fewer, from {count} to {wanted}, as asked"
-    agents = resize_plan.least_loaded_agents(cluster, wanted - count)
+        return ResizePlan([], leavers), f"the parameter servers become fewer, from {count} to {wanted}, as asked"
+    agents = least_loaded_agents(cluster, wanted - count)
     if not agents:
         return None, "no agent is there that could start a server: only under covey run can there be more"
-    return resize_plan.ResizePlan(agents, []), f"the parameter servers become more, from {count} to {wanted}, as asked"
+    return ResizePlan(agents, []), f"the parameter servers become more, from {count} to {wanted}, as asked"
 
 
-class Sharable(Resizable):
-    """A cluster whose parameter servers can become more and fewer."""
+class Resharding:
+    """Owns which parameter server holds which rows, and the change of that.
 
-    def _apply_server_resize(self, plan: resize_plan.ResizePlan, reason: str) -> int:
-        """Begin; returns the operation's number. Its incident is opened after what it is about, and closed before it."""
+    Servers learn a sharding only once it is durable; new servers own no rows until all servers are in sync.
+    """
+
+    def __init__(self, settings: ClusterSettings, lifecycle: Lifecycle, members: Members, incidents: IncidentLog) -> None:
+        self._settings, self._lifecycle, self._members, self._incidents = settings, lifecycle, members, incidents
+        self.state = ReshardingState.STABLE
+        self.sharing: Sharding | None = None  # the owners of the rows, once they have changed
+        self.coming: ServerRanks = ()  # ARRIVING: the new servers
+        self.copied: bool | None = None  # whether rows have a copy, once servers were added or removed
+        self.next_server = -1  # the number of the next server; -1: the first after formation
+        self._in_sync: set[int] = set()  # servers that hold all their rows by the present sharding
+        self._join_deadline = NEVER
+
+    @property
+    def is_resharding(self) -> bool:
+        """Whether parameter servers are being added or removed."""
+        return self.state is not ReshardingState.STABLE
+
+    @property
+    def moved(self) -> bool:
+        """Whether every row is with its owner."""
+        return self.state is not ReshardingState.MOVING
+
+    @property
+    def current_sharding(self) -> Sharding:
+        return self.sharing or initial_sharding(self._settings.server_num)
+
+    @property
+    def rows_survive_death(self) -> bool:
+        """Whether the rows of a parameter server survive its death: a single server has no other to hold their copy."""
+        if self.copied is None:
+            return self._settings.copies > 0 and self._settings.server_num > 1
+        return self.copied
+
+    def server_ranks(self) -> set[int]:
+        """The servers that belong to the cluster, those of a growth among them."""
+        if self.sharing is None and not self._settings.server_num:
+            return set()
+        return {*self.current_sharding.servers, *self.coming}
+
+    def _set_state(self, state: ReshardingState) -> None:
+        assert state in TRANSITIONS[self.state], f"no transition from {self.state} to {state}"
+        self.state = state
+
+    # -- requests ----------------------------------------------------------------------------------------------------
+
+    def request(self, step: Step, request: ScaleRequest) -> ScaleAccepted | Refused:
+        """Change the number of parameter servers as requested, if that is possible now."""
+        plan, reason = plan_server_resize(step.cluster, self._in_sync, request)
+        if plan is None:
+            return Refused(reason)
         kind = "scale-out" if plan.agents else "scale-in"
-        self._increment_counter(f"server_{kind.replace('-', '_')}")
-        self._publish("servers", kind, reason)
+        step.out.count(f"server_{kind.replace('-', '_')}")
+        step.out.publish("servers", kind, reason)
         if plan.agents:
-            came = [self._admit_server(agent) for agent in plan.agents]
-            self.cluster.coming = tuple(member.rank for member in came)
-            self._persist(self.cluster.record())  # after its members: one that is not coming does not count
-            self._deadlines.joining_servers = self._now + resize_plan.JOIN_TIMEOUT_S
-            self._layout = None
-            self._send_desired_children(set(plan.agents))
+            self._start_growth(step, plan.agents)
         else:
-            self._start_resharding(tuple(m.rank for m in plan.departing))
-        self._open_incident(kind, reason, "asked for", since=self._now, known=self._now, node=SERVERS_NODE)
-        return self.incidents.records[-1].number
+            self._start_moving(step, tuple(m.rank for m in plan.departing))
+        # an incident is opened after the change that it is about is durable, and closed before
+        return ScaleAccepted(self._incidents.open(step, kind, reason, "asked for", node=SERVERS_NODE), reason)
 
-    def _admit_server(self, agent: str) -> Member:
-        cluster = self.cluster
-        number = max(cluster.next_server, cluster.settings.server_num)
-        cluster.next_server = number + 1
-        host = cluster.agents[agent].host
-        member = Member(Role.PSERVER, str(number), "", host, agent=agent, rank=number, seat=number)
-        member.joined_at = member.last_heartbeat_at = self._now
-        member.local_rank = ranks.find_free_local_rank(cluster.members_in_role(Role.PSERVER), host)
-        member.state, member.since = NodeState.ALIVE, cluster.generation
-        cluster.add(member)
-        self._reset_progress(member)
-        self._persist(MemberRecord.from_member(member))
-        return member
+    def request_roll_back(self, step: Step) -> ScaleAccepted:
+        number = max((i.number for i in self._incidents.records if i.node == SERVERS_NODE), default=0)
+        self._roll_back(step, "asked to")
+        return ScaleAccepted(number, "the servers that were to come do not")
 
-    def _note_server_in_sync(self, member: Member, said: ServerInSync) -> None:
-        """A server: everything is where it belongs, as far as it can tell."""
-        cluster = self.cluster
-        if said.sharding_version != cluster.current_sharding.version:
+    # -- adding and removing -----------------------------------------------------------------------------------------
+
+    def _start_growth(self, step: Step, agents: list[str]) -> None:
+        self._set_state(ReshardingState.ARRIVING)
+        for agent in agents:
+            number = max(self.next_server, self._settings.server_num)
+            self.next_server = number + 1
+            member = self._members.admit_server(agent, number, self._lifecycle.generation, step.now)
+            self.coming = (*self.coming, number)
+            step.out.persist(MemberRecord.from_member(member))
+        step.out.persist_cluster()  # after its members: one that the record does not list does not count
+        self._join_deadline = step.now + JOIN_TIMEOUT_S
+        self._members.send_desired_children(step, set(agents))
+
+    def note_in_sync(self, step: Step, member: Member, report: ServerInSync) -> None:
+        """A server holds all its rows; when all do, the change goes on."""
+        if report.sharding_version != self.current_sharding.version:
             return
-        self._servers_in_sync.add(member.rank)
-        if not self._servers_in_sync >= {m.rank for m in cluster.members_in_role(Role.PSERVER)}:
+        self._in_sync.add(member.rank)
+        if not self._in_sync >= {m.rank for m in self._members.members_in_role(Role.PSERVER)}:
             return
-        if cluster.coming:
-            self._start_resharding(())
-        elif cluster.is_resharding:
-            self._finish_resharding()
+        if self.state is ReshardingState.ARRIVING:
+            self._start_moving(step, ())
+        elif self.state is ReshardingState.MOVING:
+            self._finish(step)
 
-    def _start_resharding(self, leavers: ServerRanks) -> None:
-        """Rows are shared among all servers but these. Durable first: a server never learns what its scheduler may forget."""
-        cluster = self.cluster
-        ring = tuple(sorted(m.rank for m in cluster.members_in_role(Role.PSERVER) if m.rank not in leavers))
-        now = cluster.current_sharding
-        owners, moves = rebalance_slots(now.owners, ring)
-        cluster.coming, cluster.moved = (), False
-        cluster.copied = cluster.settings.copies > 0 and min(len(ring), len(now.ring)) > 1
-        cluster.sharing = Sharding(now.version + 1, owners, ring, leavers)
-        self._servers_in_sync = set()
-        self._publish("servers", "shared anew", f"{len(moves)} of {SLOTS} slots move")
-        self._send_sharding()
+    def _start_moving(self, step: Step, leavers: ServerRanks) -> None:
+        """Give the rows to all servers but these."""
+        self._set_state(ReshardingState.MOVING)
+        ring = tuple(sorted(m.rank for m in self._members.members_in_role(Role.PSERVER) if m.rank not in leavers))
+        sharding = self.current_sharding
+        owners, moves = rebalance_slots(sharding.owners, ring)
+        self.coming = ()
+        self.copied = self._settings.copies > 0 and min(len(ring), len(sharding.ring)) > 1
+        self.sharing = Sharding(sharding.version + 1, owners, ring, leavers)
+        self._in_sync = set()
+        step.out.publish("servers", "shared anew", f"{len(moves)} of {SLOTS} slots move")
+        self._send_sharding(step, self.sharing)
 
-    def _finish_resharding(self) -> None:
-        """Everything is in its place: who has nothing left goes."""
-        cluster, sharing = self.cluster, self.cluster.current_sharding
-        leavers = [m for m in cluster.members_in_role(Role.PSERVER) if m.rank in sharing.leaving]
-        cluster.sharing = msgspec.structs.replace(sharing, leaving=())
-        cluster.moved = True
-        cluster.copied = cluster.settings.copies > 0 and len(sharing.ring) > 1
+    def _finish(self, step: Step) -> None:
+        """Every row is with its owner: the servers without rows leave."""
+        self._set_state(ReshardingState.STABLE)
+        sharding = self.current_sharding
+        leavers = [m for m in self._members.members_in_role(Role.PSERVER) if m.rank in sharding.leaving]
+        self.sharing = msgspec.structs.replace(sharding, leaving=())
+        self.copied = self._settings.copies > 0 and len(sharding.ring) > 1
         for member in leavers:
-            self._by_connection.pop(member.connection, None)
-            cluster.remove(member)
-        self._layout = None
-        self._publish("servers", "settled", f"all rows are shared by {count_noun(len(sharing.ring), 'parameter server')}")
-        self._close_incidents(Outcome.RESUMED, node=SERVERS_NODE)
-        self._send_sharding()
+            self._members.ignore_connection(member)
+            self._members.remove(member)
+        servers = count_noun(len(sharding.ring), "parameter server")
+        step.out.publish("servers", "settled", f"all rows are shared by {servers}")
+        self._incidents.close(step, Outcome.RESUMED, node=SERVERS_NODE)
+        self._send_sharding(step, self.sharing)
         for member in leavers:
             if member.connection:
-                self._send(member.connection, ClusterEnded(f"{member.name} leaves: its rows are with others"))
+                step.out.send(member.connection, ClusterEnded(f"{member.name} leaves: its rows are with others"))
 
-    def _rollback_server_growth(self, reason: str) -> None:
-        """Those who were to come do not: nothing has changed for anyone else."""
-        leavers = [m for m in self.cluster.members_in_role(Role.PSERVER) if m.rank in self.cluster.coming]
-        for member in leavers:
-            self._drop_connection(member.connection)
-            self.cluster.remove(member)
-        self.cluster.coming, self._layout = (), None
+    def _send_sharding(self, step: Step, sharding: Sharding) -> None:
+        """Durable first: a server never learns a sharding that a restarted scheduler does not know."""
+        step.out.persist_cluster()
+        for member in self._members.reachable():
+            step.out.send(member.connection, ShardingAssigned(sharding))
+
+    # -- deaths ------------------------------------------------------------------------------------------------------
+
+    def roll_back_if_joining(self, step: Step, member: Member, reason: str) -> bool:
+        """After the death of a server: roll the growth back if it was part of it; returns whether it did."""
+        self._in_sync.discard(member.rank)
+        if member.rank not in self.coming:
+            return False
+        self._roll_back(step, f"{member.name} did not come: {reason}")
+        return True
+
+    def roll_back_if_overdue(self, step: Step) -> bool:
+        """Roll the growth back if not all came in time; returns whether it did."""
+        if self.state is not ReshardingState.ARRIVING or step.now <= self._join_deadline:
+            return False
+        self._roll_back(step, f"not all came within {JOIN_TIMEOUT_S:g} s")
+        return True
+
+    def _roll_back(self, step: Step, reason: str) -> None:
+        """Remove the new servers; nothing has changed for anyone else."""
+        self._set_state(ReshardingState.STABLE)
+        joining = [m for m in self._members.members_in_role(Role.PSERVER) if m.rank in self.coming]
+        for member in joining:
+            self._members.close_connection(member.connection, step.out)
+            self._members.remove(member)
+        self.coming = ()
         reason = f"{reason}; the growth is taken back"
-        self._publish("servers", "rolled back", reason, Level.WARNING)
-        self._close_incidents(Outcome.ROLLED_BACK, node=SERVERS_NODE, reason=reason)
-        self._persist(self.cluster.record())
-        self._send_desired_children({m.agent for m in leavers})
+        step.out.publish("servers", "rolled back", reason, Level.WARNING)
+        self._incidents.close(step, Outcome.ROLLED_BACK, node=SERVERS_NODE, reason=reason)
+        step.out.persist_cluster()
+        self._members.send_desired_children(step, {m.agent for m in joining})
 
-    def _send_sharding(self) -> None:
-        assert self.cluster.sharing is not None
-        self._persist(self.cluster.record())
-        for member in self.cluster.members.values():
-            if member.connection and member.is_present:
-                self._send(member.connection, ShardingAssigned(self.cluster.sharing))
+    def reset_for_restart(self) -> None:
+        """All workers and servers start again: every server must report anew."""
+        self._in_sync = set()
+
+    def postpone(self, by_s: float) -> None:
+        self._join_deadline += by_s
+
+    def restore(self, record: ClusterRecord, now: float) -> None:
+        self.sharing, self.coming, self.copied = record.sharing, record.coming, record.copied
+        self.next_server, self._join_deadline = record.next_server, now + JOIN_TIMEOUT_S
+        if record.coming:
+            self.state = ReshardingState.ARRIVING
+        elif not record.moved:
+            self.state = ReshardingState.MOVING

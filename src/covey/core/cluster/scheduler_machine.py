@@ -1,13 +1,15 @@
-"""The scheduler's machine: the only place where a cluster changes.
+"""The scheduler's state machine: the only place where a cluster changes.
 
-Theory of operation. `step(event, now)` takes a fact and returns wishes, in an order that is a contract: what must be durable
-comes before what may be sent, and a scheduler that dies between any two wishes leaves a journal from which the next one goes
-on. Nothing is journalled per join or per beat; formation, deaths, returns and the end are. Here is what its
-members say; what follows from that for the cluster as a whole is in `lifecycle`, and `ledger` lists the rooms.
+`step(event, now)` takes an event and returns effects, in an order that is a contract: what must be durable comes before what
+may be sent, and a scheduler that dies between any two effects leaves a journal from which the next one continues. Nothing is
+journalled per registration or heartbeat; formation, deaths, returns and the end are.
 
-Every member is spoken for by a link. A raw node speaks for itself, and the loss of its link is its death. A child of an agent
-is spoken for by the agent, who sees the exit itself: there the agent's word decides, and a lost link alone does not. The loss
-of the agent's own link is the death of its children, unless recovery is on: then it has the node timeout to come back.
+The machine is composed of parts. Each owns its fields and alone writes them; the order of construction in `__init__` is the
+order in which parts may call each other. What they share is `Step`: the time, the readable state and the effects so far.
+
+A connection speaks for one member or agent. A node without an agent speaks for itself: when its connection is lost, it is dead.
+A child of an agent is reported by the agent, which sees the exit: a lost connection of the child alone decides nothing. When
+the connection of an agent is lost, its children are dead, unless recovery is on: then it has the node timeout to come back.
 """
 
 from __future__ import annotations
@@ -15,13 +17,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
-from covey.core.cluster import resize_plan
-from covey.core.cluster.admin_requests import Askable
+from covey.core.cluster.failure_detector import FailureDetector
+from covey.core.cluster.heal_barrier import HealBarrier
+from covey.core.cluster.incident_log import IncidentLog
+from covey.core.cluster.members import Heartbeats, Members
+from covey.core.cluster.recovery import Recovery
+from covey.core.cluster.registration import Registration
+from covey.core.cluster.resharding import Resharding, is_server_request
+from covey.core.cluster.resize import Resize
+from covey.core.cluster.shutdown import Shutdown, ShutdownState
+from covey.core.cluster.state import ClusterState, Lifecycle, Outbox, Step
 from covey.core.effects import Level, SchedulerEffect
 from covey.core.events import ConnectionLost, HostGone, JournalRead, MessageReceived, MindSporeDetected, SchedulerEvent, Tick
-from covey.core.incidents import Outcome, Stage
+from covey.core.incidents import Incident
 from covey.core.messages import (
     CheckpointFailed,
     ChildExited,
@@ -30,6 +38,7 @@ from covey.core.messages import (
     Draining,
     DumpWritten,
     Heartbeat,
+    KillChild,
     KillRequest,
     Leave,
     LeaveAcknowledged,
@@ -39,8 +48,9 @@ from covey.core.messages import (
     RegisterAgent,
     RendezvousGet,
     RendezvousPut,
-    RendezvousValue,
+    RequestAccepted,
     SafePointReport,
+    ScaleAccepted,
     ScaleRequest,
     ServerInSync,
     StateFetched,
@@ -48,33 +58,68 @@ from covey.core.messages import (
     TemplateReady,
     ViewRequest,
 )
-from covey.core.types import AgentInfo, ClusterSettings, Member, NodeState, Phase, Role
+from covey.core.plurals import count_noun
+from covey.core.types import ClusterRecord, ClusterSettings, Member, NodeState, Phase, Record, Role
 from covey.errors import ExitCode
 
-GONE_HOSTS_MAX = 4096  # lives of hosts that are remembered to be over
-HANDLED_AFTER_END = (Register, RegisterAgent, Leave, StopRequest, ScaleRequest, KillRequest)  # what is still answered then
+HANDLED_AFTER_END = (Register, RegisterAgent, Leave, StopRequest, ScaleRequest, KillRequest)
+Handler = Callable[[Step, int, Any], None]
 
 
-class SchedulerMachine(Askable):
-    """One cluster's decisions. The shell calls `step`; everybody else only looks."""
+def find_kill_target(cluster: ClusterState, name: str) -> tuple[Member | None, str]:
+    """The node that is to be killed to see what follows; None, and why, where that cannot be done from here."""
+    member = next((m for m in cluster.members.values() if m.name == name), None)
+    if cluster.has_ended:
+        return None, f"the cluster has ended: {cluster.reason}"
+    if member is None:
+        return None, f"there is no node {name[:100]!r}: GET /nodes lists them"
+    agent = cluster.agents.get(member.agent)
+    if not member.is_present:
+        return None, f"{name} does not run: it is {member.state}"
+    if not member.pid:
+        return None, f"{name} does not run yet: its process is being started"
+    if agent is None or not agent.connection:
+        where = f"process {member.pid} on {member.host.name}"
+        return None, f"no agent keeps {name}, so nobody can kill it from here: it is {where}"
+    return member, f"process {member.pid} of {name} on {member.host.name} is killed"
+
+
+class SchedulerMachine:
+    """The decisions of one cluster. The scheduler process calls `step`; everybody else only reads."""
 
     def __init__(self, settings: ClusterSettings, *, cluster_id: str, job: str, now: float, wall: float = 0.0) -> None:
-        super().__init__(settings, cluster_id=cluster_id, job=job, now=now, wall=wall)
-        self._handlers: dict[type, Callable[[int, Any], None]] = {
-            Register: self._on_register,
-            RegisterAgent: self._on_register_agent,
+        self._lifecycle = lifecycle = Lifecycle(cluster_id, settings)
+        self._heartbeats = beats = Heartbeats(settings)
+        self._members = members = Members(settings, beats)
+        self.incidents = incidents = IncidentLog(wall - now)
+        self._barrier = barrier = HealBarrier(lifecycle, beats, members)
+        self._resize = resize = Resize(settings, lifecycle, beats, members, barrier, incidents)
+        self._resharding = resharding = Resharding(settings, lifecycle, members, incidents)
+        self._shutdown = shutdown = Shutdown(settings, lifecycle, beats, members, incidents, resize)
+        self._recovery = recovery = Recovery(
+            settings, lifecycle, beats, members, incidents, barrier, resize, resharding, shutdown
+        )
+        self._detector = FailureDetector(settings, lifecycle, beats, members, barrier, shutdown, recovery, now)
+        self._registration = registration = Registration(
+            settings, lifecycle, beats, members, barrier, resize, shutdown, recovery, now
+        )
+        self.cluster = ClusterState(settings, job, lifecycle, beats, members, resize, resharding, shutdown, registration)
+        self._out = Outbox(self.cluster.record)
+        self._handlers: dict[type, Handler] = {
+            Register: registration.on_register,
+            RegisterAgent: registration.on_register_agent,
             Heartbeat: self._on_heartbeat,
-            Leave: self._on_leave,
+            Leave: recovery.on_leave,
             TemplateReady: self._on_template_ready,
             ChildStarted: self._on_child_started,
-            ChildExited: self._on_child_exited,
-            RendezvousPut: self._on_rendezvous_put,
-            RendezvousGet: self._on_rendezvous_get,
-            SafePointReport: self._on_report,
-            CollectiveFailed: self._on_collective_failed,
-            StateFetched: self._on_state_fetched,
-            RankResumed: self._on_resumed,
-            Draining: self._on_draining,
+            ChildExited: recovery.on_child_exited,
+            RendezvousPut: barrier.on_rendezvous_put,
+            RendezvousGet: barrier.on_rendezvous_get,
+            SafePointReport: recovery.on_report,
+            CollectiveFailed: barrier.on_collective_failed,
+            StateFetched: recovery.on_state_fetched,
+            RankResumed: recovery.on_resumed,
+            Draining: recovery.on_draining,
             DumpWritten: self._on_dump_written,
             CheckpointFailed: self._on_checkpoint_failed,
             StopRequest: self._on_stop_request,
@@ -83,229 +128,180 @@ class SchedulerMachine(Askable):
             ServerInSync: self._on_server_in_sync,
         }
 
-    def step(self, event: SchedulerEvent, now: float) -> list[SchedulerEffect]:
-        """Take one fact; return what is to be done about it, in order."""
-        self._now = now
-        if self.cluster.has_ended and not (isinstance(event, MessageReceived) and isinstance(event.message, HANDLED_AFTER_END)):
-            if now >= self._end_delivery_deadline:
-                self._finish_end_delivery()
-        elif isinstance(event, MessageReceived):
-            if not isinstance(event.message, ViewRequest):  # showing the cluster is the shell's affair
-                self._handlers[type(event.message)](event.connection, event.message)
-        elif isinstance(event, ConnectionLost):
-            self._on_connection_lost(event.connection, event.reason)
-        elif isinstance(event, Tick):
-            self._on_tick()
-        elif isinstance(event, HostGone):
-            self._on_host_gone(event)
-        elif isinstance(event, MindSporeDetected):
-            self._on_mindspore_detected(event.worker)
-        elif isinstance(event, JournalRead):
-            self._restore_from_journal(event.records)
-        out, self._effects = self._effects, []
-        return out
+    @property
+    def handled_messages(self) -> frozenset[type]:
+        return frozenset(self._handlers)
+
+    @property
+    def counters(self) -> dict[str, float]:
+        return self._out.counters
+
+    @property
+    def is_dumping(self) -> bool:
+        return self._shutdown.state is ShutdownState.DUMPING
 
     def list_connections(self) -> list[int]:
-        """The links of all who are told what becomes of the cluster."""
-        return list(self._by_connection)
+        """The connections of all members and agents."""
+        return self._members.connections()
 
-    def _on_mindspore_detected(self, worker: str) -> None:
+    def step(self, event: SchedulerEvent, now: float) -> list[SchedulerEffect]:
+        """Handle one event; returns the effects that are to be carried out, in order."""
+        step, phase = Step(now, self.cluster, self._out), self._lifecycle.phase
+        if phase is Phase.ENDED and not (isinstance(event, MessageReceived) and isinstance(event.message, HANDLED_AFTER_END)):
+            self._shutdown.tick_after_end(step)
+        elif isinstance(event, MessageReceived):
+            if not isinstance(event.message, ViewRequest):  # the scheduler process answers it
+                self._handlers[type(event.message)](step, event.connection, event.message)
+        elif isinstance(event, ConnectionLost):
+            self._recovery.on_connection_lost(step, event.connection, event.reason)
+        elif isinstance(event, Tick):
+            self._on_tick(step)
+        elif isinstance(event, HostGone):
+            self._recovery.on_host_gone(step, event.host_life, event.reason)
+        elif isinstance(event, MindSporeDetected):
+            self._on_mindspore_detected(step, event.worker)
+        elif isinstance(event, JournalRead):
+            self._restore(step, event.records)
+        if self._lifecycle.phase is Phase.READY and phase in (Phase.HEALING, Phase.RETURNING):
+            self._registration.forget_deferred()
+        return self._out.take_effects()
+
+    # -- time --------------------------------------------------------------------------------------------------------
+
+    def _on_tick(self, step: Step) -> None:
+        if suspended_s := self._detector.take_suspension_s(step):
+            self._discount_suspension(step, suspended_s)
+        is_given_up = False
+        if self._lifecycle.phase is Phase.FORMING:
+            is_given_up = self._registration.form_or_give_up(step)
+        else:
+            self._recovery.use_new_hosts(step)
+        if not is_given_up and not self._recovery.act_on_deadlines(step):
+            self._detector.check_heartbeats(step)
+        if self._shutdown.state is ShutdownState.RUNNING:
+            self._detector.check_blocked_collectives(step)
+        self._recovery.run_idle_work(step)
+
+    def _discount_suspension(self, step: Step, suspended_s: float) -> None:
+        """While the scheduler was suspended it received nothing: all deadlines move by that time."""
+        for part in (self._registration, self._lifecycle, self._resize, self._resharding, self._recovery):
+            part.postpone(suspended_s)
+        for timed in (self._barrier, self._shutdown, self._heartbeats):
+            timed.discount_suspension(suspended_s, step.now)
+
+    # -- reports -----------------------------------------------------------------------------------------------------
+
+    def _on_heartbeat(self, step: Step, connection: int, heartbeat: Heartbeat) -> None:
+        member, progress = self._members.member_at(connection), heartbeat.progress
+        if member is None:
+            if (agent := self._members.agent_at(connection)) is not None:
+                self._heartbeats.note_heartbeat(agent, step.now)
+            return
+        self._heartbeats.note_heartbeat(member, step.now)
+        self._lifecycle.note_step(progress.step)
+        if progress.is_spare_ready and not self._heartbeats.progress(member).is_spare_ready:
+            step.out.publish(member.name, "stands by", progress.phase)
+        self._heartbeats.note_progress(member, progress, step.now)
+        if progress.in_loop and self._lifecycle.phase is not Phase.FORMING and self._lifecycle.note_loop():
+            step.out.persist_cluster()  # a restarted scheduler may learn of a death first
+        if self._lifecycle.note_restart_step(progress.first_step):
+            step.out.persist_cluster()
+            step.out.publish("cluster", "restarted", str(self._lifecycle.full_restart), Level.WARNING)
+        if member.error is not None and progress.steps_completed > 0 and progress.step > member.error.step:
+            self._members.set_error(member, None)
+            if self._lifecycle.phase is Phase.READY:
+                self.incidents.close_if_resumed(step)
+        if member.state is NodeState.SUSPECT:
+            self._members.set_state(member, NodeState.ALIVE)
+            step.out.publish(member.name, "heard again", "its beat came late")
+            self._recovery.update_readiness(step, "every member is heard again")
+
+    def _on_template_ready(self, step: Step, connection: int, report: TemplateReady) -> None:
+        if (agent := self._members.agent_at(connection)) is not None:
+            self._members.mark_template_ready(agent)
+
+    def _on_child_started(self, step: Step, connection: int, report: ChildStarted) -> None:
+        if (member := self._recovery.find_child(connection, report)) is not None:
+            self._members.set_pid(member, report.pid)
+
+    def _on_dump_written(self, step: Step, connection: int, dump: DumpWritten) -> None:
+        if (member := self._members.member_at(connection)) is not None:
+            self._shutdown.note_dump_written(step, member, dump)
+
+    def _on_checkpoint_failed(self, step: Step, connection: int, report: CheckpointFailed) -> None:
+        if (member := self._members.member_at(connection)) is not None:
+            step.out.count("unsaved")
+            step.out.publish(member.name, "unsaved", report.reason, Level.WARNING)
+
+    def _on_server_in_sync(self, step: Step, connection: int, report: ServerInSync) -> None:
+        member = self._members.member_at(connection)
+        if member is not None and member.role is Role.PSERVER:
+            self._resharding.note_in_sync(step, member, report)
+
+    def _on_mindspore_detected(self, step: Step, worker: str) -> None:
         """End the run of a MindSpore script, because its workers would wait for a MindSpore scheduler that does not exist.
 
         Do nothing if a worker has called covey.init(), because that script trains with covey's scheduler.
         """
-        if not self.cluster.heals:
+        if not self._lifecycle.heals:
             reason = f"{worker} runs a MindSpore script, which needs MindSpore's own scheduler: add --framework mindspore"
-            self._end_cluster(ExitCode.BAD_SETTING, reason)
+            self._shutdown.end(step, ExitCode.BAD_SETTING, reason)
 
-    # -- living ------------------------------------------------------------------------------------------------------
+    # -- requests of operators: each is answered on its connection ------------------------------------------------------
 
-    def _on_heartbeat(self, link: int, beat: Heartbeat) -> None:
-        speaker = self._by_connection.get(link)
-        if speaker is None:
-            return
-        speaker.last_heartbeat_at = self._now
-        if isinstance(speaker, Member):
-            self._highest_step = max(self._highest_step, beat.progress.step)
-            if beat.progress.is_spare_ready and not speaker.progress.is_spare_ready:
-                self._publish(speaker.name, "stands by", beat.progress.phase)
-            if speaker.progress != beat.progress:
-                speaker.progress, speaker.progress_changed_at = beat.progress, self._now
-            if beat.progress.in_loop and not self.cluster.trains and self.cluster.phase is not Phase.FORMING:
-                self.cluster.trains = True
-                self._persist(self.cluster.record())  # a scheduler that comes back may hear of a death first
-            self._note_restart_step(beat.progress.first_step)
-            if speaker.error is not None and beat.progress.steps_completed > 0 and beat.progress.step > speaker.error.step:
-                speaker.error = None
-                if self.cluster.phase is Phase.READY:
-                    self._close_incidents_if_resumed()
-            if speaker.state is NodeState.SUSPECT:
-                speaker.state = NodeState.ALIVE
-                self._publish(speaker.name, "heard again", "its beat came late")
-                self._update_readiness("every member is heard again")
-
-    def _note_restart_step(self, step: int) -> None:
-        """Report the step at which the loops started after a full restart."""
-        restart = self.cluster.full_restart
-        if restart is not None and restart.step < 0 <= step:
-            self.cluster.full_restart = msgspec.structs.replace(restart, step=step)
-            self._persist(self.cluster.record())
-            self._publish("cluster", "restarted", str(self.cluster.full_restart), Level.WARNING)
-
-    def _on_rendezvous_put(self, link: int, pin: RendezvousPut) -> None:
-        if link not in self._by_connection or pin.generation != self.cluster.generation:
-            return
-        self._group_formed = True
-        waiting = self._rendezvous.put(pin.key, pin.value)
-        if waiting is None:
-            self._send(link, Refused(f"the board is full: {pin.key} cannot be pinned"))
-        for waiter in waiting or ():
-            self._send(waiter, RendezvousValue(pin.key, pin.value, pin.generation))
-
-    def _on_rendezvous_get(self, link: int, wish: RendezvousGet) -> None:
-        if link not in self._by_connection or wish.generation != self.cluster.generation:
-            return
-        value = self._rendezvous.values.get(wish.key)
-        if value is not None:
-            self._send(link, RendezvousValue(wish.key, value, wish.generation))
-        elif not self._rendezvous.add_waiter(wish.key, link):
-            self._send(link, Refused(f"the board is full: too many wait for values, {wish.key} is one too many"))
-
-    def _on_report(self, link: int, report: SafePointReport) -> None:
-        """A rank is at a safe point; when all are, each is told how to go on."""
-        member = self._by_connection.get(link)
-        if not isinstance(member, Member) or member.role is not Role.WORKER or report.generation != self.cluster.generation:
-            return None
-        plans = self._heal_barrier.add_report(member.rank, report, self.cluster.size(Role.WORKER), self._addresses_by_rank)
-        if not plans:
-            return None
-        if failure := next((plan.failure for plan in plans.values() if plan.failure), ""):
-            return self._roll_back_to_checkpoint(failure)
-        self.incidents.mark_stage(Stage.REFORMED, self._now)
-        self._check_state_lost()
-        unknown = any(said.indexes_version < self.cluster.resized for said in self._heal_barrier.reports.values())
-        seating = resize_plan.make_member_indexes(self.cluster) if unknown else None
-        workers = {m.rank: m for m in self.cluster.members_in_role(Role.WORKER)}
-        for rank, plan in plans.items():
-            self._send(workers[rank].connection, msgspec.structs.replace(plan, member_indexes=seating) if seating else plan)
-        return None
-
-    def _addresses_by_rank(self) -> dict[int, str]:
-        return {m.rank: m.host.address for m in self.cluster.members_in_role(Role.WORKER)}
-
-    def _check_state_lost(self) -> None:
-        """Note a full restart if all ranks that had the training state are dead. The world keeps its size until a loop has
-        finished a step again."""
-        gathering = self._heal_barrier
-        begun = gathering.resumed or gathering.done or self._is_restarting
-        if not begun and all(r.needs_state for r in gathering.reports.values()):
-            self.cluster.trains = False
-            self._note_full_restart("no rank holds the training state any more")
-            self._publish("cluster", "state lost", str(self.cluster.full_restart), Level.WARNING)
-            self._persist(self.cluster.record())
-            self._close_incidents(Outcome.RESTARTED)
-
-    def _on_collective_failed(self, link: int, broke: CollectiveFailed) -> None:
-        if link in self._by_connection and broke.generation == self.cluster.generation:
-            self._heal_barrier.failed_at = min(self._heal_barrier.failed_at, self._now)
-            self._heal_barrier.failure_reason = broke.reason
-
-    def _on_state_fetched(self, link: int, said: StateFetched) -> None:
-        if link in self._by_connection and said.generation == self.cluster.generation:
-            self.incidents.mark_stage(Stage.RESTORED, self._now)
-
-    def _on_resumed(self, link: int, said: RankResumed) -> None:
-        member = self._by_connection.get(link)
-        if not isinstance(member, Member) or said.generation != self.cluster.generation:
-            return
-        if member.role.group is Role.PSERVER:
-            self._on_server_resumed()
+    def _on_scale_request(self, step: Step, connection: int, request: ScaleRequest) -> None:
+        reply: ScaleAccepted | Refused
+        if request.roll_back and self._resharding.coming and not self._lifecycle.has_ended:
+            reply = self._resharding.request_roll_back(step)
+        elif not request.roll_back and request.start_processes and is_server_request(self.cluster, request):
+            reply = self._resharding.request(step, request)
         else:
-            self._heal_barrier.resumed.add(member.rank)
-            member.progress = msgspec.structs.replace(member.progress, step=said.step)
-            self._highest_step = max(self._highest_step, said.step)
-            self._on_rank_resumed()
+            reply = self._resize.request(step, request)
+        step.out.send(connection, reply)
 
-    def _on_server_in_sync(self, link: int, said: ServerInSync) -> None:
-        member = self._by_connection.get(link)
-        if isinstance(member, Member) and member.role is Role.PSERVER:
-            self._note_server_in_sync(member, said)
+    def _on_stop_request(self, step: Step, connection: int, request: StopRequest) -> None:
+        if request.dump:
+            return step.out.send(connection, self._shutdown.request_dump(step, request.reason))
+        if not self._lifecycle.has_ended:
+            self._shutdown.end(step, ExitCode.STOPPED, request.reason)
+        else:
+            self._shutdown.stop_telling(step)
+        return step.out.send(connection, LeaveAcknowledged())
 
-    def _on_draining(self, link: int, drain: Draining) -> None:
-        speaker = self._by_connection.get(link)
-        if isinstance(speaker, Member):
-            speaker.leave_reason = drain.reason
-        elif speaker is not None and not speaker.is_leaving:  # it says so again whenever it is back
-            speaker.is_leaving = True
-            self._publish(f"agent:{speaker.id}", "leaving", drain.reason, Level.WARNING)
-            if drain.scheduler_leaves and self._dumpable_ranks():
-                self._dump_or_end(ExitCode.STOPPED, drain.reason)
+    def _on_kill_request(self, step: Step, connection: int, request: KillRequest) -> None:
+        """Let the agent kill a process, to see what follows; the recovery begins when the agent reports the exit."""
+        member, reason = find_kill_target(self.cluster, request.node)
+        if member is None:
+            return step.out.send(connection, Refused(reason))
+        step.out.count("kills")
+        step.out.publish(member.name, "to be killed", f"{request.reason}: {reason}", Level.WARNING)
+        agent = self._members.agents[member.agent]
+        step.out.send(agent.connection, KillChild(member.node_id, member.incarnation, member.role))
+        return step.out.send(connection, RequestAccepted(reason))
 
-    def _on_dump_written(self, link: int, said: DumpWritten) -> None:
-        member = self._by_connection.get(link)
-        if not isinstance(member, Member):
-            return
-        if said.path:
-            self._publish(member.name, "dumped", f"step {said.step} is in {said.path}")
-            self._newest_dump = max(self._newest_dump, (said.step, said.path))
-        if self._dump is not None:
-            self._dump.waiting_ranks.discard(member.rank)
-            self._end_if_dumped()
+    # -- the journal -------------------------------------------------------------------------------------------------
 
-    def _on_checkpoint_failed(self, link: int, said: CheckpointFailed) -> None:
-        member = self._by_connection.get(link)
-        if isinstance(member, Member):
-            self._increment_counter("unsaved")
-            self._publish(member.name, "unsaved", said.reason, Level.WARNING)
-
-    def _on_template_ready(self, link: int, said: TemplateReady) -> None:
-        agent = self._by_connection.get(link)
-        if isinstance(agent, AgentInfo):
-            agent.template_importing = False
-
-    def _on_child_started(self, link: int, said: ChildStarted) -> None:
-        member = self._find_child(link, said)
-        if member is not None:
-            member.pid = said.pid
-
-    # -- leaving and dying -------------------------------------------------------------------------------------------
-
-    def _on_leave(self, link: int, leave: Leave) -> None:
-        """It goes, and its link no longer speaks. A child's end is its agent's to tell, with the exit code."""
-        speaker = self._by_connection.pop(link, None)
-        if speaker is not None:
-            speaker.connection = 0
-        if isinstance(speaker, AgentInfo):
-            for child in self.cluster.children(speaker.id):  # it ends them itself, with the grace they need
-                self._by_connection.pop(child.connection, None)
-                child.connection = 0
-            self._on_agent_lost(speaker, leave.code, leave.reason)
-        elif speaker is not None and speaker.agent:
-            speaker.life = ""
-        elif speaker is not None:
-            self._on_process_exit(speaker, leave.code, leave.reason, error=leave.error)
-        self._send(link, LeaveAcknowledged())
-
-    def _on_child_exited(self, link: int, said: ChildExited) -> None:
-        member = self._find_child(link, said)
-        if member is not None:
-            self._on_process_exit(member, said.code, said.reason, said.tail, said.log, error=said.error)
-
-    def _find_child(self, link: int, said: ChildStarted | ChildExited) -> Member | None:
-        """The child an agent speaks of, if it is its own and in that incarnation."""
-        agent = self._by_connection.get(link)
-        member = self.cluster.members.get((said.role, said.node_id))
-        mine = isinstance(agent, AgentInfo) and member is not None and member.agent == agent.id
-        return member if mine and member is not None and member.incarnation == said.incarnation else None
-
-    def _on_host_gone(self, said: HostGone) -> None:
-        """Nobody of that host is waited for any longer, and whoever may still run there is not let in again."""
-        if said.host_life in self.cluster.gone:
-            return
-        self.cluster.gone = (*self.cluster.gone, said.host_life)[-GONE_HOSTS_MAX:]
-        self._persist(self.cluster.record())
-        for agent in [agent for agent in self.cluster.agents.values() if agent.host.life == said.host_life]:
-            self._disconnect_agent(agent)
-            self._on_agent_lost(agent, ExitCode.PEER_FAILED, said.reason)
-        for member in [m for m in self.cluster.members.values() if m.host.life == said.host_life and not m.agent]:
-            self._declare_dead(member, said.reason)
+    def _restore(self, step: Step, records: tuple[Record, ...]) -> None:
+        """Continue from the journal. Members have one node timeout to re-attach before any is judged."""
+        record = next((r for r in records if isinstance(r, ClusterRecord)), None)
+        if record is None:
+            return step.out.persist_cluster()
+        self._lifecycle.restore(record)
+        self._members.restore_fields(record)
+        self._resize.restore_fields(record)
+        self._resharding.restore(record, step.now)
+        self._shutdown.restore_fields(record)
+        self.incidents.restore([r for r in records if isinstance(r, Incident)])
+        if record.phase is Phase.FORMING:
+            return None
+        self._members.restore(records, record, self._resharding.server_ranks(), step.now)
+        if record.ended is not None:
+            return self._shutdown.resume_end(step, record.ended)
+        self._barrier.open_generation(self._lifecycle.generation)
+        self._resize.resume(step)
+        self._lifecycle.renew_heal_deadline(step.now)
+        self._shutdown.resume_dump(step)
+        members = count_noun(len(self._members.members), "member")
+        self._lifecycle.set_phase(Phase.RETURNING, f"the scheduler is back and waits for its {members} to re-attach")
+        step.out.publish("cluster", "restored", f"generation {self._lifecycle.generation}, {members}")
+        return self._recovery.end_if_all_left(step)

@@ -1,201 +1,373 @@
-"""The cluster as the scheduler knows it: its settings, its phase, and its members found by id or by rank."""
+"""One step of the scheduler's machine: its time, its effects, and the state that every decision may read.
+
+`Step` is made for each event and handed to the parts. `Outbox` collects the effects of the step in order. `Lifecycle` owns the
+phase and the generation. `ClusterState` reads all parts and writes none: the pure functions that decide take it as an argument.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from covey.core.cluster import ranks
-from covey.core.parameter_server.sharding import ServerRanks, Sharding, initial_sharding
+from covey.core.effects import Close, EndCluster, Level, Persist, PublishEvent, SchedulerEffect, Send
+from covey.core.parameter_server.sharding import ServerRanks, Sharding
 from covey.core.types import (
     AgentInfo,
-    AgentRecord,
     ClusterRecord,
     ClusterSettings,
     Ended,
     FullRestart,
     Member,
-    MemberRecord,
     NodeState,
     Phase,
     Record,
     Role,
 )
 
-MemberKey = tuple[Role, str]  # role and node id
+if TYPE_CHECKING:
+    from covey.core.cluster.members import Heartbeats, MemberKey, Members
+    from covey.core.cluster.registration import Registration
+    from covey.core.cluster.resharding import Resharding
+    from covey.core.cluster.resize import Resize
+    from covey.core.cluster.shutdown import Shutdown
+
+CAUSE_MAX = 1000  # characters of a full restart's cause
+NEVER = float("inf")
+PHASE_TRANSITIONS: dict[Phase, frozenset[Phase]] = {
+    Phase.FORMING: frozenset({Phase.READY, Phase.ENDED, Phase.RETURNING}),
+    Phase.READY: frozenset({Phase.HEALING, Phase.ENDED}),
+    Phase.HEALING: frozenset({Phase.READY, Phase.ENDED}),
+    Phase.RETURNING: frozenset({Phase.READY, Phase.HEALING, Phase.ENDED}),
+    Phase.ENDED: frozenset(),
+}
 
 
-class ClusterState(msgspec.Struct):
-    """Everything the scheduler knows. Only `machine.Machine` changes it; members come and go through `add` and `remove`."""
+class Outbox:
+    """The effects of the present step, in order, and the counters for metrics.
 
-    cluster_id: str
-    settings: ClusterSettings
-    job: str = ""
-    phase: Phase = Phase.FORMING
-    reason: str = "waiting for the first node"
-    last_refusal: str = ""  # who was, last, while it forms, and why: the others wait for one that will not come
-    generation: int = 0
-    restarts: int = 0
-    resized: int = 0  # the generation in which the world last changed its size
-    next_seat: int = -1  # for who comes after formation; -1: the first
-    heals: bool = False  # its program calls covey.init(): workers can wait for a replacement, and be one
-    asked: int = 0  # the number of workers that was asked for last, if any was
-    trains: bool = False  # a loop has finished a step in this start of everyone: from then on the world may change its size
-    sharing: Sharding | None = None  # of the parameter servers' rows, once it has changed
-    coming: ServerRanks = ()  # parameter servers that rows are not yet shared with
-    moved: bool = True  # every row is where the sharing says
-    copied: bool | None = None  # whether a server's rows outlive it, once servers have come or gone
-    next_server: int = -1  # for who comes after formation; -1: the first
-    ended: Ended | None = None
-    gone: tuple[str, ...] = ()  # lives of hosts that are said to be over: nobody of them may come back
-    going: tuple[str, ...] = ()  # ids of workers that are to leave when all go on without those who leave now
-    dumping: Ended | None = None  # how it ends once its ranks have written down what they hold
-    arriving: tuple[str, ...] = ()  # ids of workers that a growth waits for
-    full_restart: FullRestart | None = None  # the newest; None if there was none
-    members: dict[MemberKey, Member] = {}
-    agents: dict[str, AgentInfo] = {}
-    _members_by_rank: dict[tuple[Role, int], Member] = {}
-    _role_sizes: dict[Role, int] = {}
-    _children_by_agent: dict[str, list[Member]] = {}  # by agent
+    A record is made when `persist` or `persist_cluster` is called, so it has the state of that moment.
+    """
 
-    def add(self, member: Member) -> None:
-        """Take a member in, under its id and, where it has one, its rank."""
-        group, key = member.role.group, (member.role, member.node_id)
-        assert key not in self.members and (group, member.rank) not in self._members_by_rank, f"{member} would be there twice"
-        self.members[key] = member
-        self._role_sizes[group] = self.size(group) + 1
-        if member.agent:
-            self._children_by_agent.setdefault(member.agent, []).append(member)
-        if member.rank >= 0:
-            self._members_by_rank[(group, member.rank)] = member
+    def __init__(self, make_cluster_record: Callable[[], ClusterRecord]) -> None:
+        self._make_cluster_record = make_cluster_record
+        self._effects: list[SchedulerEffect] = []
+        self.counters: dict[str, float] = {}
 
-    def remove(self, member: Member) -> None:
-        """Let a member go, before its id or rank changes."""
-        group = member.role.group
-        del self.members[(member.role, member.node_id)]
-        self._role_sizes[group] -= 1
-        self._members_by_rank.pop((group, member.rank), None)
-        if member.agent:
-            self._children_by_agent[member.agent].remove(member)
+    def send(self, connection: int, message: Any) -> None:
+        self._effects.append(Send(message, connection))
 
-    def move_to_agent(self, member: Member, agent: AgentInfo) -> None:
-        """Give a child to another agent."""
-        self._children_by_agent[member.agent].remove(member)
-        self._children_by_agent.setdefault(agent.id, []).append(member)
-        member.agent, member.host = agent.id, agent.host
+    def close(self, connection: int) -> None:
+        self._effects.append(Close(connection))
 
-    def assign_ranks(self, places: Mapping[str, int]) -> None:
-        """Give everyone its rank (by name) and its local rank; a child is called by its rank from now on."""
-        everyone = list(self.members.values())
-        for member in everyone:
-            self.remove(member)
-            member.rank, member.state = places[member.name], NodeState.ALIVE
-            member.seat = member.rank
-            if member.agent:
-                member.node_id = str(member.rank)
-        for member in everyone:
-            self.add(member)
-        for group in {member.role.group for member in everyone}:
-            local = ranks.assign_local_ranks(self.members_in_role(group))
-            for member in self.members_in_role(group):
-                member.local_rank = local[member.name]
+    def persist(self, record: Record) -> None:
+        self._effects.append(Persist(record))
 
-    def restore_members(self, records: Sequence[Record], now: float) -> None:
-        """The members and agents of the journal: whoever was there is suspect until it is heard."""
-        world = next((record.world for record in records if isinstance(record, ClusterRecord)), -1)
-        for record in records:
-            if isinstance(record, AgentRecord):
-                agent = record.to_agent()
-                agent.last_heartbeat_at = now
-                self.agents[agent.id] = agent
-            elif isinstance(record, MemberRecord) and self._is_current_record(record, world):
-                member = record.to_member()
-                member.last_heartbeat_at = now
-                if member.is_present:
-                    member.state = NodeState.SUSPECT
-                self.add(member)
+    def persist_cluster(self) -> None:
+        self._effects.append(Persist(self._make_cluster_record()))
 
-    def _is_current_record(self, record: MemberRecord, world: int) -> bool:
-        """Whether a member of the journal is one still."""
-        if record.role is Role.WORKER:
-            return world < 0 or record.rank < world
-        return record.role is not Role.PSERVER or record.rank in {*self.current_sharding.servers, *self.coming}
+    def publish(self, node: str, what: str, reason: str, level: Level = Level.NOTE) -> None:
+        self._effects.append(PublishEvent(node, what, reason, level))
+
+    def end(self, ended: Ended) -> None:
+        self._effects.append(EndCluster(ended.code, ended.reason, ended.failure))
+
+    def count(self, name: str) -> None:
+        self.counters[name] = self.counters.get(name, 0) + 1
+
+    def take_effects(self) -> list[SchedulerEffect]:
+        """Return the effects of the step and begin the next."""
+        effects, self._effects = self._effects, []
+        return effects
+
+
+class Step(msgspec.Struct, frozen=True):
+    """What every part gets with an event: the time, the state it may read, and where its effects go."""
+
+    now: float
+    cluster: ClusterState
+    out: Outbox
+
+
+class Lifecycle:
+    """Owns the phase with its reason, the generation, and what the program has shown that it can do.
+
+    The phase changes only by `PHASE_TRANSITIONS`; the generation only grows.
+    """
+
+    def __init__(self, cluster_id: str, settings: ClusterSettings) -> None:
+        self._settings = settings
+        self.cluster_id = cluster_id
+        self.phase = Phase.FORMING
+        self.reason = "waiting for the first node"
+        self.generation = 0
+        self.resized = 0  # the generation in which the number of workers last changed
+        self.restarts = 0  # restarts of all workers
+        self.full_restart: FullRestart | None = None  # the newest; None if there was none
+        self.heals = False  # the program calls covey.init(): workers can wait for a replacement, and be one
+        self.trains = False  # a loop has finished a step since all workers last started: the number of workers may change
+        self.highest_step = -1  # that any rank has reported
+        self.heal_deadline = NEVER  # HEALING or RETURNING must be over by then
 
     @property
     def has_ended(self) -> bool:
         return self.phase is Phase.ENDED
 
     @property
-    def current_sharding(self) -> Sharding:
-        return self.sharing or initial_sharding(self.settings.server_num)
+    def is_restarting(self) -> bool:
+        """Whether not all ranks have resumed since the newest full restart."""
+        return self.full_restart is not None and not self.full_restart.resumed
+
+    def set_phase(self, phase: Phase, reason: str) -> None:
+        assert phase in PHASE_TRANSITIONS[self.phase], f"no transition from {self.phase} to {phase}"
+        self.phase, self.reason = phase, reason
+
+    def set_reason(self, reason: str) -> None:
+        self.reason = reason
+
+    def begin_healing(self, reason: str, now: float) -> None:
+        """Enter HEALING, or stay in it, with a new deadline."""
+        self.renew_heal_deadline(now)
+        if self.phase is not Phase.HEALING:
+            self.set_phase(Phase.HEALING, reason)
+
+    def renew_heal_deadline(self, now: float) -> None:
+        limit = self._settings.topo_timeout_s
+        self.heal_deadline = now + limit if limit >= 0 else NEVER
+
+    def advance_generation(self) -> int:
+        self.generation += 1
+        return self.generation
+
+    def note_resize(self) -> None:
+        """The next generation has another number of workers."""
+        self.resized = self.generation + 1
+
+    def note_init(self) -> bool:
+        """A worker called covey.init(); returns whether it is the first."""
+        is_first, self.heals = not self.heals, True
+        return is_first
+
+    def note_loop(self) -> bool:
+        """A covey.Loop finished a step; returns whether it is the first since all workers started."""
+        is_first, self.trains = not self.trains, True
+        return is_first
+
+    def note_step(self, step: int) -> None:
+        self.highest_step = max(self.highest_step, step)
+
+    def note_full_restart(self, cause: str) -> None:
+        """Count a start of all ranks from a checkpoint or from step 0. The caller persists the cluster."""
+        before = self.full_restart
+        self.full_restart = FullRestart(before.count + 1 if before else 1, cause[:CAUSE_MAX])
+
+    def note_restart_step(self, step: int) -> bool:
+        """The loops started at this step (-1: unknown); returns whether that was the missing part of a full restart."""
+        if self.full_restart is None or not self.full_restart.step < 0 <= step:
+            return False
+        self.full_restart = msgspec.structs.replace(self.full_restart, step=step)
+        return True
+
+    def note_restart_resumed(self) -> bool:
+        """All ranks resumed; returns whether that ended a full restart."""
+        if self.full_restart is None or self.full_restart.resumed:
+            return False
+        self.full_restart = msgspec.structs.replace(self.full_restart, resumed=True)
+        return True
+
+    def note_state_lost(self, cause: str) -> None:
+        """No rank has the training state any more: the number of workers stays until a loop has finished a step again."""
+        self.trains = False
+        self.note_full_restart(cause)
+
+    def reset_for_restart(self, cause: str) -> None:
+        """All workers start again."""
+        self.note_full_restart(cause)
+        self.restarts += 1
+        self.trains, self.highest_step = False, -1
+
+    def postpone(self, by_s: float) -> None:
+        self.heal_deadline += by_s
+
+    def restore(self, record: ClusterRecord) -> None:
+        """Restore all but the phase, which the machine decides."""
+        self.cluster_id, self.generation, self.restarts = record.cluster_id, record.generation, record.restarts
+        self.resized, self.heals, self.trains = record.resized, record.heals, record.trains
+        self.full_restart = record.full_restart
+
+
+class ClusterState:
+    """What every decision may read of the cluster. It has no fields of its own: each belongs to the part it is read from."""
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        job: str,
+        lifecycle: Lifecycle,
+        heartbeats: Heartbeats,
+        members: Members,
+        resize: Resize,
+        resharding: Resharding,
+        shutdown: Shutdown,
+        registration: Registration,
+    ) -> None:
+        self.settings, self.job = settings, job
+        self._lifecycle, self._members, self._resize = lifecycle, members, resize
+        self._resharding, self._shutdown, self._registration = resharding, shutdown, registration
+        self.members: Mapping[MemberKey, Member] = members.members
+        self.agents: Mapping[str, AgentInfo] = members.agents
+        self.current = members.current
+        self.members_in_role = members.members_in_role
+        self.members_without_spares = members.members_without_spares
+        self.size = members.size
+        self.member_at_rank = members.member_at_rank
+        self.children = members.children
+        self.progress = heartbeats.progress
+        self.last_heartbeat_at = heartbeats.last_heartbeat_at
+
+    # -- of Lifecycle ------------------------------------------------------------------------------------------------
 
     @property
-    def is_resharding(self) -> bool:
-        """Whether parameter servers come or go."""
-        return bool(self.coming) or not self.moved
+    def cluster_id(self) -> str:
+        return self._lifecycle.cluster_id
 
     @property
-    def rows_survive_death(self) -> bool:
-        """Whether a parameter server's rows outlive it: one alone has nobody to hold their copy."""
-        return self.settings.copies > 0 and self.settings.server_num > 1 if self.copied is None else self.copied
+    def phase(self) -> Phase:
+        return self._lifecycle.phase
 
-    def members_in_role(self, role: Role) -> list[Member]:
-        """The members that count towards the number of this role."""
-        return [member for member in self.members.values() if member.role.group is role.group]
+    @property
+    def has_ended(self) -> bool:
+        return self._lifecycle.has_ended
 
-    def members_without_spares(self) -> list[Member]:
-        """Everyone but the spares, on whom nothing depends."""
-        return [member for member in self.members.values() if member.role is not Role.SPARE]
+    @property
+    def reason(self) -> str:
+        return self._lifecycle.reason
 
-    def size(self, role: Role) -> int:
-        return self._role_sizes.get(role.group, 0)
+    @property
+    def generation(self) -> int:
+        return self._lifecycle.generation
+
+    @property
+    def resized(self) -> int:
+        return self._lifecycle.resized
+
+    @property
+    def restarts(self) -> int:
+        return self._lifecycle.restarts
+
+    @property
+    def full_restart(self) -> FullRestart | None:
+        return self._lifecycle.full_restart
+
+    @property
+    def heals(self) -> bool:
+        return self._lifecycle.heals
+
+    @property
+    def trains(self) -> bool:
+        return self._lifecycle.trains
+
+    # -- of Members --------------------------------------------------------------------------------------------------
+
+    @property
+    def gone(self) -> tuple[str, ...]:
+        return self._members.gone
+
+    @property
+    def next_seat(self) -> int:
+        return self._members.next_seat
+
+    def free_slots_by_agent(self, role: Role) -> dict[str, int]:
+        """By agent: how many members of a role it could start beyond those it has, of the places it registered."""
+        found = {}
+        for agent in self.agents.values():
+            places = agent.slots if role is Role.WORKER else agent.servers
+            children = self.children(agent.id)
+            free = places - sum(m.role.group is role.group and m.state is not NodeState.DEAD for m in children)
+            if agent.connection and not agent.is_leaving and free > 0:
+                found[agent.id] = free
+        return found
+
+    # -- of Registration ---------------------------------------------------------------------------------------------
+
+    @property
+    def last_refusal(self) -> str:
+        return self._registration.last_refusal
+
+    # -- of Resize ---------------------------------------------------------------------------------------------------
+
+    @property
+    def asked(self) -> int:
+        return self._resize.asked
+
+    @property
+    def going(self) -> tuple[str, ...]:
+        return self._resize.going
+
+    @property
+    def arriving(self) -> tuple[str, ...]:
+        return self._resize.arriving
 
     @property
     def target_workers(self) -> int:
         """How many workers there should be, as soon as there are hosts for them."""
         return self.asked or self.settings.default_target_workers
 
-    def free_slots_by_agent(self, role: Role) -> dict[str, int]:
-        """By agent: how many members of a role it could start beyond those it has, of what it came with."""
-        found = {}
-        for agent in self.agents.values():
-            places = agent.slots if role is Role.WORKER else agent.servers
-            held = [m for m in self.children(agent.id) if m.role.group is role.group and m.state is not NodeState.DEAD]
-            free = places - len(held)
-            if agent.connection and not agent.is_leaving and free > 0:
-                found[agent.id] = free
-        return found
+    # -- of Resharding -----------------------------------------------------------------------------------------------
 
-    def member_at_rank(self, role: Role, rank: int) -> Member | None:
-        """Who holds this rank, or claims it before the cluster has formed."""
-        return self._members_by_rank.get((role.group, rank))
+    @property
+    def sharing(self) -> Sharding | None:
+        return self._resharding.sharing
 
-    def children(self, agent: str) -> list[Member]:
-        return list(self._children_by_agent.get(agent, ()))
+    @property
+    def is_resharding(self) -> bool:
+        return self._resharding.is_resharding
+
+    @property
+    def coming(self) -> ServerRanks:
+        return self._resharding.coming
+
+    @property
+    def moved(self) -> bool:
+        return self._resharding.moved
+
+    @property
+    def copied(self) -> bool | None:
+        return self._resharding.copied
+
+    @property
+    def next_server(self) -> int:
+        return self._resharding.next_server
+
+    @property
+    def current_sharding(self) -> Sharding:
+        return self._resharding.current_sharding
+
+    @property
+    def rows_survive_death(self) -> bool:
+        return self._resharding.rows_survive_death
+
+    # -- of Shutdown -------------------------------------------------------------------------------------------------
+
+    @property
+    def ended(self) -> Ended | None:
+        return self._shutdown.ended
+
+    @property
+    def dumping(self) -> Ended | None:
+        return self._shutdown.dumping
+
+    # -- the journal -------------------------------------------------------------------------------------------------
 
     def record(self) -> ClusterRecord:
         """The cluster as the journal keeps it."""
-        settings = self.settings
         return ClusterRecord(
-            job=self.job,
-            worker_num=settings.worker_num,
-            server_num=settings.server_num,
-            phase=self.phase,
+            worker_num=self.settings.worker_num,
+            server_num=self.settings.server_num,
             world=self.size(Role.WORKER) if self.resized else -1,
-            ended=self.ended,
             **{name: getattr(self, name) for name in RECORDED_FIELDS},
         )
 
-    def restore_fields(self, record: ClusterRecord) -> None:
-        """What the journal keeps, but for the phase: what follows from that is the machine's to decide."""
-        for name in RECORDED_FIELDS:
-            setattr(self, name, getattr(record, name))
 
-
-# What a cluster and its record call by the same name, and a scheduler that comes back goes on with.
-RECORDED_FIELDS = tuple(
-    name
-    for name in ClusterRecord.__struct_fields__
-    if name in ClusterState.__struct_fields__ and name not in ("job", "phase", "ended")
-)
+RECORDED_FIELDS = tuple(name for name in ClusterRecord.__struct_fields__ if name not in ("worker_num", "server_num", "world"))

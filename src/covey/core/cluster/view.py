@@ -8,9 +8,10 @@ from typing import Any
 
 import msgspec
 
-from covey.core.cluster import resize_plan
+from covey.core.cluster.incident_log import IncidentLog
+from covey.core.cluster.resize import resize_blocker
 from covey.core.cluster.state import ClusterState
-from covey.core.incidents import Incident, Incidents, Total
+from covey.core.incidents import Incident, Total
 from covey.core.types import FullRestart, Member, Phase, Role
 
 RECOVERIES_SHOWN_MAX = 20  # recoveries shown
@@ -99,11 +100,12 @@ def make_cluster_view(
     started_at: float,
     wall: float,
     now: float,
-    incidents: Incidents | None = None,
+    incidents: IncidentLog | None = None,
     **more: Any,
 ) -> ClusterView:
     """The view of a cluster at `now` (the machine's clock); `wall` and `started_at` are wall-clock times for people."""
-    median = median_step_s(cluster.members_in_role(Role.WORKER))
+    present = (m for m in cluster.members_in_role(Role.WORKER) if m.is_present)
+    median = median_step_s(cluster.progress(member).busy_s for member in present)
     nodes = [
         scheduler,
         *(_make_node_view(cluster, m, now, median) for m in sorted(cluster.members.values(), key=_node_sort_key)),
@@ -121,7 +123,7 @@ def make_cluster_view(
         now=wall,
         nodes=nodes,
         restarts=cluster.restarts,
-        resizable=resize_plan.resize_blocker(cluster) == "",
+        resizable=resize_blocker(cluster) == "",
         goal=cluster.target_workers,
         heals=cluster.heals,
         job=cluster.settings.job,
@@ -135,9 +137,9 @@ def _node_sort_key(member: Member) -> tuple[str, int, str]:
     return (member.role, member.rank, member.node_id)
 
 
-def median_step_s(workers: Iterable[Member]) -> float:
-    """The median of what a step takes a worker, without the waiting for others; 0 where too few have said it."""
-    busy = [member.progress.busy_s for member in workers if member.is_present and member.progress.busy_s > 0]
+def median_step_s(busy_s: Iterable[float]) -> float:
+    """The median of what a step takes a worker, without the waiting for others; 0 if too few workers have reported it."""
+    busy = [seconds for seconds in busy_s if seconds > 0]
     return statistics.median(busy) if len(busy) >= STRAGGLER_MIN_WORKERS else 0.0
 
 
@@ -149,7 +151,8 @@ def straggler_ratio(busy_s: float, usual_s: float) -> float:
 
 def _make_node_view(cluster: ClusterState, member: Member, now: float, usual_s: float) -> NodeView:
     agent = cluster.agents.get(member.agent)
-    heard = member.last_heartbeat_at if member.life else (agent.last_heartbeat_at if agent else 0.0)
+    sender, progress = member if member.life else agent, cluster.progress(member)
+    heard = cluster.last_heartbeat_at(sender) if sender else 0.0
     return NodeView(
         role=member.role,
         node_id=member.node_id,
@@ -158,8 +161,8 @@ def _make_node_view(cluster: ClusterState, member: Member, now: float, usual_s: 
         address=member.host.address,
         state=str(member.state),
         alive=member.is_present,
-        step=member.progress.step,
-        phase=member.progress.phase,
+        step=progress.step,
+        phase=progress.phase,
         beat_age_s=max(0.0, now - heard) if heard else -1.0,
         restarts=member.restarts,
         incarnation=member.incarnation,
@@ -168,9 +171,9 @@ def _make_node_view(cluster: ClusterState, member: Member, now: float, usual_s: 
         log=agent.logs.replace("{rank}", member.node_id)
         if agent and member.rank >= 0 and member.role is not Role.SPARE
         else "",
-        busy_s=member.progress.busy_s,
-        loss=member.progress.loss,
-        straggles=straggler_ratio(member.progress.busy_s, usual_s),
+        busy_s=progress.busy_s,
+        loss=progress.loss,
+        straggles=straggler_ratio(progress.busy_s, usual_s),
         host_id=member.host.id,
         host_life=member.host.life,
     )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from tests.unit.core.cluster.editable_cluster import EditableCluster, training_cluster
 from tests.unit.core.cluster.test_after_death import IN_PLACE
 from tests.unit.core.cluster.test_scheduler_machine import (
     cut_under_an_agent,
     ready,
+    reply,
     sent,
     told,
     training,
 )
 from tests.unit.core.cluster.test_scheduler_machine_effects import records, served, warnings
 
-from covey.core.cluster.scheduler_machine import SchedulerMachine
+from covey.core.cluster.scheduler_machine import SchedulerMachine, find_kill_target
 from covey.core.effects import Send
 from covey.core.events import MessageReceived
 from covey.core.incidents import Outcome
@@ -35,9 +37,9 @@ VISITOR = 9
 def asked(made: SchedulerMachine, wish: ScaleRequest | StopRequest | KillRequest) -> ScaleAccepted | RequestAccepted | Refused:
     """What the visitor was sent, and nobody else."""
     effects = made.step(MessageReceived(wish, VISITOR), 1.0)
-    answers = [e for e in effects if isinstance(e, Send) and isinstance(e.message, ScaleAccepted | RequestAccepted | Refused)]
-    assert [answer.connection for answer in answers] == [VISITOR] and answers[0].message == made.last_reply
-    return made.last_reply
+    answer = reply(effects)
+    assert Send(answer, VISITOR) in effects
+    return answer
 
 
 def test_another_size_is_promised_with_its_operation_or_refused_with_the_reason() -> None:
@@ -60,7 +62,7 @@ def test_a_growth_of_servers_that_is_taken_back_is_named_by_its_own_number() -> 
     made.step(MessageReceived(ChildExited("0", 1, 137, "killed"), 1), 1.0)
     assert [(i.number, i.node) for i in made.incidents.records] == [(1, "servers"), (2, "worker:0")]
     effects = made.step(MessageReceived(ScaleRequest(roll_back=True), VISITOR), 1.0)
-    assert made.last_reply == ScaleAccepted(1, "the servers that were to come do not")
+    assert reply(effects) == ScaleAccepted(1, "the servers that were to come do not")
     assert "servers rolled back: asked to; the growth is taken back" in warnings(effects)
     assert [i.outcome for i in made.incidents.records] == [Outcome.ROLLED_BACK, Outcome.RESTARTED]
 
@@ -69,10 +71,11 @@ def test_room_is_told_and_is_no_operation() -> None:
     made = ready("a", "b")
     refused = asked(made, ScaleRequest(more_workers=1, start_processes=False))
     assert isinstance(refused, Refused) and refused.reason.startswith("only the world of a covey.Loop that has finished a step")
-    made.cluster.trains = True
+    EditableCluster.of(made).set(trains=True)
     effects = made.step(MessageReceived(ScaleRequest(more_workers=1, start_processes=False), VISITOR), 1.0)
-    assert isinstance(made.last_reply, ScaleAccepted) and made.last_reply.operation == 0 and made.last_reply.reason
-    assert told(effects) == [f"cluster room: {made.last_reply.reason}"] and records(effects)[-1].asked == 3
+    accepted = reply(effects)
+    assert isinstance(accepted, ScaleAccepted) and accepted.operation == 0 and accepted.reason
+    assert told(effects) == [f"cluster room: {accepted.reason}"] and records(effects)[-1].asked == 3
 
 
 def test_a_dump_is_agreed_to_once_with_how_many_can() -> None:
@@ -96,3 +99,11 @@ def test_a_kill_is_a_warning_and_is_agreed_to_with_what_is_killed() -> None:
     }
     assert warnings(effects) == [f"pserver:1 to be killed: to see: {why}"]
     assert asked(made, KillRequest("worker:7")) == Refused("there is no node 'worker:7': GET /nodes lists them")
+
+
+def test_who_can_be_killed() -> None:
+    made = training_cluster()
+    assert find_kill_target(made, "worker:2") == (made.worker("2"), "process 1 of worker:2 on host-b is killed")
+    assert find_kill_target(made, "worker:9") == (None, "there is no node 'worker:9': GET /nodes lists them")
+    made.set(phase=Phase.ENDED, reason="all 4 workers finished")
+    assert find_kill_target(made, "worker:2") == (None, "the cluster has ended: all 4 workers finished")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.unit.core.cluster.editable_cluster import EditableCluster
 from tests.unit.core.cluster.test_scheduler_machine import (
     BOX,
     OTHER,
@@ -33,10 +34,11 @@ from tests.unit.core.cluster.test_scheduler_machine import (
 from tests.unit.core.cluster.test_scheduler_machine_effects import noted, records, serve, served, warnings
 from tests.unit.core.cluster.test_spares_decided import SPARE, Bench
 
+from covey.core.cluster.members import HostLayout
 from covey.core.cluster.recovery_strategy import parse_strategies
-from covey.core.cluster.resize_plan import JOIN_TIMEOUT_S
+from covey.core.cluster.resize import JOIN_TIMEOUT_S
 from covey.core.cluster.scheduler_machine import SchedulerMachine
-from covey.core.cluster.transitions import END_DELIVERY_S
+from covey.core.cluster.shutdown import END_DELIVERY_S
 from covey.core.effects import Close, EndCluster, Persist
 from covey.core.events import ConnectionLost, HostGone, MessageReceived, Tick
 from covey.core.incidents import Outcome, Stage
@@ -94,7 +96,8 @@ def test_a_rank_starts_again_on_its_host_and_nobody_else_is_asked_to_start_anyth
         1: [Assignment("0", 0, 1, 0), Assignment("1", 1, 2, 1)]
     }
     assert made.counters == {"deaths": 1, "replacements": 1} and made.cluster.reason == reason
-    assert made.first_failure is not None and (made.first_failure.code, made.first_failure.log) == (137, "")
+    failure = EditableCluster.of(made).recovery.first_failure
+    assert failure is not None and (failure.code, failure.log) == (137, "")
 
 
 def test_three_deaths_without_a_step_between_are_enough_and_a_step_begins_the_count_anew() -> None:
@@ -147,7 +150,10 @@ def test_a_life_that_was_asked_to_go_hands_over_and_has_not_failed() -> None:
         assert made.cluster.members[(Role.WORKER, "1")].handovers == life
         made.step(MessageReceived(register("1", f"life {life + 1}", incarnation=life + 1), 20 + life), 1.0)
     assert made.counters == {"handovers": 2, "replacements": 2}
-    assert made.first_failure is None and made.cluster.members[(Role.WORKER, "1")].deaths_without_progress == 0
+    assert (
+        EditableCluster.of(made).recovery.first_failure is None
+        and made.cluster.members[(Role.WORKER, "1")].deaths_without_progress == 0
+    )
 
 
 def test_a_spares_end_is_told_with_its_reason_and_when_it_stands_by_too() -> None:
@@ -167,7 +173,8 @@ def test_a_mistake_in_the_program_is_not_started_again() -> None:
 
 def test_without_one_the_others_go_on_and_the_reason_is_shown() -> None:
     made = cut_under_an_agent(3)
-    made.cluster.members[(Role.WORKER, "1")].deaths_without_progress = 3
+    edited = EditableCluster.of(made)
+    edited.change(edited.worker("1"), deaths_without_progress=3)
     effects = dies(made, "1")
     assert "cluster resized: worker:1 died: killed; the world is now 2" in warnings(effects)
     assert made.cluster.reason.startswith("worker:1 died 3 times without a step in between: ")
@@ -193,12 +200,12 @@ def test_a_host_that_comes_starts_what_lost_ones_had() -> None:
     for link in (10, 11, 13):
         made.step(MessageReceived(RankResumed(3, 6), link), 3.0)
     assert (phase(made), outcomes(made)) == (Phase.READY, [Outcome.RESUMED])
-    assert made.first_failure is None
+    assert EditableCluster.of(made).recovery.first_failure is None
 
 
 def test_a_host_of_which_the_world_grows_is_the_cause_of_that() -> None:
     made = ready_agents(worker_max=4, last_call_s=0.0)
-    made.cluster.trains = True
+    EditableCluster.of(made).set(trains=True)
     made.step(MessageReceived(RegisterAgent("c", "life of c", THIRD, 1), 3), 1.0)
     assert noted(made)[0][:3] == ("scale-out", "a host came", "the world grows from 3 to 4 workers, as third came")
 
@@ -313,7 +320,7 @@ def test_before_the_end_the_others_write_down_what_they_hold_and_the_next_schedu
     assert (phase(made), made.cluster.reason, made.incidents.records[0].strategy) == (Phase.HEALING, reason, "dump")
     assert members(effects) == [("2", 1, NodeState.DEAD)]
     assert f"cluster dump: {reason}; the others write down what they hold" in warnings(effects)
-    failure = made.first_failure
+    failure = EditableCluster.of(made).recovery.first_failure
     assert failure is not None and records(effects)[-1].dumping == Ended(139, reason, failure)
     wrote = made.step(MessageReceived(DumpWritten(5, "there"), 10), 1.0)
     assert told(wrote) == ["worker:0 dumped: step 5 is in there"] and not ended(wrote)
@@ -335,7 +342,7 @@ def test_without_anybody_who_could_write_it_down_the_end_is_at_once() -> None:
     made = ready_agents(strategies=parse_strategies(("dump",)))
     end = ended(dies(made, "2", link=2))
     assert end is not None and (end.code, end.reason) == (137, "worker:2 on other: killed")
-    assert end.failure is made.first_failure and made.incidents.records[0].strategy == "exit"
+    assert end.failure is EditableCluster.of(made).recovery.first_failure and made.incidents.records[0].strategy == "exit"
 
 
 def test_a_server_that_dies_meanwhile_writes_nothing_down_and_no_worker_for_it() -> None:
@@ -471,10 +478,11 @@ def test_servers_begin_from_nothing_where_everyone_starts_anew() -> None:
     for life in (1, 2):
         made.step(MessageReceived(ChildExited("1", life, 137, "killed", role=Role.PSERVER), 1), 1.0)
         serve(made, 1)
-    assert made._current_layout().make_rank_assigned(made.cluster.members[(Role.PSERVER, "1")]).restarts == 2
+    assert HostLayout(made.cluster).make_rank_assigned(made.cluster.members[(Role.PSERVER, "1")]).restarts == 2
     lost = ChildExited("1", 3, ExitCode.ROWS_LOST, "its rows are lost", role=Role.PSERVER)
     assert set(sent(made.step(MessageReceived(lost, 1), 1.0), DesiredChildren)) == {1}
-    assert {made._current_layout().make_rank_assigned(m).restarts for m in made.cluster.members_in_role(Role.PSERVER)} == {0}
+    layout = HostLayout(made.cluster)
+    assert {layout.make_rank_assigned(m).restarts for m in made.cluster.members_in_role(Role.PSERVER)} == {0}
 
 
 def test_servers_that_were_to_come_have_their_time_anew_under_the_next_scheduler() -> None:
@@ -616,7 +624,7 @@ def test_a_place_that_is_filled_again_ends_the_recovery_and_shows_its_stages() -
     (incident,) = made.incidents.records
     assert incident.outcome is Outcome.RESUMED and incident.ms[Stage.REFORMED] == 1000.0
     assert told(effects)[-1] == "cluster ready: every place is filled again"
-    assert made.first_failure is None
+    assert EditableCluster.of(made).recovery.first_failure is None
 
 
 # -- words of those who do not count ---------------------------------------------------------------------------------
@@ -629,13 +637,14 @@ def test_what_agents_and_strangers_say_in_a_workers_place_changes_nothing() -> N
         assert made.step(MessageReceived(SafePointReport(generation, CollectiveNumber(5, 0)), link), 1.0) == []
         assert made.step(MessageReceived(RankResumed(generation, 9), link), 1.0) == []
         assert made.step(MessageReceived(ServerInSync(0), link), 1.0) == []
-    assert made._highest_step == 5 and not made._heal_barrier.reports
+    edited = EditableCluster.of(made)
+    assert edited.lifecycle.highest_step == 5 and not edited.barrier.safe_point.reports
 
 
 def test_who_goes_on_shows_the_step_it_is_in() -> None:
     made = training(strategies=IN_PLACE)
     made.step(MessageReceived(RankResumed(made.cluster.generation, 8), 10), 1.0)
-    assert made.cluster.members[(Role.WORKER, "0")].progress == Progress(8, "train", in_loop=True)
+    assert made.cluster.progress(made.cluster.members[(Role.WORKER, "0")]) == Progress(8, "train", in_loop=True)
 
 
 def test_a_silent_ones_leave_that_completes_the_cluster_is_the_reason_for_its_readiness() -> None:
@@ -658,4 +667,4 @@ def test_children_of_an_agent_that_left_speak_no_more() -> None:
     made = training(recovery=True, strategies=parse_strategies(("recover",)), extra_ranks=0)
     effects = made.step(MessageReceived(Leave(143, "SIGTERM"), 2), 1.0)
     assert "agent:b gone: SIGTERM" in warnings(effects)
-    assert made.cluster.members[(Role.WORKER, "2")].connection == 0 and made.list_connections() == [1, 10, 11]
+    assert made.cluster.members[(Role.WORKER, "2")].connection == 0 and made.list_connections() == [10, 11, 1]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.unit.core.cluster.editable_cluster import EditableCluster
 
-from covey.core.cluster.state import ClusterState
-from covey.core.parameter_server.sharding import initial_sharding
 from covey.core.types import (
     AgentInfo,
     AgentRecord,
@@ -25,8 +24,8 @@ from covey.core.types import (
 BOX, OTHER = Host("boot-box", "box", "10.0.0.1"), Host("boot-other", "other", "10.0.0.2")
 
 
-def books(*members: Member, servers: int = 0) -> ClusterState:
-    made = ClusterState("c", ClusterSettings(2, servers), phase=Phase.READY, generation=1)
+def books(*members: Member, servers: int = 0) -> EditableCluster:
+    made = EditableCluster(ClusterSettings(2, servers), phase=Phase.READY, generation=1)
     for member in members:
         made.add(member)
     return made
@@ -48,19 +47,19 @@ def test_everyone_is_found_by_rank_and_nobody_twice() -> None:
 
 def test_a_child_that_moves_is_its_new_hosts() -> None:
     made = books(child(0), child(1))
-    made.move_to_agent(made.members[(Role.WORKER, "1")], AgentInfo("b", "life", OTHER, 1))
+    made.table.move_to_agent(made.worker("1"), AgentInfo("b", "life", OTHER, 1))
     assert [m.node_id for m in made.children("a")] == ["0"] and [m.node_id for m in made.children("b")] == ["1"]
     assert made.members[(Role.WORKER, "1")].host == OTHER
 
 
 def test_a_host_offers_what_it_came_with_and_does_not_run() -> None:
     made = books(child(0), child(1, state=NodeState.DEAD), child(0, Role.PSERVER), servers=1)
-    made.agents["a"] = AgentInfo("a", "life", BOX, 2, servers=3, connection=1)
+    made.add_agent(AgentInfo("a", "life", BOX, 2, servers=3, connection=1))
     assert made.free_slots_by_agent(Role.WORKER) == {"a": 1} and made.free_slots_by_agent(Role.PSERVER) == {"a": 2}
-    made.agents["a"].slots = 1
+    made.change_agent("a", slots=1)
     assert made.free_slots_by_agent(Role.WORKER) == {}
     for away in (AgentInfo("a", "life", BOX, 2), AgentInfo("a", "life", BOX, 2, connection=1, is_leaving=True)):
-        made.agents["a"] = away
+        made.add_agent(away)
         assert made.free_slots_by_agent(Role.WORKER) == {}
 
 
@@ -72,9 +71,10 @@ def test_of_a_journal_count_the_members_of_the_world_as_it_is_now() -> None:
         MemberRecord.from_member(child(9, Role.SPARE)),
     )
 
-    def taken_over(world: int) -> ClusterState:
-        made = books(servers=2)
-        made.restore_members((ClusterRecord("c", "job", 3, 2, Phase.READY, 1, world=world), *kept), 7.0)
+    def taken_over(world: int, coming: tuple[int, ...] = ()) -> EditableCluster:
+        made, record = books(servers=2), ClusterRecord("c", "job", 3, 2, Phase.READY, 1, world=world)
+        made.set(coming=coming)
+        made.table.restore((record, *kept), record, made.resharding.server_ranks(), 7.0)
         return made
 
     made = taken_over(2)
@@ -85,23 +85,16 @@ def test_of_a_journal_count_the_members_of_the_world_as_it_is_now() -> None:
         (Role.WORKER, "0"),
         (Role.WORKER, "1"),
     ]
-    assert {member.state for member in made.members.values()} == {NodeState.SUSPECT} and made.agents[
-        "a"
-    ].last_heartbeat_at == 7.0
-    assert {member.last_heartbeat_at for member in made.members.values()} == {7.0}
+    assert {member.state for member in made.members.values()} == {NodeState.SUSPECT}
+    assert made.last_heartbeat_at(made.agents["a"]) == 7.0
+    assert {made.last_heartbeat_at(member) for member in made.members.values()} == {7.0}
     assert taken_over(-1).size(Role.WORKER) == 3, "a world that never changed has all of them"
-    coming = books(servers=2)
-    coming.coming = (2,)
-    coming.restore_members(kept, 7.0)
+    coming = taken_over(-1, coming=(2,))
     assert coming.size(Role.PSERVER) == 3 and coming.size(Role.WORKER) == 3
 
 
 def test_the_record_says_how_large_a_world_is_that_has_changed() -> None:
     made = books(child(0), child(1))
     assert made.record().world == -1
-    made.resized = 1
+    made.set(resized=1)
     assert made.record().world == 2
-    made.sharing = initial_sharding(2)
-    again = books()
-    again.restore_fields(made.record())
-    assert again.sharing == initial_sharding(2) and again.resized == 1 and again.phase is Phase.READY

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import cast
 
+from tests.unit.core.cluster.editable_cluster import EditableCluster
 from tests.unit.core.cluster.test_scheduler_machine import (
     BOX,
     OTHER,
@@ -197,7 +198,7 @@ def test_deaths_on_the_way_back_to_where_all_were_are_not_called_fruitless() -> 
 
 def test_a_restart_of_all_uses_up_no_replacements() -> None:
     made = begun_anew()
-    made.cluster.agents["a"].max_restarts = 1
+    EditableCluster.of(made).change_agent("a", max_restarts=1)
     effects = made.step(MessageReceived(ChildExited("0", 2, 137, "killed"), 1), 1.0)
     assert "cluster recover-in-place: worker:0 is started again on box; the others stay in their step" in told(effects)
     begin_lives(made)

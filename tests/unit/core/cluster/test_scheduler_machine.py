@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import pytest
+from tests.unit.core.cluster.editable_cluster import EditableCluster
 
+from covey.core.cluster.heal_barrier import RendezvousStore
 from covey.core.cluster.recovery_strategy import parse_strategies
-from covey.core.cluster.rendezvous import RendezvousStore
 from covey.core.cluster.scheduler_machine import SchedulerMachine
-from covey.core.cluster.transitions import PHASE_TRANSITIONS
 from covey.core.effects import Close, EndCluster, Persist, PublishEvent, SchedulerEffect, Send
 from covey.core.events import ConnectionLost, HostGone, JournalRead, MessageReceived, MindSporeDetected, Tick
 from covey.core.incidents import Incident, Outcome
@@ -494,7 +494,7 @@ def test_restart_all_starts_every_worker_anew_in_a_new_generation() -> None:
     assert starts[1].assignments == [Assignment("0", 0, 2, 0), Assignment("1", 1, 2, 1)]
     assert (starts[2].generation, starts[2].restarts, starts[2].max_restarts) == (2, 1, 1)
     made.step(MessageReceived(Heartbeat(Progress(9)), 3), 1.0)
-    assert made.cluster.members[(Role.WORKER, "2")].progress.step == -1, "the old incarnation no longer speaks"
+    assert made.cluster.progress(made.cluster.members[(Role.WORKER, "2")]).step == -1, "the old incarnation no longer speaks"
     assert [record.state for record in kept(effects) if isinstance(record, MemberRecord)] == [NodeState.ALIVE] * 3
     assert phase(made) is Phase.READY
     assert ended(made.step(MessageReceived(ChildExited("1", 2, 1), 1), 2.0)), "one restart was allowed"
@@ -505,7 +505,7 @@ def test_a_host_may_allow_fewer_restarts_than_the_scheduler(heals: bool) -> None
     made = machine(1, max_restarts=5, strategies=parse_strategies(["recover-in-place"]))
     effects = made.step(MessageReceived(RegisterAgent("a", "life of a", BOX, 1, max_restarts=1), 1), 0.0)
     assert [record.max_restarts for record in kept(effects) if isinstance(record, AgentRecord)] == [1]
-    made.cluster.heals = heals
+    EditableCluster.of(made).set(heals=heals)
     assert not ended(made.step(MessageReceived(ChildExited("0", 1, 1), 1), 1.0))
     assert ended(made.step(MessageReceived(ChildExited("0", 2, 1), 1), 2.0))
 
@@ -514,7 +514,7 @@ def test_an_agent_may_be_gone_at_once_where_workers_by_hand_are_waited_for() -> 
     settings: dict[str, Any] = {"recovery": True, "strategies": parse_strategies(["recover"])}
     waiting, gone = ready_agents(**settings), ready_agents(**settings, agents_return=False)
     for made in (waiting, gone):
-        made.cluster.heals = True
+        EditableCluster.of(made).set(heals=True)
         made.step(ConnectionLost("reset", 2), 1.0)
     assert (phase(waiting), phase(gone)) == (Phase.READY, Phase.HEALING)
 
@@ -541,7 +541,7 @@ def test_with_recovery_a_lost_agent_may_come_back_within_the_node_timeout() -> N
 def test_room_is_made_for_workers_that_come_by_themselves() -> None:
     made = ready("a", "b")
     assert isinstance(_asked(made, ScaleRequest(more_workers=1, start_processes=False)), Refused), "no step was finished yet"
-    made.cluster.trains = True
+    EditableCluster.of(made).set(trains=True)
     extra = MessageReceived(register("c"), 7)
     assert "one worker too many" in sent(made.step(extra, 1.0), Refused)[7].reason
     effects = made.step(MessageReceived(ScaleRequest(more_workers=1, start_processes=False), 9), 1.0)
@@ -552,7 +552,7 @@ def test_room_is_made_for_workers_that_come_by_themselves() -> None:
 
 def test_a_host_that_comes_later_makes_the_world_grow_when_it_has_imported() -> None:
     made = ready_agents(worker_max=4, last_call_s=0.0)
-    made.cluster.trains = True
+    EditableCluster.of(made).set(trains=True)
     made.step(MessageReceived(RegisterAgent("c", "life of c", OTHER, 1, template_importing=True), 3), 1.0)
     tick(made, 3.0, beats=[1, 2, 3], since=1.0)
     assert (phase(made), made.cluster.size(Role.WORKER)) == (Phase.READY, 3), "nobody waits for its imports"
@@ -691,7 +691,8 @@ def test_where_only_leavers_live_one_of_them_stays() -> None:
     made = cut_under_an_agent(5, together=2)
     made.step(MessageReceived(ScaleRequest(workers=1), 9), 1.0)
     assert workers_of(made) == ["0", "1", "2"]
-    made.cluster.members[(Role.WORKER, "0")].deaths_without_progress = 3  # it cannot be replaced: the world shrinks
+    edited = EditableCluster.of(made)
+    edited.change(edited.worker("0"), deaths_without_progress=3)  # it cannot be replaced: the world shrinks
     made.step(MessageReceived(ChildExited("0", 1, 137, "killed"), 1), 1.0)
     assert sorted(workers_of(made)) == ["1", "2"]
     all_go_on(made)
@@ -703,9 +704,10 @@ def test_where_only_leavers_live_one_of_them_stays() -> None:
 def test_a_scheduler_that_does_not_know_who_went_on_asks_before_the_next_leave() -> None:
     made = cut_under_an_agent(4)
     made.step(MessageReceived(ScaleRequest(workers=2), 9), 1.0)
-    made._heal_barrier.resumed.clear()
-    made._replacement_running = made._group_formed = False
-    made._update_readiness("every member is heard again")  # as after a return
+    edited = EditableCluster.of(made)
+    edited.barrier.safe_point.resumed.clear()
+    edited.barrier.restore(is_pending=False)
+    edited.recovery.update_readiness(edited.step(1.0), "every member is heard again")  # as after a return
     effects = tick(made, 2.0, since=1.5)
     assert set(sent(effects, NewGeneration)) == {11, 12, 13} and phase(made) is Phase.HEALING
     assert workers_of(made) == ["0", "1", "2"], "nobody leaves before all go on"
@@ -788,8 +790,14 @@ def test_a_scheduler_that_comes_back_waits_for_the_newcomers_of_a_growth(what: s
 
 
 def _asked(made: SchedulerMachine, asked: ScaleRequest) -> ScaleAccepted | RequestAccepted | Refused:
-    made.step(MessageReceived(asked, 9), 1.0)
-    return made.last_reply
+    return reply(made.step(MessageReceived(asked, 9), 1.0))
+
+
+def reply(effects: Effects) -> ScaleAccepted | RequestAccepted | Refused:
+    """The only answer to an operator's request."""
+    kinds = (ScaleAccepted, RequestAccepted, Refused)
+    (answer,) = [effect.message for effect in effects if isinstance(effect, Send) and isinstance(effect.message, kinds)]
+    return answer
 
 
 def test_an_agent_whose_workers_have_finished_may_go() -> None:
@@ -1083,21 +1091,6 @@ def test_nobody_who_is_not_registered_writes_or_reads_the_board() -> None:
     assert made.step(MessageReceived(RendezvousGet("addr/0", 1), 99), 0.0) == []
 
 
-# -- the table -------------------------------------------------------------------------------------------------------
-
-
-def test_every_phase_can_end_and_nothing_follows_the_end() -> None:
-    assert set(PHASE_TRANSITIONS) == set(Phase)
-    assert PHASE_TRANSITIONS[Phase.ENDED] == frozenset()
-    assert all(Phase.ENDED in PHASE_TRANSITIONS[phase] for phase in Phase if phase is not Phase.ENDED)
-
-
-def test_a_move_that_does_not_exist_is_a_bug() -> None:
-    made = ready("0", "1")
-    with pytest.raises(AssertionError, match="no move from ready to forming"):
-        made._set_phase(Phase.FORMING, "never")
-
-
 # -- a host that is said to be gone ----------------------------------------------------------------------------------
 
 POD, NEXT = Host("pod-1", "pod-1", "10.0.0.2", life="uid-1"), Host("pod-1", "pod-1", "10.0.0.3", life="uid-2")
@@ -1152,7 +1145,7 @@ def test_a_node_is_killed_by_its_agent_and_its_death_is_news_like_any_other() ->
     made = ready_agents()
     made.step(MessageReceived(ChildStarted("2", 1, 42), 2), 1.0)
     effects = made.step(MessageReceived(KillRequest("worker:2", "to see"), 9), 1.0)
-    assert sent(effects, KillChild) == {2: KillChild("2", 1)} and isinstance(made.last_reply, RequestAccepted)
+    assert sent(effects, KillChild) == {2: KillChild("2", 1)} and isinstance(reply(effects), RequestAccepted)
     assert "worker:2 to be killed: to see: process 42 of worker:2 on other is killed" in told(effects)
     assert state(made, "2") is NodeState.ALIVE and made.counters["kills"] == 1, "nothing is decided before it is dead"
 
@@ -1165,7 +1158,7 @@ def test_who_cannot_be_killed_from_here(node: str, why: str) -> None:
     made.step(MessageReceived(register("0", pid=7), 1), 0.0)
     made.step(MessageReceived(register("1"), 2), 0.0)
     effects = made.step(MessageReceived(KillRequest(node), 9), 1.0)
-    assert not sent(effects, KillChild) and isinstance(made.last_reply, Refused) and why in made.last_reply.reason
+    assert not sent(effects, KillChild) and why in sent(effects, Refused)[9].reason
 
 
 def test_a_worker_that_speaks_mindspores_protocol_ends_the_run() -> None:
@@ -1180,7 +1173,7 @@ def test_a_worker_that_speaks_mindspores_protocol_ends_the_run() -> None:
 
 def test_a_worker_that_called_init_may_speak_mindspores_protocol() -> None:
     made = ready_agents()
-    made.cluster.heals = True
+    EditableCluster.of(made).set(heals=True)
     assert not made.step(MindSporeDetected("worker:1"), 2.0) and phase(made) is Phase.READY
 
 
@@ -1196,13 +1189,14 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_counted() -> None:
 def test_a_run_is_dumped_on_request_and_ends_when_everyone_has_written() -> None:
     made = ready("0", "1")
     asked = MessageReceived(StopRequest("enough", dump=True), 9)
-    assert not sent(made.step(asked, 1.0), DumpRequest) and isinstance(made.last_reply, Refused), "nobody is in a loop yet"
+    early = made.step(asked, 1.0)
+    assert not sent(early, DumpRequest) and isinstance(reply(early), Refused), "nobody is in a loop yet"
     for link in (1, 2):
         made.step(MessageReceived(Heartbeat(Progress(3, "train", in_loop=True)), link), 1.0)
-    assert sent(made.step(asked, 1.0), DumpRequest) == {link: DumpRequest("enough") for link in (1, 2)}
-    assert isinstance(made.last_reply, RequestAccepted)
-    made.step(asked, 1.0)
-    assert isinstance(made.last_reply, Refused) and "already" in made.last_reply.reason
+    effects = made.step(asked, 1.0)
+    assert sent(effects, DumpRequest) == {link: DumpRequest("enough") for link in (1, 2)}
+    assert isinstance(reply(effects), RequestAccepted)
+    assert "already" in sent(made.step(asked, 1.0), Refused)[9].reason
     assert ended(made.step(MessageReceived(DumpWritten(4, "here"), 1), 1.1)) is None
     end = ended(made.step(MessageReceived(DumpWritten(4, "here"), 2), 1.1))
     assert end is not None and (end.code, end.reason) == (ExitCode.STOPPED, "enough; step 4 is in here")
@@ -1273,7 +1267,7 @@ def test_who_cannot_be_replaced_on_a_host_that_leaves_ends_it_with_a_dump() -> N
 def test_a_full_board_says_so_to_who_pins_and_to_who_waits() -> None:
     made = ready_agents()
     made.step(MessageReceived(register("0", incarnation=1), 10), 0.0)
-    made._rendezvous = RendezvousStore(bytes_max=3, keys_max=1)
+    EditableCluster.of(made).barrier._rendezvous = RendezvousStore(bytes_max=3, keys_max=1)
     assert not sent(made.step(MessageReceived(RendezvousPut("a", b"123", 1), 10), 0.0), Refused)
     assert (
         sent(made.step(MessageReceived(RendezvousPut("b", b"", 1), 10), 0.0), Refused)[10].reason
@@ -1297,4 +1291,5 @@ def test_strangers_and_old_generations_pin_nothing() -> None:
         == made.step(MessageReceived(RendezvousGet("a", 7), 10), 0.0)
         == []
     )
-    assert not made._rendezvous.values and not made._rendezvous.waiters_by_key
+    board = EditableCluster.of(made).barrier._rendezvous
+    assert not board.values and not board.waiters_by_key

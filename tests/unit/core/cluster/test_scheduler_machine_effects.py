@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+from tests.unit.core.cluster.editable_cluster import EditableCluster
 from tests.unit.core.cluster.test_scheduler_machine import (
     BOX,
     all_go_on,
@@ -22,9 +24,9 @@ from tests.unit.core.cluster.test_scheduler_machine import (
     workers_of,
 )
 
-from covey.core.cluster.failure_detector import COLLECTIVE_RETRIES_MAX, DEATH_REPORT_S
+from covey.core.cluster.heal_barrier import COLLECTIVE_RETRIES_MAX, DEATH_REPORT_S
 from covey.core.cluster.recovery_strategy import parse_strategies
-from covey.core.cluster.resize_plan import JOIN_TIMEOUT_S
+from covey.core.cluster.resize import JOIN_TIMEOUT_S
 from covey.core.cluster.scheduler_machine import SchedulerMachine
 from covey.core.effects import Level, PublishEvent, SchedulerEffect
 from covey.core.events import MessageReceived, Tick
@@ -107,7 +109,8 @@ def test_a_smaller_world_is_counted_told_and_kept() -> None:
 
 def test_a_rank_that_nobody_replaces_is_gone_on_without() -> None:
     made = cut_under_an_agent(3)
-    made.cluster.members[(Role.WORKER, "1")].deaths_without_progress = 3
+    edited = EditableCluster.of(made)
+    edited.change(edited.worker("1"), deaths_without_progress=3)
     effects = made.step(MessageReceived(ChildExited("1", 1, 137, "killed"), 1), 1.0)
     assert made.counters.get("shrinks") == 1 and made.cluster.size(Role.WORKER) == 2
     assert [w for w in warnings(effects) if w.startswith("cluster resized: ") and w.endswith("; the world is now 2")]
@@ -138,12 +141,12 @@ def test_a_collective_that_breaks_while_all_live_is_tried_again() -> None:
     assert made.incidents.records[0].ms[Stage.DETECTED] == 0.0 and made.incidents.records[0].ms[Stage.DECIDED] > 100
     made.step(MessageReceived(StateFetched(made.cluster.generation - 1), 10), 2.0)
     made.step(MessageReceived(StateFetched(made.cluster.generation), 99), 2.0)
-    assert Stage.RESTORED not in made.incidents._open_times[1].stage_times
-    made.step(MessageReceived(StateFetched(made.cluster.generation), 10), 2.0)
-    assert made.incidents._open_times[1].stage_times[Stage.RESTORED] == 2.0
+    made.step(MessageReceived(StateFetched(made.cluster.generation), 10), 3.0)
     for link in (10, 11, 12):
-        made.step(MessageReceived(RankResumed(made.cluster.generation, 5), link), 2.0)
+        made.step(MessageReceived(RankResumed(made.cluster.generation, 5), link), 3.5)
     assert (phase(made), noted(made)[0][3]) == (Phase.READY, Outcome.RESUMED)
+    assert made.incidents.records[0].ms[Stage.RESUMED] == 500.0, "the others' word did not count as restored"
+    assert sum(made.incidents.records[0].ms.values()) == pytest.approx(2500.0)
 
 
 def test_one_that_breaks_again_and_again_is_the_end() -> None:
@@ -151,8 +154,7 @@ def test_one_that_breaks_again_and_again_is_the_end() -> None:
     now = 1.0
     for number in range(COLLECTIVE_RETRIES_MAX):
         assert sent(broken(made, now), NewGeneration), number
-        made.cluster.phase, now = Phase.READY, now + 1.0
-        made._heal_barrier.failed_at = float("inf")
+        now += 1.0
     end = ended(broken(made, now))
     assert end is not None and end.code == ExitCode.PEER_FAILED
     assert end.reason == f"a collective broke ({SAID}) and every process lives, 5 times in a row without a step in between"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from tests.unit.core.cluster.editable_cluster import EditableCluster
 from tests.unit.core.cluster.test_scheduler_machine import BOX, OTHER, Effects, ended, machine, register, training
 from tests.unit.core.cluster.test_scheduler_machine_effects import noted, warnings
 
-from covey.core.cluster import recovery_strategy
+from covey.core.cluster import recovery
 from covey.core.cluster.recovery_strategy import parse_strategies
 from covey.core.cluster.scheduler_machine import SchedulerMachine
-from covey.core.cluster.state import ClusterState
 from covey.core.events import MessageReceived
 from covey.core.incidents import Outcome
 from covey.core.messages import (
@@ -72,10 +72,10 @@ def test_replacement_that_repeats_earlier_steps_makes_no_progress_by_them() -> N
 
 
 def test_error_of_a_parameter_server_is_none_of_the_script() -> None:
-    made = ClusterState("c", ClusterSettings(1, 1, strategies=IN_PLACE), phase=Phase.READY, generation=1, heals=True)
+    made = EditableCluster(ClusterSettings(1, 1, strategies=IN_PLACE), phase=Phase.READY, generation=1, heals=True)
     server = Member(Role.PSERVER, "0", "life", BOX, rank=0, agent="a", state=NodeState.DEAD, error=ERROR)
-    made.add(server)
-    assert "correct the script" not in recovery_strategy.choose_action(made, server, 1, ERROR)[1]
+    server = made.add(server)
+    assert "correct the script" not in recovery.choose_action(made, server, 1, ERROR)[1]
 
 
 def test_exception_of_all_ranks_ends_the_run() -> None:
@@ -99,7 +99,7 @@ def test_elastic_training_does_not_shrink_for_an_error_of_the_script() -> None:
 
 def test_script_that_never_joined_is_restarted_as_often_as_max_restarts_allows() -> None:
     made = training(max_restarts=3)
-    made.cluster.heals = False
+    EditableCluster.of(made).set(heals=False)
     for _ in range(3):
         assert not ended(raises(made, "1"))
     assert ended(raises(made, "1"))
@@ -183,7 +183,7 @@ def test_death_of_the_only_rank_is_a_full_restart() -> None:
 
 def test_death_during_a_full_restart_is_not_another_one() -> None:
     made = training(max_restarts=2)
-    made.cluster.heals = False
+    EditableCluster.of(made).set(heals=False)
     made.step(MessageReceived(ChildExited("1", 1, 137, "killed"), 1), 1.0)
     replaced(made)
     for member in made.cluster.members_in_role(Role.WORKER):

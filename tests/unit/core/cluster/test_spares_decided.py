@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.unit.core.cluster.editable_cluster import EditableCluster
 from tests.unit.core.cluster.test_scheduler_machine import BOX, OTHER, journal, kept, phase, restored, sent, told
 
 from covey.core.cluster.scheduler_machine import SchedulerMachine
@@ -197,10 +198,10 @@ def test_a_host_with_spares_alone_may_come_at_any_time() -> None:
 
 def test_a_promotion_is_told_and_counted_and_a_spares_end_is_kept() -> None:
     bench = Bench().begin().stand_by()
-    bench.spare().handovers = 3
+    EditableCluster.of(bench.machine).change(bench.spare(), handovers=3)
     effects = bench.die(1)
     assert "spare:0 promoted: it is worker:1 now" in told(effects) and bench.machine.counters["promotions"] == 1
-    assert bench.spare().handovers == 4 and bench.machine.list_connections() == [1, 2, 10, 12, SPARE]
+    assert bench.spare().handovers == 4 and bench.machine.list_connections() == [10, 12, SPARE, 1, 2]
     assert (bench.spare().life, bench.spare().pid, bench.spare().state) == ("", 0, NodeState.LEFT)
     for link in (10, SPARE, 12):
         bench.hear(RankResumed(2, 3), link)

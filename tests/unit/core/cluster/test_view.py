@@ -1,8 +1,9 @@
 from __future__ import annotations
 
 import pytest
+from tests.unit.core.cluster.editable_cluster import EditableCluster
 
-from covey.core.cluster.state import ClusterState
+from covey.core.cluster.incident_log import IncidentLog
 from covey.core.cluster.view import (
     RECOVERIES_SHOWN_MAX,
     ClusterView,
@@ -11,23 +12,32 @@ from covey.core.cluster.view import (
     median_step_s,
     straggler_ratio,
 )
-from covey.core.incidents import Incidents, Outcome
+from covey.core.incidents import Outcome
 from covey.core.parameter_server.settings import ConsistencyMode, parse_mode
 from covey.core.types import AgentInfo, ClusterSettings, Host, Member, NodeState, Phase, Progress, Role
 
 SCHEDULER = NodeView(Role.SCHEDULER, "0", 0, "host", "127.0.0.1", "alive", True)
 
 
-def worker(busy_s: float, state: NodeState = NodeState.ALIVE) -> Member:
-    return Member(Role.WORKER, "w", "life", Host("h", "h", "127.0.0.1"), state=state, progress=Progress(busy_s=busy_s))
+def test_the_usual_step_is_the_median_of_those_who_have_said_it() -> None:
+    assert median_step_s([0.1, 0.2, 0.9, 0.0]) == 0.2
 
 
-def test_the_usual_step_is_the_median_of_those_who_live_and_have_said_it() -> None:
-    assert median_step_s([worker(0.1), worker(0.2), worker(0.9), worker(0.0), worker(5.0, NodeState.DEAD)]) == 0.2
+def test_the_usual_step_is_that_of_those_who_live() -> None:
+    cluster = EditableCluster(ClusterSettings(4), phase=Phase.READY, generation=1)
+    for rank, busy_s in enumerate((0.1, 0.1, 0.4, 0.1)):
+        state = NodeState.DEAD if rank == 3 else NodeState.ALIVE
+        member = Member(Role.WORKER, str(rank), "life", Host("h", "h", "h"), rank=rank, state=state)
+        cluster.add(member, progress=Progress(busy_s=busy_s))
+    seen = make_cluster_view(cluster, scheduler=SCHEDULER, started_at=1.0, wall=2.0, now=10.0).nodes[1:]
+    assert [node.straggles for node in seen] == [0.0, 0.0, pytest.approx(4.0), 0.0]
+    cluster.change(cluster.worker("0"), state=NodeState.DEAD)
+    seen = make_cluster_view(cluster, scheduler=SCHEDULER, started_at=1.0, wall=2.0, now=10.0).nodes[1:]
+    assert [node.straggles for node in seen] == [0.0] * 4, "of two nobody can say who is slow"
 
 
 def test_of_two_nobody_can_say_who_is_slow() -> None:
-    assert median_step_s([worker(0.1), worker(0.9)]) == 0.0
+    assert median_step_s([0.1, 0.9]) == 0.0
     assert straggler_ratio(0.9, 0.0) == 0.0
 
 
@@ -59,10 +69,10 @@ def test_what_is_no_way_to_serve_rows(text: str) -> None:
 
 def test_what_is_shown_of_a_node_and_its_log() -> None:
     host = Host("h", "host", "127.0.0.1")
-    cluster = ClusterState("c", ClusterSettings(1), phase=Phase.READY, generation=1)
-    cluster.agents["a"] = AgentInfo("a", "life of a", host, 1, logs="logs/{rank}.log", last_heartbeat_at=7.0)
+    cluster = EditableCluster(ClusterSettings(1), phase=Phase.READY, generation=1)
+    cluster.add_agent(AgentInfo("a", "life of a", host, 1, logs="logs/{rank}.log"), last_heartbeat_at=7.0)
     cluster.add(Member(Role.WORKER, "0", "", host, rank=0, agent="a", state=NodeState.ALIVE, pid=42))
-    cluster.add(Member(Role.SPARE, "s", "life", host, rank=0, agent="a", state=NodeState.ALIVE, last_heartbeat_at=9.0))
+    cluster.add(Member(Role.SPARE, "s", "life", host, rank=0, agent="a", state=NodeState.ALIVE), last_heartbeat_at=9.0)
     seen = make_cluster_view(cluster, scheduler=SCHEDULER, started_at=1.0, wall=2.0, now=10.0)
     assert [(node.role, node.log, node.beat_age_s) for node in seen.nodes[1:]] == [
         (Role.SPARE, "", 1.0),
@@ -72,13 +82,13 @@ def test_what_is_shown_of_a_node_and_its_log() -> None:
 
 def test_all_that_is_known_of_a_node_is_shown() -> None:
     box = Host("id", "box", "10.0.0.1", life="uid")
-    cluster = ClusterState("c", ClusterSettings(3), phase=Phase.READY, generation=1)
-    cluster.agents["a"] = AgentInfo("a", "life of a", box, 3, logs="logs/{rank}.log")
+    cluster = EditableCluster(ClusterSettings(3), phase=Phase.READY, generation=1)
+    cluster.add_agent(AgentInfo("a", "life of a", box, 3, logs="logs/{rank}.log"))
     for rank, busy_s in enumerate((0.1, 0.1, 0.4)):
         progress = Progress(7, "backward", busy_s=busy_s, loss=0.5)
-        member = Member(Role.WORKER, str(rank), "life", box, rank=rank, state=NodeState.ALIVE, progress=progress)
-        member.restarts, member.incarnation, member.pid, member.agent, member.last_heartbeat_at = 2, 3, 42, "a", 8.0
-        cluster.add(member)
+        member = Member(Role.WORKER, str(rank), "life", box, 3, rank, agent="a", restarts=2, pid=42)
+        member = cluster.add(member, progress=progress, last_heartbeat_at=8.0)
+        cluster.change(member, state=NodeState.ALIVE)
     seen = make_cluster_view(cluster, scheduler=SCHEDULER, started_at=1.0, wall=2.0, now=10.0)
     assert seen.nodes[0] == SCHEDULER and seen.nodes[3] == NodeView(
         role=Role.WORKER,
@@ -107,12 +117,12 @@ def test_all_that_is_known_of_a_node_is_shown() -> None:
 
 def test_all_that_is_known_of_a_cluster_is_shown() -> None:
     settings = ClusterSettings(2, 3, job="named", worker_max=4)
-    cluster = ClusterState("c", settings, reason="all are here", generation=5, restarts=2, heals=True, trains=True)
-    incidents = Incidents(0.0)
+    cluster = EditableCluster(settings, reason="all are here", generation=5, restarts=2, heals=True, trains=True)
+    incidents = IncidentLog(0.0)
     for number in range(RECOVERIES_SHOWN_MAX + 1):
-        incidents.open(1.0, since=1.0, known=1.0, node="n", rank=number, cause="", strategy="recover", reason="")
-        incidents.close(Outcome.RESUMED, 2.0)
-    cluster.phase = Phase.READY
+        incidents.open(cluster.step(1.0), "recover", "", f"death {number}", node="n")
+        incidents.close(cluster.step(2.0), Outcome.RESUMED)
+    cluster.set(phase=Phase.READY)
     seen = make_cluster_view(
         cluster, scheduler=SCHEDULER, started_at=1.0, wall=2.0, now=10.0, incidents=incidents, log_dir="logs"
     )
@@ -139,17 +149,17 @@ def test_all_that_is_known_of_a_cluster_is_shown() -> None:
             trains=True,
         )
     )
-    cluster.generation, cluster.trains = 0, False
+    cluster.set(generation=0, trains=False)
     early = make_cluster_view(cluster, scheduler=SCHEDULER, started_at=1.0, wall=2.0, now=10.0)
     assert early.server_num == 3, "before it has formed, who are to come"
     assert not early.resizable and early.recoveries == []
 
 
 def test_nodes_are_shown_by_role_and_rank_and_who_was_never_heard_has_no_age() -> None:
-    cluster = ClusterState("c", ClusterSettings(2))
+    cluster = EditableCluster(ClusterSettings(2))
     for name, rank in (("b", -1), ("a", -1), ("z", 0)):
         cluster.add(
-            Member(Role.WORKER, name, "life", Host("h", "h", "h"), rank=rank, last_heartbeat_at=0.0 if name == "a" else 11.0)
+            Member(Role.WORKER, name, "life", Host("h", "h", "h"), rank=rank), last_heartbeat_at=0.0 if name == "a" else 11.0
         )
     cluster.add(Member(Role.WORKER, "child", "", Host("h", "h", "h"), rank=1, agent="gone"))
     seen = make_cluster_view(cluster, scheduler=SCHEDULER, started_at=1.0, wall=2.0, now=10.0).nodes[1:]
@@ -160,4 +170,4 @@ def test_nodes_are_shown_by_role_and_rank_and_who_was_never_heard_has_no_age() -
 
 def test_who_is_just_as_slow_as_is_usual_is_no_straggler() -> None:
     assert straggler_ratio(1.5, 1.0) == 0.0 and straggler_ratio(0.010, 0.005) == 0.0
-    assert median_step_s([worker(1.0), worker(2.0), worker(3.0)]) == 2.0
+    assert median_step_s([1.0, 2.0, 3.0]) == 2.0

@@ -5,34 +5,46 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.unit.core.cluster.editable_cluster import EditableCluster
 
-from covey.core.cluster import resize_plan
-from covey.core.cluster.admission import (
+from covey.core.cluster import resize
+from covey.core.cluster.registration import (
     Admission,
     AdmissionDecision,
     choose_node_id,
     decide_agent_admission,
     decide_node_admission,
-    describe_members,
 )
-from covey.core.cluster.state import ClusterState
-from covey.core.messages import NAMES_MAX, Register, RegisterAgent
-from covey.core.types import AgentInfo, ClusterSettings, Host, Member, NodeState, Phase, Role
+from covey.core.effects import Close, Persist, PublishEvent, SchedulerEffect, Send
+from covey.core.messages import DesiredChildren, RankAssigned, Refused, Register, RegisterAgent, Registered
+from covey.core.types import (
+    AgentInfo,
+    AgentRecord,
+    ClusterRecord,
+    ClusterSettings,
+    Host,
+    Member,
+    MemberRecord,
+    NodeState,
+    Phase,
+    Role,
+)
+from covey.errors import ExitCode
 
 BOX = Host("boot-box", "box", "10.0.0.1")
 OTHER = Host("boot-other", "other", "10.0.0.2")
 
 
-def forming(*members: Member, recovery: bool = False, workers: int = 2, servers: int = 0) -> ClusterState:
-    cluster = ClusterState("c1", ClusterSettings(workers, servers, recovery=recovery))
+def forming(*members: Member, recovery: bool = False, workers: int = 2, servers: int = 0) -> EditableCluster:
+    cluster = EditableCluster(ClusterSettings(workers, servers, recovery=recovery), cluster_id="c1")
     for member in members:
         cluster.add(member)
     return cluster
 
 
-def formed(*members: Member, recovery: bool = True, phase: Phase = Phase.READY) -> ClusterState:
+def formed(*members: Member, recovery: bool = True, phase: Phase = Phase.READY) -> EditableCluster:
     cluster = forming(*members, recovery=recovery, workers=len(members))
-    cluster.phase, cluster.generation = phase, 3
+    cluster.set(phase=phase, generation=3)
     return cluster
 
 
@@ -63,7 +75,7 @@ def test_worker_0_and_server_0_are_two_nodes() -> None:
 
 
 @pytest.mark.parametrize("cluster", [forming(worker("a")), formed(worker("a", 0), worker("b", 1))])
-def test_the_life_that_is_known_re_attaches(cluster: ClusterState) -> None:
+def test_the_life_that_is_known_re_attaches(cluster: EditableCluster) -> None:
     answer = decide_node_admission(cluster, wish("a", "life of a"))
     assert (answer.admission, answer.member_key) == (Admission.REATTACH, (Role.WORKER, "a"))
 
@@ -121,14 +133,14 @@ def test_a_stranger_waits_while_somebody_is_silent() -> None:
 # -- refused ---------------------------------------------------------------------------------------------------------
 
 
-def refusal(cluster: ClusterState, registration: Register) -> str:
+def refusal(cluster: EditableCluster, registration: Register) -> str:
     answer = decide_node_admission(cluster, registration)
     assert answer.admission is Admission.REFUSE
     return answer.reason
 
 
 @pytest.mark.parametrize("cluster", [forming(worker("a"), worker("b"), servers=1), formed(worker("a", 0), worker("b", 1))])
-def test_one_worker_too_many(cluster: ClusterState) -> None:
+def test_one_worker_too_many(cluster: EditableCluster) -> None:
     assert refusal(cluster, wish("c")) == (
         "one worker too many: the cluster has its 2 (worker:a, worker:b)."
         " Stop this one, or start the cluster with a larger number"
@@ -151,7 +163,7 @@ def test_a_rank_taken_by_an_agents_worker() -> None:
 
 
 @pytest.mark.parametrize("cluster", [forming(worker("a", state=NodeState.WAITING)), formed(worker("a", 0), worker("b", 1))])
-def test_a_live_nodes_id(cluster: ClusterState) -> None:
+def test_a_live_nodes_id(cluster: EditableCluster) -> None:
     said = "worker:a on box (process 42) is alive: a second node with its id is not allowed"
     assert refusal(cluster, wish("a")) == said
 
@@ -178,7 +190,7 @@ def test_a_role_without_places() -> None:
 
 def test_a_cluster_that_has_ended() -> None:
     cluster = formed(worker("a", 0), phase=Phase.ENDED)
-    cluster.reason = "the only worker finished"
+    cluster.set(reason="the only worker finished")
     assert refusal(cluster, wish("a")) == "the cluster has ended: the only worker finished"
 
 
@@ -228,7 +240,7 @@ def agent_wish(name: str = "b", slots: int = 2, first_rank: int = -1, **more: An
     return RegisterAgent(name, "new", OTHER, slots, first_rank, **more)
 
 
-def agent_refusal(cluster: ClusterState, registration: RegisterAgent) -> str:
+def agent_refusal(cluster: EditableCluster, registration: RegisterAgent) -> str:
     answer = decide_agent_admission(cluster, registration)
     assert answer.admission is Admission.REFUSE
     return answer.reason
@@ -241,13 +253,13 @@ def test_an_agent_brings_its_workers() -> None:
 
 def test_the_same_agent_again() -> None:
     cluster = formed(worker("0", 0))
-    cluster.agents["b"] = AgentInfo("b", "new", OTHER, 1)
+    cluster.add_agent(AgentInfo("b", "new", OTHER, 1))
     assert decide_agent_admission(cluster, agent_wish()).admission is Admission.REATTACH
 
 
 def test_another_agent_of_that_name() -> None:
     cluster = forming()
-    cluster.agents["b"] = AgentInfo("b", "first", BOX, 1, connection=5)
+    cluster.add_agent(AgentInfo("b", "first", BOX, 1, connection=5))
     assert agent_refusal(cluster, agent_wish()) == "an agent named b is here already, on box"
 
 
@@ -278,7 +290,7 @@ def test_an_agent_with_other_settings() -> None:
 
 
 def test_an_agent_of_another_job() -> None:
-    named = ClusterState("c1", ClusterSettings(2, job="a"))
+    named = EditableCluster(ClusterSettings(2, job="a"), cluster_id="c1")
     theirs = {"MS_WORKER_NUM": "2", "the job": "b"}
     assert (
         agent_refusal(named, agent_wish(fingerprint=theirs))
@@ -299,7 +311,7 @@ def test_whoever_is_known_is_told_as_what() -> None:
         Admission.REATTACH, "the process its agent started", (Role.WORKER, "1")
     )
     cluster = formed(worker("0", 0))
-    cluster.agents["b"] = AgentInfo("b", "new", OTHER, 1)
+    cluster.add_agent(AgentInfo("b", "new", OTHER, 1))
     assert decide_agent_admission(cluster, agent_wish()) == AdmissionDecision(Admission.REATTACH, "the same agent again")
 
 
@@ -344,7 +356,7 @@ def test_without_recovery_nobody_takes_a_dead_ones_place() -> None:
     assert refusal(cluster, wish("z")).startswith("one worker too many: ")
 
 
-def growing(**changed: Any) -> ClusterState:
+def growing(**changed: Any) -> EditableCluster:
     """Two workers in a world that may have three."""
     cluster = formed(worker("a", 0), worker("b", 1))
     cluster.settings = ClusterSettings(2, recovery=True, **changed)
@@ -353,16 +365,14 @@ def growing(**changed: Any) -> ClusterState:
 
 def test_in_a_world_that_may_grow_a_number_is_no_claim_to_a_rank_that_somebody_has() -> None:
     cluster = growing(worker_max=3)
-    later = AdmissionDecision(
-        Admission.DEFER, f"there is place for 3 workers, but not yet: {resize_plan.resize_blocker(cluster)}"
-    )
+    later = AdmissionDecision(Admission.DEFER, f"there is place for 3 workers, but not yet: {resize.resize_blocker(cluster)}")
     assert decide_node_admission(cluster, wish("1")) == later
     asked = growing()
-    asked.asked = 3
+    asked.set(asked=3)
     assert refusal(asked, wish("1")) == "rank 1 is taken by worker:b on box (process 42)"
-    asked.resized = 2
+    asked.set(resized=2)
     assert decide_node_admission(asked, wish("1")) == later
-    asked.trains = True
+    asked.set(trains=True)
     assert decide_node_admission(asked, wish("1")) == AdmissionDecision(Admission.ADMIT, "there is place for 3 workers")
     forms = forming(worker("1", 1))
     forms.settings = ClusterSettings(2, worker_max=3)
@@ -375,25 +385,15 @@ def test_a_life_whose_rank_is_anothers_by_now_is_over() -> None:
     assert refusal(cluster, wish("1", "older", incarnation=1, rank=1)) == "this life is over: another node took its rank 1"
 
 
-def test_members_in_a_sentence_are_in_a_human_order_and_not_too_many() -> None:
-    def people(count: int) -> list[Member]:
-        return [worker(f"w{number}") for number in reversed(range(count))]
-
-    assert describe_members([]) == "nobody"
-    assert describe_members(people(11)).endswith("worker:w8, worker:w9, worker:w10"), "nine is before ten"
-    assert describe_members(people(NAMES_MAX)).endswith(f", worker:w{NAMES_MAX - 1}")
-    assert describe_members(people(NAMES_MAX + 1)).endswith(f", worker:w{NAMES_MAX - 1} and 1 more")
-
-
 # -- hosts -----------------------------------------------------------------------------------------------------------
 
 
 def test_an_agents_next_life_waits_until_the_one_before_is_known_to_be_over() -> None:
     cluster = formed(worker("0", 0), child(agent="b"))
-    cluster.agents["b"] = AgentInfo("b", "first", OTHER, 1)
+    cluster.add_agent(AgentInfo("b", "first", OTHER, 1))
     held = AdmissionDecision(Admission.DEFER, "the life before of the agent b is not known to be over yet")
     assert decide_agent_admission(cluster, agent_wish()) == held
-    cluster.members[(Role.WORKER, "1")].state = NodeState.DEAD
+    cluster.change(cluster.worker("1"), state=NodeState.DEAD)
     assert decide_agent_admission(cluster, agent_wish(slots=1)) == AdmissionDecision(
         Admission.ADMIT, "other brings 1 worker, and worker:1 can be started again"
     )
@@ -428,12 +428,163 @@ def test_a_host_that_comes_late_hears_what_it_is_good_for() -> None:
         Admission.ADMIT, "other brings 1 worker, and the world may grow from 2 to 3"
     )
     next_in_turn = growing(worker_max=3)
-    next_in_turn.agents["c"] = AgentInfo("c", "its life", BOX, 1, connection=5)
+    next_in_turn.add_agent(AgentInfo("c", "its life", BOX, 1, connection=5))
     assert decide_agent_admission(next_in_turn, agent_wish(slots=1)).admission is Admission.REFUSE, (
         "another host was here before it"
     )
     away = formed(worker("0", 0), child(agent="c"))
-    away.agents["c"] = AgentInfo("c", "its life", BOX, 1)
+    away.add_agent(AgentInfo("c", "its life", BOX, 1))
     assert decide_agent_admission(away, agent_wish()) == AdmissionDecision(
         Admission.DEFER, "the agent on box is out of reach: its places may become free"
     )
+
+
+# -- the part -----------------------------------------------------------------------------------------------------------
+
+
+def register(cluster: EditableCluster, connection: int, request: Register, now: float = 0.0) -> list[SchedulerEffect]:
+    cluster.registration.on_register(cluster.step(now), connection, request)
+    return cluster.take_effects()
+
+
+def register_agent(cluster: EditableCluster, connection: int, request: RegisterAgent) -> list[SchedulerEffect]:
+    cluster.registration.on_register_agent(cluster.step(0.0), connection, request)
+    return cluster.take_effects()
+
+
+def sent(effects: list[SchedulerEffect], kind: type) -> list[int]:
+    return [effect.connection for effect in effects if isinstance(effect, Send) and isinstance(effect.message, kind)]
+
+
+def records_of(effects: list[SchedulerEffect]) -> list[type]:
+    return [type(effect.record) for effect in effects if isinstance(effect, Persist)]
+
+
+def of_two(**settings: Any) -> EditableCluster:
+    """Workers a and b, over connections 1 and 2, have formed a cluster."""
+    cluster = EditableCluster(ClusterSettings(2, **settings))
+    for connection, name in ((1, "a"), (2, "b")):
+        register(cluster, connection, wish(name, f"life of {name}"))
+    assert cluster.phase is Phase.READY
+    return cluster
+
+
+def test_the_cluster_forms_with_the_last_node_and_its_record_is_the_last_that_is_durable() -> None:
+    cluster = EditableCluster(ClusterSettings(2))
+    assert sent(register(cluster, 1, wish("b")), Registered) == [1]
+    assert (cluster.phase, cluster.reason, cluster.generation) == (Phase.FORMING, "1 worker missing", 0)
+    effects = register(cluster, 2, wish("a", "another"))
+    assert (cluster.lifecycle.phase, cluster.generation, cluster.barrier.safe_point.generation) == (Phase.READY, 1, 1)
+    assert records_of(effects) == [MemberRecord, MemberRecord, ClusterRecord] and sent(effects, RankAssigned) == [1, 2]
+    last_write = max(n for n, effect in enumerate(effects) if isinstance(effect, Persist))
+    told = [n for n, e in enumerate(effects) if isinstance(e, Send) and isinstance(e.message, RankAssigned)]
+    assert last_write < min(told)
+
+
+def test_more_workers_than_are_needed_have_a_last_call() -> None:
+    cluster = EditableCluster(ClusterSettings(1, worker_max=3, last_call_s=3.0))
+    register(cluster, 1, wish("a"), now=1.0)
+    assert not cluster.registration.form_or_give_up(cluster.step(3.9)) and cluster.phase is Phase.FORMING
+    register(cluster, 2, wish("b", "another"), now=3.9)
+    cluster.registration.postpone(1.0)
+    assert not cluster.registration.form_or_give_up(cluster.step(7.8)) and cluster.phase is Phase.FORMING
+    assert not cluster.registration.form_or_give_up(cluster.step(7.9))
+    assert cluster.lifecycle.phase is Phase.READY and cluster.size(Role.WORKER) == 2
+
+
+def test_a_formation_is_given_up_when_its_time_is_over_which_a_suspension_prolongs() -> None:
+    cluster = EditableCluster(ClusterSettings(2, topo_timeout_s=10.0))
+    register(cluster, 1, wish("a"))
+    cluster.registration.postpone(5.0)
+    assert not cluster.registration.form_or_give_up(cluster.step(15.0))
+    assert cluster.registration.form_or_give_up(cluster.step(15.1)) and cluster.ended is not None
+    assert cluster.ended.code == ExitCode.NOT_FORMED
+    assert cluster.reason == "not complete within 10 s: 1 worker missing, here: worker:a"
+
+
+def test_a_refusal_closes_the_connection_and_is_remembered_while_the_cluster_forms() -> None:
+    cluster = EditableCluster(ClusterSettings(2))
+    effects = register(cluster, 1, wish("7"))
+    assert sent(effects, Refused) == [1] and effects[-1] == Close(1) and cluster.out.counters["refused"] == 1
+    assert cluster.last_refusal.startswith("other (10.0.0.2) was refused: MS_NODE_ID=7 claims rank 7")
+    assert cluster.reason == f"2 workers missing; {cluster.last_refusal}"
+    formed_already = of_two()
+    register(formed_already, 3, wish("c"))
+    assert formed_already.last_refusal == ""
+
+
+def test_a_connection_that_speaks_for_another_node_is_closed_and_that_node_is_lost() -> None:
+    cluster = of_two(recovery=True)
+    effects = register(cluster, 1, wish("c"))
+    assert sent(effects, Refused) == [1] and Close(1) in effects
+    assert cluster.worker("a").state is NodeState.DEAD and cluster.phase is Phase.HEALING
+
+
+def test_a_deferred_node_is_published_once_until_the_cluster_was_ready_again() -> None:
+    cluster = of_two(recovery=True)
+    cluster.change(cluster.worker("a"), state=NodeState.SUSPECT)
+
+    def is_published() -> bool:
+        effects = register(cluster, 5, wish("a", "next life"))
+        assert sent(effects, Refused) == [5] and Close(5) not in effects, "it may ask again"
+        return any(isinstance(effect, PublishEvent) for effect in effects)
+
+    assert [is_published(), is_published()] == [True, False]
+    cluster.registration.forget_deferred()
+    assert is_published()
+
+
+def test_the_known_process_is_attached_to_its_new_connection_and_the_old_one_is_closed() -> None:
+    cluster = of_two()
+    cluster.change(cluster.worker("a"), state=NodeState.SUSPECT)
+    effects = register(cluster, 5, wish("a", "life of a"), now=9.0)
+    assert effects[0] == Close(1) and sent(effects, RankAssigned) == [5]
+    member = cluster.worker("a")
+    assert (member.connection, member.state, cluster.last_heartbeat_at(member)) == (5, NodeState.ALIVE, 9.0)
+    assert cluster.table.member_at(1) is None
+
+
+def test_a_node_that_takes_a_dead_ones_place_is_its_next_incarnation_in_a_new_generation() -> None:
+    cluster = of_two(recovery=True)
+    cluster.recovery.on_connection_lost(cluster.step(1.0), 2, "reset")
+    dead = cluster.worker("b")
+    cluster.take_effects()
+    effects = register(cluster, 5, wish("z"), now=2.0)
+    member = cluster.worker("z")
+    assert (member.uid, member.rank, member.incarnation, member.connection) == (dead.uid, dead.rank, 2, 5)
+    assert cluster.generation == 3 and records_of(effects)[:2] == [ClusterRecord, MemberRecord]
+    assert (cluster.phase, cluster.reason) == (Phase.READY, "every place is filled again")
+
+
+def test_an_agent_is_admitted_with_its_children_and_told_what_to_run() -> None:
+    cluster = EditableCluster(ClusterSettings(2))
+    effects = register_agent(cluster, 1, agent_wish("b"))
+    assert sent(effects, Registered) == sent(effects, DesiredChildren) == [1]
+    assert records_of(effects) == [AgentRecord, MemberRecord, MemberRecord, ClusterRecord]
+    assert [(m.node_id, m.agent, m.rank) for m in cluster.members_in_role(Role.WORKER)] == [("0", "b", 0), ("1", "b", 1)]
+
+
+def test_an_agent_that_comes_back_over_another_connection_keeps_its_children() -> None:
+    cluster = EditableCluster(ClusterSettings(2))
+    register_agent(cluster, 1, agent_wish("b"))
+    cluster.change(cluster.worker("0"), state=NodeState.SUSPECT)
+    effects = register_agent(cluster, 5, agent_wish("b"))
+    assert effects[0] == Close(1) and sent(effects, DesiredChildren) == [5] and cluster.agents["b"].connection == 5
+    assert cluster.worker("0").state is NodeState.ALIVE and cluster.worker("0").incarnation == 1
+
+
+def test_the_first_call_of_init_by_a_child_is_durable_at_once() -> None:
+    cluster = EditableCluster(ClusterSettings(2))
+    register_agent(cluster, 1, agent_wish("b"))
+    assert not cluster.heals
+    effects = register(cluster, 10, wish("0", incarnation=1))
+    assert cluster.lifecycle.heals and effects[0] == Persist(cluster.record())
+    assert not records_of(register(cluster, 11, wish("1", "another", incarnation=1)))
+
+
+def test_a_worker_that_comes_after_formation_makes_the_world_grow() -> None:
+    cluster = of_two(worker_max=3, last_call_s=0.0)
+    cluster.set(trains=True)
+    effects = register(cluster, 3, wish("c"))
+    assert (cluster.size(Role.WORKER), cluster.arriving, cluster.worker("c").rank) == (3, ("c",), 2)
+    assert sent(effects, RankAssigned) == [1, 2, 3] and cluster.phase is Phase.HEALING

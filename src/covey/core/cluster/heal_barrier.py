@@ -1,0 +1,408 @@
+"""The safe point at which the ranks of a generation agree how to continue, and the plan that follows from their reports.
+
+Every rank reports at a safe point which collective it completed last. The highest completed number wins. A rank that completed
+it can give its result; a rank that did not was waiting in exactly that one, because its result depends on every rank; a new
+rank receives state. Ranks cannot be further apart: a report that says so is a bug in the program or in covey and ends the
+run. Where an optimizer's state is cut into slots, one for each parameter, no rank has all of it: every rank is told which rank
+holds which slots, and each slot must have a holder.
+
+The ranks meet through the rendezvous: each puts its address and gets those of its peers. A new generation clears the values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from covey.core.cluster.members import Heartbeats, Members, describe_members
+from covey.core.cluster.state import NEVER, Lifecycle, Step
+from covey.core.messages import (
+    CollectiveFailed,
+    CollectiveNumber,
+    Donor,
+    HealPlan,
+    NewGeneration,
+    Refused,
+    RendezvousGet,
+    RendezvousPut,
+    RendezvousValue,
+    SafePointReport,
+    SlotHolder,
+)
+from covey.core.types import Member, MemberRecord, NodeState, Phase, Role
+
+COLLECTIVE_RETRIES_MAX = 5  # in a row, of a collective that fails again and again
+DEATH_REPORT_S = 0.2  # how long the report of a death may take that explains a failed collective
+BYTES_MAX = 256 * 1024 * 1024  # of all rendezvous values of a generation
+KEYS_MAX = 1_000_000
+
+
+# -- the plan ------------------------------------------------------------------------------------------------------------
+
+
+def make_heal_plans(
+    generation: int, reports: Mapping[int, SafePointReport], addresses: Mapping[int, str]
+) -> dict[int, HealPlan]:
+    """What each rank is to do, by rank; `reports` holds one of each rank. Finished ranks wait, and can give."""
+    if all(report.finished for report in reports.values()):
+        return dict.fromkeys(reports, HealPlan(generation, done=True))
+    highest = max(
+        (_number_sort_key(r.completed) for r in reports.values() if not r.needs_state), default=_number_sort_key(None)
+    )
+    givers = [rank for rank, r in sorted(reports.items()) if not r.needs_state and _number_sort_key(r.completed) == highest]
+    if trouble := _divergence_blocker(reports, highest) or _missing_slots_blocker(reports):
+        return dict.fromkeys(reports, HealPlan(generation, failure=trouble))
+    holders = [
+        SlotHolder(_make_donor(rank, reports, addresses), r.held_slots) for rank, r in sorted(reports.items()) if r.held_slots
+    ]
+    plans: dict[int, HealPlan] = {}
+    turn = 0
+    for rank, report in sorted(reports.items()):
+        behind = not report.needs_state and _number_sort_key(report.completed) < highest
+        if not givers or not (report.needs_state or behind):
+            plans[rank] = HealPlan(generation, slot_holders=holders)
+            continue
+        giver = _choose_donor(rank, givers, addresses, turn)
+        turn += 1
+        if report.needs_state and not reports[giver].has_complete_state:
+            reason = (
+                f"rank {rank} cannot join the others in their step: its results were too large to keep (COVEY_KEEP_BYTES),"
+                " or something else than the loop's optimizer changed parameters in it"
+            )
+            return dict.fromkeys(reports, HealPlan(generation, failure=reason))
+        if behind and reports[giver].is_result_invalid:
+            reason = f"rank {rank} cannot be handed the step's parameters: the others' programs have changed them since"
+            return dict.fromkeys(reports, HealPlan(generation, failure=reason))
+        plans[rank] = HealPlan(generation, donor=_make_donor(giver, reports, addresses), slot_holders=holders)
+    return plans
+
+
+def _make_donor(rank: int, reports: Mapping[int, SafePointReport], addresses: Mapping[int, str]) -> Donor:
+    return Donor(rank, addresses[rank], reports[rank].port, reports[rank].token)
+
+
+def _number_sort_key(number: CollectiveNumber | None) -> tuple[int, int]:
+    return (number.step, number.index) if number is not None else (-2, 0)
+
+
+def _divergence_blocker(reports: Mapping[int, SafePointReport], highest: tuple[int, int]) -> str:
+    """Why these ranks cannot go on together; "" when they can."""
+    for rank, report in sorted(reports.items()):
+        behind = not report.needs_state and _number_sort_key(report.completed) < highest
+        if behind and report.waiting_in is not None and _number_sort_key(report.waiting_in) != highest:
+            where = f"rank {rank} waits in collective {report.waiting_in}"
+            return (
+                f"{where}, but another has completed {highest[0]}.{highest[1]}: do all ranks call the same ones, in one order?"
+            )
+    return ""
+
+
+def find_wait_beyond_end(reports: Mapping[int, SafePointReport], waits: Mapping[int, CollectiveNumber]) -> str:
+    """Why some wait for ever: a rank at the end of its program takes part in no other collective. "" if nobody does."""
+    ends = {rank: _number_sort_key(report.completed) for rank, report in reports.items() if report.finished}
+    if not ends or not waits:
+        return ""
+    first, last = min(ends, key=lambda rank: ends[rank]), max(waits, key=lambda rank: waits[rank])
+    if _number_sort_key(waits[last]) <= ends[first]:
+        return ""
+    return (
+        f"rank {first} has come to the end of its program, but rank {last} waits for it in collective {waits[last]}:"
+        " do all ranks call the same ones, in one order?"
+    )
+
+
+def _missing_slots_blocker(reports: Mapping[int, SafePointReport]) -> str:
+    """Why these ranks cannot go on: nobody has some of the optimizer's state. "" when somebody has each slot."""
+    held, slots = 0, max(report.slot_count for report in reports.values())
+    for report in reports.values():
+        held |= int.from_bytes(report.held_slots, "little")
+    if missing := slots - (held & ((1 << slots) - 1)).bit_count():
+        return (
+            f"the optimizer's state of {missing} of {slots} parameters was on no rank but the dead"
+            " (ShardedOptimizer(copies=...) says how many deaths at once it outlives)"
+        )
+    return ""
+
+
+def _choose_donor(rank: int, givers: list[int], addresses: Mapping[int, str], turn: int) -> int:
+    """A giver on the same host where there is one; several askers take turns."""
+    near = [giver for giver in givers if addresses[giver] == addresses[rank]] or givers
+    return near[turn % len(near)]
+
+
+# -- rendezvous ---------------------------------------------------------------------------------------------------------
+
+
+class RendezvousStore:
+    """Values and the connections that wait for them, within limits on keys and bytes."""
+
+    def __init__(self, *, bytes_max: int = BYTES_MAX, keys_max: int = KEYS_MAX) -> None:
+        self._bytes_max, self._keys_max = bytes_max, keys_max
+        self.values: dict[str, bytes] = {}
+        self.waiters_by_key: dict[str, list[int]] = {}
+        self.bytes_used = 0
+        self._waiter_count = 0
+
+    def put(self, key: str, value: bytes) -> list[int] | None:
+        """Pin a value; returns the connections that waited for it, or None when the board is full."""
+        size = self.bytes_used + len(value) - len(self.values.get(key, b""))
+        if size > self._bytes_max or (key not in self.values and len(self.values) >= self._keys_max):
+            return None
+        self.bytes_used = size
+        self.values[key] = value
+        waited = self.waiters_by_key.pop(key, [])
+        self._waiter_count -= len(waited)
+        return waited
+
+    def add_waiter(self, key: str, connection: int) -> bool:
+        """Note who waits for a value that is not there yet; False when too many wait."""
+        if self._waiter_count >= self._keys_max:
+            return False
+        self._waiter_count += 1
+        self.waiters_by_key.setdefault(key, []).append(connection)
+        return True
+
+
+# -- the safe point ------------------------------------------------------------------------------------------------------
+
+
+class SafePoint:
+    """The reports of one generation: COLLECTING until there is one of every rank, then PLANNED; DONE once all have finished.
+
+    Owns the reports, the plans made of them, the ranks that resumed, and whether a collective of this generation failed.
+    """
+
+    def __init__(self, generation: int) -> None:
+        self.generation = generation
+        self.reports: dict[int, SafePointReport] = {}
+        self.resumed: set[int] = set()
+        self.failed_at = NEVER  # when a collective failed
+        self.failure_reason = ""
+        self.done = False  # every rank is at the end of its program and was told that all are
+        self._plans: dict[int, HealPlan] = {}
+
+    def add_report(
+        self, rank: int, report: SafePointReport, world: int, addresses: Callable[[], Mapping[int, str]]
+    ) -> dict[int, HealPlan]:
+        """Add a report; returns the plans that are to be sent, by rank.
+
+        These are all plans once every rank has reported, and again when all have finished. A rank that reports again in between
+        may have lost its plan with its connection and gets it again. `addresses` is called once all have reported: listing all
+        addresses at each report would cost O(N²).
+        """
+        self.reports[rank] = report
+        complete = len(self.reports) == world
+        self.done = complete and all(r.finished for r in self.reports.values())
+        if self._plans and not self.done:
+            return {rank: self._plans[rank]}
+        if complete:
+            plans = make_heal_plans(self.generation, self.reports, addresses())
+            held = self.resumed and not self.done  # an earlier scheduler's plan was carried out: these reports are older
+            self._plans = {} if held and any(plan.failure for plan in plans.values()) else plans
+        return self._plans
+
+    def add_resumed(self, ranks: Iterable[int]) -> None:
+        self.resumed.update(ranks)
+
+    def note_failure(self, now: float, reason: str) -> None:
+        self.failed_at, self.failure_reason = min(self.failed_at, now), reason
+
+    def finish(self) -> None:
+        self.done = True
+
+    def discount_suspension(self, slept_s: float, now: float) -> None:
+        if self.failed_at < NEVER:
+            self.failed_at = min(self.failed_at + slept_s, now)
+
+
+# -- the part ------------------------------------------------------------------------------------------------------------
+
+
+class HealBarrier:
+    """Owns the agreement of the ranks: the safe point and the rendezvous values of the present generation.
+
+    A rank gets a plan only after every rank of this generation has reported.
+    """
+
+    def __init__(self, lifecycle: Lifecycle, heartbeats: Heartbeats, members: Members) -> None:
+        self._lifecycle, self._heartbeats, self._members = lifecycle, heartbeats, members
+        self.safe_point = SafePoint(0)
+        self._rendezvous = RendezvousStore()
+        self.is_pending = False  # READY waits until all ranks have resumed
+        self.has_group_met = False  # only then do ranks send RankResumed
+        self._retries = 0  # of a failed collective, since all ranks last resumed
+        self._resume_deadline = NEVER
+
+    # -- generations -------------------------------------------------------------------------------------------------
+
+    def open_generation(self, generation: int) -> None:
+        """Collect the reports of this generation. Rendezvous values that came before formation stay."""
+        self.safe_point = SafePoint(generation)
+
+    def start_generation(self, step: Step, *changed: Member) -> None:
+        """Begin a new generation: the cluster's record is durable first, then the records of the changed members."""
+        generation = self._lifecycle.advance_generation()
+        self._rendezvous = RendezvousStore()
+        self.safe_point = SafePoint(generation)
+        step.out.persist_cluster()
+        for member in changed:
+            step.out.persist(MemberRecord.from_member(self._members.current(member)))
+
+    def regroup(self, step: Step, reason: str, *changed: Member) -> None:
+        """Begin a new generation and tell it to every member that is connected."""
+        self.start_generation(step, *changed)
+        message = NewGeneration(self._lifecycle.generation, reason)
+        for member in self._members.reachable():
+            step.out.send(member.connection, message)
+
+    # -- agreement ---------------------------------------------------------------------------------------------------
+
+    def require_agreement(self) -> None:
+        """A rank was replaced or the number of workers changed: READY waits until all ranks have resumed."""
+        self.is_pending = True
+
+    def require_all_to_resume(self) -> None:
+        """It is unknown which ranks have resumed: READY waits until all say so in a new generation."""
+        self.is_pending = self.has_group_met = True
+
+    def finish_agreement(self) -> None:
+        self.is_pending = False
+
+    def restore(self, is_pending: bool) -> None:
+        self.is_pending = self.has_group_met = is_pending
+
+    @property
+    def all_resumed(self) -> bool:
+        return len(self.safe_point.resumed) == self._members.size(Role.WORKER)
+
+    @property
+    def is_agreeing(self) -> bool:
+        """Whether ranks of a group that has met have yet to resume."""
+        return self.is_pending and self.has_group_met and not self.all_resumed
+
+    # -- rendezvous --------------------------------------------------------------------------------------------------
+
+    def on_rendezvous_put(self, step: Step, connection: int, put: RendezvousPut) -> None:
+        if not self._members.is_connected(connection) or put.generation != self._lifecycle.generation:
+            return
+        self.has_group_met = True
+        waiting = self._rendezvous.put(put.key, put.value)
+        if waiting is None:
+            step.out.send(connection, Refused(f"the board is full: {put.key} cannot be pinned"))
+        for waiter in waiting or ():
+            step.out.send(waiter, RendezvousValue(put.key, put.value, put.generation))
+
+    def on_rendezvous_get(self, step: Step, connection: int, get: RendezvousGet) -> None:
+        if not self._members.is_connected(connection) or get.generation != self._lifecycle.generation:
+            return
+        value = self._rendezvous.values.get(get.key)
+        if value is not None:
+            step.out.send(connection, RendezvousValue(get.key, value, get.generation))
+        elif not self._rendezvous.add_waiter(get.key, connection):
+            step.out.send(connection, Refused(f"the board is full: too many wait for values, {get.key} is one too many"))
+
+    # -- reports -----------------------------------------------------------------------------------------------------
+
+    def add_report(self, member: Member, report: SafePointReport) -> dict[int, HealPlan]:
+        """Add a rank's report of the present generation; returns the plans that are to be sent, by rank."""
+        return self.safe_point.add_report(member.rank, report, self._members.size(Role.WORKER), self._addresses_by_rank)
+
+    def _addresses_by_rank(self) -> dict[int, str]:
+        return {m.rank: m.host.address for m in self._members.members_in_role(Role.WORKER)}
+
+    def add_resumed(self, rank: int) -> None:
+        self.safe_point.add_resumed([rank])
+
+    def is_state_lost(self) -> bool:
+        """Whether every rank reported that it needs the training state, before any resumed."""
+        point = self.safe_point
+        return not point.resumed and not point.done and all(report.needs_state for report in point.reports.values())
+
+    def on_collective_failed(self, step: Step, connection: int, failed: CollectiveFailed) -> None:
+        if self._members.is_connected(connection) and failed.generation == self._lifecycle.generation:
+            self.safe_point.note_failure(step.now, failed.reason)
+
+    def has_unexplained_failure(self, now: float) -> bool:
+        """Whether a collective failed and no death was reported in time that explains it."""
+        return now - self.safe_point.failed_at > DEATH_REPORT_S
+
+    def count_retry(self) -> bool:
+        """Count a retry of a collective; returns whether it is allowed."""
+        self._retries += 1
+        return self._retries <= COLLECTIVE_RETRIES_MAX
+
+    def reset_retries(self) -> None:
+        self._retries = 0
+
+    # -- waits that cannot end ---------------------------------------------------------------------------------------
+
+    def count_left_ranks(self, step: Step) -> bool:
+        """Where all other ranks have finished, or resumed, a rank that left counts as one of them.
+
+        Returns whether ranks that left now count as resumed.
+        """
+        workers, point = self._members.members_in_role(Role.WORKER), self.safe_point
+        left = {m.rank for m in workers if m.state is NodeState.LEFT}
+        if not left or not point.reports or point.done:
+            return False
+        others = {m.rank for m in workers} - left
+        if not left <= point.reports.keys():
+            if others <= point.reports.keys() and all(report.finished for report in point.reports.values()):
+                point.finish()
+                for member in [m for m in workers if m.rank in point.reports]:
+                    step.out.send(member.connection, HealPlan(point.generation, done=True))
+        elif self.is_pending and others <= point.resumed and not left <= point.resumed:
+            point.add_resumed(left)
+            return True
+        return False
+
+    def find_endless_wait(self, step: Step, waiting: int, where: str, limit_s: float) -> str:
+        """Why some ranks wait for ever; "" if none does.
+
+        `waiting` ranks have waited in a collective for longer than the limit, `where` describes that.
+        """
+        return (
+            self._find_wait_on_finished_rank()
+            or self._find_wait_on_left_rank(waiting, where)
+            or self._find_wait_to_resume(step, limit_s)
+        )
+
+    def _find_wait_on_finished_rank(self) -> str:
+        """A rank at the end of its program has reported its last collective, so this shows at once."""
+        reports = self.safe_point.reports
+        if self._lifecycle.phase is not Phase.READY or not any(report.finished for report in reports.values()):
+            return ""
+        waits = {
+            m.rank: number
+            for m in self._members.members_in_role(Role.WORKER)
+            if m.is_present and m.connection
+            if (number := CollectiveNumber.parse(self._heartbeats.progress(m).waiting_in)) is not None
+        }
+        return find_wait_beyond_end(reports, waits)
+
+    def _find_wait_on_left_rank(self, waiting: int, where: str) -> str:
+        """A rank that left reports nothing more: all others have reported, or wait in a collective, in vain."""
+        workers, point = self._members.members_in_role(Role.WORKER), self.safe_point
+        left = [m for m in workers if m.state is NodeState.LEFT]
+        unreported = [m for m in left if m.rank not in point.reports]
+        if point.reports and unreported and len(point.reports) + len(unreported) == len(workers) and not point.done:
+            return f"{describe_members(unreported)} left before the work was done: all others wait to go on"
+        if left and waiting and len(left) + waiting == len(workers):
+            return f"{describe_members(left)} left before the work was done: all others wait {where}"
+        return ""
+
+    def _find_wait_to_resume(self, step: Step, limit_s: float) -> str:
+        """Nor does a rank that left send RankResumed. The others have this time to resume, which shows that it did."""
+        workers, point = self._members.members_in_role(Role.WORKER), self.safe_point
+        left = [m for m in workers if m.state is NodeState.LEFT and m.rank not in point.resumed]
+        if not left or not self.is_pending or point.done or len(point.reports) < len(workers):
+            self._resume_deadline = NEVER
+        elif limit_s >= 0:
+            self._resume_deadline = min(self._resume_deadline, step.now + limit_s)
+            if step.now > self._resume_deadline:
+                who = describe_members(left)
+                return f"{who} left before the work was done: all others wait to go on for over {limit_s:g} s"
+        return ""
+
+    def discount_suspension(self, slept_s: float, now: float) -> None:
+        self._resume_deadline += slept_s
+        self.safe_point.discount_suspension(slept_s, now)

@@ -1,0 +1,139 @@
+"""The log of incidents: every recovery and resize, from the moment it is known until every rank has resumed.
+
+A fault during a recovery opens a further incident; all that are open pass the later stages together, because the ranks resume
+together.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from covey.core.incidents import INCIDENTS_MAX, SERVERS_NODE, Incident, Outcome, Stage, Total
+from covey.core.types import Member, Role
+
+if TYPE_CHECKING:
+    from covey.core.cluster.state import Step
+
+
+class IncidentTimes:
+    """When an open incident reached its stages, on the machine's clock."""
+
+    def __init__(self, began_at: float, stage_times: dict[Stage, float]) -> None:
+        self.began_at = began_at  # when the fault began to show
+        self._stage_times = stage_times
+
+    def mark(self, stage: Stage, now: float) -> None:
+        self._stage_times[stage] = now
+
+    def stage_durations_ms(self) -> dict[Stage, float]:
+        """How long each stage that was reached took."""
+        times, reached = {}, self.began_at
+        for stage in Stage:
+            if stage in self._stage_times:
+                times[stage] = round(max(0.0, self._stage_times[stage] - reached) * 1000, 3)
+                reached = max(reached, self._stage_times[stage])
+        return times
+
+
+class IncidentLog:
+    """Owns the incidents of a cluster, open and closed. An incident is open in the journal as long as it is open here.
+
+    `wall_zero` is the wall-clock time at which the machine's clock was 0.
+    """
+
+    def __init__(self, wall_zero: float) -> None:
+        self.records: list[Incident] = []
+        self.totals: dict[tuple[str, Outcome], Total] = {}
+        self._wall_zero = wall_zero
+        self._open_times: dict[int, IncidentTimes] = {}  # by number
+
+    def restore(self, records: list[Incident]) -> None:
+        """Restore the incidents of the journal. A recovery that was under way continues."""
+        self.records = sorted(records, key=lambda incident: incident.number)
+        for incident in self.records:
+            if incident.outcome is Outcome.OPEN:
+                known = incident.at - self._wall_zero
+                since = known - incident.ms.get(Stage.DETECTED, 0.0) / 1000
+                self._open_times[incident.number] = IncidentTimes(since, {Stage.DETECTED: known, Stage.DECIDED: known})
+            else:
+                self._add_to_totals(incident)
+
+    def open(
+        self,
+        step: Step,
+        strategy: str,
+        reason: str,
+        cause: str,
+        *,
+        since: float | None = None,
+        known: float | None = None,
+        member: Member | None = None,
+        node: str = "cluster",
+    ) -> int:
+        """Open and persist an incident that is decided now; returns its number.
+
+        `since` is when the fault began to show and `known` when the scheduler learned of it; both are now by default.
+        """
+        since, known = step.now if since is None else since, step.now if known is None else known
+        node, rank = (member.name, member.rank) if member is not None else (node, -1)
+        number = self.records[-1].number + 1 if self.records else 1
+        times = self._open_times[number] = IncidentTimes(since, {Stage.DETECTED: known, Stage.DECIDED: step.now})
+        at = self._wall_zero + known
+        incident = Incident(number, at, node, rank, cause, strategy, reason, ms=times.stage_durations_ms())
+        self.records = [*self.records, incident][-INCIDENTS_MAX:]
+        step.out.persist(incident)
+        return number
+
+    def mark_stage(self, stage: Stage, now: float) -> None:
+        """All open incidents have reached this stage. One that is reached again, after a further fault, counts from then."""
+        for times in self._open_times.values():
+            times.mark(stage, now)
+
+    @property
+    def is_resizing(self) -> bool:
+        """Whether the number of workers is being changed on request, or because one came."""
+        changes = ("scale-out", "scale-in")
+        return any(i.outcome is Outcome.OPEN and i.strategy in changes and i.node != SERVERS_NODE for i in self.records)
+
+    def close(self, step: Step, outcome: Outcome, node: str = "", reason: str = "") -> None:
+        """Close the open incidents, persist and publish them.
+
+        Until the run ends, incidents of the parameter servers (node SERVERS_NODE) are closed apart from the others. A scale-in
+        that still has members to release stays open when the ranks resume or restart. Only a growth is rolled back, for this
+        `reason`; deaths meanwhile are still healed.
+        """
+        closing = [incident for incident in self.records if incident.number in self._open_times]
+        if outcome not in (Outcome.ENDED, Outcome.FINISHED):
+            kept_open = "scale-in" if step.cluster.going and outcome in (Outcome.RESUMED, Outcome.RESTARTED) else ""
+            closing = [i for i in closing if (i.node == SERVERS_NODE) == (node == SERVERS_NODE) and i.strategy != kept_open]
+        if outcome is Outcome.ROLLED_BACK:
+            closing = [msgspec.structs.replace(i, reason=f"{i.reason}; {reason}") for i in closing if i.strategy == "scale-out"]
+        if outcome is Outcome.RESUMED:
+            for incident in closing:
+                self._open_times[incident.number].mark(Stage.RESUMED, step.now)
+        closed = {incident.number: self._close_one(incident, outcome, step.now) for incident in closing}
+        self.records = [closed.get(incident.number, incident) for incident in self.records]
+        for number, incident in closed.items():
+            del self._open_times[number]
+            step.out.persist(incident)
+            step.out.publish("cluster", "recovery", str(incident))
+
+    def close_if_resumed(self, step: Step) -> None:
+        """Close the incidents as resumed, unless a rank that an exception ended has made no progress since: its script may
+        raise the exception again."""
+        if all(member.error is None for member in step.cluster.members_in_role(Role.WORKER)):
+            self.close(step, Outcome.RESUMED)
+
+    def _close_one(self, incident: Incident, outcome: Outcome, now: float) -> Incident:
+        times = self._open_times[incident.number]
+        ms = times.stage_durations_ms()
+        total_ms = round((now - times.began_at) * 1000, 3) if outcome is Outcome.ROLLED_BACK else sum(ms.values())
+        closed = msgspec.structs.replace(incident, outcome=outcome, ms=ms, total_ms=total_ms)
+        self._add_to_totals(closed)
+        return closed
+
+    def _add_to_totals(self, incident: Incident) -> None:
+        key = (incident.strategy, incident.outcome)
+        self.totals[key] = self.totals.get(key, Total(*key)).plus(incident)

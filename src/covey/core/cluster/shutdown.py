@@ -1,0 +1,242 @@
+"""The end of the cluster: an optional final dump, then every member is told, then the scheduler ends.
+
+RUNNING → DUMPING: the ranks in a loop save the state they hold; the journal has how the cluster will end.
+DUMPING → TELLING: all have saved, or the time is over; the journal has how the cluster ended.
+RUNNING → TELLING: there is nothing to save.
+TELLING → OVER: every member within reach was told, or the time is over. `EndCluster` is emitted with this transition.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import StrEnum
+
+from covey.core.cluster.incident_log import IncidentLog
+from covey.core.cluster.members import Heartbeats, Members
+from covey.core.cluster.recovery_strategy import RecoveryStrategy
+from covey.core.cluster.resize import Resize
+from covey.core.cluster.state import NEVER, ClusterState, Lifecycle, Step
+from covey.core.effects import Level
+from covey.core.incidents import Outcome
+from covey.core.messages import ClusterEnded, DumpRequest, DumpWritten, Refused, RequestAccepted
+from covey.core.plurals import count_noun
+from covey.core.types import ClusterRecord, ClusterSettings, Ended, Failure, Member, MemberRecord, NodeState, Phase, Role
+from covey.errors import ExitCode
+
+END_DELIVERY_S = 30.0  # how long members out of reach may take to reconnect and be told, where MS_NODE_TIMEOUT has no limit
+
+
+class ShutdownState(StrEnum):
+    RUNNING = "running"
+    DUMPING = "dumping"
+    TELLING = "telling"
+    OVER = "over"
+
+
+TRANSITIONS: dict[ShutdownState, frozenset[ShutdownState]] = {
+    ShutdownState.RUNNING: frozenset({ShutdownState.DUMPING, ShutdownState.TELLING}),
+    ShutdownState.DUMPING: frozenset({ShutdownState.TELLING}),
+    ShutdownState.TELLING: frozenset({ShutdownState.OVER}),
+    ShutdownState.OVER: frozenset(),
+}
+
+
+def dumpable_ranks(cluster: ClusterState) -> tuple[set[int], str]:
+    """The ranks that could write down what they hold, or why none can."""
+    if cluster.has_ended:
+        return set(), f"the cluster has ended: {cluster.reason}"
+    workers = cluster.members_in_role(Role.WORKER)
+    able = {m.rank for m in workers if m.connection and m.is_present and cluster.progress(m).in_loop}
+    return able, "" if able else "no rank is in a covey.Loop, which alone can write down what it holds"
+
+
+class Shutdown:
+    """Owns how the cluster ends: the dump that is under way, and who has yet to be told of the end."""
+
+    def __init__(
+        self,
+        settings: ClusterSettings,
+        lifecycle: Lifecycle,
+        heartbeats: Heartbeats,
+        members: Members,
+        incidents: IncidentLog,
+        resize: Resize,
+    ) -> None:
+        self._settings, self._lifecycle, self._heartbeats, self._members = settings, lifecycle, heartbeats, members
+        self._incidents, self._resize = incidents, resize
+        self.state = ShutdownState.RUNNING
+        self.dumping: Ended | None = None  # how the cluster will end after the dump
+        self.ended: Ended | None = None  # how it ended
+        self._dumping_ranks: set[int] = set()  # whose dump is awaited
+        self._dump_deadline = NEVER
+        self._newest_dump = (-1, "")  # the highest step that a rank saved at its end, and where
+        self._untold: set[str] = set()  # instances that have not been told of the end
+        self._tell_deadline = NEVER
+
+    def _set_state(self, state: ShutdownState) -> None:
+        assert state in TRANSITIONS[self.state], f"no transition from {self.state} to {state}"
+        self.state = state
+
+    # -- the dump ----------------------------------------------------------------------------------------------------
+
+    def dumpable_ranks(self, step: Step) -> set[int]:
+        """The ranks that would save their state before the end; none if the strategy is not configured."""
+        return dumpable_ranks(step.cluster)[0] if RecoveryStrategy.DUMP in self._settings.strategies else set()
+
+    def dump_or_end(self, step: Step, code: int, reason: str, failure: Failure | None = None) -> None:
+        """The last strategies of the ladder: let the survivors save their state, if configured, and end."""
+        if survivors := self.dumpable_ranks(step):
+            self._start_dump(step, Ended(code, reason, failure), survivors)
+        else:
+            self.end(step, code, reason, failure)
+
+    def request_dump(self, step: Step, reason: str) -> RequestAccepted | Refused:
+        """Let the ranks save their state and end, on request."""
+        ranks, refusal = dumpable_ranks(step.cluster)
+        if self.state is ShutdownState.DUMPING:
+            refusal = "the ranks write down what they hold already"
+        if refusal:
+            return Refused(refusal)
+        self._start_dump(step, Ended(ExitCode.STOPPED, reason), ranks)
+        return RequestAccepted(f"what {count_noun(len(ranks), 'rank')} can write down is written, and the run ends")
+
+    def _start_dump(self, step: Step, planned_end: Ended, ranks: set[int]) -> None:
+        self._set_state(ShutdownState.DUMPING)
+        reason, self.dumping = planned_end.reason, planned_end
+        self._dumping_ranks, self._dump_deadline = ranks, step.now + self._settings.dump_s
+        self._lifecycle.begin_healing(reason, step.now)
+        step.out.persist_cluster()  # a restarted scheduler asks again
+        step.out.publish("cluster", "dump", f"{reason}; the others write down what they hold", Level.WARNING)
+        for member in self._members.members_in_role(Role.WORKER):
+            if member.rank in ranks:
+                step.out.send(member.connection, DumpRequest(reason))
+
+    def repeat_dump_request(self, step: Step, member: Member) -> None:
+        """A member is connected again: the request, or its answer, may be lost."""
+        if self._is_awaited(member):
+            assert self.dumping is not None
+            step.out.send(self._members.current(member).connection, DumpRequest(self.dumping.reason))
+
+    def _is_awaited(self, member: Member) -> bool:
+        return member.role is Role.WORKER and member.rank in self._dumping_ranks
+
+    def note_dump_written(self, step: Step, member: Member, dump: DumpWritten) -> None:
+        if dump.path:
+            step.out.publish(member.name, "dumped", f"step {dump.step} is in {dump.path}")
+            self._newest_dump = max(self._newest_dump, (dump.step, dump.path))
+        if self.state is ShutdownState.DUMPING:
+            self._dumping_ranks.discard(member.rank)
+            self.end_if_dumped(step)
+
+    def note_death(self, step: Step, member: Member) -> None:
+        """A member died while the ranks save their state: its dump is not awaited. The record is persisted, because a
+        restarted scheduler must not wait for it."""
+        if self._is_awaited(member):
+            self._dumping_ranks.discard(member.rank)
+        step.out.persist(MemberRecord.from_member(member))
+        self.end_if_dumped(step)
+
+    def end_if_dumped(self, step: Step) -> None:
+        is_over = not self._dumping_ranks or step.now > self._dump_deadline
+        if self.state is not ShutdownState.DUMPING or self.dumping is None or not is_over:
+            return
+        saved, path = self._newest_dump
+        outcome = f"; step {saved} is in {path}" if path else "; nobody could write down the state"
+        self.end(step, self.dumping.code, self.dumping.reason + outcome, self.dumping.failure)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def end(self, step: Step, code: int, reason: str, failure: Failure | None = None) -> None:
+        """End the cluster and tell every member."""
+        if self._lifecycle.full_restart is not None:
+            reason = f"{reason}; {self._lifecycle.full_restart}"
+        self._incidents.close(step, Outcome.ENDED if code else Outcome.FINISHED)
+        self._resize.finish_growth()
+        self._lifecycle.set_phase(Phase.ENDED, reason)
+        self.ended = Ended(code, reason, failure)
+        step.out.persist_cluster()
+        step.out.publish("cluster", "ended", reason, Level.from_exit_code(code))
+        for connection in self._members.connections():
+            step.out.send(connection, self._end_message(self.ended))
+        self._start_telling(step, {instance for instance, is_working in self._list_unreachable(step.now) if is_working})
+
+    def _end_message(self, ended: Ended) -> ClusterEnded:
+        return ClusterEnded(ended.reason, ended.code, ended.failure)
+
+    @property
+    def _tell_s(self) -> float:
+        limit = self._settings.node_timeout_s
+        return limit if limit >= 0 else END_DELIVERY_S
+
+    def _list_unreachable(self, now: float) -> Iterator[tuple[str, bool]]:
+        """The instances whose connections were lost a short while ago, each with whether a process works there."""
+        since = now - self._tell_s
+        for member in self._members.members.values():
+            is_lost = member.is_present and not member.agent and not member.connection
+            if is_lost and self._heartbeats.last_heartbeat_at(member) > since:
+                yield member.life, True
+        for agent in self._members.agents.values():
+            children = self._members.children(agent.id)
+            is_lost = not agent.connection and any(child.state is not NodeState.DEAD for child in children)
+            if is_lost and self._heartbeats.last_heartbeat_at(agent) > since:
+                yield agent.life, any(child.is_present for child in children)
+
+    def _start_telling(self, step: Step, untold: set[str]) -> None:
+        """Members out of reach reconnect soon: they are told then, so the scheduler stays until then."""
+        self._set_state(ShutdownState.TELLING)
+        self._untold, self._tell_deadline = untold, step.now + self._tell_s
+        if not untold:
+            self.stop_telling(step)
+
+    def tell_if_missed(self, step: Step, connection: int, instance_id: str, cluster_id: str) -> bool:
+        """Tell a node that is refused of the end, if it missed the end of this cluster; returns whether it did.
+
+        A node without a cluster id waited for a formation that failed.
+        """
+        is_ours = cluster_id == self._lifecycle.cluster_id or (self._untold and not cluster_id)
+        if self.ended is None or not is_ours:
+            return False
+        step.out.send(connection, self._end_message(self.ended))
+        self._untold.discard(instance_id)
+        if not self._untold:
+            self.stop_telling(step)
+        return True
+
+    def stop_telling(self, step: Step) -> None:
+        """End the scheduler; nothing happens if it has ended already."""
+        if self.state is ShutdownState.TELLING and self.ended is not None:
+            self._set_state(ShutdownState.OVER)
+            self._untold = set()
+            step.out.end(self.ended)
+
+    def tick_after_end(self, step: Step) -> None:
+        if step.now >= self._tell_deadline:
+            self.stop_telling(step)
+
+    # -- the journal -------------------------------------------------------------------------------------------------
+
+    def discount_suspension(self, slept_s: float, now: float) -> None:
+        if self.state is ShutdownState.DUMPING:
+            self._dump_deadline = min(self._dump_deadline + slept_s, now + self._settings.dump_s)
+
+    def restore_fields(self, record: ClusterRecord) -> None:
+        self.dumping = record.dumping
+
+    def resume_end(self, step: Step, ended: Ended) -> None:
+        """The scheduler was lost while it told its members the end: they are told as they reconnect. Nodes that waited for a
+        formation that failed are in no journal."""
+        self.ended = ended
+        self._lifecycle.set_phase(Phase.ENDED, ended.reason)
+        has_formed = self._lifecycle.generation > 0
+        untold = {instance for instance, _ in self._list_unreachable(step.now)} if has_formed else {"whoever waited"}
+        level = Level.from_exit_code(ended.code)
+        step.out.publish("cluster", "ended", f"{ended.reason}; {len(untold)} may not have heard it", level)
+        self._start_telling(step, set() if ended.told else untold)
+
+    def resume_dump(self, step: Step) -> None:
+        """The scheduler was lost while the ranks saved their state: they are asked again as they reconnect."""
+        if self.dumping is not None:
+            self._set_state(ShutdownState.DUMPING)
+            workers = self._members.members_in_role(Role.WORKER)
+            self._dumping_ranks = {member.rank for member in workers if member.is_present}
+            self._dump_deadline = step.now + self._settings.dump_s

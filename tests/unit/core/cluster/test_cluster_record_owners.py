@@ -1,0 +1,133 @@
+"""Each field of the journal's record of a cluster is restored by one part and comes back in the next record."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+import msgspec
+import pytest
+from tests.unit.core.cluster.editable_cluster import EditableCluster
+
+from covey.core.cluster.failure_detector import FailureDetector
+from covey.core.cluster.heal_barrier import HealBarrier
+from covey.core.cluster.incident_log import IncidentLog
+from covey.core.cluster.members import Heartbeats, Members
+from covey.core.cluster.recovery import Recovery
+from covey.core.cluster.registration import Registration
+from covey.core.cluster.resharding import Resharding
+from covey.core.cluster.resize import Resize
+from covey.core.cluster.scheduler_machine import SchedulerMachine
+from covey.core.cluster.shutdown import Shutdown
+from covey.core.cluster.state import Lifecycle
+from covey.core.events import JournalRead
+from covey.core.parameter_server.sharding import initial_sharding
+from covey.core.types import (
+    ClusterRecord,
+    ClusterSettings,
+    Ended,
+    FullRestart,
+    Host,
+    Member,
+    MemberRecord,
+    NodeState,
+    Phase,
+    Record,
+    Role,
+)
+
+PARTS = (
+    Lifecycle,
+    Heartbeats,
+    Members,
+    IncidentLog,
+    HealBarrier,
+    Resize,
+    Resharding,
+    Shutdown,
+    Recovery,
+    FailureDetector,
+    Registration,
+)
+DEFAULT = ClusterRecord("c", "job", 2, 1, Phase.FORMING, 0)
+OWNED: dict[str, tuple[type, Any]] = {  # the owner, and a value that is not the default
+    "cluster_id": (Lifecycle, "another"),
+    "generation": (Lifecycle, 7),
+    "restarts": (Lifecycle, 2),
+    "heals": (Lifecycle, True),
+    "resized": (Lifecycle, 3),
+    "trains": (Lifecycle, True),
+    "full_restart": (Lifecycle, FullRestart(2, "worker:0 died", 5)),
+    "next_seat": (Members, 9),
+    "gone": (Members, ("life of a host",)),
+    "asked": (Resize, 4),
+    "going": (Resize, ("3",)),
+    "arriving": (Resize, ("4",)),
+    "sharing": (Resharding, initial_sharding(3)),
+    "coming": (Resharding, (2,)),
+    "moved": (Resharding, False),
+    "copied": (Resharding, False),
+    "next_server": (Resharding, 5),
+    "dumping": (Shutdown, Ended(1, "worker:0 died")),
+}
+OF_SETTINGS = {"job", "worker_num", "server_num"}  # not restored: the settings decide
+DERIVED = {"world"}  # of the members that there are
+BY_THE_MACHINE = {"phase", "ended"}  # below
+
+
+def restored(*records: Record) -> EditableCluster:
+    machine = SchedulerMachine(ClusterSettings(2, 1), cluster_id="c", job="job", now=0.0)
+    machine.step(JournalRead(records), 0.0)
+    return EditableCluster.of(machine)
+
+
+def parts_of(cluster: EditableCluster) -> dict[type, object]:
+    found: dict[type, object] = {type(value): value for value in vars(cluster).values() if isinstance(value, PARTS)}
+    assert set(found) == set(PARTS)
+    return found
+
+
+def state_of(value: object) -> object:
+    """The state of a part as plain values, without its collaborators."""
+    if not hasattr(value, "__dict__") or isinstance(value, msgspec.Struct | Enum | type):
+        return value
+    return {name: state_of(field) for name, field in vars(value).items() if not isinstance(field, PARTS)}
+
+
+def test_every_field_is_accounted_for() -> None:
+    assert OWNED.keys() | OF_SETTINGS | DERIVED | BY_THE_MACHINE == set(ClusterRecord.__struct_fields__)
+    assert all(value != getattr(DEFAULT, name) for name, (_, value) in OWNED.items())
+
+
+@pytest.mark.parametrize("name", OWNED)
+def test_a_field_is_restored_by_its_owner_alone_and_comes_back(name: str) -> None:
+    owner, value = OWNED[name]
+    record = msgspec.structs.replace(DEFAULT, **{name: value})
+    plain, changed = parts_of(restored(DEFAULT)), parts_of(restored(record))
+    assert [part for part in PARTS if state_of(plain[part]) != state_of(changed[part])] == [owner]
+    expected = msgspec.structs.replace(record, world=0) if name == "resized" else record
+    assert restored(record).record() == expected
+
+
+@pytest.mark.parametrize("name", sorted(OWNED.keys() | BY_THE_MACHINE))
+def test_a_field_is_an_attribute_of_one_part(name: str) -> None:
+    owners = [type(part) for part in parts_of(restored(DEFAULT)).values() if hasattr(part, name)]
+    assert owners == [OWNED[name][0] if name in OWNED else Lifecycle if name == "phase" else Shutdown]
+
+
+@pytest.mark.parametrize("phase", [Phase.READY, Phase.HEALING, Phase.RETURNING])
+def test_a_cluster_that_had_formed_waits_for_its_members_whatever_its_phase_was(phase: Phase) -> None:
+    member = Member(Role.WORKER, "0", "life", Host("h", "h", "h"), rank=0, state=NodeState.ALIVE)
+    record = msgspec.structs.replace(DEFAULT, phase=phase, generation=3)
+    waiting = msgspec.structs.replace(record, phase=Phase.RETURNING)
+    assert restored(record, MemberRecord.from_member(member)).record() == waiting
+
+
+def test_an_end_in_the_journal_is_the_end() -> None:
+    record = msgspec.structs.replace(DEFAULT, phase=Phase.ENDED, generation=3, ended=Ended(1, "worker:0 died"))
+    assert restored(record).record() == record
+
+
+def test_the_size_of_the_world_is_that_of_the_members_once_it_has_changed() -> None:
+    assert restored(msgspec.structs.replace(DEFAULT, world=4)).record().world == -1
+    assert restored(msgspec.structs.replace(DEFAULT, world=4, resized=2)).record().world == 0

@@ -1,0 +1,210 @@
+"""Parameter servers come and go: what is refused, the transitions, and who is told what."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from tests.unit.core.cluster.editable_cluster import EditableCluster, training_cluster
+
+from covey.core.cluster import resharding
+from covey.core.cluster.recovery_strategy import RecoveryStrategy
+from covey.core.cluster.resharding import TRANSITIONS, ReshardingState
+from covey.core.cluster.resize import JOIN_TIMEOUT_S, ResizePlan
+from covey.core.effects import Persist, SchedulerEffect, Send
+from covey.core.incidents import Incident, Outcome
+from covey.core.messages import ClusterEnded, DesiredChildren, ScaleAccepted, ScaleRequest, ServerInSync, ShardingAssigned
+from covey.core.types import ClusterRecord, MemberRecord, Phase, Role
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        (ScaleRequest(servers=2), "there are 2 parameter servers already"),
+        (ScaleRequest(servers=0), "0 parameter servers are not possible: 1 to 256 are"),
+        (ScaleRequest(more_servers=2000), "2002 parameter servers are not possible: 1 to 256 are"),
+        (ScaleRequest(workers=3, servers=3), "the parameter servers count on 4 workers: only the number of servers can change"),
+        (
+            ScaleRequest(more_workers=1, more_servers=1),
+            "the parameter servers count on 4 workers: only the number of servers can change",
+        ),
+        (
+            ScaleRequest(node_ids=["9"]),
+            "The node id:9 is illegal. The parameter servers are pserver:0, pserver:1, and only they can go",
+        ),
+        (ScaleRequest(node_ids=["0", "pserver:1"]), "not all parameter servers can go: covey stop ends a cluster"),
+    ],
+)
+def test_servers_that_cannot_come_or_go(asked: ScaleRequest, sentence: str) -> None:
+    made = training_cluster(RecoveryStrategy.IN_PLACE, servers=2)
+    assert resharding.is_server_request(made, asked) and resharding.plan_server_resize(made, {0, 1}, asked) == (None, sentence)
+
+
+def test_servers_come_and_go_only_while_all_is_in_its_place() -> None:
+    made = training_cluster(RecoveryStrategy.IN_PLACE, servers=2)
+    assert resharding.plan_server_resize(made, {0}, ScaleRequest(servers=3))[1] == (
+        "the rows of pserver:1 have no copy yet: ask again in a moment"
+    )
+    made.set(coming=(2,))
+    assert resharding.plan_server_resize(made, {0, 1}, ScaleRequest(servers=3))[1].startswith(
+        "parameter servers come or go already"
+    )
+    made.set(coming=(), phase=Phase.HEALING, reason="worker:1 died")
+    assert (
+        resharding.plan_server_resize(made, {0, 1}, ScaleRequest(servers=3))[1]
+        == "The cluster is not ready. It is healing: worker:1 died"
+    )
+    bare = training_cluster(RecoveryStrategy.IN_PLACE)
+    assert resharding.plan_server_resize(bare, set(), ScaleRequest(servers=3)) == (
+        None,
+        "this cluster has no parameter servers",
+    )
+    assert not resharding.is_server_request(bare, ScaleRequest(node_ids=["1"])), "where there are none, an id is a worker's"
+
+
+def test_servers_come_where_there_are_fewest_and_go_from_the_last_or_by_name() -> None:
+    made = training_cluster(RecoveryStrategy.IN_PLACE, servers=2)
+    change, reason = resharding.plan_server_resize(made, {0, 1}, ScaleRequest(more_servers=2))
+    assert change == ResizePlan(["b", "b"], []) and reason == "the parameter servers become more, from 2 to 4, as asked"
+    change, reason = resharding.plan_server_resize(made, {0, 1}, ScaleRequest(servers=1))
+    assert change == ResizePlan([], [made.members[(Role.PSERVER, "1")]])
+    assert reason == "the parameter servers become fewer, from 2 to 1, as asked"
+    change, _ = resharding.plan_server_resize(made, {0, 1}, ScaleRequest(node_ids=["pserver:0"]))
+    assert change == ResizePlan([], [made.members[(Role.PSERVER, "0")]])
+    for agent in ("a", "b"):
+        made.change_agent(agent, connection=0)
+    nobody = "no agent is there that could start a server: only under covey run can there be more"
+    assert resharding.plan_server_resize(made, {0, 1}, ScaleRequest(servers=3)) == (None, nobody)
+
+
+# -- the part -----------------------------------------------------------------------------------------------------------
+
+ALLOWED = [(before, after) for before, states in TRANSITIONS.items() for after in sorted(states)]
+FORBIDDEN = sorted(set(product(ReshardingState, ReshardingState)) - set(ALLOWED))
+
+
+def in_sync(cluster: EditableCluster, *ranks: int, now: float = 1.0) -> list[SchedulerEffect]:
+    """These servers report that they hold all their rows by the present sharding."""
+    for rank in ranks:
+        member = cluster.members[(Role.PSERVER, str(rank))]
+        report = ServerInSync(cluster.current_sharding.version)
+        cluster.resharding.note_in_sync(cluster.step(now), member, report)
+    return cluster.take_effects()
+
+
+def served() -> EditableCluster:
+    """A cluster with two servers in sync; their connections are 20 and 21."""
+    cluster = training_cluster(servers=2, connected=True, copies=1)
+    in_sync(cluster, 0, 1)
+    return cluster
+
+
+def growing() -> EditableCluster:
+    """Server 2 was requested and is started on the second host."""
+    cluster = served()
+    reply = cluster.resharding.request(cluster.step(1.0), ScaleRequest(servers=3))
+    assert isinstance(reply, ScaleAccepted)
+    return cluster
+
+
+def state(cluster: EditableCluster) -> ReshardingState:
+    return cluster.resharding.state
+
+
+def sent_to(effects: list[SchedulerEffect], kind: type) -> list[int]:
+    return [effect.connection for effect in effects if isinstance(effect, Send) and isinstance(effect.message, kind)]
+
+
+@pytest.mark.parametrize(("before", "after"), ALLOWED)
+def test_an_allowed_transition_is_made(before: ReshardingState, after: ReshardingState) -> None:
+    part = training_cluster(servers=2).resharding
+    part.state = before
+    part._set_state(after)
+    assert part.state is after and part.is_resharding is (after is not ReshardingState.STABLE)
+
+
+@pytest.mark.parametrize(("before", "after"), FORBIDDEN)
+def test_a_forbidden_transition_fails(before: ReshardingState, after: ReshardingState) -> None:
+    part = training_cluster(servers=2).resharding
+    part.state = before
+    with pytest.raises(AssertionError, match=f"no transition from {before} to {after}"):
+        part._set_state(after)
+    assert part.state is before
+
+
+def test_new_servers_are_durable_before_the_cluster_and_own_no_rows() -> None:
+    cluster = growing()
+    effects = cluster.take_effects()
+    records = [type(effect.record) for effect in effects if isinstance(effect, Persist)]
+    assert records == [MemberRecord, ClusterRecord, Incident]
+    assert sent_to(effects, DesiredChildren) == [2] and not sent_to(effects, ShardingAssigned)
+    assert (cluster.coming, cluster.moved, cluster.next_server) == ((2,), True, 3)
+    assert set(cluster.current_sharding.owners) == {0, 1} and cluster.resharding.server_ranks() == {0, 1, 2}
+
+
+def test_rows_move_once_all_servers_are_in_sync_and_are_settled_once_they_are_again() -> None:
+    cluster = growing()
+    cluster.take_effects()
+    assert in_sync(cluster, 0, 1) == [], "the new one is still to come"
+    moving = in_sync(cluster, 2)
+    assert state(cluster) is ReshardingState.MOVING and cluster.coming == ()
+    assert set(cluster.current_sharding.owners) == {0, 1, 2}
+    durable = next(n for n, effect in enumerate(moving) if isinstance(effect, Persist))
+    told = [n for n, effect in enumerate(moving) if isinstance(effect, Send)]
+    assert told and durable < min(told), "a server learns no sharding that a restarted scheduler does not know"
+    assert in_sync(cluster, 0, 1) == []
+    in_sync(cluster, 2)
+    assert state(cluster) is ReshardingState.STABLE
+    assert cluster.incidents.records[-1].outcome is Outcome.RESUMED and cluster.rows_survive_death
+
+
+def test_a_report_about_an_earlier_sharding_does_not_count() -> None:
+    cluster = growing()
+    in_sync(cluster, 0, 1, 2)
+    for rank in range(3):
+        member = cluster.members[(Role.PSERVER, str(rank))]
+        cluster.resharding.note_in_sync(cluster.step(1.0), member, ServerInSync(0))
+    assert state(cluster) is ReshardingState.MOVING
+
+
+def test_a_server_leaves_when_its_rows_are_with_others() -> None:
+    cluster = served()
+    reply = cluster.resharding.request(cluster.step(1.0), ScaleRequest(servers=1))
+    assert isinstance(reply, ScaleAccepted) and state(cluster) is ReshardingState.MOVING
+    assert cluster.size(Role.PSERVER) == 2 and set(cluster.current_sharding.owners) == {0}
+    cluster.take_effects()
+    effects = in_sync(cluster, 0, 1)
+    assert sent_to(effects, ClusterEnded) == [21] and cluster.size(Role.PSERVER) == 1
+    assert cluster.table.member_at(21) is None and not cluster.rows_survive_death
+    assert cluster.resharding.server_ranks() == {0}
+
+
+def test_a_growth_is_rolled_back_by_the_death_of_a_new_server_alone() -> None:
+    cluster = growing()
+    step = cluster.step(2.0)
+    assert not cluster.resharding.roll_back_if_joining(step, cluster.members[(Role.PSERVER, "1")], "killed")
+    assert cluster.coming == (2,)
+    assert cluster.resharding.roll_back_if_joining(step, cluster.members[(Role.PSERVER, "2")], "killed")
+    assert (list(cluster.coming), state(cluster)) == ([], ReshardingState.STABLE) and cluster.size(Role.PSERVER) == 2
+    incident = cluster.incidents.records[-1]
+    assert incident.outcome is Outcome.ROLLED_BACK
+    assert incident.reason.endswith("pserver:2 did not come: killed; the growth is taken back")
+
+
+def test_a_growth_is_rolled_back_when_the_time_is_over_which_a_suspension_prolongs() -> None:
+    cluster = growing()
+    cluster.resharding.postpone(5.0)
+    assert not cluster.resharding.roll_back_if_overdue(cluster.step(1.0 + JOIN_TIMEOUT_S + 5.0))
+    assert cluster.resharding.roll_back_if_overdue(cluster.step(1.1 + JOIN_TIMEOUT_S + 5.0))
+    assert not cluster.resharding.roll_back_if_overdue(cluster.step(1000.0)), "there is none any more"
+    assert cluster.next_server == 3, "no number is given twice"
+
+
+@pytest.mark.parametrize(
+    ("coming", "moved", "expected"),
+    [((), True, ReshardingState.STABLE), ((2,), True, ReshardingState.ARRIVING), ((), False, ReshardingState.MOVING)],
+)
+def test_the_state_follows_from_the_record(coming: tuple[int, ...], moved: bool, expected: ReshardingState) -> None:
+    cluster = training_cluster(servers=2)
+    cluster.resharding.restore(ClusterRecord("c", "", 4, 2, Phase.READY, 1, coming=coming, moved=moved), 5.0)
+    assert state(cluster) is expected and (cluster.coming, cluster.moved) == (coming, moved)

@@ -1,0 +1,128 @@
+"""What time alone shows: silence, missing progress, and the scheduler's own suspension."""
+
+from __future__ import annotations
+
+from tests.unit.core.cluster.editable_cluster import HERE, EditableCluster, training_cluster
+
+from covey.core.cluster.failure_detector import SUSPENSION_S
+from covey.core.effects import Close, PublishEvent
+from covey.core.messages import SafePointReport
+from covey.core.types import ClusterSettings, Member, NodeState, Phase, Progress, Role
+
+
+def raw_workers(**settings: object) -> EditableCluster:
+    """Two workers without an agent over connections 1 and 2, heard at 0.0; a silent one is silent after 10 s."""
+    usual = {"recovery": True, "node_timeout_s": 10.0, **settings}
+    cluster = EditableCluster(ClusterSettings(2, **usual), phase=Phase.READY, generation=1)  # type: ignore[arg-type]
+    for rank in range(2):
+        state, connection = NodeState.ALIVE, 1 + rank
+        cluster.add(Member(Role.WORKER, str(rank), f"life {rank}", HERE, rank=rank, state=state, connection=connection))
+    return cluster
+
+
+def states(cluster: EditableCluster) -> list[NodeState]:
+    return [member.state for member in cluster.members_in_role(Role.WORKER)]
+
+
+def waits(cluster: EditableCluster, *ranks: int, at: float = 0.0) -> None:
+    """These ranks wait in a collective since then."""
+    for rank in ranks:
+        cluster.heartbeats.note_progress(cluster.worker(str(rank)), Progress(5, waiting_in="5.0"), at)
+
+
+def test_a_longer_gap_between_ticks_is_a_suspension() -> None:
+    cluster = training_cluster()
+    assert cluster.detector.take_suspension_s(cluster.step(SUSPENSION_S)) == 0.0
+    assert cluster.take_effects() == []
+    assert cluster.detector.take_suspension_s(cluster.step(SUSPENSION_S + 7.5)) == 7.5
+    said = "no tick for 7.5 s: nobody's silence in that time counts"
+    assert cluster.take_effects() == [PublishEvent("scheduler", "slept", said)]
+    assert cluster.detector.take_suspension_s(cluster.step(SUSPENSION_S + 7.6)) == 0.0
+
+
+def test_a_silent_member_is_suspect_after_half_the_timeout_and_dead_after_all_of_it() -> None:
+    cluster = raw_workers()
+    cluster.heartbeats.note_heartbeat(cluster.worker("0"), 8.0)
+    cluster.detector.check_heartbeats(cluster.step(5.0))
+    assert states(cluster) == [NodeState.ALIVE, NodeState.ALIVE]
+    cluster.detector.check_heartbeats(cluster.step(5.1))
+    assert states(cluster) == [NodeState.ALIVE, NodeState.SUSPECT]
+    cluster.detector.check_heartbeats(cluster.step(10.0))
+    assert states(cluster) == [NodeState.ALIVE, NodeState.SUSPECT]
+    cluster.take_effects()
+    cluster.detector.check_heartbeats(cluster.step(10.1))
+    assert states(cluster) == [NodeState.ALIVE, NodeState.DEAD] and cluster.out.counters["silent_deaths"] == 1
+    assert Close(2) in cluster.take_effects() and cluster.phase is Phase.HEALING
+    assert cluster.incidents.records[0].cause == "no beat for 10.1 s (MS_NODE_TIMEOUT is 10 s)"
+
+
+def test_nobody_is_judged_where_heartbeats_are_not_checked() -> None:
+    for cluster in (raw_workers(heartbeats_enabled=False), raw_workers(node_timeout_s=-1.0)):
+        cluster.detector.check_heartbeats(cluster.step(1000.0))
+        assert states(cluster) == [NodeState.ALIVE, NodeState.ALIVE] and cluster.take_effects() == []
+
+
+def test_nobody_is_judged_after_the_end() -> None:
+    cluster = raw_workers(recovery=False)
+    cluster.detector.check_heartbeats(cluster.step(11.0))
+    assert cluster.phase is Phase.ENDED and states(cluster) == [NodeState.DEAD, NodeState.ALIVE]
+
+
+def test_the_children_of_a_silent_agent_are_dead_with_it() -> None:
+    cluster = training_cluster("recover", connected=True, recovery=True, extra_ranks=0, node_timeout_s=10.0)
+    cluster.heartbeats.note_heartbeat(cluster.agents["a"], 8.0)
+    for member in cluster.members.values():
+        cluster.heartbeats.note_heartbeat(member, 8.0)
+    cluster.detector.check_heartbeats(cluster.step(10.1))
+    assert states(cluster) == [NodeState.ALIVE] * 2 + [NodeState.DEAD] * 2 and list(cluster.agents) == ["a"]
+
+
+def test_a_child_that_has_not_registered_or_whose_agent_is_away_is_judged_with_its_agent() -> None:
+    cluster = training_cluster("recover-in-place", node_timeout_s=10.0)
+    cluster.table.forget_instance(cluster.worker("0"))
+    cluster.table.detach(2)
+    for agent in cluster.agents.values():
+        cluster.heartbeats.note_heartbeat(agent, 8.0)
+    cluster.detector.check_heartbeats(cluster.step(10.1))
+    incarnations = [member.incarnation for member in cluster.members_in_role(Role.WORKER)]
+    assert incarnations == [1, 2, 1, 1], "only worker:1 was silent itself, and is started again"
+
+
+def test_a_rank_for_which_all_others_wait_is_stuck_and_treated_as_dead() -> None:
+    cluster = training_cluster("recover-in-place", connected=True, stuck_s=20.0)
+    waits(cluster, 0, 1, 2)
+    cluster.detector.check_blocked_collectives(cluster.step(20.0))
+    assert cluster.take_effects() == []
+    cluster.detector.check_blocked_collectives(cluster.step(20.1))
+    assert cluster.out.counters["stuck"] == 1 and cluster.worker("3").incarnation == 2
+    assert cluster.incidents.records[0].cause == "stuck: all others wait for it in collective 5.0 for over 20 s"
+
+
+def test_nobody_is_stuck_while_another_has_only_begun_to_wait_or_made_progress() -> None:
+    cluster = training_cluster("recover-in-place", connected=True, stuck_s=20.0)
+    waits(cluster, 0, 1)
+    waits(cluster, 2, at=10.0)
+    cluster.detector.check_blocked_collectives(cluster.step(25.0))
+    assert cluster.take_effects() == [], "rank 2 does not wait long enough"
+    waits(cluster, 2, at=0.0)
+    cluster.heartbeats.note_progress(cluster.worker("3"), Progress(5, "data"), 10.0)
+    cluster.detector.check_blocked_collectives(cluster.step(29.0))
+    assert cluster.take_effects() == [], "rank 3 made progress"
+    cluster.detector.check_blocked_collectives(cluster.step(31.0))
+    assert cluster.out.counters["stuck"] == 1
+
+
+def test_a_negative_limit_calls_nobody_stuck() -> None:
+    cluster = training_cluster("recover-in-place", connected=True, stuck_s=-1.0)
+    waits(cluster, 0, 1, 2)
+    cluster.detector.check_blocked_collectives(cluster.step(10_000.0))
+    assert cluster.take_effects() == []
+
+
+def test_a_run_whose_ranks_wait_for_ever_ends() -> None:
+    cluster = training_cluster("recover-in-place", connected=True)
+    cluster.barrier.add_report(cluster.worker("0"), SafePointReport(1, finished=True))
+    waits(cluster, 1)
+    cluster.detector.check_blocked_collectives(cluster.step(1.0))
+    assert cluster.phase is Phase.ENDED
+    assert cluster.reason.startswith("rank 0 has come to the end of its program, but rank 1 waits for it")

@@ -1,0 +1,390 @@
+"""How ranks go on together after a change of membership: the plan, from literal reports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from tests.unit.core.cluster.editable_cluster import EditableCluster, training_cluster
+
+from covey.core.cluster.heal_barrier import (
+    COLLECTIVE_RETRIES_MAX,
+    DEATH_REPORT_S,
+    RendezvousStore,
+    SafePoint,
+    find_wait_beyond_end,
+    make_heal_plans,
+)
+from covey.core.effects import Persist, SchedulerEffect, Send
+from covey.core.messages import (
+    CollectiveFailed,
+    CollectiveNumber,
+    Donor,
+    HealPlan,
+    NewGeneration,
+    RendezvousGet,
+    RendezvousPut,
+    RendezvousValue,
+    SafePointReport,
+    SlotHolder,
+)
+from covey.core.types import ClusterRecord, MemberRecord, NodeState, Progress
+from covey.transport.framing import from_node_decoder
+
+NEAR, FAR = "10.0.0.1", "10.0.0.2"
+
+
+def report(rank: int, completed: tuple[int, int] | None, waits: tuple[int, int] | None = None, **more: Any) -> SafePointReport:
+    numbers: dict[str, Any] = {
+        "completed": CollectiveNumber(*completed) if completed else None,
+        "waiting_in": CollectiveNumber(*waits) if waits else None,
+    }
+    return SafePointReport(2, port=1000 + rank, token=f"token {rank}", **numbers, **more)
+
+
+def giver(rank: int, address: str = NEAR) -> HealPlan:
+    return HealPlan(2, donor=Donor(rank, address, 1000 + rank, f"token {rank}"))
+
+
+def test_who_is_new_or_behind_fetches_from_who_is_ahead() -> None:
+    reports = {0: report(0, (5, 0), (6, 0)), 1: report(1, (4, 0), (5, 0)), 2: report(2, None, needs_state=True)}
+    addresses = dict.fromkeys(range(3), NEAR)
+    assert make_heal_plans(2, reports, addresses) == {0: HealPlan(2), 1: giver(0), 2: giver(0)}
+
+
+def test_a_giver_on_the_same_host_is_preferred_and_askers_take_turns() -> None:
+    reports = {n: report(n, (5, 0), (6, 0)) for n in range(3)} | {n: report(n, None, needs_state=True) for n in (3, 4, 5)}
+    addresses = {0: NEAR, 1: FAR, 2: FAR, 3: NEAR, 4: FAR, 5: FAR}
+    plans = make_heal_plans(2, reports, addresses)
+    assert plans[3] == giver(0)
+    assert {plans[4].donor, plans[5].donor} == {giver(1, FAR).donor, giver(2, FAR).donor}
+
+
+def test_an_asker_takes_the_giver_on_its_own_host_though_another_comes_first() -> None:
+    reports = {0: report(0, (5, 0), (6, 0)), 1: report(1, (5, 0), (6, 0)), 2: report(2, None, needs_state=True)}
+    assert make_heal_plans(2, reports, {0: FAR, 1: NEAR, 2: NEAR})[2] == giver(1)
+
+
+def test_who_has_completed_nothing_is_behind_who_has_completed_the_first() -> None:
+    reports = {0: report(0, None, (0, 0)), 1: report(1, (0, 0), (0, 1))}
+    assert make_heal_plans(2, reports, dict.fromkeys(range(2), NEAR)) == {0: giver(1), 1: HealPlan(2)}
+
+
+def test_where_all_are_new_nobody_fetches_anything() -> None:
+    reports = {n: report(n, None, needs_state=True) for n in range(2)}
+    assert make_heal_plans(2, reports, dict.fromkeys(range(2), NEAR)) == dict.fromkeys(range(2), HealPlan(2))
+
+
+def test_ranks_further_apart_than_one_collective_are_not_led_together() -> None:
+    reports = {0: report(0, (5, 0), (6, 0)), 1: report(1, (3, 0), (4, 0))}
+    plans = make_heal_plans(2, reports, {0: NEAR, 1: NEAR})
+    assert {p.failure for p in plans.values()} == {
+        "rank 1 waits in collective 4.0, but another has completed 5.0: do all ranks call the same ones, in one order?"
+    }
+
+
+def test_everyone_is_told_who_holds_which_part_of_a_cut_state() -> None:
+    """Five slots, three ranks, one copy: rank 2 died."""
+    reports = {
+        0: report(0, (5, 0), (5, 1), slot_count=5, held_slots=b"\x19"),
+        1: report(1, (5, 0), (5, 1), slot_count=5, held_slots=b"\x07"),
+        2: report(2, None, needs_state=True),
+    }
+    holders = [SlotHolder(Donor(rank, NEAR, 1000 + rank, f"token {rank}"), reports[rank].held_slots) for rank in (0, 1)]
+    plans = make_heal_plans(2, reports, dict.fromkeys(range(3), NEAR))
+    assert [plans[rank].slot_holders for rank in range(3)] == [holders] * 3
+    assert [plans[rank].donor for rank in range(3)] == [None, None, holders[0].donor]
+
+
+def test_a_part_of_the_state_that_nobody_has_ends_the_way_forward() -> None:
+    reports = {0: report(0, (5, 0), (5, 1), slot_count=5, held_slots=b"\x19"), 1: report(1, None, needs_state=True)}
+    plans = make_heal_plans(2, reports, dict.fromkeys(range(2), NEAR))
+    assert {p.failure for p in plans.values()} == {
+        "the optimizer's state of 2 of 5 parameters was on no rank but the dead"
+        " (ShardedOptimizer(copies=...) says how many deaths at once it outlives)"
+    }
+
+
+def test_slots_are_bits_from_the_lowest_of_the_first_byte_on_and_none_counts_beyond_the_last() -> None:
+    """Of nine slots the first and the last are nobody's; a tenth does not exist."""
+    plans = make_heal_plans(2, {0: report(0, (5, 0), (5, 1), slot_count=9, held_slots=b"\xfe\x02")}, {0: NEAR})
+    assert plans[0].generation == 2 and plans[0].failure.startswith("the optimizer's state of 2 of 9 parameters was on no rank")
+
+
+def test_a_result_that_was_changed_since_is_not_handed_over() -> None:
+    reports = {
+        0: report(0, (5, 1), (5, 2), is_result_invalid=True),
+        1: report(1, (5, 0), (5, 1)),
+        2: report(2, None, needs_state=True),
+    }
+    failed = make_heal_plans(2, reports, dict.fromkeys(range(3), NEAR))[1]
+    assert "changed them since" in failed.failure and failed.generation == 2
+    assert not make_heal_plans(2, {0: reports[0], 1: reports[2]}, dict.fromkeys(range(2), NEAR))[1].failure, "nobody needs it"
+
+
+def test_who_is_new_cannot_join_a_step_whose_results_were_not_kept() -> None:
+    """A rank that is only behind can: it has all but the last."""
+    reports = {0: report(0, (5, 0), (6, 0), has_complete_state=False), 1: report(1, None, needs_state=True)}
+    plans = make_heal_plans(2, reports, dict.fromkeys(range(2), NEAR))
+    assert {(p.generation, p.failure.split(":")[0]) for p in plans.values()} == {
+        (2, "rank 1 cannot join the others in their step")
+    }
+    behind = {0: reports[0], 1: report(1, (4, 0), (5, 0))}
+    assert make_heal_plans(2, behind, dict.fromkeys(range(2), NEAR))[1] == giver(0)
+
+
+def test_who_missed_its_plan_is_told_again() -> None:
+    gathering, asked = SafePoint(2), []
+
+    def addresses() -> dict[int, str]:
+        asked.append(len(gathering.reports))
+        return {0: NEAR, 1: NEAR}
+
+    ahead, behind = report(0, (5, 0), (6, 0)), report(1, (4, 0), (5, 0))
+    assert gathering.add_report(0, ahead, 2, addresses) == gathering.add_report(0, ahead, 2, addresses) == {}
+    assert gathering.add_report(1, behind, 2, addresses) == {0: HealPlan(2), 1: giver(0)}
+    assert gathering.add_report(1, behind, 2, addresses) == {1: giver(0)}
+    assert asked == [2], "everyone is looked at once, not at each report"
+
+
+def test_the_last_results_may_come_from_one_who_waits_at_the_end() -> None:
+    gathering = SafePoint(2)
+    addresses = {0: NEAR, 1: NEAR}
+    assert gathering.add_report(0, report(0, (9, 0), finished=True), 2, lambda: addresses) == {}
+    assert gathering.add_report(1, report(1, (8, 0), (9, 0)), 2, lambda: addresses) == {0: HealPlan(2), 1: giver(0)}
+    assert not gathering.done
+    assert gathering.add_report(1, report(1, (9, 0), finished=True), 2, lambda: addresses) == dict.fromkeys(
+        (0, 1), HealPlan(2, done=True)
+    )
+    assert gathering.done
+
+
+def test_nobody_waits_for_ever_whom_a_rank_at_its_end_has_already_joined() -> None:
+    reports = {2: report(2, (9, 1), finished=True), 1: report(1, (9, 0), finished=True), 0: report(0, (8, 0), (9, 0))}
+    assert find_wait_beyond_end(reports, {0: CollectiveNumber(9, 0)}) == "", "both have taken part in that one"
+    assert find_wait_beyond_end(reports, {}) == find_wait_beyond_end({0: reports[0]}, {0: CollectiveNumber(9, 0)}) == ""
+    assert find_wait_beyond_end(reports, {3: CollectiveNumber(10, 0), 4: CollectiveNumber(9, 0)}) == (
+        "rank 1 has come to the end of its program, but rank 3 waits for it in collective 10.0:"
+        " do all ranks call the same ones, in one order?"
+    )
+
+
+@pytest.mark.parametrize("slots", [-1, 8 * 65536 + 1, 1 << 40])
+def test_a_count_for_which_no_mask_has_bits_is_refused_where_bytes_become_messages(slots: int) -> None:
+    with pytest.raises(msgspec.ValidationError):
+        from_node_decoder.decode(msgspec.msgpack.encode(SafePointReport(1, slot_count=slots)))
+
+
+# -- rendezvous ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_value_reaches_everyone_who_waited_for_it_once() -> None:
+    pinned = RendezvousStore()
+    assert (
+        pinned.add_waiter("addr/1", connection=7)
+        and pinned.add_waiter("addr/1", connection=8)
+        and pinned.add_waiter("addr/2", connection=7)
+    )
+    assert pinned.put("addr/1", b"here") == [7, 8]
+    assert pinned.put("addr/1", b"moved") == []
+    assert pinned.values["addr/1"] == b"moved"
+
+
+def test_a_full_board_takes_no_more_bytes_but_a_value_may_shrink() -> None:
+    pinned = RendezvousStore(bytes_max=4)
+    assert pinned.put("a", b"1234") == []
+    assert pinned.put("b", b"5") is None
+    assert pinned.put("a", b"123") == []
+    assert pinned.put("b", b"5") == []
+    assert pinned.bytes_used == 4
+
+
+def test_a_full_board_takes_no_more_keys() -> None:
+    pinned = RendezvousStore(keys_max=1)
+    assert pinned.put("a", b"") == []
+    assert pinned.put("b", b"") is None
+    assert pinned.put("a", b"again") == []
+
+
+def test_only_so_many_may_wait_and_those_who_were_told_wait_no_longer() -> None:
+    pinned = RendezvousStore(keys_max=2)
+    assert pinned.add_waiter("a", 1) and pinned.add_waiter("a", 2)
+    assert not pinned.add_waiter("b", 3)
+    assert pinned.put("a", b"") == [1, 2]
+    assert pinned.add_waiter("b", 3)
+
+
+# -- the part -----------------------------------------------------------------------------------------------------------
+
+
+def reports(cluster: EditableCluster, *ranks: int, **more: Any) -> dict[int, HealPlan]:
+    """These ranks report in the present generation; returns the plans after the last report."""
+    plans: dict[int, HealPlan] = {}
+    for rank in ranks:
+        report = SafePointReport(cluster.generation, CollectiveNumber(5, 0), CollectiveNumber(6, 0), **more)
+        plans = cluster.barrier.add_report(cluster.worker(str(rank)), report)
+    return plans
+
+
+def resumes(cluster: EditableCluster, *ranks: int) -> None:
+    for rank in ranks:
+        cluster.barrier.add_resumed(rank)
+
+
+def sent(effects: list[SchedulerEffect]) -> list[tuple[int, Any]]:
+    return [(effect.connection, effect.message) for effect in effects if isinstance(effect, Send)]
+
+
+def test_no_rank_gets_a_plan_before_every_rank_has_reported() -> None:
+    cluster = training_cluster()
+    assert reports(cluster, 0, 1, 2) == reports(cluster, 2) == {}
+    assert reports(cluster, 3) == dict.fromkeys(range(4), HealPlan(1))
+
+
+def test_a_new_generation_forgets_reports_and_values_and_is_durable_before_its_members() -> None:
+    cluster = training_cluster(connected=True)
+    cluster.barrier.on_rendezvous_put(cluster.step(), 10, RendezvousPut("address", b"here", 1))
+    reports(cluster, 0)
+    stale = cluster.worker("1")
+    cluster.change(stale, pid=42)
+    cluster.barrier.start_generation(cluster.step(), stale)
+    records = [effect.record for effect in cluster.take_effects() if isinstance(effect, Persist)]
+    assert [type(record) for record in records] == [ClusterRecord, MemberRecord]
+    assert records == [cluster.record(), MemberRecord.from_member(cluster.worker("1"))] and cluster.generation == 2
+    assert (cluster.barrier.safe_point.generation, cluster.barrier.safe_point.reports) == (2, {})
+    cluster.barrier.on_rendezvous_get(cluster.step(), 10, RendezvousGet("address", 2))
+    assert cluster.take_effects() == [], "it waits for a new value"
+
+
+def test_values_that_came_before_formation_stay() -> None:
+    cluster = training_cluster(connected=True)
+    cluster.barrier.on_rendezvous_put(cluster.step(), 10, RendezvousPut("address", b"here", 1))
+    cluster.barrier.open_generation(1)
+    cluster.barrier.on_rendezvous_get(cluster.step(), 11, RendezvousGet("address", 1))
+    assert sent(cluster.take_effects()) == [(11, RendezvousValue("address", b"here", 1))]
+
+
+def test_a_value_reaches_who_waits_for_it_and_only_members_of_this_generation_put_one() -> None:
+    cluster = training_cluster(connected=True)
+    barrier, step = cluster.barrier, cluster.step()
+    barrier.on_rendezvous_get(step, 11, RendezvousGet("address", 1))
+    barrier.on_rendezvous_put(step, 99, RendezvousPut("address", b"a stranger's", 1))
+    barrier.on_rendezvous_put(step, 10, RendezvousPut("address", b"an old one", 0))
+    assert cluster.take_effects() == [] and not barrier.has_group_met
+    barrier.on_rendezvous_put(step, 10, RendezvousPut("address", b"here", 1))
+    assert sent(cluster.take_effects()) == [(11, RendezvousValue("address", b"here", 1))] and barrier.has_group_met
+
+
+def test_a_new_generation_is_told_to_members_that_are_present_and_connected() -> None:
+    cluster = training_cluster(connected=True)
+    cluster.change(cluster.worker("1"), state=NodeState.DEAD)
+    cluster.table.detach(12)
+    cluster.barrier.regroup(cluster.step(), "worker:1 died", cluster.worker("1"))
+    told = NewGeneration(2, "worker:1 died")
+    assert sent(cluster.take_effects()) == [(10, told), (13, told)]
+
+
+def test_ranks_agree_until_all_have_resumed_if_their_group_has_met() -> None:
+    cluster = training_cluster(connected=True)
+    cluster.barrier.require_agreement()
+    assert not cluster.barrier.is_agreeing, "ranks that never met do not say that they resumed"
+    cluster.barrier.on_rendezvous_put(cluster.step(), 10, RendezvousPut("address", b"here", 1))
+    resumes(cluster, 0, 1, 2)
+    assert cluster.barrier.is_agreeing and not cluster.barrier.all_resumed
+    resumes(cluster, 3)
+    assert not cluster.barrier.is_agreeing and cluster.barrier.is_pending
+    cluster.barrier.finish_agreement()
+    assert not cluster.barrier.is_pending
+
+
+def test_the_state_is_lost_where_all_need_it_before_any_has_resumed() -> None:
+    cluster = training_cluster()
+    reports(cluster, 0, 1, 2, needs_state=True)
+    assert cluster.barrier.is_state_lost()
+    reports(cluster, 3)
+    assert not cluster.barrier.is_state_lost(), "rank 3 has it"
+    resumed = training_cluster()
+    resumes(resumed, 0)
+    reports(resumed, 0, 1, 2, 3, needs_state=True)
+    assert not resumed.barrier.is_state_lost()
+
+
+def test_a_failed_collective_has_a_short_time_to_be_explained_by_a_death() -> None:
+    cluster = training_cluster(connected=True)
+    barrier = cluster.barrier
+    barrier.on_collective_failed(cluster.step(5.0), 99, CollectiveFailed(1, "a stranger's"))
+    barrier.on_collective_failed(cluster.step(5.0), 10, CollectiveFailed(0, "an old one"))
+    assert not barrier.has_unexplained_failure(100.0)
+    barrier.on_collective_failed(cluster.step(5.0), 10, CollectiveFailed(1, "reset"))
+    barrier.on_collective_failed(cluster.step(6.0), 11, CollectiveFailed(1, "reset by peer"))
+    assert (barrier.safe_point.failed_at, barrier.safe_point.failure_reason) == (5.0, "reset by peer")
+    assert not barrier.has_unexplained_failure(5.0 + 0.9 * DEATH_REPORT_S)
+    assert barrier.has_unexplained_failure(5.0 + 1.1 * DEATH_REPORT_S)
+    barrier.discount_suspension(10.0, 20.0)
+    assert barrier.safe_point.failed_at == 15.0, "a suspension explains nothing"
+
+
+def test_a_collective_is_retried_a_limited_number_of_times_in_a_row() -> None:
+    barrier = training_cluster().barrier
+    allowed = [barrier.count_retry() for _ in range(COLLECTIVE_RETRIES_MAX + 1)]
+    assert allowed == [True] * COLLECTIVE_RETRIES_MAX + [False]
+    barrier.reset_retries()
+    assert barrier.count_retry()
+
+
+def test_a_rank_that_left_counts_as_resumed_once_all_others_have() -> None:
+    cluster = training_cluster(connected=True)
+    cluster.barrier.require_all_to_resume()
+    reports(cluster, 0, 1, 2, 3)
+    cluster.change(cluster.worker("3"), state=NodeState.LEFT)
+    resumes(cluster, 0, 1)
+    assert not cluster.barrier.count_left_ranks(cluster.step())
+    resumes(cluster, 2)
+    assert cluster.barrier.count_left_ranks(cluster.step()) and cluster.barrier.all_resumed
+    assert not cluster.barrier.count_left_ranks(cluster.step()), "once"
+
+
+def test_where_all_others_have_finished_a_rank_that_left_has_too() -> None:
+    cluster = training_cluster(connected=True)
+    cluster.change(cluster.worker("3"), state=NodeState.LEFT)
+    reports(cluster, 0, 1, 2, finished=True)
+    assert not cluster.barrier.count_left_ranks(cluster.step()), "nobody counts as resumed by that"
+    assert sent(cluster.take_effects()) == [(link, HealPlan(1, done=True)) for link in (10, 11, 12)]
+    assert cluster.barrier.safe_point.done
+
+
+def test_who_waits_for_a_rank_that_left_waits_for_ever() -> None:
+    cluster = training_cluster(connected=True)
+    assert cluster.barrier.find_endless_wait(cluster.step(), 3, "in collective 6.0", 30.0) == ""
+    cluster.change(cluster.worker("3"), state=NodeState.LEFT)
+    assert cluster.barrier.find_endless_wait(cluster.step(), 2, "in collective 6.0", 30.0) == "", "rank 2 does not wait"
+    said = "worker:3 left before the work was done: all others wait in collective 6.0"
+    assert cluster.barrier.find_endless_wait(cluster.step(), 3, "in collective 6.0", 30.0) == said
+    reports(cluster, 0, 1, 2)
+    said = "worker:3 left before the work was done: all others wait to go on"
+    assert cluster.barrier.find_endless_wait(cluster.step(), 0, "", 30.0) == said
+
+
+def test_who_waits_for_a_rank_at_its_end_waits_for_ever() -> None:
+    cluster = training_cluster(connected=True)
+    reports(cluster, 0, finished=True)
+    cluster.heartbeats.note_progress(cluster.worker("1"), Progress(7, waiting_in="7.0"), 0.0)
+    assert cluster.barrier.find_endless_wait(cluster.step(), 0, "", 30.0).startswith(
+        "rank 0 has come to the end of its program, but rank 1 waits for it in collective 7.0"
+    )
+
+
+def test_a_rank_that_left_without_resuming_is_missed_after_the_limit_which_a_suspension_prolongs() -> None:
+    cluster = training_cluster(connected=True)
+    cluster.barrier.require_all_to_resume()
+    reports(cluster, 0, 1, 2, 3)
+    cluster.change(cluster.worker("3"), state=NodeState.LEFT)
+
+    def found(now: float) -> str:
+        return cluster.barrier.find_endless_wait(cluster.step(now), 0, "", 30.0)
+
+    assert found(1.0) == found(31.0) == ""
+    cluster.barrier.discount_suspension(5.0, 31.0)
+    assert found(36.0) == ""
+    assert found(36.1) == "worker:3 left before the work was done: all others wait to go on for over 30 s"

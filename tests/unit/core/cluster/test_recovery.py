@@ -1,0 +1,405 @@
+"""The ladder, rung by rung, from literal clusters (what follows a death, and why not the rung above), and a recovery."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from tests.unit.core.cluster.editable_cluster import HERE, THERE, EditableCluster, training_cluster
+
+from covey.core.cluster import recovery
+from covey.core.cluster.recovery import RecoveryAction
+from covey.core.cluster.recovery_strategy import RecoveryStrategy, parse_strategies
+from covey.core.effects import Close, Persist, SchedulerEffect, Send
+from covey.core.incidents import Outcome, Stage
+from covey.core.messages import (
+    ChildExited,
+    DesiredChildren,
+    Draining,
+    HealPlan,
+    Leave,
+    LeaveAcknowledged,
+    NewGeneration,
+    RankAssigned,
+    RankResumed,
+    RegisterAgent,
+    RendezvousPut,
+    SafePointReport,
+)
+from covey.core.types import (
+    AgentInfo,
+    ClusterRecord,
+    FullRestart,
+    Member,
+    MemberRecord,
+    NodeState,
+    Phase,
+    Progress,
+    Role,
+)
+from covey.errors import ExitCode, UsageError
+
+ALL = (
+    RecoveryStrategy.RETRY,
+    RecoveryStrategy.IN_PLACE,
+    RecoveryStrategy.RECOVER,
+    RecoveryStrategy.ELASTIC,
+    RecoveryStrategy.DUMP,
+    RecoveryStrategy.EXIT,
+)
+
+
+def dies(made: EditableCluster, role: Role = Role.WORKER, rank: int = 3) -> Member:
+    return made.change(made.members[(role, str(rank))], state=NodeState.DEAD)
+
+
+@pytest.mark.parametrize(
+    ("rungs", "changed", "after", "reason"),
+    [
+        (ALL, {}, RecoveryAction.REPLACE, "worker:3 is started again on host-b; the others stay in their step"),
+        (
+            ALL[2:],
+            {"extra_ranks": 1},
+            RecoveryAction.MOVE,
+            "worker:3 is started again on host-a; the others stay in their step",
+        ),
+        (
+            ALL[2:3],
+            {"extra_ranks": 0},
+            RecoveryAction.END,
+            "no host is left that could take worker:3 over (COVEY_EXTRA_RANKS is 0)",
+        ),
+        (ALL[1:2], {"replacements_max": 0}, RecoveryAction.END, "0 replacements on host-b are used up (--max-restarts)"),
+        (
+            ALL[3:4],
+            {"extra_ranks": 0},
+            RecoveryAction.SHRINK,
+            "nothing is to be started again (COVEY_STRATEGY): the others go on in a world of 3",
+        ),
+        ((), {"max_restarts": 2}, RecoveryAction.RESTART_ALL, "restart 1 of 2: all workers start anew"),
+        ((), {}, RecoveryAction.END, "no restarts were asked for (--max-restarts)"),
+    ],
+)
+def test_each_rung_is_taken_where_those_above_cannot_be(
+    rungs: tuple[RecoveryStrategy, ...], changed: dict[str, Any], after: RecoveryAction, reason: str
+) -> None:
+    made = training_cluster(*rungs, **changed)
+    assert recovery.choose_action(made, dies(made), 137) == (after, reason)
+
+
+@pytest.mark.parametrize("code", [ExitCode.BAD_SETTING, ExitCode.BAD_SCRIPT])
+def test_a_mistake_is_not_repeated(code: int) -> None:
+    made = training_cluster(*ALL)
+    reason = f"worker:3 ended with code {code:d}: another start does not mend that"
+    assert recovery.choose_action(made, dies(made), code) == (RecoveryAction.END, reason)
+
+
+def test_restarts_end_and_need_every_host() -> None:
+    made = training_cluster(max_restarts=2)
+    made.set(restarts=2)
+    assert recovery.choose_action(made, dies(made)) == (RecoveryAction.END, "no restart is left")
+    made.set(restarts=1)
+    assert recovery.choose_action(made, dies(made))[0] is RecoveryAction.RESTART_ALL
+    made.change_agent("a", max_restarts=1)
+    assert recovery.choose_action(made, dies(made))[0] is RecoveryAction.END, "a host may have said less"
+    lost = training_cluster(max_restarts=2)
+    lost.remove_agent("b")
+    assert recovery.choose_action(lost, dies(lost)) == (
+        RecoveryAction.END,
+        "nobody is left on host-b to start worker:3 again",
+    )
+    other = training_cluster(max_restarts=2)
+    other.remove_agent("a")
+    away = "not all workers can start anew, for the host of some is away or leaves"
+    assert recovery.choose_action(other, dies(other)) == (RecoveryAction.END, away), "host-a could not start its own"
+
+
+def test_a_lost_host_is_waited_for_where_one_may_come() -> None:
+    made = training_cluster(RecoveryStrategy.IN_PLACE, recovery=True)
+    made.remove_agent("b")
+    after, reason = recovery.choose_action(made, dies(made))
+    assert after is RecoveryAction.WAIT and reason.endswith(": waiting for one to come")
+    shrinks = training_cluster(RecoveryStrategy.IN_PLACE, RecoveryStrategy.ELASTIC, shrink_after_s=5.0)
+    shrinks.remove_agent("b")
+    after, reason = recovery.choose_action(shrinks, dies(shrinks))
+    assert after is RecoveryAction.WAIT and reason.endswith(": waiting for one to come; the world shrinks after 5 s")
+    shrinks.change(shrinks.worker("0"), state=NodeState.LEFT)
+    assert recovery.choose_action(shrinks, dies(shrinks))[0] is not RecoveryAction.WAIT, (
+        "nobody could be in step with who has left"
+    )
+
+
+LOST = "the rows of pserver:0 were lost"
+
+
+@pytest.mark.parametrize(
+    ("changed", "after", "reason"),
+    [
+        (
+            {},
+            RecoveryAction.RESTART_ALL,
+            f"{LOST}, for the holder of their copy died as well: all start anew, from the last checkpoint",
+        ),
+        (
+            {"heals": False},
+            RecoveryAction.END,
+            f"{LOST}, for the holder of their copy died as well: start the cluster again, it goes on from its last checkpoint",
+        ),
+        (
+            {"restarts": 3},
+            RecoveryAction.END,
+            f"{LOST}, for the holder of their copy died as well, and all were started anew 3 times already",
+        ),
+    ],
+)
+def test_lost_rows_start_everyone_anew_while_that_helps(changed: dict[str, Any], after: RecoveryAction, reason: str) -> None:
+    made = training_cluster(RecoveryStrategy.IN_PLACE, servers=2)
+    made.set(**changed)
+    assert recovery.choose_action(made, dies(made, Role.PSERVER, 0), ExitCode.ROWS_LOST) == (after, reason)
+
+
+def test_rows_without_a_copy_are_lost_with_their_server() -> None:
+    made = training_cluster(RecoveryStrategy.RECOVER, servers=1, copies=0)
+    made.set(copied=False)
+    after, reason = recovery.choose_action(made, dies(made, Role.PSERVER, 0), 137)
+    assert after is RecoveryAction.END
+    assert reason == f"{LOST} with it, for they had no copy, and recover-in-place is not among the strategies"
+
+
+def test_the_ladder_has_one_order_ends_with_exit_and_knows_its_rungs() -> None:
+    assert parse_strategies([" dump", "retry", ""]) == (
+        RecoveryStrategy.RETRY,
+        RecoveryStrategy.DUMP,
+        RecoveryStrategy.EXIT,
+    )
+    with pytest.raises(UsageError) as refused:
+        parse_strategies(["hope"])
+    assert str(refused.value) == f"the strategy hope is not known: {', '.join(RecoveryStrategy)} are"
+
+
+def test_a_refuge_is_the_host_with_the_fewest_extra_ranks_that_stays() -> None:
+    made = training_cluster(RecoveryStrategy.RECOVER, extra_ranks=2)
+    for name, link, slots in (("c", 3, 0), ("d", 4, 0), ("e", 5, 0)):
+        made.add_agent(AgentInfo(name, f"life of {name}", HERE, slots, connection=link))
+    made.add(Member(Role.WORKER, "4", "life", HERE, rank=4, agent="c", state=NodeState.ALIVE))
+    made.change_agent("a", is_leaving=True)
+    made.change_agent("d", connection=0)
+    assert recovery.host_with_capacity(made, dies(made)) is made.agents["e"], "a leaves, d is not heard, c has one already"
+    made.change_agent("e", is_leaving=True)
+    assert recovery.host_with_capacity(made, dies(made)) is made.agents["c"]
+    made.change_agent("c", is_leaving=True)
+    assert recovery.host_with_capacity(made, dies(made)) is None, "never the host it died on"
+
+
+def test_why_nobody_starts_it_again() -> None:
+    made = training_cluster()
+    made.set(heals=False)
+    assert recovery.choose_action(made, dies(made))[1] == (
+        "no restarts were asked for (--max-restarts), and none can be replaced alone, for no worker has called covey.init()"
+    )
+    raw = training_cluster()
+    member = raw.change(dies(raw), agent="")
+    assert recovery.choose_action(raw, member) == (RecoveryAction.END, "recovery is off")
+    never = training_cluster(RecoveryStrategy.IN_PLACE)
+    never.change_agent("b", max_restarts=0)
+    assert recovery.choose_action(never, dies(never))[1] == "0 replacements on host-b are used up (--max-restarts)"
+
+
+# -- the part -----------------------------------------------------------------------------------------------------------
+
+
+def exits(cluster: EditableCluster, rank: int, code: int = 137, now: float = 1.0) -> list[SchedulerEffect]:
+    """The agent reports the exit of a worker; returns the effects."""
+    member = cluster.worker(str(rank))
+    report = ChildExited(str(rank), member.incarnation, code, "killed")
+    cluster.recovery.on_child_exited(cluster.step(now), cluster.agents[member.agent].connection, report)
+    return cluster.take_effects()
+
+
+def met(*rungs: str, **settings: Any) -> EditableCluster:
+    """Four connected workers whose group has met."""
+    cluster = training_cluster(*rungs, connected=True, **settings)
+    cluster.barrier.on_rendezvous_put(cluster.step(0.0), 10, RendezvousPut("address", b"", 1))
+    return cluster
+
+
+def resume(cluster: EditableCluster, *connections: int, now: float = 3.0) -> list[SchedulerEffect]:
+    for connection in connections:
+        cluster.recovery.on_resumed(cluster.step(now), connection, RankResumed(cluster.generation, 6))
+    return cluster.take_effects()
+
+
+def sent(effects: list[SchedulerEffect], kind: type) -> list[int]:
+    return [effect.connection for effect in effects if isinstance(effect, Send) and isinstance(effect.message, kind)]
+
+
+def outcomes(cluster: EditableCluster) -> list[tuple[str, Outcome]]:
+    return [(incident.strategy, incident.outcome) for incident in cluster.incidents.records]
+
+
+def test_a_rank_is_replaced_in_a_new_generation_that_is_durable_before_its_incarnation() -> None:
+    cluster = met("recover-in-place")
+    effects = exits(cluster, 1)
+    records = [effect.record for effect in effects if isinstance(effect, Persist)][1:]
+    assert [type(record) for record in records] == [ClusterRecord, MemberRecord], "after the incident"
+    assert records == [cluster.record(), MemberRecord.from_member(cluster.worker("1"))]
+    assert (cluster.generation, cluster.worker("1").incarnation, cluster.phase) == (2, 2, Phase.HEALING)
+    assert sent(effects, NewGeneration) == [10, 12, 13] and sent(effects, DesiredChildren) == [1]
+    failure = cluster.recovery.first_failure
+    assert failure is not None and failure.node_id == "1" and outcomes(cluster) == [("recover-in-place", Outcome.OPEN)]
+
+
+def test_an_exit_that_is_not_of_the_present_process_or_of_another_agents_child_is_nothing() -> None:
+    cluster = met("recover-in-place")
+    for connection, incarnation in ((1, 2), (2, 1), (99, 1)):
+        cluster.recovery.on_child_exited(cluster.step(1.0), connection, ChildExited("1", incarnation, 137, "killed"))
+    assert cluster.take_effects() == [] and cluster.worker("1").state is NodeState.ALIVE
+
+
+def test_a_recovery_is_over_when_the_last_rank_has_resumed() -> None:
+    cluster = met("recover-in-place")
+    exits(cluster, 1)
+    cluster.table.attach_member(21, cluster.worker("1"), 2.0)
+    cluster.barrier.on_rendezvous_put(cluster.step(2.0), 21, RendezvousPut("address", b"", 2))
+    resume(cluster, 10, 12, 13)
+    assert cluster.phase is Phase.HEALING and outcomes(cluster)[0][1] is Outcome.OPEN
+    cluster.recovery.on_resumed(cluster.step(3.0), 21, RankResumed(1, 6))
+    assert cluster.phase is Phase.HEALING, "of an earlier generation"
+    resume(cluster, 21)
+    assert (cluster.lifecycle.phase, cluster.reason) == (Phase.READY, "every rank goes on")
+    assert outcomes(cluster) == [("recover-in-place", Outcome.RESUMED)] and cluster.recovery.first_failure is None
+    assert cluster.progress(cluster.worker("0")).step == cluster.lifecycle.highest_step == 6
+
+
+def test_a_suspect_member_keeps_the_cluster_from_being_ready() -> None:
+    cluster = met("recover-in-place")
+    cluster.set(phase=Phase.HEALING)
+    cluster.change(cluster.worker("2"), state=NodeState.SUSPECT)
+    cluster.recovery.update_readiness(cluster.step(2.0), "why")
+    assert cluster.phase is Phase.HEALING and cluster.take_effects() == []
+    cluster.change(cluster.worker("2"), state=NodeState.ALIVE)
+    cluster.recovery.update_readiness(cluster.step(2.0), "why")
+    assert (cluster.lifecycle.phase, cluster.reason) == (Phase.READY, "why")
+
+
+def test_plans_are_sent_when_all_ranks_have_reported() -> None:
+    cluster = met("recover-in-place")
+    for connection in (10, 11, 12, 13, 1, 99):
+        assert not sent(cluster.take_effects(), HealPlan)
+        cluster.recovery.on_report(cluster.step(2.0), connection, SafePointReport(1, needs_state=connection == 11))
+        if connection == 13:
+            assert sent(cluster.take_effects(), HealPlan) == [10, 11, 12, 13]
+    cluster.recovery.on_report(cluster.step(2.0), 10, SafePointReport(0))
+    assert cluster.take_effects() == [], "an earlier generation, an agent and a stranger report nothing"
+
+
+def test_a_lost_state_is_a_full_restart_and_closes_the_incidents() -> None:
+    cluster = met("recover-in-place")
+    cluster.incidents.open(cluster.step(1.0), "recover", "", "killed")
+    for connection in (10, 11, 12, 13):
+        cluster.recovery.on_report(cluster.step(2.0), connection, SafePointReport(1, needs_state=True))
+    assert cluster.full_restart == FullRestart(1, "no rank holds the training state any more") and not cluster.trains
+    assert outcomes(cluster) == [("recover", Outcome.RESTARTED)]
+    assert cluster.incidents.records[0].ms[Stage.REFORMED] == 1000.0
+
+
+def test_a_ready_spare_takes_the_place_over_its_own_connection() -> None:
+    cluster = met("recover")
+    spare = Member(Role.SPARE, "0", "spare life", HERE, rank=0, agent="a", state=NodeState.ALIVE, pid=9, connection=30)
+    spare = cluster.add(spare, progress=Progress(is_spare_ready=True))
+    effects = exits(cluster, 1)
+    taken = cluster.worker("1")
+    assert (taken.connection, taken.life, taken.process, taken.incarnation) == (30, "spare life", "spare:0.1", 2)
+    assert cluster.table.member_at(30) == taken and cluster.table.current(spare).state is NodeState.LEFT
+    assert sent(effects, RankAssigned) == [30] and cluster.out.counters["promotions"] == 1
+    assert outcomes(cluster) == [("recover", Outcome.OPEN)]
+
+
+def test_the_death_of_a_spare_is_no_failure_of_the_run() -> None:
+    cluster = met("recover")
+    cluster.add(Member(Role.SPARE, "0", "life", HERE, rank=0, agent="a", state=NodeState.ALIVE))
+    cluster.recovery.on_child_exited(cluster.step(1.0), 1, ChildExited("0", 1, 137, "killed", role=Role.SPARE))
+    assert cluster.phase is Phase.READY and cluster.generation == 1 and outcomes(cluster) == []
+    cluster.change_agent("a", spares=1)
+    cluster.take_effects()
+    cluster.recovery.run_idle_work(cluster.step(2.0))
+    assert sent(cluster.take_effects(), DesiredChildren) == [1]
+    assert cluster.members[(Role.SPARE, "0")].incarnation == 2
+
+
+def test_all_workers_start_again_with_counts_that_begin_anew() -> None:
+    cluster = met(max_restarts=1)
+    cluster.change(cluster.worker("2"), deaths_without_progress=2, seat=7)
+    effects = exits(cluster, 1)
+    workers = cluster.members_in_role(Role.WORKER)
+    assert [(m.incarnation, m.connection, m.seat) for m in workers] == [(2, 0, rank) for rank in range(4)]
+    assert [m.handovers for m in workers] == [1, 0, 1, 1], "a process that had not failed uses up no budget"
+    assert cluster.worker("2").deaths_without_progress == 0 and (cluster.restarts, cluster.trains) == (1, False)
+    assert sent(effects, DesiredChildren) == [1, 2] and outcomes(cluster) == [("restart all", Outcome.RESTARTED)]
+    assert cluster.phase is Phase.READY
+
+
+def test_a_lost_host_is_waited_for_and_the_one_that_comes_starts_its_workers() -> None:
+    cluster = met("recover", recovery=True, extra_ranks=0)
+    cluster.recovery.on_leave(cluster.step(1.0), 2, Leave(143, "SIGTERM"))
+    assert sent(cluster.take_effects(), LeaveAcknowledged) == [2] and list(cluster.agents) == ["a"]
+    assert [m.state for m in cluster.members_in_role(Role.WORKER)] == [NodeState.ALIVE] * 2 + [NodeState.DEAD] * 2
+    agent = cluster.table.add_agent(RegisterAgent("c", "life of c", THERE, 2))
+    cluster.table.attach_agent(3, agent, 2.0)
+    cluster.recovery.use_new_hosts(cluster.step(2.0))
+    assert [(m.agent, m.incarnation) for m in cluster.members_in_role(Role.WORKER)] == [("a", 1)] * 2 + [("c", 2)] * 2
+    assert sent(cluster.take_effects(), DesiredChildren) == [3] and cluster.out.counters["returns"] == 2
+
+
+def test_the_world_shrinks_when_no_host_came_in_time_which_a_suspension_prolongs() -> None:
+    cluster = met("recover", "elastic-training", extra_ranks=0, shrink_after_s=5.0)
+    cluster.recovery.on_leave(cluster.step(1.0), 2, Leave(143, "SIGTERM"))
+    cluster.recovery.postpone(2.0)
+    assert not cluster.recovery.act_on_deadlines(cluster.step(8.0)) and cluster.size(Role.WORKER) == 4
+    assert cluster.recovery.act_on_deadlines(cluster.step(8.1)) and cluster.size(Role.WORKER) == 2
+    assert cluster.reason == "no host came for worker:2, worker:3 within 5 s: the others go on in a world of 2"
+
+
+def test_the_run_ends_where_nobody_came_back_before_the_deadline() -> None:
+    cluster = met("recover", recovery=True, extra_ranks=0, topo_timeout_s=30.0)
+    cluster.recovery.on_leave(cluster.step(1.0), 2, Leave(143, "SIGTERM"))
+    assert not cluster.recovery.act_on_deadlines(cluster.step(31.0))
+    assert cluster.recovery.act_on_deadlines(cluster.step(31.1)) and cluster.ended is not None
+    assert (cluster.ended.code, cluster.ended.reason) == (143, "worker:2, worker:3 did not come back within 30 s")
+
+
+def test_a_member_that_is_declared_dead_is_told_why_before_its_connection_is_closed() -> None:
+    cluster = met("recover-in-place")
+    cluster.recovery.declare_dead(cluster.step(5.0), cluster.worker("1"), "stuck", since=2.0)
+    effects = cluster.take_effects()
+    assert Close(11) == effects[-1] and cluster.incidents.records[0].ms[Stage.DETECTED] == 3000.0
+    assert cluster.table.member_at(11) is None
+
+
+def test_a_handover_uses_up_no_budget_and_is_no_failure() -> None:
+    cluster = met("recover-in-place")
+    cluster.recovery.on_draining(cluster.step(1.0), 11, Draining("its host is needed"))
+    exits(cluster, 1, code=143)
+    assert (cluster.worker("1").handovers, cluster.worker("1").deaths_without_progress) == (1, 0)
+    assert cluster.recovery.first_failure is None and cluster.out.counters["handovers"] == 1
+
+
+def test_a_host_that_is_gone_for_good_is_remembered_and_its_nodes_are_dead() -> None:
+    cluster = met("recover-in-place", recovery=True)
+    pod = msgspec.structs.replace(THERE, life="uid-1")
+    cluster.change_agent("b", host=pod)
+    cluster.recovery.on_host_gone(cluster.step(1.0), "uid-1", "its pod is gone")
+    assert cluster.gone == ("uid-1",) and list(cluster.agents) == ["a"]
+    effects = cluster.take_effects()
+    assert isinstance(effects[0], Persist) and Close(2) in effects
+    cluster.recovery.on_host_gone(cluster.step(2.0), "uid-1", "its pod is gone")
+    assert cluster.take_effects() == []
+
+
+def test_the_cluster_ends_when_the_last_worker_has_left() -> None:
+    cluster = met()
+    for rank in range(4):
+        assert cluster.ended is None
+        exits(cluster, rank, code=0)
+    assert cluster.lifecycle.has_ended and cluster.reason == "all 4 workers finished"

@@ -1,0 +1,276 @@
+"""What is answered to who asks for another size, or comes to a cluster that has formed."""
+
+from __future__ import annotations
+
+import pytest
+from tests.unit.core.cluster.editable_cluster import HERE, THERE, EditableCluster, training_cluster
+
+from covey.core.cluster import recovery, resize
+from covey.core.cluster.recovery_strategy import parse_strategies
+from covey.core.cluster.registration import Admission, decide_agent_admission
+from covey.core.cluster.resize import JOIN_TIMEOUT_S
+from covey.core.effects import Close, Persist, SchedulerEffect, Send
+from covey.core.incidents import Outcome
+from covey.core.messages import (
+    ClusterEnded,
+    DesiredChildren,
+    NewGeneration,
+    RankAssigned,
+    Refused,
+    RegisterAgent,
+    ScaleAccepted,
+    ScaleRequest,
+)
+from covey.core.types import (
+    AgentInfo,
+    AgentRecord,
+    ClusterRecord,
+    ClusterSettings,
+    Host,
+    Member,
+    MemberRecord,
+    NodeState,
+    Phase,
+    Progress,
+    Role,
+)
+
+
+def formed(workers: int = 4, worker_max: int = 0) -> EditableCluster:
+    """Two hosts, the second half of the workers on the other one."""
+    cluster = EditableCluster(ClusterSettings(workers, worker_max=worker_max), phase=Phase.READY, trains=True, heals=True)
+    for name, host, connection in (("a", HERE, 1), ("b", THERE, 2)):
+        cluster.add_agent(AgentInfo(name, f"life of {name}", host, workers // 2, connection=connection))
+    for rank in range(workers):
+        agent, host = ("a", HERE) if rank < workers // 2 else ("b", THERE)
+        cluster.add(Member(Role.WORKER, str(rank), "", host, rank=rank, seat=rank, agent=agent, state=NodeState.ALIVE))
+    return cluster
+
+
+def comes(slots: int = 2, first_rank: int = -1, host: Host = THERE) -> RegisterAgent:
+    return RegisterAgent("c", "life of c", host, slots, first_rank)
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        (ScaleRequest(0), "a world of 0 workers is not possible: 1 to 6 are"),
+        (ScaleRequest(7), "a world of 7 workers is not possible: 1 to 6 are"),
+        (ScaleRequest(more_workers=3), "a world of 7 workers is not possible: 1 to 6 are"),
+        (ScaleRequest(4), "there are 4 workers already"),
+        (ScaleRequest(node_ids=["9"]), "The node id:9 is illegal. The workers are 0, 1, 2, 3"),
+        (ScaleRequest(node_ids=["pserver:0"]), "The node id:pserver:0 is illegal. The workers are 0, 1, 2, 3"),
+        (ScaleRequest(node_ids=["0", "worker:1", "2", "3"]), "not all workers can go: covey stop ends a cluster"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason(asked: ScaleRequest, sentence: str) -> None:
+    assert resize.plan_resize(formed(worker_max=6), asked) == (None, sentence)
+
+
+def test_nothing_changes_while_the_cluster_heals_or_when_somebody_has_finished() -> None:
+    healing = formed()
+    healing.set(phase=Phase.HEALING, reason="worker:1 died")
+    assert resize.plan_resize(healing, ScaleRequest(5))[1] == "The cluster is not ready. It is healing: worker:1 died"
+    leaving = formed()
+    leaving.change(leaving.worker("2"), state=NodeState.LEFT)
+    assert resize.plan_resize(leaving, ScaleRequest(3)) == (None, "some workers have finished and left already")
+
+
+def test_a_host_that_comes_late_is_taken_where_it_is_of_use() -> None:
+    assert decide_agent_admission(formed(), comes()).admission is Admission.REFUSE
+    assert decide_agent_admission(formed(worker_max=6), comes()).admission is Admission.ADMIT
+    lost = formed()
+    lost.change(lost.worker("3"), state=NodeState.DEAD)
+    assert decide_agent_admission(lost, comes()).admission is Admission.ADMIT
+    away = formed()
+    away.change_agent("b", connection=0)
+    assert decide_agent_admission(away, comes()).admission is Admission.DEFER
+
+
+def test_the_world_grows_by_what_is_offered_up_to_its_goal() -> None:
+    cluster = formed(worker_max=5)
+    cluster.add_agent(AgentInfo("c", "life of c", THERE, 2, connection=3))
+    plan, reason = resize.plan_growth(cluster)
+    assert plan is not None and plan.agents == ["c"]
+    assert reason == "the world grows from 4 to 5 workers, as host-b came"
+    cluster.set(asked=4)
+    assert resize.plan_growth(cluster)[0] is None
+
+
+@pytest.mark.parametrize(("first_rank", "host", "taken"), [(2, HERE, "2"), (-1, THERE, "2"), (0, THERE, "0"), (-1, HERE, "0")])
+def test_a_host_takes_back_the_very_ranks_it_had(first_rank: int, host: Host, taken: str) -> None:
+    cluster = formed()
+    for node_id in ("0", "2"):
+        cluster.change(cluster.worker(node_id), state=NodeState.DEAD)
+    for agent in ("a", "b"):
+        cluster.remove_agent(agent)
+    cluster.add_agent(AgentInfo("c", "life of c", host, 1, first_rank, connection=3))
+    assert [(member.node_id, agent.id) for member, agent in recovery.replacement_hosts(cluster)] == [(taken, "c")]
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_a_world_that_shrinks_at_once_waits_for_nobody(raw: bool) -> None:
+    strategies = parse_strategies(("recover", "elastic-training"))
+    for shrink_after_s, trains, after in (
+        (30.0, True, recovery.RecoveryAction.WAIT),
+        (0.0, True, recovery.RecoveryAction.SHRINK),
+        (0.0, False, recovery.RecoveryAction.WAIT),  # no step is finished, so it cannot shrink
+    ):
+        cluster = formed()
+        settings = ClusterSettings(4, recovery=True, strategies=strategies, extra_ranks=0, shrink_after_s=shrink_after_s)
+        cluster.settings = settings
+        cluster.set(trains=trains)
+        cluster.remove_agent("b")
+        lost = cluster.change(cluster.worker("3"), agent="" if raw else "b", state=NodeState.DEAD)
+        assert recovery.choose_action(cluster, lost)[0] is after
+
+
+def test_workers_need_an_agent_and_room() -> None:
+    made = training_cluster(worker_max=5)
+    assert resize.target_with_extra(made, 1) == (5, "there is place for 5 workers, as asked")
+    assert resize.target_with_extra(made, 2) == (None, "a world of 6 workers is not possible: 1 to 5 are")
+    assert resize.plan_resize(made, ScaleRequest(5))[1] == "the world grows from 4 to 5 workers, as asked"
+    for agent in ("a", "b"):
+        made.change_agent(agent, is_leaving=True)
+    nobody = "no agent is there that could start a worker: only under covey run can a world grow"
+    assert resize.plan_resize(made, ScaleRequest(5)) == (None, nobody)
+    made.set(phase=Phase.HEALING, reason="worker:1 died")
+    assert resize.target_with_extra(made, 1) == (None, "The cluster is not ready. It is healing: worker:1 died")
+
+
+# -- the part -----------------------------------------------------------------------------------------------------------
+
+
+def requested(request: ScaleRequest, cluster: EditableCluster | None = None) -> EditableCluster:
+    """Four workers over connections 10 to 13, after a request that was accepted at 1.0."""
+    cluster = cluster or training_cluster(connected=True)
+    assert isinstance(cluster.resize.request(cluster.step(1.0), request), ScaleAccepted)
+    return cluster
+
+
+def sent(effects: list[SchedulerEffect], kind: type) -> list[int]:
+    return [effect.connection for effect in effects if isinstance(effect, Send) and isinstance(effect.message, kind)]
+
+
+def persisted(effects: list[SchedulerEffect], kind: type) -> list[object]:
+    return [effect.record for effect in effects if isinstance(effect, Persist) and isinstance(effect.record, kind)]
+
+
+def outcomes(cluster: EditableCluster) -> list[tuple[str, Outcome]]:
+    return [(incident.strategy, incident.outcome) for incident in cluster.incidents.records]
+
+
+def ranks(cluster: EditableCluster) -> dict[str, int]:
+    return {member.node_id: member.rank for member in cluster.members_in_role(Role.WORKER)}
+
+
+def test_a_refused_request_changes_nothing() -> None:
+    cluster = training_cluster(connected=True)
+    before = cluster.record()
+    for request in (ScaleRequest(4), ScaleRequest(roll_back=True), ScaleRequest(node_ids=["9"])):
+        assert isinstance(cluster.resize.request(cluster.step(1.0), request), Refused)
+    assert cluster.record() == before and cluster.take_effects() == [] and not cluster.incidents.records
+
+
+def test_a_growth_is_one_generation_in_which_agents_start_the_joining_workers() -> None:
+    cluster = requested(ScaleRequest(6))
+    effects = cluster.take_effects()
+    assert (cluster.asked, cluster.arriving, cluster.generation, cluster.resized) == (6, ("4", "5"), 2, 2)
+    assert cluster.phase is Phase.HEALING and cluster.barrier.is_pending and outcomes(cluster) == [("scale-out", Outcome.OPEN)]
+    assert persisted(effects, ClusterRecord) == [cluster.record()] and len(persisted(effects, MemberRecord)) == 2
+    assert sent(effects, RankAssigned) == [10, 11, 12, 13] and sent(effects, DesiredChildren) == [1, 2]
+    last_write = max(n for n, effect in enumerate(effects) if isinstance(effect, Persist))
+    assert last_write < min(n for n, effect in enumerate(effects) if isinstance(effect, Send))
+    cluster.resize.finish_growth()
+    assert cluster.arriving == ()
+
+
+def test_a_growth_that_is_rolled_back_leaves_the_world_as_it_was() -> None:
+    cluster = requested(ScaleRequest(6))
+    cluster.table.attach_member(14, cluster.worker("4"), 1.0)
+    cluster.take_effects()
+    reply = cluster.resize.request(cluster.step(2.0), ScaleRequest(roll_back=True))
+    assert reply == ScaleAccepted(2, "asked to; the growth is taken back")
+    effects = cluster.take_effects()
+    assert (cluster.asked, cluster.arriving, cluster.generation) == (4, (), 3) and set(ranks(cluster)) == {"0", "1", "2", "3"}
+    assert outcomes(cluster) == [("scale-out", Outcome.ROLLED_BACK), ("scale-in", Outcome.OPEN)]
+    assert Close(14) in effects and cluster.table.member_at(14) is None and sent(effects, DesiredChildren) == [1, 2]
+    assert isinstance(cluster.resize.request(cluster.step(2.0), ScaleRequest(roll_back=True)), Refused)
+
+
+def test_only_the_death_of_a_joining_worker_rolls_a_growth_back() -> None:
+    cluster = requested(ScaleRequest(5))
+    dead = cluster.change(cluster.worker("1"), state=NodeState.DEAD)
+    assert not cluster.resize.roll_back_if_joining(cluster.step(2.0), dead, "killed") and cluster.arriving == ("4",)
+    assert cluster.resize.roll_back_if_joining(cluster.step(2.0), cluster.worker("4"), "killed")
+    assert cluster.reason == "worker:4 did not come: killed; the growth is taken back"
+
+
+def test_a_growth_of_which_no_earlier_worker_holds_the_state_cannot_be_rolled_back() -> None:
+    cluster = requested(ScaleRequest(5))
+    cluster.set(trains=False)
+    assert not cluster.resize.roll_back_if_joining(cluster.step(2.0), cluster.worker("4"), "killed")
+    assert cluster.arriving == () and cluster.size(Role.WORKER) == 5, "it is a worker like any other"
+
+
+def test_joining_workers_have_a_limited_time_which_a_suspension_prolongs() -> None:
+    cluster = requested(ScaleRequest(5))
+    cluster.resize.postpone(5.0)
+    assert not cluster.resize.roll_back_if_overdue(cluster.step(6.0 + JOIN_TIMEOUT_S))
+    assert cluster.resize.roll_back_if_overdue(cluster.step(6.1 + JOIN_TIMEOUT_S)) and cluster.size(Role.WORKER) == 4
+
+
+def test_workers_that_leave_are_told_and_the_highest_ranks_fill_their_places() -> None:
+    cluster = requested(ScaleRequest(node_ids=["0", "1"]))
+    effects = cluster.take_effects()
+    assert ranks(cluster) == {"3": 1, "2": 0}
+    assert sent(effects, ClusterEnded) == [11, 10] and cluster.table.member_at(10) is None
+    assert persisted(effects, MemberRecord) == [
+        MemberRecord.from_member(member) for member in cluster.members_in_role(Role.WORKER)
+    ], "whose ranks changed"
+    assert outcomes(cluster) == [("scale-in", Outcome.OPEN)] and cluster.asked == 2
+
+
+def test_workers_leave_in_turns_where_only_so_many_may_leave_at_once() -> None:
+    cluster = training_cluster(connected=True)
+    cluster.heartbeats.note_progress(cluster.worker("0"), Progress(5, in_loop=True, departing_max=1), 0.0)
+    requested(ScaleRequest(2), cluster)
+    assert (cluster.going, set(ranks(cluster))) == (("2",), {"0", "1", "2"}), "the highest rank first"
+    for rank in range(3):
+        cluster.barrier.add_resumed(rank)
+    assert cluster.resize.release_next_leavers(cluster.step(2.0))
+    assert (cluster.going, set(ranks(cluster))) == ((), {"0", "1"})
+    assert not cluster.resize.release_next_leavers(cluster.step(3.0)), "none is left"
+
+
+def test_nobody_leaves_before_all_are_known_to_have_resumed() -> None:
+    cluster = training_cluster(connected=True)
+    cluster.set(going=("3",))
+    assert cluster.resize.release_next_leavers(cluster.step(2.0))
+    assert cluster.going == ("3",) and cluster.barrier.is_agreeing and cluster.phase is Phase.HEALING
+    assert sent(cluster.take_effects(), NewGeneration) == [10, 11, 12, 13]
+
+
+def test_a_lost_worker_that_is_given_up_leaves_no_slot_on_its_host() -> None:
+    cluster = training_cluster(connected=True)
+    dead = cluster.change(cluster.worker("1"), state=NodeState.DEAD)
+    cluster.resize.give_up_member(cluster.step(2.0), dead, "worker:1 died", "the others go on in a world of 3")
+    effects = cluster.take_effects()
+    assert ranks(cluster) == {"0": 0, "2": 2, "3": 1} and cluster.agents["a"].slots == 1
+    assert persisted(effects, AgentRecord) == [AgentRecord.from_agent(cluster.agents["a"])]
+    assert sent(effects, DesiredChildren) == [1] and cluster.free_slots_by_agent(Role.WORKER) == {}
+
+
+@pytest.mark.parametrize(("is_open", "trains"), [(True, True), (False, True), (True, False)])
+def test_a_restarted_scheduler_continues_a_change_that_was_under_way(is_open: bool, trains: bool) -> None:
+    cluster = training_cluster(connected=True)
+    cluster.resize.restore_fields(ClusterRecord("c", "", 4, 0, Phase.HEALING, 1, asked=5, arriving=("3",), going=("2",)))
+    cluster.set(trains=trains)
+    if is_open:
+        cluster.incidents.open(cluster.step(0.0), "scale-out", "", "asked for")
+    cluster.resize.resume(cluster.step(100.0))
+    is_pending = is_open and trains
+    assert cluster.barrier.is_pending is is_pending and cluster.arriving == (("3",) if is_pending else ())
+    assert (cluster.asked, cluster.going) == (5, ("2",))
+    assert not cluster.resize.roll_back_if_overdue(cluster.step(100.0 + JOIN_TIMEOUT_S)), "they have the full time"
+    assert cluster.resize.roll_back_if_overdue(cluster.step(100.1 + JOIN_TIMEOUT_S)) is is_pending
