@@ -14,10 +14,11 @@ import msgspec
 from covey.core.types import PHASE_MAX, Role
 from covey.errors import CoveyError, UsageError
 from covey.log import configure_logging, log
+from covey.runtime.process_variables import INCARNATION_VARIABLE, PROGRESS_FD_VARIABLE
 from covey.settings import check_manual_settings, load_settings, misspelled_variables
 from covey.training.collectives.communicator import Communicator
 from covey.worker.foreign_launchers import describe_refusal, find_foreign_rank
-from covey.worker.membership_thread import INCARNATION_VARIABLE, MembershipThread, scheduler_address, wait_until_cluster_ends
+from covey.worker.membership_thread import MembershipThread, scheduler_address, wait_until_cluster_ends
 from covey.worker.process_exit import install_error_hook
 from covey.worker.spare import is_spare
 
@@ -94,7 +95,7 @@ def _ensure_supervised() -> None:
     """Once: not in a life of this process's own, nor under an agent, which does the same."""
     from covey.worker import supervisor
 
-    if INCARNATION_VARIABLE not in os.environ and supervisor.PROGRESS_FD_VARIABLE not in os.environ:
+    if INCARNATION_VARIABLE not in os.environ and PROGRESS_FD_VARIABLE not in os.environ:
         supervisor.run_supervised()
 
 

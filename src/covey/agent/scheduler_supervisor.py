@@ -22,8 +22,7 @@ from covey.agent.children import explain_os_error, open_log
 from covey.errors import ExitCode
 from covey.log import log
 from covey.runtime.listeners import ListeningSockets
-from covey.scheduler.main import HANDOFF_VARIABLE
-from covey.scheduler.service import SchedulerHandoff
+from covey.runtime.process_variables import HANDOFF_VARIABLE, SchedulerHandoff
 
 SCHEDULER_RESTARTS_MAX: Final = 5  # deaths without a minute of life between them
 STABLE_AFTER_S: Final = 60.0

@@ -2,6 +2,7 @@
 
 `node_runtime`       event loop around a node's state machine, with a connection of its own
 `relayed_runtime`    the same for a child of an agent, through the agent's relay
+`process_variables`  variables, signal and handoff between a process of covey and its children
 `credentials`        join secret and TLS contexts from the settings
 `host_identity`      id, name and address of this host
 `listeners`          binds cluster and REST ports; limit of open files

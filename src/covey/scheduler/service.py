@@ -17,8 +17,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from covey.core.cluster.recovery_strategy import parse_strategies
 from covey.core.effects import EndCluster
 from covey.core.types import ClusterSettings
@@ -33,6 +31,7 @@ from covey.runtime.listeners import (
     describe_management_port,
 )
 from covey.runtime.management_port import serve_management_port
+from covey.runtime.process_variables import SchedulerHandoff
 from covey.scheduler.journal_commits import RETRY_DISK_S, LeadershipHandedOver, LeaderTerm, SteppedDown
 from covey.scheduler.lease_keeper import LeaseKeeper, StandbyClusterEnded, kill_predecessor
 from covey.scheduler.scheduler import Scheduler, SchedulerInfo, exit_now, on_signal
@@ -45,18 +44,6 @@ from covey.transport import address
 
 PORT_RELEASE_TIMEOUT_S = 10.0  # the kernel has to let go of a port whose holder was killed
 REPLACEMENTS_MAX = 32767  # per host, as MindSpore's max_restarts
-
-
-class SchedulerHandoff(msgspec.Struct, frozen=True):
-    """What an agent gives the scheduler it keeps alive, as JSON in `KEPT_VARIABLE`."""
-
-    socket_fds: tuple[list[int], list[int]]  # descriptors of the bound sockets it hands over: the cluster's, the REST port's
-    journal_folder: str  # the folder from which a restarted one goes on
-    log_dir: str = ""
-    default_job: str = ""  # the cluster, where nobody gave the job a name
-    max_restarts: int = 0
-    agents_return: bool = True
-    agent_pid: int = 0  # its pid, where it is the parent: with it, this one ends
 
 
 class SchedulerService:

@@ -49,6 +49,7 @@ from covey.log import configure_logging, log
 from covey.runtime import credentials, host_identity
 from covey.runtime.log_stream import install_log_streams
 from covey.runtime.node_runtime import NodeRuntime, SchedulerAddress, make_node_settings
+from covey.runtime.process_variables import AGENT_VARIABLE, INCARNATION_VARIABLE
 from covey.runtime.relayed_runtime import RelayedRuntime
 from covey.settings import Settings, serving_variables
 from covey.training.worker_context import GenerationStarted, HealPlanReceived
@@ -57,8 +58,6 @@ from covey.worker import spare, supervisor
 from covey.worker.process_exit import ProcessExit, flush_and_exit
 from covey.worker.stack_dump import dump_stacks_on_signal
 
-INCARNATION_VARIABLE: Final = "COVEY_INCARNATION"  # which life of its rank a child of an agent is
-AGENT_VARIABLE: Final = "COVEY_AGENT"  # which scheduler's, and where the socket of a child's agent is
 LEAVE_TIMEOUT_S: Final = 8.0
 PEER_FAILURE_WAIT_S: Final = 0.3
 CONFIRM_POLL_S: Final = 0.1  # between two looks whether the scheduler can be reached again

@@ -34,8 +34,8 @@ from covey.log import configure_logging, log
 from covey.runtime import credentials
 from covey.runtime.listeners import ListeningSockets, bind_scheduler_ports
 from covey.runtime.node_runtime import SchedulerAddress
+from covey.runtime.process_variables import SchedulerHandoff
 from covey.scheduler.main import run_scheduler
-from covey.scheduler.service import SchedulerHandoff
 from covey.settings import NODES_MAX, GivenValue, LoadedSettings, Settings, load_settings
 from covey.storage import cluster_registry
 from covey.storage.journal import has_resumable_journal
