@@ -14,6 +14,7 @@ patch, the decision is in the wrong place.
     `event_log`           bounded list of the events that users see
     `incidents`           one record for each recovery or resize: stages, durations, outcome
     `leader_election`     who leads among several schedulers, over a compare-and-swap value
+    `strategy_ladder`     recovery strategies, in the order in which they are tried
     `taskd_variables`     TaskD's environment variables as covey's settings
     `plurals`             counts in sentences
 """

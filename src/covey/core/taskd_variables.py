@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import NamedTuple
 
-from covey.core.cluster.recovery_strategy import RecoveryStrategy, parse_strategies
+from covey.core.strategy_ladder import RecoveryStrategy, parse_strategies
 from covey.errors import UsageError
 
 MANAGER_PORT = 9601  # of the manager

@@ -17,8 +17,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-from covey.core.cluster.recovery_strategy import parse_strategies
 from covey.core.effects import EndCluster
+from covey.core.strategy_ladder import parse_strategies
 from covey.core.types import ClusterSettings
 from covey.errors import ExitCode, StoreError, UsageError
 from covey.log import log

@@ -20,7 +20,6 @@ from typing import Any, Final
 
 import msgspec
 
-from covey.core.cluster.recovery_strategy import RecoveryStrategy
 from covey.core.effects import EndMembership
 from covey.core.messages import (
     ClusterEnded,
@@ -42,6 +41,7 @@ from covey.core.messages import (
     SafePointReport,
     ShardingAssigned,
 )
+from covey.core.strategy_ladder import RecoveryStrategy
 from covey.core.types import Progress, Role, ScriptError
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.log import configure_logging, log

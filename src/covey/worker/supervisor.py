@@ -21,7 +21,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from covey.core.cluster.recovery_strategy import DEATHS_WITHOUT_PROGRESS_MAX
+from covey.core.strategy_ladder import DEATHS_WITHOUT_PROGRESS_MAX
 from covey.core.types import ScriptError
 from covey.errors import ExitCode
 from covey.runtime import linux

@@ -20,7 +20,7 @@ import msgspec
 
 from covey.cli.run.dry_run import describe_plan
 from covey.cli.run.plan import ALL_RANKS, Cores, PerHost, RunOptions, RunPlan, Streams, make_run_plan
-from covey.core.cluster.recovery_strategy import RecoveryStrategy
+from covey.core.strategy_ladder import RecoveryStrategy
 from covey.errors import UsageError
 from covey.settings import (
     COUNT,

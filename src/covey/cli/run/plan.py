@@ -13,8 +13,8 @@ from typing import Literal
 import msgspec
 
 from covey.cli.run import slurm
-from covey.core.cluster.recovery_strategy import RecoveryStrategy
 from covey.core.plurals import count_noun
+from covey.core.strategy_ladder import RecoveryStrategy
 from covey.errors import ExitCode, UsageError
 from covey.settings import NODES_MAX, GivenValue, LoadedSettings, load_settings, printable
 

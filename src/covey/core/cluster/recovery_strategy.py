@@ -7,30 +7,19 @@ healed: for them there is torchrun's answer, to start everyone anew as often as 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import StrEnum
 
 from covey.core.cluster import ranks, resize_plan
 from covey.core.cluster.state import ClusterState
 from covey.core.plurals import count_noun
+from covey.core.strategy_ladder import DEATHS_WITHOUT_PROGRESS_MAX as DEATHS_WITHOUT_PROGRESS_MAX  # for the modules beside
+from covey.core.strategy_ladder import RecoveryStrategy as RecoveryStrategy
 from covey.core.types import AgentInfo, ClusterSettings, Failure, Member, NodeState, Role, ScriptError
-from covey.errors import ExitCode, UsageError
+from covey.errors import ExitCode
 
 UNRECOVERABLE_CODES = frozenset({ExitCode.BAD_SETTING, ExitCode.BAD_SCRIPT})  # of a program's author, not of fate
-DEATHS_WITHOUT_PROGRESS_MAX = 3  # deaths of one rank without a step committed in between
 REPORTED_OTHERS_MAX = 64  # named in a report
 ROWS_LOST_RESTARTS_MAX = 3  # of all, because a server's rows were lost
-
-
-class RecoveryStrategy(StrEnum):
-    """The rungs, in the ladder's order."""
-
-    RETRY = "retry"
-    IN_PLACE = "recover-in-place"
-    RECOVER = "recover"
-    ELASTIC = "elastic-training"
-    DUMP = "dump"
-    EXIT = "exit"
 
 
 class RecoveryAction(StrEnum):
@@ -41,16 +30,6 @@ class RecoveryAction(StrEnum):
     SHRINK = "elastic-training"
     RESTART_ALL = "restart all"
     END = "end"
-
-
-def parse_strategies(names: Iterable[str]) -> tuple[RecoveryStrategy, ...]:
-    """Strategies in the ladder's order, whatever order they were named in; `exit` is always the last."""
-    known = {str(strategy): strategy for strategy in RecoveryStrategy}
-    wanted = [name.strip() for name in names if name.strip()]
-    for name in wanted:
-        if name not in known:
-            raise UsageError(f"the strategy {name} is not known: {', '.join(known)} are")
-    return tuple(s for s in RecoveryStrategy if s in wanted or s is RecoveryStrategy.EXIT)
 
 
 def choose_action(

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from covey.core.cluster.recovery_strategy import RecoveryStrategy
 from covey.core.jobs import output_paths
 from covey.core.jobs.pod_template import find_template_error
 from covey.core.jobs.timestamps import parse_seconds
+from covey.core.strategy_ladder import RecoveryStrategy
 from covey.errors import UsageError
 
 API_GROUP = "mindspore.gitee.com"

@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 
 from covey.core.cluster import recovery_strategy, resharding, resize_plan
-from covey.core.cluster.recovery_strategy import RecoveryAction, RecoveryStrategy
+from covey.core.cluster.recovery_strategy import RecoveryAction
 from covey.core.cluster.resize_plan import ResizePlan
 from covey.core.cluster.state import ClusterState
 from covey.core.messages import ScaleRequest
+from covey.core.strategy_ladder import RecoveryStrategy
 from covey.core.types import AgentInfo, ClusterSettings, Host, Member, NodeState, Phase, Role
-from covey.errors import ExitCode, UsageError
+from covey.errors import ExitCode
 
 HERE, THERE = Host("a", "host-a", "10.0.0.1"), Host("b", "host-b", "10.0.0.2")
 ALL = (
@@ -251,17 +252,6 @@ def test_a_newcomer_gets_no_name_that_somebody_chose() -> None:
     made.next_seat = 4
     made.add(Member(Role.WORKER, "4", "life", HERE, rank=4, state=NodeState.ALIVE))
     assert resize_plan.new_agent_worker(made, "b", 0.0).node_id == "5"
-
-
-def test_the_ladder_has_one_order_ends_with_exit_and_knows_its_rungs() -> None:
-    assert recovery_strategy.parse_strategies([" dump", "retry", ""]) == (
-        RecoveryStrategy.RETRY,
-        RecoveryStrategy.DUMP,
-        RecoveryStrategy.EXIT,
-    )
-    with pytest.raises(UsageError) as refused:
-        recovery_strategy.parse_strategies(["hope"])
-    assert str(refused.value) == f"the strategy hope is not known: {', '.join(RecoveryStrategy)} are"
 
 
 def test_a_refuge_is_the_host_with_the_fewest_extra_ranks_that_stays() -> None:

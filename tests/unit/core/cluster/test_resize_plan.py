@@ -8,6 +8,7 @@ from covey.core.cluster import recovery_strategy, resize_plan
 from covey.core.cluster.admission import Admission, decide_agent_admission
 from covey.core.cluster.state import ClusterState
 from covey.core.messages import RegisterAgent, ScaleRequest
+from covey.core.strategy_ladder import parse_strategies
 from covey.core.types import AgentInfo, ClusterSettings, Host, Member, NodeState, Phase, Role
 
 HERE, THERE = Host("a", "host-a", "10.0.0.1"), Host("b", "host-b", "10.0.0.2")
@@ -85,7 +86,7 @@ def test_a_host_takes_back_the_very_ranks_it_had(first_rank: int, host: Host, ta
 
 @pytest.mark.parametrize("raw", [False, True])
 def test_a_world_that_shrinks_at_once_waits_for_nobody(raw: bool) -> None:
-    strategies = recovery_strategy.parse_strategies(("recover", "elastic-training"))
+    strategies = parse_strategies(("recover", "elastic-training"))
     for shrink_after_s, trains, after in (
         (30.0, True, recovery_strategy.RecoveryAction.WAIT),
         (0.0, True, recovery_strategy.RecoveryAction.SHRINK),

@@ -7,7 +7,6 @@ from typing import Any, TypeVar
 
 import pytest
 
-from covey.core.cluster.recovery_strategy import parse_strategies
 from covey.core.cluster.rendezvous import RendezvousStore
 from covey.core.cluster.scheduler_machine import SchedulerMachine
 from covey.core.cluster.transitions import PHASE_TRANSITIONS
@@ -48,6 +47,7 @@ from covey.core.messages import (
     StopRequest,
     TemplateReady,
 )
+from covey.core.strategy_ladder import parse_strategies
 from covey.core.types import (
     AgentRecord,
     ClusterRecord,

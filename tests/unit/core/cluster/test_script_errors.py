@@ -8,7 +8,6 @@ from tests.unit.core.cluster.test_scheduler_machine import BOX, OTHER, Effects, 
 from tests.unit.core.cluster.test_scheduler_machine_effects import noted, warnings
 
 from covey.core.cluster import recovery_strategy
-from covey.core.cluster.recovery_strategy import parse_strategies
 from covey.core.cluster.scheduler_machine import SchedulerMachine
 from covey.core.cluster.state import ClusterState
 from covey.core.events import MessageReceived
@@ -22,6 +21,7 @@ from covey.core.messages import (
     RendezvousPut,
     SafePointReport,
 )
+from covey.core.strategy_ladder import parse_strategies
 from covey.core.types import ClusterSettings, FullRestart, Member, NodeState, Phase, Progress, Role, ScriptError
 
 IN_PLACE = parse_strategies(("recover-in-place",))

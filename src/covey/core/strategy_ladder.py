@@ -1,0 +1,35 @@
+"""Recovery strategies in the order in which they are tried, and the limit of deaths without progress.
+
+`core/cluster/recovery_strategy.py` chooses among them; settings, MSJobs, commands and the worker's supervisor only name them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import Final
+
+from covey.errors import UsageError
+
+DEATHS_WITHOUT_PROGRESS_MAX: Final = 3  # deaths of one rank without a step committed in between
+
+
+class RecoveryStrategy(StrEnum):
+    """The strategies, in the order of the ladder."""
+
+    RETRY = "retry"
+    IN_PLACE = "recover-in-place"
+    RECOVER = "recover"
+    ELASTIC = "elastic-training"
+    DUMP = "dump"
+    EXIT = "exit"
+
+
+def parse_strategies(names: Iterable[str]) -> tuple[RecoveryStrategy, ...]:
+    """Return the named strategies in the order of the ladder; `exit` is always the last. Raise `UsageError` for other names."""
+    known = {str(strategy): strategy for strategy in RecoveryStrategy}
+    wanted = [name.strip() for name in names if name.strip()]
+    for name in wanted:
+        if name not in known:
+            raise UsageError(f"the strategy {name} is not known: {', '.join(known)} are")
+    return tuple(s for s in RecoveryStrategy if s in wanted or s is RecoveryStrategy.EXIT)
