@@ -77,7 +77,10 @@ class SchedulerService:
     async def stand_by(self) -> int:
         """One of several schedulers: wait until this one leads, act while it does, and wait again."""
         cells = open_cas_store(
-            choose_lease_store(self._settings, self._journal_folder), folder=self._journal_folder, job=self._job
+            choose_lease_store(self._settings, self._journal_folder),
+            folder=self._journal_folder,
+            job=self._job,
+            factories={"kubernetes": _open_kubernetes_store},
         )
         manage = self._sockets.management if self._sockets is not None else self._bind_management_port()
         leading = LeaseKeeper(
@@ -255,6 +258,13 @@ class SchedulerService:
                 tls=self._settings.tls_config,
             )
         )
+
+
+def _open_kubernetes_store(name: str) -> CasStore:
+    """Open the store `kubernetes://NAME`. The import is here because only such a scheduler needs the Kubernetes client."""
+    from covey.kubernetes.cas_store import KubernetesCasStore
+
+    return KubernetesCasStore.from_name(name)
 
 
 def choose_lease_store(settings: Settings, folder: str) -> str:
