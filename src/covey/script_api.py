@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import random
 import sys
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +16,7 @@ from covey.log import configure_logging, log
 from covey.runtime.process_variables import INCARNATION_VARIABLE, PROGRESS_FD_VARIABLE
 from covey.settings import check_manual_settings, load_settings, misspelled_variables
 from covey.training.collectives.communicator import Communicator
+from covey.training.seeding import seed_process
 from covey.worker.foreign_launchers import describe_refusal, find_foreign_rank
 from covey.worker.membership_thread import MembershipThread, scheduler_address, wait_until_cluster_ends
 from covey.worker.process_exit import install_error_hook
@@ -162,15 +162,7 @@ def set_seed(seed: int) -> None:
     """Seed Python, numpy and torch (where it is loaded or loadable)."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= SEED_MAX:
         raise UsageError(f"set_seed({seed!r}) is not possible: give a whole number from 0 to {SEED_MAX}")
-    import numpy as np
-
-    random.seed(seed)
-    np.random.seed(seed)
-    try:
-        import torch
-    except ImportError:
-        return
-    torch.manual_seed(seed)
+    seed_process(seed)
 
 
 def _federated_blocker() -> str:

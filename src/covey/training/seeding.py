@@ -23,6 +23,19 @@ def derive_seed(*numbers: int) -> int:
     return value >> 1
 
 
+def seed_process(seed: int) -> None:
+    """Seed the generators of Python, numpy and, if it is installed, torch. The first call imports numpy and torch."""
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        import torch
+    except ImportError:
+        return
+    torch.manual_seed(seed)
+
+
 def seed_all(seed: int) -> None:
     """Python's, numpy's and torch's generators; quickly, because it happens for every batch."""
     for put in _seed_functions():
