@@ -16,5 +16,6 @@ patch, the decision is in the wrong place.
     `leader_election`     who leads among several schedulers, over a compare-and-swap value
     `strategy_ladder`     recovery strategies, in the order in which they are tried
     `taskd_variables`     TaskD's environment variables as covey's settings
+    `addresses`           addresses and names that mean this host
     `plurals`             counts in sentences
 """

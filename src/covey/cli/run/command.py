@@ -28,6 +28,7 @@ from covey.cli.run.event_hooks import EventHooks
 from covey.cli.run.log_echo import LogEcho
 from covey.cli.run.options import help_text, parse_command_line
 from covey.cli.run.plan import RunPlan
+from covey.core.addresses import is_loopback
 from covey.core.types import Role
 from covey.errors import ExitCode, UsageError
 from covey.log import configure_logging, escape_unprintable, log, log_in_thread
@@ -244,7 +245,7 @@ def _prepare_scheduler_access(
     if not secret and sockets is not None and plan.is_single_host:
         secret = secrets.token_hex(16)  # for this run's own processes
     insist = bool(secret) and (guard.secret_configured or (sockets is not None and not others))
-    if secret and (insist or sockets is not None or not address.is_loopback(host)):
+    if secret and (insist or sockets is not None or not is_loopback(host)):
         environ["COVEY_SECRET"] = secret  # else it is the user's own, which a scheduler on loopback need not require
     environ["MS_TOPO_TIMEOUT"] = f"{plan.topo_timeout_s:g}"
     environ["COVEY_WORKER_MAX"] = str(plan.world_max if plan.world_max > plan.world else 0)
