@@ -15,5 +15,6 @@
 `exception_record`   description of the exception that ended a script
 `fault_injection`    faults of `covey chaos`: kill, stop, slow, cut, fill the disk, shift the clock
 `lifeline`           kills a child's process group when the agent dies
+`restart_backoff`    when a child process that exits early is restarted, and when its parent gives up
 `linux`              prctl: parent-death signal, subreaper, process title
 """
