@@ -37,6 +37,7 @@ TESTS = {  # of each module: those that are about it
         "test_scheduler_machine",
         "test_spares_decided",
     ),
+    "restart_limits": ("test_restart_limits",),
     "strategy_ladder": ("test_strategy_ladder",),
     "cluster.heal_plan": ("test_heal_plan", "test_scheduler_machine"),
     "incidents": ("test_incidents",),

@@ -37,6 +37,7 @@ from covey.core.messages import (
     StopRequest,
     TemplateReady,
 )
+from covey.core.restart_limits import NO_HOST_LIMIT
 from covey.core.types import JOB_FINGERPRINT_KEY, Failure, Role, ScriptError
 from covey.errors import CoveyError, ExitCode
 from covey.log import log
@@ -65,7 +66,7 @@ class AgentJob(msgspec.Struct, frozen=True, kw_only=True):
     world: int
     slots: int
     servers: int = 0  # parameter servers
-    max_restarts: int = -1  # -1: the scheduler's limit alone counts
+    max_restarts: int = NO_HOST_LIMIT
     first_rank: int = -1
     module: bool = False
     python: bool = True

@@ -10,6 +10,8 @@ from typing import Final
 
 import msgspec
 
+from covey.core.restart_limits import MAX_RESTARTS
+
 AGENT_VARIABLE: Final = "COVEY_AGENT"  # in an agent's child: SCHEDULER@SOCKET, the scheduler's address and the relay's path
 INCARNATION_VARIABLE: Final = "COVEY_INCARNATION"  # in an agent's child: its incarnation, from 0
 SPARE_VARIABLE: Final = "COVEY_PROMOTED_LOG"  # in a spare: log of the worker it becomes; "{}" stands for the node id
@@ -27,6 +29,6 @@ class SchedulerHandoff(msgspec.Struct, frozen=True):
     journal_folder: str  # a restarted scheduler reads its state from here
     log_dir: str = ""
     default_job: str = ""  # name of the job if the settings have none
-    max_restarts: int = 0
+    max_restarts: int = MAX_RESTARTS
     agents_return: bool = True
     agent_pid: int = 0  # pid of the agent if it is the parent; the scheduler exits with it. 0: not the parent

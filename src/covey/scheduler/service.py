@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from covey.core.effects import EndCluster
+from covey.core.restart_limits import MAX_RESTARTS, replacement_limit
 from covey.core.strategy_ladder import parse_strategies
 from covey.core.types import ClusterSettings
 from covey.errors import ExitCode, StoreError, UsageError
@@ -43,7 +44,6 @@ from covey.storage.journal import FencedError, Journal, open_journal
 from covey.transport import address
 
 PORT_RELEASE_TIMEOUT_S = 10.0  # the kernel has to let go of a port whose holder was killed
-REPLACEMENTS_MAX = 32767  # per host, as MindSpore's max_restarts
 
 
 class SchedulerService:
@@ -215,7 +215,7 @@ class SchedulerService:
         scheduler = Scheduler(
             make_cluster_settings(
                 settings,
-                kept.max_restarts if kept is not None else 0,
+                kept.max_restarts if kept is not None else MAX_RESTARTS,
                 agents_return=kept is None or kept.agents_return,
             ),
             place,
@@ -278,7 +278,9 @@ def choose_lease_store(settings: Settings, folder: str) -> str:
     return store
 
 
-def make_cluster_settings(settings: Settings, max_restarts: int = 0, *, agents_return: bool = True) -> ClusterSettings:
+def make_cluster_settings(
+    settings: Settings, max_restarts: int = MAX_RESTARTS, *, agents_return: bool = True
+) -> ClusterSettings:
     """What the core needs of the effective settings."""
     return ClusterSettings(
         worker_num=settings.worker_num,
@@ -290,7 +292,7 @@ def make_cluster_settings(settings: Settings, max_restarts: int = 0, *, agents_r
         node_timeout_s=settings.node_timeout_s,
         heartbeats_enabled=not settings.disable_heartbeat,
         max_restarts=max_restarts,
-        replacements_max=max_restarts or REPLACEMENTS_MAX,
+        replacements_max=replacement_limit(max_restarts),
         strategies=parse_strategies(settings.strategy.split(",")),
         stuck_s=settings.stuck_s,
         extra_ranks=settings.extra_ranks,

@@ -29,6 +29,7 @@ from covey.cli.run.log_echo import LogEcho
 from covey.cli.run.options import help_text, parse_command_line
 from covey.cli.run.plan import RunPlan
 from covey.core.addresses import is_loopback
+from covey.core.restart_limits import NO_HOST_LIMIT
 from covey.core.types import Role
 from covey.errors import ExitCode, UsageError
 from covey.log import configure_logging, escape_unprintable, log, log_in_thread
@@ -291,7 +292,7 @@ def _make_agent_job(plan: RunPlan, log_dir: Path, servers: int) -> AgentJob:
         world=plan.world,
         slots=plan.local_workers,
         servers=servers,
-        max_restarts=plan.max_restarts if plan.or_join else -1,  # the scheduler may be one that was never told
+        max_restarts=plan.max_restarts if plan.or_join else NO_HOST_LIMIT,  # the scheduler may be one that was never told
         first_rank=plan.first_rank if not plan.is_single_host else 0,
         module=plan.is_module,
         python=plan.is_python,
