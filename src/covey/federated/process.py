@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import msgspec
 
+from covey.atomic_file import write_atomically
 from covey.core.federated.federation_machine import FederationMachine
 from covey.core.federated.messages import RoundStage
 from covey.core.federated.server_membership import ServerTimeouts
@@ -21,7 +22,6 @@ from covey.errors import CoveyError, UsageError
 from covey.federated import context, model_codec, privacy_settings
 from covey.federated.scheduler.scheduler import FederatedScheduler, load_record
 from covey.federated.server.aggregation import SPOOL_BYTES_MAX, Evaluate
-from covey.federated.server.model_store import write_atomically
 from covey.federated.server.server import FederatedServer, ServerSettings
 from covey.federated.strategies import FedAvg, Strategy
 from covey.log import configure_logging, log
@@ -102,7 +102,7 @@ def _choose_cluster_id(root: Path) -> str:
         named = current.read_text().strip()
     named = named or os.environ.get(CLUSTER_VARIABLE, "") or uuid.uuid4().hex[:12]
     (root / named).mkdir(parents=True, exist_ok=True)
-    write_atomically(current, named.encode(), sync=False)
+    write_atomically(current, named.encode(), durable=False)
     return named
 
 

@@ -17,6 +17,7 @@ from typing import Any, Final, Protocol
 
 import msgspec
 
+from covey.atomic_file import write_synced
 from covey.errors import StoreError, UsageError
 
 ETCD_TIMEOUT_S: Final = 2.0  # of one request
@@ -60,10 +61,7 @@ class FileCasStore:
         draft = self._folder / f"{key}-{self._writer_id}.draft"
         try:
             try:
-                with draft.open("wb") as file:
-                    file.write(value)
-                    file.flush()
-                    os.fsync(file.fileno())
+                write_synced(draft, value)
                 done = self._claim_version(draft, key, version)
             finally:
                 draft.unlink(missing_ok=True)

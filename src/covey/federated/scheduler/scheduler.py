@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
+from covey.atomic_file import write_atomically
 from covey.core.cluster.view import ClusterView, NodeView
 from covey.core.effects import Close, EndCluster, PublishEvent, Send
 from covey.core.event_log import EventLog
@@ -27,7 +28,6 @@ from covey.core.messages import ClusterEnded, EventsRequest, Message, ViewReques
 from covey.core.plurals import count_noun
 from covey.core.types import Phase, Role
 from covey.errors import ExitCode, StoreError, UsageError
-from covey.federated.server.model_store import write_atomically
 from covey.log import log
 from covey.runtime.credentials import Credentials
 from covey.runtime.event_stream import EventStream
@@ -180,7 +180,7 @@ class FederatedScheduler:
     def _write_record(self, record: FederationRecord) -> bool:
         """Whether a record is written down."""
         try:
-            write_atomically(self._record_path, msgspec.msgpack.encode(record), sync=self._sync)
+            write_atomically(self._record_path, msgspec.msgpack.encode(record), durable=self._sync)
         except OSError as error:
             stuck, self._disk_error = self._disk_error, f"{self._record_path} cannot be written ({error.strerror})"
             if not stuck:
