@@ -315,14 +315,15 @@ def _expand_log_name(plan: RunPlan) -> str:
 
 
 def guess_imports(plan: RunPlan) -> list[str]:
-    """What the template imports ahead, judged by the script's text: torch, and what its first optimizer would import."""
+    """Return what the template imports before it forks: covey's functions and its loop, and, if the script's text names torch,
+    torch and what its first optimizer would import."""
     if not plan.is_python or plan.start != "fork":
         return []
     text = ""
     if not plan.is_module:
         with contextlib.suppress(OSError):
             text = Path(plan.command[0]).read_text(errors="replace")
-    wanted = ["covey"] if "covey" in text else []
+    wanted = ["covey.script_api", "covey.training.loop", "covey.training.model"]  # `import covey` alone imports none of them
     if "numpy" in text or "torch" in text:
         wanted.append("numpy")
     if "torch" in text:
