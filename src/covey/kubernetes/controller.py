@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from covey.core.jobs import Observed, ReconcilePlan, parse_job, plan
+from covey.core.jobs import Observed, ReconcilePlan, parse_job, plan_job
 from covey.core.jobs.actions import (
     Action,
     AdoptOrphan,
@@ -169,7 +169,7 @@ class Controller:
         began = time.perf_counter()
         thing = {"apiVersion": self.kind.root.removeprefix("apis/"), "kind": self.kind.name, **thing}
         job = self._convert(thing)
-        made = plan(job, self._observe(key, thing), self._clock())
+        made = plan_job(job, self._observe(key, thing), self._clock())
         if made.status is not None:
             written = await self._write_status(thing, made.status)
             self._metrics.count_status_change(thing.get("status") or {}, made.status)

@@ -1,6 +1,6 @@
-"""An MSJob, decided: what the object says, and what to do about it now. `plan` puts the other modules together:
+"""An MSJob, decided: what the object says, and what to do about it now. `plan_job` puts the other modules together:
 
-    plan(job, observed, now) -> actions, status, requeue_after, reason
+    plan_job(job, observed, now) -> actions, status, requeue_after, reason
 
 All of it works on plain dicts as the API server sends them. Not here: the API server, and the contents of a pod
 (`covey.kubernetes.pod_builder`).
@@ -20,8 +20,8 @@ All of it works on plain dicts as the API server sends them. Not here: the API s
     `timestamps`          Kubernetes times
 """
 
-from covey.core.jobs.plan import ReconcilePlan, plan
+from covey.core.jobs.plan import ReconcilePlan, plan_job
 from covey.core.jobs.reconcile_context import Observed
 from covey.core.jobs.spec import InvalidJob, Job, parse_job
 
-__all__ = ["InvalidJob", "Job", "Observed", "ReconcilePlan", "plan", "parse_job"]
+__all__ = ["InvalidJob", "Job", "Observed", "ReconcilePlan", "parse_job", "plan_job"]

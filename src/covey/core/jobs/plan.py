@@ -39,7 +39,7 @@ class ReconcilePlan(msgspec.Struct, frozen=True, kw_only=True):
     reason: str = ""
 
 
-def plan(job: Mapping[str, Any], observed: Observed, now: float) -> ReconcilePlan:
+def plan_job(job: Mapping[str, Any], observed: Observed, now: float) -> ReconcilePlan:
     """What is to be done about an MSJob now."""
     status = JobStatus(job, now)
     if job.get("metadata", {}).get("deletionTimestamp"):
