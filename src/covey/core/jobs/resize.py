@@ -3,7 +3,7 @@
 Four ways, tried in this order. Dynamic workers, and jobs of which nothing runs yet, simply have the new number. A training that
 covey runs changes its size without a restart: to grow, pods are created whose workers join the world; to shrink, the scheduler
 lets the workers of the last pods go, and then the pods go. Where no such scheduler answers, or its program cannot do it, all
-pods start anew with the new number if the job's policies allow restarts; else the job stays as it is. Each is told.
+pods start anew with the new number if the job's policies allow restarts; else the job stays as it is. Each records an event.
 
 `scaling` has the states of a resize.
 """
