@@ -26,7 +26,10 @@ MACHINE = (
     "test_scenarios",
 )
 FEDERATION = ("test_rounds", "test_rounds_effects", "test_dp_accounting")
-JOB = ("test_job_plan", "test_pod_builder", "test_job_resize", "test_job_status")
+JOB = (
+    *("test_job_plan", "test_pod_builder", "test_job_resize", "test_job_status"),
+    *("test_plan_steps", "test_plan_builder", "test_scaling_states", "test_status_content"),
+)
 TESTS = {  # of each module: those that are about it
     "cluster.ranks": ("test_ranks", "test_formation"),
     "cluster.formation": ("test_formation", "test_scheduler_machine", "test_scheduler_machine_effects", "test_spares_decided"),
@@ -74,8 +77,12 @@ TESTS = {  # of each module: those that are about it
     "cluster.rendezvous": ("test_rendezvous",),
     "cluster.fault_schedule": ("test_fault_schedule",),
     "jobs.plan": JOB,
+    "jobs.plan_builder": JOB,
     "jobs.reconcile_context": JOB,
+    "jobs.completion": JOB,
+    "jobs.pod_failures": JOB,
     "jobs.resize": JOB,
+    "jobs.scaling": JOB,
     "jobs.spec": JOB,
     "jobs.pod_state": JOB,
     "jobs.status": JOB,

@@ -49,17 +49,17 @@ class OperatorLease:
                 await asyncio.sleep(self._renew_interval_s)
             log.info("this replica (%s) acts", self.identity)
             acting = asyncio.ensure_future(act())
-            keeping = asyncio.ensure_future(self._renew_until_lost())
+            renewing = asyncio.ensure_future(self._renew_until_lost())
             try:
-                done, _ = await asyncio.wait({acting, keeping}, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait({acting, renewing}, return_when=asyncio.FIRST_COMPLETED)
                 if acting in done:
                     acting.result()
                     return
                 log.warning("the lease was lost: this replica no longer acts")
             finally:
-                for task in (acting, keeping):
+                for task in (acting, renewing):
                     task.cancel()
-                await asyncio.gather(acting, keeping, return_exceptions=True)
+                await asyncio.gather(acting, renewing, return_exceptions=True)
                 await self._release()
 
     async def _renew_until_lost(self) -> None:
@@ -71,10 +71,10 @@ class OperatorLease:
             began = time.monotonic()
             try:
                 async with asyncio.timeout(max(0.0, until - began)):
-                    held = await self._acquire_or_renew()
+                    is_ours = await self._acquire_or_renew()
             except TimeoutError:
                 return
-            if held:
+            if is_ours:
                 until = began + limit
             elif self._holder not in ("", self.identity):
                 return
@@ -122,11 +122,11 @@ class OperatorLease:
         self._holder, self._last_warning = holder, ""
         return True
 
-    def _warn_once(self, sentence: str) -> None:
+    def _warn_once(self, message: str) -> None:
         """Once, however often it is tried."""
-        if sentence != self._last_warning:
-            log.warning("%s; it is tried again", sentence)
-        self._last_warning = sentence
+        if message != self._last_warning:
+            log.warning("%s; it is tried again", message)
+        self._last_warning = message
 
     async def _release(self) -> None:
         """So that the next one need not wait."""
