@@ -44,8 +44,8 @@ def find(server):
             time.sleep(0.01)
 
 serving = msgspec.json.decode(serving, type=ServingSettings)
-server = ParameterServer("127.0.0.1", serving, rank, lives, find, msgspec.json.decode(sharing, type=Sharding))
-server.on_in_sync = lambda version: print(version, flush=True)
+sharding = msgspec.json.decode(sharing, type=Sharding)
+server = ParameterServer("127.0.0.1", serving, rank, lives, find, sharding, lambda version: print(version, flush=True))
 aside = folder / f".{rank}"
 aside.write_bytes(msgspec.json.encode(server.endpoint))
 aside.rename(folder / str(rank))

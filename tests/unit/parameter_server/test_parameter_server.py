@@ -175,8 +175,8 @@ def test_a_cache_changes_nothing_but_what_travels() -> None:
     known = cache.cached_versions(rows, 0)
     assert (known >= 0).all(), "all are remembered"
     for server in flock.servers.values():
-        mine = rows[server._own_rows.shard_set.shards[0].tables["t"].placement.owners_of_rows(rows) == server.rank]
-        assert not server._own_rows.shard_set.shards[0].tables["t"].changed_since(mine, cache.cached_versions(mine, 0)).any(), (
+        mine = rows[server._rows.own.shard_set.shards[0].tables["t"].placement.owners_of_rows(rows) == server.rank]
+        assert not server._rows.own.shard_set.shards[0].tables["t"].changed_since(mine, cache.cached_versions(mine, 0)).any(), (
             "nothing need travel"
         )
 
@@ -244,7 +244,7 @@ def test_what_a_server_cannot_do_is_said_and_not_asked_for_ever() -> None:
         client.declare(ParameterSpec("huge", 1 << 40, 1 << 20, "float32", True, SGD(0.1)), None, first=True)
     with pytest.raises(StoreError, match=r"cannot write step 0 to /dev/null/servers/\d \(Not a directory\)"):
         client.save(0, "/dev/null", 1)
-    flock.servers[1]._own_rows.shard_set.shards[0].last_pushed_steps = []  # a defect
+    flock.servers[1]._rows.own.shard_set.shards[0].last_pushed_steps = []  # a defect
     with pytest.raises(UsageError, match=r"server 1 failed .*: its log says where"):
         client.query_next_step()
 

@@ -159,8 +159,9 @@ class Flock:
 
     def start(self, rank: int, lives: int, sharing: Sharding) -> ParameterServer:
         self.settled.pop(rank, None)
-        made = ParameterServer("127.0.0.1", self.serving, rank, lives, self.find, sharing)
-        made.on_in_sync = lambda version: self.said(rank, made, version)
+        made = ParameterServer(
+            "127.0.0.1", self.serving, rank, lives, self.find, sharing, lambda version: self.said(rank, made, version)
+        )
         self.servers[rank] = made
         return made
 
@@ -246,7 +247,7 @@ def test_in_async_mode_no_push_is_lost_or_counted_twice() -> None:
     stop.set()
     together.over()
     for server in flock.servers.values():
-        assert [shard.last_pushed_steps for shard in server._own_rows.shard_set.shards] == [[n - 1 for n in counts]] * len(
-            server._own_rows.shard_set.shards
+        assert [shard.last_pushed_steps for shard in server._rows.own.shard_set.shards] == [[n - 1 for n in counts]] * len(
+            server._rows.own.shard_set.shards
         )
-        assert {shard.tables["t"].update_count for shard in server._own_rows.shard_set.shards} == {sum(counts)}
+        assert {shard.tables["t"].update_count for shard in server._rows.own.shard_set.shards} == {sum(counts)}
