@@ -70,6 +70,11 @@ class VersionedRows:
         self.change_count += changed
         return changed
 
+    def shards_at_step(self, step: int) -> ShardSet:
+        """Return the rows with their values for a step, which must be readable. A step that is complete is applied if needed."""
+        self.shard_set.apply_until(step)
+        return self.shard_set
+
     def replace(self, shard_set: ShardSet) -> None:
         """Replace all rows, by others that no change led to."""
         self.shard_set = shard_set
@@ -143,8 +148,7 @@ class Rows:
         """Wait until the values for a step can be read, and return them. Raises `SlotsMovedError`. The caller holds the lock,
         which is released during the wait."""
         self.wait_unless_resharded(request, lambda: self.own.shard_set.is_step_readable(step))
-        self.own.shard_set.apply_until(step)
-        return self.own.shard_set
+        return self.own.shards_at_step(step)
 
     # -- changes -----------------------------------------------------------------------------------------------------
 

@@ -8,6 +8,8 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -22,11 +24,16 @@ from covey.parameter_server.client import GradientToPush, ParameterClient
 from covey.parameter_server.discovery import ServerEndpoint
 from covey.parameter_server.messages import (
     ALL,
+    Done,
+    DropReplica,
     InitialValues,
     ParameterSpec,
     PullValues,
     PushGradients,
+    QueryRankStep,
     RequestFailed,
+    RequestReplica,
+    RestoreRows,
     RowSelection,
     receive_reply,
     send_message,
@@ -322,6 +329,56 @@ def test_a_server_in_its_next_life_takes_its_rows_from_its_copy() -> None:
     flock.servers[2].recover()
     undisturbed = Flock(ServingSettings(servers=3, workers=2, copies=1)).train(6)
     assert equal(flock.train(3, first=3), undisturbed), "optimizer state too"
+
+
+def test_restarted_server_answers_other_servers_before_it_has_its_rows() -> None:
+    serving = ServingSettings(servers=2, workers=1, copies=1)
+    server = ParameterServer("127.0.0.1", serving, 0, 1, lambda rank: None)  # not recovered
+    with server.endpoint.connect() as connection:
+        for request, reply in (
+            (RequestReplica(1), Done(1)),
+            (RequestReplica(0), Done(0)),
+            (RestoreRows(1), RequestFailed("server 0 has no copy of the rows of server 1")),
+            (DropReplica(1), Done()),
+        ):
+            send_message(connection, request)
+            assert receive_reply(connection)[0] == reply
+        send_message(connection, QueryRankStep(0))
+        connection.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            receive_reply(connection)
+
+
+class WatchedCondition(threading.Condition):
+    """Records each time a thread takes one of these while it holds another one."""
+
+    nested: ClassVar[list[str]] = []
+    held: ClassVar[threading.local] = threading.local()
+
+    def __enter__(self) -> bool:
+        taken = self.held.__dict__.setdefault("taken", [])
+        if any(other is not self for other in taken):
+            self.nested.append(threading.current_thread().name)
+        taken.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self.held.taken.pop()
+        super().__exit__(*error)
+
+
+def test_no_thread_takes_the_lock_of_the_replicas_while_it_holds_that_of_the_rows_or_the_reverse(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads = SimpleNamespace(Condition=WatchedCondition)
+    monkeypatch.setattr("covey.parameter_server.rows.threading", threads)
+    monkeypatch.setattr("covey.parameter_server.replicas.threading", threads)
+    flock = Flock(ServingSettings(servers=2, workers=2, copies=1))
+    flock.train(2)
+    flock.servers[1] = ParameterServer("127.0.0.1", flock.serving, 1, 1, flock.find)
+    flock.servers[1].recover()
+    flock.train(2, first=2)
+    assert WatchedCondition.nested == []
 
 
 def test_rows_are_lost_when_their_copy_is_lost_too() -> None:
