@@ -71,7 +71,7 @@ class VersionedRows:
         return changed
 
     def shards_at_step(self, step: int) -> ShardSet:
-        """Return the rows with their values for a step, which must be readable. A step that is complete is applied if needed."""
+        """Return the rows with their values for a step, which must be readable. The step before it is applied if needed."""
         self.shard_set.apply_until(step)
         return self.shard_set
 
