@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from covey.atomic_file import make_durable_directory, replace_durably, write_atomically
+from covey.core.parameter_server.settings import ConsistencyMode
 from covey.core.parameter_server.sharding import SlotOwners
 from covey.errors import StoreError
 from covey.parameter_server.messages import DTYPES, ParameterSpec
@@ -86,26 +87,23 @@ def save_shard(folder: str, step: int, shard: Shard, owners: SlotOwners, *, keep
 
 
 def load_shard(folder: str, step: int, shard: Shard) -> None:
-    """A server's rows of a step, out of what any number of servers wrote."""
+    """Fill a shard with its rows of a step, which any number of servers wrote."""
     parts = read_manifests(folder, step)
+    tables = {}
     for spec, updates in zip(parts[0].parameters, parts[0].updates, strict=True):
-        table = Table(
-            msgspec.structs.replace(spec, begin=msgspec.structs.replace(spec.begin, kind="zeros")), shard.server, shard.owners
-        )
-        table.spec, table.update_count = spec, updates
+        placement = RowPlacement(spec.rows, spec.striped, shard.owners)
+        shape = (placement.count_rows(shard.server), spec.width)
+        arrays: dict[str, Array] = {kind: np.empty(shape, DTYPES[spec.dtype]) for kind in (VALUES, *spec.rule.initial_states)}
         for part in parts:
             rows = _row_numbers(spec, part)
-            mine = table.placement.owners_of_rows(rows) == shard.server
-            places = table.placement.local_indexes(rows[mine])
-            table.weights[places] = _read_array(folder, part, spec.name, VALUES)[mine]
-            for state, values in table.states.items():
-                values[places] = _read_array(folder, part, spec.name, state)[mine]
-        shard.tables[spec.name] = table
-    shard.step = step
-    same = len(parts[0].pushed) == shard.serving.workers
-    shard.last_pushed_steps = (
-        list(parts[0].pushed) if same and shard.serving.mode != "sync" else [step - 1] * shard.serving.workers
-    )
+            mine = placement.owners_of_rows(rows) == shard.server
+            places = placement.local_indexes(rows[mine])
+            for kind, values in arrays.items():
+                values[places] = _read_array(folder, part, spec.name, kind)[mine]
+        tables[spec.name] = Table(spec, shard.server, placement, arrays.pop(VALUES), arrays, updates)
+    workers = shard.serving.workers
+    has_same_ranks = len(parts[0].pushed) == workers and shard.serving.mode is not ConsistencyMode.SYNC
+    shard.load(tables, step, list(parts[0].pushed) if has_same_ranks else [step - 1] * workers)
 
 
 def export(folder: str | os.PathLike[str], target: str | os.PathLike[str], step: int | None = None) -> int:
