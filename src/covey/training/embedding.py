@@ -10,7 +10,7 @@ from covey.errors import UsageError
 from covey.parameter_server.messages import ROWS_MAX, WIDTH_MAX, InitialValues
 from covey.parameter_server.optimizers import Array, OptimizerRule
 from covey.training.argument_checks import check_int, check_type
-from covey.training.collectives.gloo_group import torch_module
+from covey.training.lazy_torch import torch_module
 
 torch = torch_module()
 Module: Any = torch.nn.Module

@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final, Protocol
 
 from covey.errors import UsageError
-from covey.training.collectives.gloo_group import GlooGroup, torch_module
+from covey.training.collectives.group import Group, ReduceOp, Work
 from covey.training.collectives.numbered import NumberedCollectives
+from covey.training.lazy_torch import torch_module
 from covey.training.state.training_state import ModelBuffers
 
 FIRST_BUCKET_BYTES: Final = 1 << 20
@@ -199,18 +200,18 @@ class GradientReduction:
         self._model_buffers = buffers
         self._sample_weights = shares
         self._free_buffers = spare
-        self._group: GlooGroup | None = None
+        self._group: Group | None = None
         self._flats: list[Any] = []
         self._results: list[Any] = []
-        self._works: list[Any] = []
+        self._works: list[Work] = []
 
-    def issue_full_buckets(self, group: GlooGroup) -> None:
+    def issue_full_buckets(self, group: Group) -> None:
         """Issue the buckets that are full, in order, while the backward pass goes on."""
         self._reset_for_group(group)
         while len(self._flats) < len(self._buckets) and self._buckets[len(self._flats)].missing_gradients == 0:
             self._issue_next_bucket(group)
 
-    def issue(self, group: GlooGroup) -> list[Any]:
+    def issue(self, group: Group) -> list[Work]:
         """Issue whatever has not been issued on this group yet; a gradient that this rank does not have counts as zero."""
         self._reset_for_group(group)
         while len(self._flats) < len(self._buckets):
@@ -236,13 +237,13 @@ class GradientReduction:
             )
         self._unpack_buffers(flats[len(self._buckets) :])
 
-    def _reset_for_group(self, group: GlooGroup) -> None:
+    def _reset_for_group(self, group: Group) -> None:
         if self._group is not group:
             if self._group is not None:
                 self._free_buffers = {}  # the abandoned group may still write there
             self._group, self._flats, self._works, self.filled_buffers = group, [], [], {}
 
-    def _issue_next_bucket(self, group: GlooGroup) -> None:
+    def _issue_next_bucket(self, group: Group) -> None:
         number = len(self._flats)
         bucket = self._buckets[number]
         flat, parts = self._free_buffers.get(number) or (None, [])
@@ -253,9 +254,9 @@ class GradientReduction:
         bucket.copy_gradients_in(flat, parts, self._sample_weights.gradient_scale())
         self._issue_flat(group, flat)
 
-    def _issue_flat(self, group: GlooGroup, flat: Any) -> None:
+    def _issue_flat(self, group: Group, flat: Any) -> None:
         self._flats.append(flat)
-        self._works.append(group.all_reduce(flat, torch_module().distributed.ReduceOp.SUM))
+        self._works.append(group.all_reduce(flat, ReduceOp.SUM))
 
     def _pack_buffers(self, rank: int) -> list[Any]:
         """Rank 0's buffers, zeros from the others: their sum is rank 0's, bit for bit. As bytes, so of any dtype."""

@@ -31,9 +31,9 @@ from covey.training.argument_checks import check_type
 from covey.training.checkpoint.checkpoint import Checkpoint
 from covey.training.checkpoint.writer import CheckpointWriter
 from covey.training.collectives.communicator import Communicator
-from covey.training.collectives.gloo_group import torch_module
 from covey.training.data.cursor import DataCursor
 from covey.training.gradient_reducer import GradientReducer
+from covey.training.lazy_torch import torch_module
 from covey.training.state.grad_accumulation import GradAccumulationDetector
 from covey.training.state.handover import Handover
 from covey.training.state.pytree import pack

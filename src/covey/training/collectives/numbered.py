@@ -35,7 +35,7 @@ from covey.core.messages import (
     StateFetched,
 )
 from covey.errors import PeerError
-from covey.training.collectives.gloo_group import GlooGroup, GroupBuilt, WorkDone
+from covey.training.collectives.group import Group, GroupBuilt, Transport, Work, WorkDone
 from covey.training.collectives.result_cache import BEFORE_FIRST_STEP, ResultCache
 from covey.training.state import spare_sync
 from covey.training.state.spare_sync import FollowRequested, SpareSource
@@ -48,7 +48,7 @@ FIRST_GENERATION: Final = 1  # the generation of formation
 class Collective(Protocol):
     """One collective: it can be issued any number of times, on any generation's group, until it has a result."""
 
-    def issue(self, group: GlooGroup) -> list[Any]:
+    def issue(self, group: Group) -> list[Work]:
         """Start it on buffers of its own; returns the works to wait for."""
 
     def results(self) -> list[Any]:
@@ -87,7 +87,8 @@ class ShardedState(Protocol):
 class NumberedCollectives:
     """All collectives of a process, in order. Used by one thread, the program's main one."""
 
-    def __init__(self, meeting: WorkerContext) -> None:
+    def __init__(self, context: WorkerContext, transport: Transport) -> None:
+        place = context.assignment
         self.state_source: StateSource | None = None
         self.received_state: DonatedState | None = None  # what this process received, being a replacement
         self.receiver_tensors = NO_TENSORS  # what this process, having been a spare, has of a state already
@@ -96,19 +97,17 @@ class NumberedCollectives:
         self.before_live_collective: Callable[[], None] = lambda: None  # called before a collective that others take part in
         self.sharded_state: ShardedState | None = None  # of the loop's optimizer, if its state is cut
         self.fetched_slots: Any = None  # what this process, being a replacement, received of them
-        self.assignment: RankInfo = meeting.assignment  # of the agreed generation
+        self.assignment: RankInfo = place  # of the agreed generation
         self.member_indexes: MemberIndexes | None = None  # who is in the world, once it has changed
         self.indexes_version = 0  # the newest seating by which the data is shared
-        self._context = meeting
-        self._gloo: GlooGroup | None = None
-        self._abandoned_groups: list[GlooGroup] = []  # until their works have ended
+        self._context, self._transport = context, transport
+        self._group: Group | None = None
+        self._aborted_groups: list[Group] = []  # kept until they are drained
         # Only the generation in which the cluster formed needs no agreement: in it nobody can have anything yet.
-        self._agreed_generation = (
-            FIRST_GENERATION if meeting.assignment.generation == FIRST_GENERATION and meeting.assignment.restarts == 0 else 0
-        )
-        self._needs_state = meeting.assignment.restarts > 0 or meeting.assignment.since_generation > FIRST_GENERATION
+        self._agreed_generation = FIRST_GENERATION if place.generation == FIRST_GENERATION and place.restarts == 0 else 0
+        self._needs_state = place.restarts > 0 or place.since_generation > FIRST_GENERATION
         self._step, self._count = BEFORE_FIRST_STEP, 0
-        self._result_cache = ResultCache(meeting.result_cache_max_bytes)
+        self._result_cache = ResultCache(context.result_cache_max_bytes)
         self._count_before_batch = 0  # how many of this step's came before its first batch
         self._has_partial_state = False  # a state arrived in part, over what this process had begun with
         self._results_to_replay: dict[CollectiveNumber, list[Any]] = {}
@@ -174,14 +173,14 @@ class NumberedCollectives:
         if self.spare_source is not None and self._published_generation != self._agreed_generation:
             self._publish_spare_source()
 
-    def issue_ahead(self, issue: Callable[[GlooGroup], None]) -> None:
+    def issue_ahead(self, issue: Callable[[Group], None]) -> None:
         """Issue a part of the next collective ahead of its `run`, if nothing speaks against it."""
         fresh = (
             self._agreed_generation == self._context.assignment.generation
             and CollectiveNumber(self._step, self._count) not in self._results_to_replay
         )
-        if fresh and self._gloo is not None and self._gloo.is_ready:
-            issue(self._gloo)
+        if fresh and self._group is not None and self._group.is_ready:
+            issue(self._group)
 
     def abort_generation(self, reason: str) -> None:
         """What was issued ahead will not be completed here: the others must leave this generation's group too."""
@@ -215,9 +214,8 @@ class NumberedCollectives:
         while True:
             place = self._context.assignment
             generation = place.generation
-            self._abandon_older_group(generation)
-            if self._gloo is None:
-                self._gloo = GlooGroup(self._context, generation)  # it meets while reports, plan and state travel
+            self._abort_older_group(generation)
+            self._ensure_group(place)  # it is built while reports, plan and state are sent
             plan = self._report_safe_point(generation)
             if plan is not None and self._execute_plan(plan):
                 self._agreed_generation, self._needs_state, self.assignment = generation, False, place
@@ -238,7 +236,7 @@ class NumberedCollectives:
         """The program is at its end: stay, as one who can give, until every rank is."""
         while True:
             generation = self._context.assignment.generation
-            self._abandon_older_group(generation)
+            self._abort_older_group(generation)
             plan = self._report_safe_point(generation, finished=True)
             if plan is not None and plan.done:
                 return
@@ -262,13 +260,13 @@ class NumberedCollectives:
             step, path = self.state_source.dump() if self.state_source is not None else (-1, "")
             self._context.send_to_scheduler(DumpWritten(step, path))
 
-    def _wait_for_works(self, works: list[Any]) -> bool:
+    def _wait_for_works(self, works: list[Work]) -> bool:
         """True when all are done; False when the generation is over. A work that broke waits for the generation to end."""
         waiting = {id(work) for work in works}
         while waiting:
             news = self._next_notification()
             if isinstance(news, GenerationStarted) and news.generation > self._agreed_generation:
-                self._abandon_older_group(news.generation)
+                self._abort_older_group(news.generation)
                 return False
             if isinstance(news, WorkDone) and id(news.work) in waiting:
                 if news.error:
@@ -277,25 +275,30 @@ class NumberedCollectives:
                     waiting.discard(id(news.work))
         return True
 
-    def _wait_for_group(self) -> GlooGroup | None:
+    def _wait_for_group(self) -> Group | None:
         """The group of the agreed generation once it is there; None when the generation is over first."""
-        if self._gloo is None:
-            self._gloo = GlooGroup(self._context, self._agreed_generation)
-        while not self._gloo.is_ready:
+        group = self._ensure_group(self.assignment)
+        while not group.is_ready:
             news = self._next_notification()
             if isinstance(news, GenerationStarted) and news.generation > self._agreed_generation:
-                self._abandon_older_group(news.generation)
+                self._abort_older_group(news.generation)
                 return None
             if isinstance(news, GroupBuilt) and news.generation == self._agreed_generation and news.error:
                 self._context.send_to_scheduler(CollectiveFailed(self._agreed_generation, news.error[:500]))
-        return self._gloo
+        return group
 
-    def _abandon_older_group(self, generation: int) -> None:
-        if self._gloo is not None and self._gloo.generation < generation:
-            self._gloo.abandon()
-            self._abandoned_groups.append(self._gloo)
-            self._gloo = None
-        self._abandoned_groups = [group for group in self._abandoned_groups if not group.is_idle]
+    def _ensure_group(self, place: RankInfo) -> Group:
+        """Return the group, which is begun to be built for this place if there is none."""
+        if self._group is None:
+            self._group = self._transport.build(self._context, place)
+        return self._group
+
+    def _abort_older_group(self, generation: int) -> None:
+        if self._group is not None and self._group.generation < generation:
+            self._group.abort()
+            self._aborted_groups.append(self._group)
+            self._group = None
+        self._aborted_groups = [group for group in self._aborted_groups if not group.is_drained]
 
     # -- agreeing ----------------------------------------------------------------------------------------------------
 
@@ -426,7 +429,7 @@ class NumberedCollectives:
 
     def _after_fork_in_child(self) -> None:
         """In a forked child (a data loader's worker): our connections are not its to keep open."""
-        if self._gloo is not None:
-            self._gloo.close_in_child()
+        if self._group is not None:
+            self._group.close_in_child()
         if self._transfer_server is not None:
             self._transfer_server.close_in_child()

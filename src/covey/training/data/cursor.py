@@ -14,9 +14,9 @@ import msgspec
 
 from covey.errors import UsageError
 from covey.training.collectives.communicator import Communicator
-from covey.training.collectives.gloo_group import torch_module
 from covey.training.data.loader import Data
 from covey.training.data.sample_schedule import RankShare, SampleSchedule
+from covey.training.lazy_torch import torch_module
 from covey.training.seeding import derive_seed, seed_all
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from covey.errors import UsageError
-from covey.training.collectives.gloo_group import torch_module
+from covey.training.lazy_torch import torch_module
 from covey.training.state import pytree
 
 MODEL, NON_PERSISTENT, TRAINABLE, OPTIMIZER, PARTS, GRADIENTS = "model", "buffers", "trained", "optimizer", "parts", "gradients"
