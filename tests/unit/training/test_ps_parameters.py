@@ -64,8 +64,7 @@ def mark_all(target: object, optimizer: object = None) -> None:
 
 def in_loop(model: torch.nn.Module) -> torch.nn.Linear:
     """As a loop in a cluster with servers leaves it, here without one that is served."""
-    group = Communicator(None)
-    group.serving_settings = ServingSettings(1, 1)
+    group = Communicator(None, ServingSettings(1, 1))
     ServedParameters(model, torch.optim.SGD(model.parameters(), 0.1), group)
     assert isinstance(model, torch.nn.Linear)
     return model

@@ -26,10 +26,16 @@ Array = TypeVar("Array")  # a torch tensor or a numpy array
 class Communicator:
     """Collectives on torch tensors and numpy arrays."""
 
-    def __init__(self, context: WorkerContext | None, transport: Transport = DEFAULT_TRANSPORT) -> None:
+    def __init__(
+        self,
+        context: WorkerContext | None,
+        serving_settings: ServingSettings | None = None,
+        transport: Transport = DEFAULT_TRANSPORT,
+    ) -> None:
+        """`serving_settings`: how parameters are served; None if there are no parameter servers."""
         self.worker_context = context
+        self.serving_settings = serving_settings
         self._transport = transport
-        self.serving_settings: ServingSettings | None = None  # how parameters are served, if they are
         self._collectives: NumberedCollectives | None = None
         self._client: ParameterClient | None = None
 

@@ -115,6 +115,10 @@ class TrainingState:
         self._snapshot = self.take_snapshot()
         self._fingerprint.record()
 
+    def begin_optimizer(self) -> None:
+        """The loop's optimizer runs from here until `snapshot_after_optimizer`: the state is not consistent."""
+        self.optimizer_running = True
+
     def snapshot_after_optimizer(self, given: StateSnapshot | None = None) -> None:
         """The loop's optimizer has run; `given`: elsewhere, and this is how it was there."""
         self.optimizer_running, self.optimizer_applied = False, True
