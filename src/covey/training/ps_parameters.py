@@ -69,9 +69,7 @@ def mark_for_server(target: Any, *, recurse: bool, init_in_server: bool, optimiz
 
 def _is_in_loop(module: Any) -> bool:
     tables = [m for m in module.modules() if isinstance(m, Embedding)]
-    return any(table.row_source is not None for table in tables) or any(
-        hasattr(p, IN_LOOP_ATTRIBUTE) for p in module.parameters()
-    )
+    return any(table.is_attached for table in tables) or any(hasattr(p, IN_LOOP_ATTRIBUTE) for p in module.parameters())
 
 
 def move_embedding_to_servers(module: Any, optimizer: OptimizerRule | None) -> None:
@@ -110,7 +108,7 @@ class ServedParameters:
             self.client: ParameterClient = group.client
             self.is_sync = self.client.serving.mode is ConsistencyMode.SYNC
             for table in self.tables.values():
-                table.row_source = self
+                table.attach_to_loop(self)
 
     @property
     def has_parameters(self) -> bool:
@@ -194,8 +192,7 @@ class ServedParameters:
         """The step is complete on all servers, and this rank has gone on: what the next one needs may be asked for. Not
         earlier: asking for a step's values makes the one before it final, and a replacement may still have to repeat it."""
         for name, table in self.tables.items():
-            rows, table.next_rows = table.next_rows, None
-            if rows is not None:
+            if (rows := table.take_next_rows()) is not None:
                 self._prefetches[name] = self.client.pull_rows_cached(self.step + 1, name, rows, self._cache_for(name, table))
 
     def take_gradients(self) -> list[GradientToPush]:
@@ -210,8 +207,7 @@ class ServedParameters:
                 )
                 parameter.grad = None
         for name, table in self.tables.items():
-            used = [(numbers, values.grad) for numbers, values in table.used_rows if values.grad is not None]
-            table.used_rows = []
+            used = [(numbers, values.grad) for numbers, values in table.take_used_rows() if values.grad is not None]
             if used:
                 rows = np.concatenate([numbers for numbers, _ in used])
                 gradient = np.concatenate([grad.detach().cpu().numpy() for _, grad in used])
@@ -225,7 +221,7 @@ class ServedParameters:
         for parameter in self.full_parameters.values():
             parameter.grad = None
         for table in self.tables.values():
-            table.used_rows = []
+            table.take_used_rows()
 
     def push(self, collectives: NumberedCollectives | None) -> None:
         """This step's gradients: in sync mode as one of its collectives, where there are others."""

@@ -28,7 +28,7 @@ class Rows:
 
 def table(**options: object) -> Embedding:
     made = Embedding(10, 4, **options)  # type: ignore[arg-type]
-    made.row_source = Rows()
+    made.attach_to_loop(Rows())
     return made
 
 
@@ -76,7 +76,7 @@ def table_of_torch() -> torch.nn.Module:
     move_embedding_to_servers(made, None)
     inner = made.served
     assert isinstance(inner, Embedding)
-    inner.row_source = Rows()
+    inner.attach_to_loop(Rows())
     return made
 
 
