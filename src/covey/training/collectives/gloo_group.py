@@ -74,7 +74,7 @@ class GlooGroup:
 
     def _track_work(self, work: Any, buffers: Any) -> Work:
         self._pending_works[id(work)] = (work, buffers)
-        inbox = self._context.inbox
+        pending, inbox = self._pending_works, self._context.inbox  # not `self`: gloo's thread must not free the group
 
         def done(future: Any) -> None:
             error = ""
@@ -82,7 +82,7 @@ class GlooGroup:
                 future.value()
             except RuntimeError as failure:
                 error = str(failure)
-            self._pending_works.pop(id(work), None)
+            pending.pop(id(work), None)
             inbox.put(WorkDone(work, error))
 
         work.get_future().add_done_callback(done)
