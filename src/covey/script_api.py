@@ -78,22 +78,23 @@ def init() -> None:
                 log.warning("%s", remark)
             if settings.lccl:
                 log.info("MS_ENABLE_LCCL=1 is accepted and changes nothing: collectives run on gloo")
-            node = MembershipThread(settings, scheduler_address(settings))
+            node = MembershipThread(settings, scheduler_address(settings), lambda: _state.group.wait_for_all_ranks())
             place = node.join()
             if place.rank >= 0:
                 os.environ.update(RANK_ID=str(place.rank), RANK_SIZE=str(place.world), DEVICE_ID=str(place.local_rank))
-            _state.node, _state.group = node, Communicator(node)
-            node.on_program_end = _state.group.wait_for_all_ranks
+            _state.node = node
             if settings.role is Role.PSERVER:
                 from covey.worker.parameter_server_role import run_parameter_server
 
                 run_parameter_server(node, settings)
             if settings.role is not Role.WORKER:
                 wait_until_cluster_ends(node)
+            serving = None
             if settings.server_num:
                 from covey.worker.parameter_server_role import make_serving_settings
 
-                _state.group.serving_settings = make_serving_settings(settings)
+                serving = make_serving_settings(settings)
+            _state.group = Communicator(node, serving)
         elif (found := find_foreign_rank(os.environ)) is not None:
             raise UsageError(describe_refusal(found, Path(sys.argv[0]).name))
     except CoveyError as error:

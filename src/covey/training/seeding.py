@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Final
 
-from covey.training.collectives.gloo_group import torch_module
+from covey.training.lazy_torch import torch_module
 
 SPLITMIX64_CONSTANTS: Final = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 

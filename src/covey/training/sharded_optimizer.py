@@ -25,7 +25,7 @@ import torch
 from covey.core.messages import SlotHolder
 from covey.errors import PeerError, UsageError
 from covey.training.argument_checks import check_int
-from covey.training.collectives.gloo_group import GlooGroup
+from covey.training.collectives.group import Group, Work
 from covey.training.state.transfer import DonatedState, fetch_from_donor
 
 UNSUPPORTED_OPTIMIZERS: Final = (torch.optim.LBFGS,)  # whose state is not one of each parameter
@@ -308,8 +308,9 @@ class ShardedUpdate:
         self._optimizer = optimizer
         self._values: dict[int, Any] = {}
 
-    def issue(self, group: GlooGroup) -> list[Any]:
-        optimizer, works = self._optimizer, []
+    def issue(self, group: Group) -> list[Work]:
+        optimizer = self._optimizer
+        works: list[Work] = []
         optimizer.compute_update()
         self._values = {}
         moved = set(optimizer.updated_numbers())

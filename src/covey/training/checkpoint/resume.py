@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from covey.errors import UsageError
 from covey.training.checkpoint.checkpoint import Checkpoint
 from covey.training.collectives.communicator import Communicator
-from covey.training.collectives.gloo_group import torch_module
+from covey.training.lazy_torch import torch_module
 from covey.training.state.pytree import from_byte_tensor, to_byte_tensor
 from covey.training.state.training_state import OPTIMIZER
 

@@ -20,7 +20,7 @@ import msgspec
 
 from covey.core.messages import CollectiveNumber, Donor
 from covey.errors import PeerError
-from covey.training.collectives.gloo_group import torch_module
+from covey.training.lazy_torch import torch_module
 from covey.training.state import pytree
 from covey.training.state.process_memory import (
     MemoryBlock,
