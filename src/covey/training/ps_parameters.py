@@ -167,10 +167,10 @@ class ServedParameters:
         self.step, self.is_pushed = step, False
         if not self.full_parameters:
             return
-        homes = [(name, p, self._as_flat_array(p)) for name, p in self.full_parameters.items()]
-        self.client.pull_parameters(step, [(name, flat) for name, _, flat in homes])
+        destinations = [(name, p, self._as_flat_array(p)) for name, p in self.full_parameters.items()]
+        self.client.pull_parameters(step, [(name, flat) for name, _, flat in destinations])
         with torch_module().no_grad():
-            for _, parameter, flat in homes:
+            for _, parameter, flat in destinations:
                 if flat.ctypes.data != parameter.data_ptr():
                     parameter.copy_(torch_module().from_numpy(flat).view_as(parameter))
 

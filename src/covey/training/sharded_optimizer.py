@@ -233,16 +233,16 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     def write_values(self, values: list[Any]) -> list[Any]:
         """All have arrived: write them. Returns the parameters, in which they now are."""
-        homes = [self._parameters[number].detach() for number in self.updated_numbers()]
+        destinations = [self._parameters[number].detach() for number in self.updated_numbers()]
         with self._lock, torch.no_grad():
-            if homes:
-                torch._foreach_copy_(homes, values)
+            if destinations:
+                torch._foreach_copy_(destinations, values)
             self._update_count += 1
             for number in self._ahead_slots:
                 self._inner_parameters[number].data = self._parameters[number].data
             self._ahead_slots.clear()
         self._version_when_written = self._parameters_version()
-        return homes
+        return destinations
 
     def _parameters_version(self) -> int:
         return sum(parameter._version for parameter in self._parameters)

@@ -192,8 +192,8 @@ class Stream:
             )
         padded = torch.zeros(size, dtype=torch.uint8)
         padded[: flat.numel()] = flat
-        told = [from_byte_tensor(found) for found in group.all_gather(padded)]
-        self._positions_by_member = {place.pop("seat"): place for place in told}
+        positions = [from_byte_tensor(found) for found in group.all_gather(padded)]
+        self._positions_by_member = {place.pop("seat"): place for place in positions}
 
     # -- batches -----------------------------------------------------------------------------------------------------
 

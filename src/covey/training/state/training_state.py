@@ -239,9 +239,9 @@ class TrainingState:
 
     def _is_received_in_place(self, state: dict[str, Any]) -> bool:
         """Whether all of it was received where it belongs."""
-        homes, tensor = self.destination_tensors(), torch_module().Tensor
+        destinations, tensor = self.destination_tensors(), torch_module().Tensor
         return state.keys() == self._model.state_dict().keys() and all(
-            isinstance(value, tensor) and value.data_ptr() == homes[pytree.tensor_path(MODEL, name)].data_ptr()
+            isinstance(value, tensor) and value.data_ptr() == destinations[pytree.tensor_path(MODEL, name)].data_ptr()
             for name, value in state.items()
         )
 
