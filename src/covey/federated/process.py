@@ -16,7 +16,7 @@ import msgspec
 
 from covey.core.federated.federation_machine import FederationMachine
 from covey.core.federated.messages import RoundStage
-from covey.core.federated.server_membership import ServerTimeouts
+from covey.core.federated.roster import ServerTimeouts
 from covey.errors import CoveyError, UsageError
 from covey.federated import context, model_codec, privacy_settings
 from covey.federated.scheduler.scheduler import FederatedScheduler, load_record
@@ -117,7 +117,7 @@ async def _run_scheduler(settings: Settings) -> int:
     file = root / cluster_id / "scheduler.record"
     record = load_record(file)
     plan = context.make_round_plan()
-    rounds = FederationMachine(
+    machine = FederationMachine(
         cluster_id=cluster_id,
         key=secrets.token_bytes(32),
         server_num=context.get_int("server_num"),
@@ -127,11 +127,11 @@ async def _run_scheduler(settings: Settings) -> int:
         job=context.get_str("fl_name"),
     )
     if record is not None:
-        rounds.restore(record, loop.time())
+        machine.restore(record, loop.time())
     port = int(manage[0].getsockname()[1]) if manage else 0
     here = address.join_host_port(*sockets[0].getsockname()[:2])
     scheduler = FederatedScheduler(
-        rounds,
+        machine,
         file=file,
         sync=context.get_str("durability") == "disk",
         address=here,
