@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 import signal
@@ -22,7 +21,8 @@ from covey.federated import context, model_codec, privacy_settings
 from covey.federated.scheduler.scheduler import FederatedScheduler, load_record
 from covey.federated.server.aggregation import SPOOL_BYTES_MAX, Evaluate
 from covey.federated.server.model_store import write_atomically
-from covey.federated.server.server import FederatedServer, ServerSettings
+from covey.federated.server.position import ServerSettings
+from covey.federated.server.server import FederatedServer
 from covey.federated.strategies import FedAvg, Strategy
 from covey.log import configure_logging, log
 from covey.runtime import credentials
@@ -234,9 +234,9 @@ def _check_spool(strategy: Strategy, layout: model_codec.ModelLayout) -> None:
 
 async def _print_when_started(server: FederatedServer) -> None:
     """The line that MindSpore's scripts look for."""
-    while server.instructions is None or server.instructions.stage is RoundStage.FORMING or not server.claims.is_member:
-        changed = server.changed_event
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
-                await changed.wait()
+    while True:
+        changed, position = server.notifier.subscribe(), server.position()
+        if position.is_member and position.instructions is not None and position.instructions.stage is not RoundStage.FORMING:
+            break
+        await server.notifier.wait(changed, 1.0)
     print("Server started successfully.", flush=True)  # noqa: T201

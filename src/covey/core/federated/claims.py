@@ -111,6 +111,18 @@ class Claims:
             owned or self.held_updates.get(round_number, {}).get(device, False) or (round_number, device) in self._known_counted
         )
 
+    def is_being_logged(self, round_number: int, device: str) -> bool:
+        """Whether an update was granted to this server and is not logged yet."""
+        return not self.held_updates.get(round_number, {}).get(device, True)
+
+    def set_node_id(self, node_id: str) -> None:
+        """Use the node id that the scheduler has chosen."""
+        self.node_id = node_id
+
+    def forget_round(self, round_number: int) -> None:
+        """Forget what this server holds of a round: its part starts over."""
+        self.held_updates.pop(round_number, None)
+
     def restore(self, round_number: int, devices: Iterable[str]) -> None:
         """What the log of an earlier life, or an adopted one, holds."""
         self.held_updates.setdefault(round_number, {}).update(dict.fromkeys(devices, True))

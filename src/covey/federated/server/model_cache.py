@@ -45,7 +45,6 @@ class ModelCache:
         self, layout: ModelLayout, values: Floats, strategy: Strategy, evaluate: aggregation.Evaluate | None, peers: ServerLinks
     ) -> None:
         self.round, self.values, self.digest = 0, values, compute_digest(values)  # of the newest
-        self.cluster_key = b""  # the cluster's, for noise
         self.metrics: dict[str, float] = {}  # of the newest, if this server made or fetched it
         self._layout = layout
         self._strategy = strategy
@@ -95,8 +94,10 @@ class ModelCache:
             log.error("%s", error)
             return None
 
-    async def make_model(self, me: str, orders: ServerInstructions, part: PartialAggregate, spool: Path) -> bool:
-        """Make the model of this round from everyone's parts; False if it is not wanted any more."""
+    async def make_model(
+        self, me: str, orders: ServerInstructions, part: PartialAggregate, spool: Path, cluster_key: bytes
+    ) -> bool:
+        """Make the model of this round from all parts, with noise from `cluster_key`; False if it is not wanted any more."""
         assert self._store is not None
         if orders.is_abandoned:
             return self._repeat_model(orders.round)
@@ -114,7 +115,7 @@ class ModelCache:
             mean = total.mean()
         noise = orders.plan.noise
         if noise is not None and not noise.local:
-            mean = mean + draw_mean_noise(len(mean), noise, numbers.count, self.cluster_key, orders.round)
+            mean = mean + draw_mean_noise(len(mean), noise, numbers.count, cluster_key, orders.round)
         made = aggregation.make_next_model(self._strategy, self.values, mean, state)
         metrics = aggregation.compute_metrics(numbers)
         if self._evaluate is not None:

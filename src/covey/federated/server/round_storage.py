@@ -59,9 +59,8 @@ class RoundStorage:
     def begin_round(self, round_number: int) -> PartialAggregate:
         """An empty part."""
         if self.partial_aggregate is not None:
-            self.partial_aggregate.close()
-            self.partial_aggregate.is_superseded = True
-            self._claims.held_updates.pop(round_number, None)
+            self.partial_aggregate.supersede()
+            self._claims.forget_round(round_number)
         self.partial_aggregate = PartialAggregate(self._directory, round_number, self._make_empty_sum(), self._durability)
         return self.partial_aggregate
 
@@ -113,7 +112,8 @@ class RoundStorage:
         if part is None or orders.round != part.round or not self._claims.is_fully_logged(part.round):
             return False
         sealing = orders.stage in (RoundStage.SEALING, RoundStage.UNMASKING, RoundStage.SUMMING) and not part.sealed
-        part.sealed = part.sealed or sealing
+        if sealing:
+            part.seal()
         if self._claims.node_id in orders.leaving and not self.drained:
             part.close()
             self._directory.release()
