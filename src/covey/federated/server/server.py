@@ -59,7 +59,7 @@ class FederatedServer:
     def __init__(
         self,
         settings: ServerSettings,
-        guard: Credentials,
+        credentials: Credentials,
         layout: ModelLayout,
         values: Floats,
         strategy: Strategy,
@@ -74,17 +74,22 @@ class FederatedServer:
         self.claims = Claims(settings.node_id)
         kind = MaskedSum if settings.plan.secure else Accumulator
         self.round_storage = RoundStorage(self.claims, lambda: kind(layout.size), settings.durability, strategy.staleness)
-        self._credentials = guard
+        self._credentials = credentials
         self._instance_id = secrets.token_hex(8)
         self._server_links = ServerLinks(
-            guard,
-            heard=self._on_peer_message,
-            reached=self._on_peer_connected,
-            give=self._read_for_peer,
+            credentials,
+            on_message=self._on_peer_message,
+            on_connected=self._on_peer_connected,
+            read_chunk=self._read_for_peer,
             copy=self.round_storage.store_replica,
         )
         self._scheduler_link = SchedulerLink(
-            settings.scheduler_address, guard, settings.patience_s, opened=self._register, heard=self._on_message, end=self.end
+            settings.scheduler_address,
+            credentials,
+            settings.patience_s,
+            on_open=self._register,
+            on_message=self._on_message,
+            end=self.end,
         )
         self.model_cache = ModelCache(layout, values, strategy, evaluate, self._server_links)
         self._replies = StatusReplies(settings, self.position)

@@ -186,9 +186,9 @@ class Updates:
         self.claims.apply_instructions(INSTRUCTIONS, 0.0)
         links = ServerLinks(
             Credentials(),
-            heard=lambda node_id, message: None,
-            reached=lambda node_id: None,
-            give=lambda resource, number: None,
+            on_message=lambda node_id, message: None,
+            on_connected=lambda node_id: None,
+            read_chunk=lambda resource, number: None,
             copy=lambda node_id, message: None,
         )
         self.handler = UpdateHandler(
