@@ -17,14 +17,8 @@ from covey.core.federated.secagg.messages import (
     AnySecaggRequest,
     SecaggPhase,
     SecaggVerdict,
-    UnmaskingSecrets,
-    UploaderList,
 )
 from covey.core.federated.secagg.protocol import SecaggOutcome, SecaggRound
-
-
-class AddParts(msgspec.Struct, frozen=True):
-    """The parts can be added."""
 
 
 class Unmask(msgspec.Struct, frozen=True):
@@ -43,11 +37,7 @@ class Aggregation(Protocol):
     """What a round needs to know of its kind of aggregation."""
 
     @property
-    def phase(self) -> SecaggPhase | None: ...
-    @property
-    def uploaders(self) -> UploaderList | None: ...
-    @property
-    def unmasking(self) -> UnmaskingSecrets | None: ...
+    def secagg_round(self) -> SecaggRound | None: ...
     @property
     def admits_devices(self) -> bool: ...
 
@@ -57,8 +47,8 @@ class Aggregation(Protocol):
     def on_window_missed(self, reason: str) -> str:
         """Return why the round must be abandoned after a missed window, or an empty string."""
 
-    def on_all_sealed(self, statuses: Sequence[ServerStatus], now: float) -> AddParts | Unmask | Abandon:
-        """Return what follows now that every part is fixed."""
+    def on_all_sealed(self, statuses: Sequence[ServerStatus], now: float) -> Unmask | Abandon | None:
+        """Return what must happen now that every part is fixed; None if the parts can be added."""
 
     def handle_request(self, request: AnySecaggRequest, *, is_admitted: bool, now: float) -> SecaggOutcome | None:
         """Return the outcome of a device's request, or None if the round is not secure."""
@@ -67,7 +57,7 @@ class Aggregation(Protocol):
 class PlainAggregation:
     """Updates are added as they are."""
 
-    phase = uploaders = unmasking = None
+    secagg_round = None
     admits_devices = True
 
     def check_deadline(self, now: float) -> str:
@@ -76,8 +66,8 @@ class PlainAggregation:
     def on_window_missed(self, reason: str) -> str:
         return ""
 
-    def on_all_sealed(self, statuses: Sequence[ServerStatus], now: float) -> AddParts:
-        return AddParts()
+    def on_all_sealed(self, statuses: Sequence[ServerStatus], now: float) -> None:
+        return None
 
     def handle_request(self, request: AnySecaggRequest, *, is_admitted: bool, now: float) -> None:
         return None
@@ -88,18 +78,6 @@ class SecureAggregation:
 
     def __init__(self, secagg_round: SecaggRound) -> None:
         self.secagg_round = secagg_round
-
-    @property
-    def phase(self) -> SecaggPhase:
-        return self.secagg_round.phase
-
-    @property
-    def uploaders(self) -> UploaderList | None:
-        return self.secagg_round.uploaders
-
-    @property
-    def unmasking(self) -> UnmaskingSecrets | None:
-        return self.secagg_round.unmasking
 
     @property
     def admits_devices(self) -> bool:
@@ -116,14 +94,14 @@ class SecureAggregation:
             self.secagg_round.fail(reason)
         return self.secagg_round.failure_reason
 
-    def on_all_sealed(self, statuses: Sequence[ServerStatus], now: float) -> AddParts | Unmask | Abandon:
+    def on_all_sealed(self, statuses: Sequence[ServerStatus], now: float) -> Unmask | Abandon | None:
         is_new_list = self.secagg_round.uploaders is None
         self.secagg_round.tick(now)
         self.secagg_round.fix_uploaders({device for status in statuses for device in status.counted_devices}, now)
         error = next((status.aggregation_error for status in statuses if status.aggregation_error), "")
         if self.secagg_round.failure_reason or error:
             return Abandon(self.secagg_round.failure_reason or error)
-        return Unmask(is_new_list) if self.secagg_round.unmasking is None else AddParts()
+        return Unmask(is_new_list) if self.secagg_round.unmasking is None else None
 
     def handle_request(self, request: AnySecaggRequest, *, is_admitted: bool, now: float) -> SecaggOutcome:
         if not is_admitted and self.secagg_round.phase is SecaggPhase.KEYS:

@@ -69,7 +69,6 @@ class FederationMachine:
     # -- events ------------------------------------------------------------------------------------------------------
 
     def step(self, event: FederationEvent, now: float) -> list[FederationEffect]:
-        """Process one event."""
         step = self._begin_step(now)
         if isinstance(event, MessageReceived):
             self._on_message(step, event.connection, event.message)
@@ -155,12 +154,12 @@ class FederationMachine:
         self.round.open_first(step, first, f"{count_noun(len(members), 'server')} {is_or_are(len(members))} here")
 
     def make_instructions(self) -> ServerInstructions:
-        """Return what every server must know now."""
-        round_, instance, aggregation = self.round, self.instance, self.round.aggregation
-        shows_unmasking = round_.stage is RoundStage.SUMMING and not round_.abandon_reason
+        round_, instance, secagg_round = self.round, self.instance, self.round.aggregation.secagg_round
+        is_unmasked = round_.stage is RoundStage.SUMMING and not round_.abandon_reason
+        members = self.roster.describe_members()
         return ServerInstructions(
             generation=self.roster.generation,
-            members=self.roster.describe_members(),
+            members=members,
             round=round_.number,
             base=instance.base,
             stage=round_.stage,
@@ -173,12 +172,12 @@ class FederationMachine:
             expected_totals=round_.expected_totals,
             new_model=round_.unreplicated_model(self.roster.members()),
             adoptions=self.roster.adoptions(),
-            leaving=tuple(server.node_id for server in self.roster.members_by_rank() if server.leaving),
+            leaving=tuple(info.node_id for info in members if self.roster.servers[info.node_id].leaving),
             missing=round_.missing,
             forgotten=round_.forgotten,
             is_full=round_.window.is_full,
-            secagg_phase=aggregation.phase,
-            unmasking=aggregation.unmasking if shows_unmasking else None,
+            secagg_phase=secagg_round.phase if secagg_round is not None else None,
+            unmasking=secagg_round.unmasking if secagg_round is not None and is_unmasked else None,
             is_abandoned=bool(round_.abandon_reason),
             voided=round_.voided,
         )
@@ -250,13 +249,11 @@ class FederationMachine:
 
     @property
     def counted_updates(self) -> int:
-        """Number of updates of this round, as far as the servers have reported them."""
         return self.round.count_updates(self.roster.members())
 
     # -- the record --------------------------------------------------------------------------------------------------
 
     def record(self) -> FederationRecord:
-        """Return what a restarted scheduler must know."""
         return FederationRecord(
             cluster_id=self.cluster_id,
             key=self.key,

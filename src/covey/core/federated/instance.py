@@ -58,7 +58,6 @@ class FederatedInstance:
         step.out.publish("cluster", "new instance", f"{plan.iterations} iterations from the newest model")
 
     def request(self, plan: RoundPlan) -> None:
-        """Begin a new instance at the end of the round."""
         self.next_plan = plan
 
     def set_enabled(self, step: Step, enabled: bool) -> None:
@@ -89,7 +88,6 @@ class FederatedInstance:
             step.out.publish("cluster", "stopped early", reason)
 
     def record_fields(self) -> dict[str, Any]:
-        """Return the fields of `FederationRecord` that this part owns."""
         return {
             "plan": self.plan,
             "next_plan": self.next_plan,

@@ -131,19 +131,15 @@ class Roster:
         return [server for server in self.servers.values() if server.is_member]
 
     def membership(self) -> Membership:
-        """Return the members as a round needs them."""
         members = self.members()
         present = all(server.alive and server.instance_id not in self._adoptions for server in members)
         return Membership(self.generation, members, bool(members) and present)
-
-    def members_by_rank(self) -> list[ServerMember]:
-        return sorted(self.members(), key=lambda server: server.rank)
 
     def describe_members(self) -> tuple[ServerInfo, ...]:
         """Return the members as they are announced to all servers."""
         return tuple(
             ServerInfo(server.node_id, server.rank, server.peer_address, server.http_address, server.host.id)
-            for server in self.members_by_rank()
+            for server in sorted(self.members(), key=lambda server: server.rank)
         )
 
     def announced_members(self) -> tuple[ServerInfo, ...]:
@@ -408,7 +404,6 @@ class Roster:
     # -- scaling -----------------------------------------------------------------------------------------------------
 
     def scale_out(self, step: Step, more: int) -> None:
-        """Make room for more servers. Raises `UsageError`."""
         if more < 1:
             raise UsageError("The value should not be less than 0.")
         if self.wanted + more > SERVERS_MAX:
@@ -417,14 +412,12 @@ class Roster:
         step.out.publish("cluster", "scale out", f"{count_noun(more, 'server')} {is_or_are(more)} to come")
 
     def roll_back(self, step: Step) -> None:
-        """Cancel a scale-out; servers that have joined stay. Raises `UsageError` if there is none."""
         if self.operation is not ScaleOperation.OUT:
             raise UsageError("The cluster is not in CLUSTER_SCALE_OUT: there is nothing to roll back.")
         self.operation, self.wanted = ScaleOperation.NONE, max(self.wanted_before, len(self.members()))
         step.out.publish("cluster", "rolled back", f"{count_noun(self.wanted, 'server')}, as before")
 
     def scale_in(self, step: Step, node_ids: Iterable[str]) -> None:
-        """Let members drain and leave. Raises `UsageError`."""
         chosen = list(dict.fromkeys(node_ids))
         if not chosen:
             raise UsageError("The node ids should not be empty.")
@@ -452,7 +445,6 @@ class Roster:
     # -- records -----------------------------------------------------------------------------------------------------
 
     def record_fields(self) -> dict[str, Any]:
-        """Return the fields of `FederationRecord` that this part owns."""
         return {
             "generation": self.generation,
             "servers": tuple(_to_record(server) for server in self.servers.values() if server.rank >= 0),

@@ -300,7 +300,7 @@ class Round:
     # -- records -----------------------------------------------------------------------------------------------------
 
     def record_fields(self) -> dict[str, Any]:
-        """Return the fields of `FederationRecord` that this part owns."""
+        secagg_round = self.aggregation.secagg_round
         return {
             "round": self.number,
             "formed": self.stage is not RoundStage.FORMING,
@@ -309,7 +309,7 @@ class Round:
             "digest": self.digest,
             "source": self.source,
             "metrics": self.metrics,
-            "uploaders": None if self.abandon_reason else self.aggregation.uploaders,
+            "uploaders": secagg_round.uploaders if secagg_round is not None and not self.abandon_reason else None,
             "voided": self.voided,
         }
 

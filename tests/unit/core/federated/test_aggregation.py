@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from covey.core.federated.aggregation import (
     Abandon,
-    AddParts,
     Aggregation,
     SecureAggregation,
     Unmask,
@@ -38,20 +37,20 @@ def with_list(*devices: str) -> SecureAggregation:
 def test_a_plain_round_admits_devices_has_no_deadline_and_adds_sealed_parts() -> None:
     plain: Aggregation = make_aggregation(RoundPlan(), "c/1")
     assert plain.admits_devices
-    assert (plain.phase, plain.uploaders, plain.unmasking) == (None, None, None)
+    assert plain.secagg_round is None
     assert plain.check_deadline(1e9) == plain.on_window_missed("too few") == ""
-    assert plain.on_all_sealed([ServerStatus(aggregation_error="ignored")], 0.0) == AddParts()
+    assert plain.on_all_sealed([ServerStatus(aggregation_error="ignored")], 0.0) is None
     assert plain.handle_request(keys("a"), is_admitted=True, now=0.0) is None
 
 
 def test_a_secure_round_admits_devices_until_it_has_its_keys() -> None:
     secure = make_aggregation(SECURE, "c/1")
-    assert secure.admits_devices
+    assert secure.admits_devices and secure.secagg_round is not None
     refusal = SecaggOutcome(SecaggVerdict.LATE, "this device was not admitted to the round: ask startFLJob")
     assert secure.handle_request(keys("x"), is_admitted=False, now=0.0) == refusal
     for device in "abc":
         secure.handle_request(keys(device), is_admitted=True, now=0.0)
-    assert not secure.admits_devices and secure.phase is SecaggPhase.SHARES
+    assert not secure.admits_devices and secure.secagg_round.phase is SecaggPhase.SHARES
     request = GetKeys(fl_id="a", iteration=1, timestamp=0, data_size=1, ticket="")
     outcome = secure.handle_request(request, is_admitted=False, now=0.0)
     assert outcome is not None and outcome.verdict is SecaggVerdict.ACCEPTED, "a restarted scheduler has forgotten admissions"
@@ -76,9 +75,9 @@ def test_sealed_parts_are_unmasked_before_they_are_added() -> None:
     secure = with_list("a", "b")
     sealed = [ServerStatus(counted_devices=("a",)), ServerStatus(counted_devices=("b",))]
     assert secure.on_all_sealed(sealed, 0.0) == Unmask(is_new_list=False), "a resumed list is stored already"
-    assert secure.uploaders is not None
-    secure.secagg_round.unmasking = UnmaskingSecrets(secure.uploaders, {}, {})
-    assert secure.on_all_sealed(sealed, 0.0) == AddParts()
+    assert secure.secagg_round.uploaders is not None
+    secure.secagg_round.unmasking = UnmaskingSecrets(secure.secagg_round.uploaders, {}, {})
+    assert secure.on_all_sealed(sealed, 0.0) is None
 
 
 def test_parts_of_other_devices_or_an_error_of_a_server_abandon_the_round() -> None:
