@@ -173,6 +173,13 @@ def test_a_scheduler_that_comes_back_goes_on_from_the_list_or_abandons() -> None
         assert third.orders().is_abandoned and "before the list of updates was kept" in third.machine.round.abandon_reason
 
 
+def test_a_model_that_an_earlier_scheduler_requested_ends_a_round_that_is_unmasking() -> None:
+    bench, _ = begun()
+    assert bench.stage() is RoundStage.UNMASKING
+    bench.stand(1, model_round=1, digest="m1")
+    assert (bench.machine.round.number, bench.orders().stage, bench.orders().digest) == (2, RoundStage.OPEN, "m1")
+
+
 def resumed(record: FederationRecord) -> Bench:
     bench = Bench(plan=SECURE, record=record)
     for link, devices in ((1, NAMES[:1]), (2, NAMES[1:])):
