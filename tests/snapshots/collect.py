@@ -327,7 +327,7 @@ def _reference() -> Any:
     return module
 
 
-PUBLISHERS = ("_publish", "_publish_event", "PublishEvent")  # what is called with a node, the name of an event, and a reason
+PUBLISHERS = ("publish", "_publish", "_publish_event", "PublishEvent")  # called with a node, the name of an event, and a reason
 
 
 def events() -> Iterator[str]:
