@@ -46,7 +46,7 @@ def equal(one: Seen, other: Seen) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-class Together:
+class RankThreads:
     """Each rank does its work in a thread of its own."""
 
     def __init__(self, work: Callable[[int], object], workers: int = WORKERS) -> None:
@@ -62,7 +62,7 @@ class Together:
         for thread in self._threads:
             thread.start()
 
-    def over(self) -> None:
+    def join(self) -> None:
         """Wait until all are done."""
         for thread in self._threads:
             thread.join(WAIT_S)
@@ -70,7 +70,7 @@ class Together:
         assert not any(thread.is_alive() for thread in self._threads), "somebody hangs"
 
 
-class Training(Together):
+class Training(RankThreads):
     """So many steps, to the same values in all ranks. Rank 0 takes each through `gate`."""
 
     def __init__(
@@ -85,16 +85,16 @@ class Training(Together):
         self._seen: dict[int, Seen] = {}
 
         def work(rank: int) -> None:
-            asking = client(rank)
+            ranked_client = client(rank)
             for step in range(first, first + steps):
                 if gate is not None and rank == 0:
                     assert gate.acquire(timeout=WAIT_S)
-                asking.push(step, gradients(asking, step, rank)).wait()
-            self._seen[rank] = values(asking, first + steps)
+                ranked_client.push(step, gradients(ranked_client, step, rank)).wait()
+            self._seen[rank] = values(ranked_client, first + steps)
 
         super().__init__(work, workers)
 
     def result(self) -> Seen:
-        self.over()
+        self.join()
         assert all(equal(self._seen[0], seen) for seen in self._seen.values()), "the ranks differ"
         return self._seen[0]

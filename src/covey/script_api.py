@@ -1,25 +1,37 @@
-"""This process's place in the world: what `covey.init()` finds out, and what the program may ask afterwards."""
+"""The functions of `covey` for a training script: `init()`, ranks, collectives, and the objects of a training.
+
+`covey.init()` joins the cluster; the others use the group that it made. The classes of `covey.training` that import torch, or
+need the group, are made by functions here.
+"""
 
 from __future__ import annotations
 
 import math
 import os
-import random
 import sys
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 
+from covey import ps_context
 from covey.core.types import PHASE_MAX, Role
 from covey.errors import CoveyError, UsageError
 from covey.log import configure_logging, log
+from covey.runtime.process_variables import INCARNATION_VARIABLE, PROGRESS_FD_VARIABLE
 from covey.settings import check_manual_settings, load_settings, misspelled_variables
 from covey.training.collectives.communicator import Communicator
+from covey.training.seeding import seed_process
 from covey.worker.foreign_launchers import describe_refusal, find_foreign_rank
-from covey.worker.membership_thread import INCARNATION_VARIABLE, MembershipThread, scheduler_address, wait_until_cluster_ends
+from covey.worker.membership_thread import MembershipThread, scheduler_address, wait_until_cluster_ends
 from covey.worker.process_exit import install_error_hook
 from covey.worker.spare import is_spare
+
+if TYPE_CHECKING:
+    from covey.parameter_server.optimizers import OptimizerRule
+    from covey.training import ddp, embedding, loop, model, sharded_optimizer
+    from covey.training.checkpoint.checkpoint import Checkpoint
 
 SEED_MAX: Final = 2**32 - 1
 FL_CONTEXT_VARIABLE: Final = "COVEY_FL_CONTEXT"  # what `covey federated up` sets for its processes
@@ -66,22 +78,23 @@ def init() -> None:
                 log.warning("%s", remark)
             if settings.lccl:
                 log.info("MS_ENABLE_LCCL=1 is accepted and changes nothing: collectives run on gloo")
-            node = MembershipThread(settings, scheduler_address(settings))
+            node = MembershipThread(settings, scheduler_address(settings), lambda: _state.group.wait_for_all_ranks())
             place = node.join()
             if place.rank >= 0:
                 os.environ.update(RANK_ID=str(place.rank), RANK_SIZE=str(place.world), DEVICE_ID=str(place.local_rank))
-            _state.node, _state.group = node, Communicator(node)
-            node.on_program_end = _state.group.wait_for_all_ranks
+            _state.node = node
             if settings.role is Role.PSERVER:
                 from covey.worker.parameter_server_role import run_parameter_server
 
                 run_parameter_server(node, settings)
             if settings.role is not Role.WORKER:
                 wait_until_cluster_ends(node)
+            serving = None
             if settings.server_num:
                 from covey.worker.parameter_server_role import make_serving_settings
 
-                _state.group.serving_settings = make_serving_settings(settings)
+                serving = make_serving_settings(settings)
+            _state.group = Communicator(node, serving)
         elif (found := find_foreign_rank(os.environ)) is not None:
             raise UsageError(describe_refusal(found, Path(sys.argv[0]).name))
     except CoveyError as error:
@@ -94,7 +107,7 @@ def _ensure_supervised() -> None:
     """Once: not in a life of this process's own, nor under an agent, which does the same."""
     from covey.worker import supervisor
 
-    if INCARNATION_VARIABLE not in os.environ and supervisor.PROGRESS_FD_VARIABLE not in os.environ:
+    if INCARNATION_VARIABLE not in os.environ and PROGRESS_FD_VARIABLE not in os.environ:
         supervisor.run_supervised()
 
 
@@ -161,15 +174,129 @@ def set_seed(seed: int) -> None:
     """Seed Python, numpy and torch (where it is loaded or loadable)."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= SEED_MAX:
         raise UsageError(f"set_seed({seed!r}) is not possible: give a whole number from 0 to {SEED_MAX}")
-    import numpy as np
+    seed_process(seed)
 
-    random.seed(seed)
-    np.random.seed(seed)
-    try:
-        import torch
-    except ImportError:
-        return
-    torch.manual_seed(seed)
+
+# -- collectives -----------------------------------------------------------------------------------------------------
+
+
+def all_reduce(array: Any, op: Any = "sum") -> Any:
+    """Reduce a tensor or array over all workers, in place: "sum", "mean", "max", "min" or "product"."""
+    return group().all_reduce(array, op)
+
+
+def reduce(tensors: Iterable[Any]) -> list[Any]:
+    """The mean of gradients over all workers, in place."""
+    return group().reduce(list(tensors))
+
+
+def broadcast(array: Any, root: int = 0) -> Any:
+    """The root's values for every worker, in place."""
+    return group().broadcast(array, root)
+
+
+def all_gather(array: Any) -> list[Any]:
+    """Every worker's array, in order of rank."""
+    return group().all_gather(array)
+
+
+def barrier() -> None:
+    """Return when every worker is here."""
+    group().barrier()
+
+
+# -- training --------------------------------------------------------------------------------------------------------
+
+
+def Loop(
+    model: Any,
+    optimizer: Any,
+    data: Any,
+    *,
+    epochs: int = 1,
+    steps: int | None = None,
+    accumulate: int = 1,
+    schedulers: Sequence[Any] = (),
+    scaler: Any = None,
+    checkpoint: Checkpoint | None = None,
+    seed: int = 0,
+) -> loop.Loop:
+    """The training loop that does not notice a death: see `covey.training.loop.Loop`."""
+    from covey.training import loop
+
+    return loop.Loop(
+        model,
+        optimizer,
+        data,
+        epochs=epochs,
+        steps=steps,
+        accumulate=accumulate,
+        schedulers=schedulers,
+        scaler=scaler,
+        checkpoint=checkpoint,
+        seed=seed,
+        group=group(),
+    )
+
+
+def DistributedDataParallel(module: Any, **options: Any) -> ddp.DistributedDataParallel:
+    """In place of torch's, for a module that a `Loop` trains: see `covey.training.ddp.DistributedDataParallel`."""
+    from covey.training import ddp
+
+    return ddp.DistributedDataParallel(module, **options)
+
+
+def ShardedOptimizer(params: Any, kind: Any, *, copies: int = 1, **options: Any) -> sharded_optimizer.ShardedOptimizer:
+    """A torch optimizer whose state is cut among the workers, with copies: see
+    `covey.training.sharded_optimizer.ShardedOptimizer`."""
+    from covey.training import sharded_optimizer
+
+    return sharded_optimizer.ShardedOptimizer(params, kind, copies=copies, **options)
+
+
+def Model(net: Any, loss_fn: Callable[[Any, Any], Any], optimizer: Any) -> model.Model:
+    """A training in one call: see `covey.training.model.Model`."""
+    from covey.training import model
+
+    return model.Model(net, loss_fn, optimizer, group=group())
+
+
+def Embedding(
+    vocab_size: int,
+    embedding_size: int,
+    *,
+    optimizer: OptimizerRule | None = None,
+    init: Literal["normal", "uniform", "zeros"] = "normal",
+    scale: float = 0.01,
+    seed: int = 0,
+    vocab_cache_size: int = 0,
+) -> embedding.Embedding:
+    """A table whose rows lie on the parameter servers: see `covey.training.embedding.Embedding`."""
+    if not ps_context.get_ps_context("enable_ps"):
+        raise UsageError("Embedding needs the parameter server mode: call covey.set_ps_context(enable_ps=True) before init()")
+    from covey.training import embedding
+
+    return embedding.Embedding(
+        vocab_size,
+        embedding_size,
+        optimizer=optimizer,
+        init=init,
+        scale=scale,
+        seed=seed,
+        vocab_cache_size=vocab_cache_size,
+    )
+
+
+def set_param_ps(target: Any, recurse: bool = True, init_in_server: bool = False, optimizer: Any = None) -> None:
+    """Have a torch parameter, or all that a module trains, served by the parameter servers: see docs/parameters.md."""
+    if not ps_context.get_ps_context("enable_ps"):
+        raise UsageError(
+            "set_param_ps needs the parameter server mode: call covey.set_ps_context(enable_ps=True) before init()"
+        )
+    from covey.training.ps_parameters import mark_for_server
+
+    _ = group().client  # says what is missing if this cluster has no servers
+    mark_for_server(target, recurse=recurse, init_in_server=init_in_server, optimizer=optimizer)
 
 
 def _federated_blocker() -> str:

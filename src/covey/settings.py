@@ -19,9 +19,9 @@ from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import msgspec
 
-from covey.core.cluster.recovery_strategy import RecoveryStrategy, parse_strategies
 from covey.core.messages import NODE_ID_MAX
 from covey.core.parameter_server.settings import MESSAGE_MAX, parse_mode
+from covey.core.strategy_ladder import RecoveryStrategy, parse_strategies
 from covey.core.taskd_variables import MANAGER_PORT as TASKD_PORT
 from covey.core.taskd_variables import read_taskd_settings
 from covey.core.types import Role

@@ -25,7 +25,8 @@ import torch
 from torch import nn
 import covey
 from covey.training.state import transfer
-from covey.training.collectives.gloo_group import WorkDone, shut_down_socket
+from covey.training.collectives.gloo_group import shut_down_socket
+from covey.training.collectives.group import WorkDone
 from covey.training.worker_context import GenerationStarted
 
 folder = pathlib.Path(sys.argv[1])
@@ -43,7 +44,7 @@ def fail(mark):
 
 def cut(mark):
     """What a peer sees whose connections to the others break."""
-    for name, descriptor in loop._group.collectives._gloo._sockets.items():
+    for name, descriptor in loop._group.collectives._group._sockets.items():
         shut_down_socket(name, descriptor)
 
 

@@ -27,7 +27,7 @@ from covey.core.messages import (
 )
 from covey.errors import ExitCode
 from covey.runtime.node_runtime import SchedulerAddress
-from covey.scheduler.service import SchedulerHandoff
+from covey.runtime.process_variables import SchedulerHandoff
 from covey.settings import load_settings
 from covey.template_process.protocol import ChildSpec
 

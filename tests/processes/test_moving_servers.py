@@ -32,7 +32,7 @@ from covey.core.parameter_server.sharding import Sharding
 from covey.parameter_server.discovery import ServerEndpoint
 from covey.parameter_server.server import ParameterServer
 
-folder, rank, lives, serving, sharing = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
+folder, rank, restarts, serving, sharding = pathlib.Path(sys.argv[1]), *map(int, sys.argv[2:4]), *sys.argv[4:]
 
 def find(server):
     while True:
@@ -44,8 +44,8 @@ def find(server):
             time.sleep(0.01)
 
 serving = msgspec.json.decode(serving, type=ServingSettings)
-server = ParameterServer("127.0.0.1", serving, rank, lives, find, msgspec.json.decode(sharing, type=Sharding))
-server.on_in_sync = lambda version: print(version, flush=True)
+sharding = msgspec.json.decode(sharding, type=Sharding)
+server = ParameterServer("127.0.0.1", serving, rank, restarts, find, sharding, lambda version: print(version, flush=True))
 aside = folder / f".{rank}"
 aside.write_bytes(msgspec.json.encode(server.endpoint))
 aside.rename(folder / str(rank))
@@ -55,38 +55,38 @@ for line in sys.stdin:
 """
 
 
-class Flock:
+class ServerGroup:
     """What the scheduler does with its servers, with real processes."""
 
     def __init__(self, folder: Path, servers: int, copies: int = 1) -> None:
         self.folder = folder
         self.serving = ServingSettings(servers=servers, workers=WORKERS, copies=copies)
-        self.sharing = initial_sharding(servers)
+        self.sharding = initial_sharding(servers)
         self.processes: dict[int, subprocess.Popen[str]] = {}
-        self.settled: dict[int, int] = {}
-        self.lives: dict[int, int] = {}
-        self.news = threading.Condition()
+        self.in_sync: dict[int, int] = {}
+        self.restarts: dict[int, int] = {}
+        self.changed = threading.Condition()
         for rank in range(servers):
-            self.start(rank, self.sharing)
+            self.start(rank, self.sharding)
 
-    def start(self, rank: int, sharing: Sharding) -> None:
-        words = [SERVER, str(self.folder), str(rank), str(self.lives.setdefault(rank, 0))]
-        words += [msgspec.json.encode(given).decode() for given in (self.serving, sharing)]
+    def start(self, rank: int, sharding: Sharding) -> None:
+        words = [SERVER, str(self.folder), str(rank), str(self.restarts.setdefault(rank, 0))]
+        words += [msgspec.json.encode(given).decode() for given in (self.serving, sharding)]
         started = subprocess.Popen(
             [sys.executable, "-c", *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
-        with self.news:
+        with self.changed:
             self.processes[rank] = started
-            self.settled.pop(rank, None)
-        threading.Thread(target=self.listen, args=(rank, started), daemon=True).start()
+            self.in_sync.pop(rank, None)
+        threading.Thread(target=self.read_in_sync, args=(rank, started), daemon=True).start()
 
-    def listen(self, rank: int, process: subprocess.Popen[str]) -> None:
+    def read_in_sync(self, rank: int, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
         for line in process.stdout:
-            with self.news:
+            with self.changed:
                 if self.processes.get(rank) is process:
-                    self.settled[rank] = int(line)
-                self.news.notify_all()
+                    self.in_sync[rank] = int(line)
+                self.changed.notify_all()
 
     def kill(self, rank: int) -> None:
         process = self.processes[rank]
@@ -94,38 +94,40 @@ class Flock:
         process.wait()
         with contextlib.suppress(FileNotFoundError):
             (self.folder / str(rank)).unlink()
-        self.lives[rank] += 1
-        self.start(rank, self.sharing)
+        self.restarts[rank] += 1
+        self.start(rank, self.sharding)
 
-    def wait_settled(self, servers: list[int]) -> None:
-        with self.news:
-            there = self.news.wait_for(lambda: all(self.settled.get(rank) == self.sharing.version for rank in servers), WAIT_S)
-            assert there, f"{self.settled} of {servers}, by {self.sharing.version}"
+    def wait_in_sync(self, servers: list[int]) -> None:
+        with self.changed:
+            there = self.changed.wait_for(
+                lambda: all(self.in_sync.get(rank) == self.sharding.version for rank in servers), WAIT_S
+            )
+            assert there, f"{self.in_sync} of {servers}, by {self.sharding.version}"
 
-    def come(self, wanted: set[int]) -> None:
+    def start_servers(self, wanted: set[int]) -> None:
         new = sorted(wanted - self.processes.keys())
-        ring = tuple(sorted({*self.sharing.ring, *wanted}))
+        ring = tuple(sorted({*self.sharding.ring, *wanted}))
         for rank in new:
-            self.start(rank, msgspec.structs.replace(self.sharing, ring=ring))
-        self.wait_settled(list(self.processes))
+            self.start(rank, msgspec.structs.replace(self.sharding, ring=ring))
+        self.wait_in_sync(list(self.processes))
 
-    def share(self, wanted: set[int]) -> None:
-        owners, _ = rebalance_slots(self.sharing.owners, sorted(wanted))
+    def reshard(self, wanted: set[int]) -> None:
+        owners, _ = rebalance_slots(self.sharding.owners, sorted(wanted))
         going = tuple(sorted(self.processes.keys() - wanted))
-        self.sharing = Sharding(self.sharing.version + 1, owners, tuple(sorted(wanted)), going)
+        self.sharding = Sharding(self.sharding.version + 1, owners, tuple(sorted(wanted)), going)
         for process in self.processes.values():
             assert process.stdin is not None
-            process.stdin.write(msgspec.json.encode(self.sharing).decode() + "\n")
+            process.stdin.write(msgspec.json.encode(self.sharding).decode() + "\n")
 
-    def leave(self) -> None:
-        self.wait_settled(list(self.processes))
-        for rank in self.sharing.leaving:
+    def stop_leaving_servers(self) -> None:
+        self.wait_in_sync(list(self.processes))
+        for rank in self.sharding.leaving:
             (self.folder / f"{rank}.left").touch()
             (self.folder / str(rank)).unlink()
             process = self.processes.pop(rank)
             process.kill()
             process.wait()
-        self.sharing = msgspec.structs.replace(self.sharing, leaving=())
+        self.sharding = msgspec.structs.replace(self.sharding, leaving=())
 
     def find(self, rank: int) -> ServerEndpoint | None:
         while True:
@@ -137,7 +139,7 @@ class Flock:
                 threading.Event().wait(RETRY_DELAY_S)
 
     def client(self, rank: int) -> ParameterClient:
-        return declare(ParameterClient(self.serving, rank, lambda: 1, self.find, lambda: self.sharing))
+        return declare(ParameterClient(self.serving, rank, lambda: 1, self.find, lambda: self.sharding))
 
     def close(self) -> None:
         for process in self.processes.values():
@@ -146,9 +148,9 @@ class Flock:
 
 
 @contextlib.contextmanager
-def flock(folder: Path, servers: int) -> Iterator[Flock]:
+def group(folder: Path, servers: int) -> Iterator[ServerGroup]:
     folder.mkdir()
-    made = Flock(folder, servers)
+    made = ServerGroup(folder, servers)
     try:
         yield made
     finally:
@@ -157,31 +159,31 @@ def flock(folder: Path, servers: int) -> Iterator[Flock]:
 
 @pytest.mark.parametrize("seed", [int(s) for s in os.environ.get("COVEY_SEEDS", "1").split(",")])
 def test_servers_die_at_any_moment_while_slots_move_and_the_bits_are_the_same(tmp_path: Path, seed: int) -> None:
-    with flock(tmp_path / "still", 2) as still:
+    with group(tmp_path / "still", 2) as still:
         expected = Training(still.client, STEPS).result()
-    chance = random.Random(seed)
-    with flock(tmp_path / "moving", 2) as moving:
+    rng = random.Random(seed)
+    with group(tmp_path / "moving", 2) as moving:
         pace = threading.Semaphore(1)
         training = Training(moving.client, STEPS, pace)
         count = 2
         for _ in range(4):
             here = sorted(moving.processes)
-            if len(here) < 4 and (len(here) < 3 or chance.random() < 0.5):
+            if len(here) < 4 and (len(here) < 3 or rng.random() < 0.5):
                 wanted = {*here, count}
                 count += 1
             else:
-                wanted = set(here) - {chance.choice(here)}
-            for _ in range(chance.randint(1, 8)):
+                wanted = set(here) - {rng.choice(here)}
+            for _ in range(rng.randint(1, 8)):
                 pace.release()
-            moving.come(wanted)
-            moving.share(wanted)
-            for _ in range(chance.randint(0, 2)):  # one at a time: two who hold each other's copy would lose them
-                threading.Event().wait(chance.choice([0.0, 0.005, 0.02, 0.1]))
-                moving.kill(chance.choice(sorted(moving.processes)))
-                if chance.random() < 0.5:
+            moving.start_servers(wanted)
+            moving.reshard(wanted)
+            for _ in range(rng.randint(0, 2)):  # one at a time: two who hold each other's copy would lose them
+                threading.Event().wait(rng.choice([0.0, 0.005, 0.02, 0.1]))
+                moving.kill(rng.choice(sorted(moving.processes)))
+                if rng.random() < 0.5:
                     pace.release()
-                moving.wait_settled(list(moving.processes))
-            moving.leave()
+                moving.wait_in_sync(list(moving.processes))
+            moving.stop_leaving_servers()
         for _ in range(STEPS):
             pace.release()
         found = training.result()

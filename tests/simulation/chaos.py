@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 from tests.simulation.plan import Place
 from tests.simulation.processes import AgentProcess, NodeProcess
 
-from covey.core.cluster.recovery_strategy import RecoveryStrategy
 from covey.core.messages import Register
+from covey.core.strategy_ladder import RecoveryStrategy
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

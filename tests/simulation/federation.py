@@ -28,8 +28,9 @@ from covey.core.federated.messages import (
     ServerRegistered,
     ServerStatus,
 )
+from covey.core.federated.outbox import FederationEffect, PersistFederation
+from covey.core.federated.roster import ServerTimeouts
 from covey.core.federated.secagg.messages import SecaggForward, SecaggReply
-from covey.core.federated.server_membership import FederationEffect, PersistFederation, ServerTimeouts
 from covey.core.types import Host
 
 DELAY_S = (0.001, 0.02)
@@ -174,7 +175,7 @@ class SimScheduler:
             elif isinstance(effect, PublishEvent):
                 self.world.tell(f"{effect.node} {effect.what}: {effect.reason}")
                 if effect.what == "given up" and self.machine is not None:
-                    self.world.gave_up.add(self.machine.round)
+                    self.world.gave_up.add(self.machine.round.number)
 
 
 class SimServer:

@@ -9,7 +9,7 @@ from msgspec import structs
 from tests.simulation.net import Weather
 
 from covey.core.cluster.node_machine import NodeSettings
-from covey.core.cluster.recovery_strategy import RecoveryStrategy
+from covey.core.strategy_ladder import RecoveryStrategy
 from covey.core.types import ClusterSettings, Role
 
 FAULTS = (

@@ -11,8 +11,8 @@ from tests.simulation.processes import AgentProcess, ChildProcess
 from tests.simulation.world import World
 
 from covey.core.cluster.node_machine import NodeSettings
-from covey.core.cluster.recovery_strategy import RecoveryStrategy
 from covey.core.messages import Register
+from covey.core.strategy_ladder import RecoveryStrategy
 from covey.core.types import ClusterSettings, Phase
 
 PER_HOST = 8

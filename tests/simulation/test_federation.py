@@ -7,6 +7,7 @@ from tests.simulation.buffered import Buffered
 from tests.simulation.federation import Simulated
 from tests.simulation.masked import Masked
 
+from covey.core.federated.messages import ScaleOperation
 from covey.errors import UsageError
 
 CHAOS_S, PEACE_S = 15.0, 20.0
@@ -42,9 +43,9 @@ def chaos(world: Simulated, *, scheduler: bool, scaling: bool) -> None:
 def scale(world: Simulated) -> None:
     machine = world.scheduler.machine
     assert machine is not None
-    members = [server.node_id for server in machine.servers.values() if server.is_member]
+    members = [server.node_id for server in machine.roster.servers.values() if server.is_member]
     try:
-        if machine.operation == "out":
+        if machine.roster.operation is ScaleOperation.OUT:
             effects = machine.roll_back(world.now)
         elif len(members) > 2 and world.random.random() < 0.5:
             effects = machine.scale_in([world.random.choice(members)], world.now)

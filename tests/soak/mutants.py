@@ -26,12 +26,15 @@ MACHINE = (
     "test_scenarios",
 )
 FEDERATION = ("test_rounds", "test_rounds_effects", "test_dp_accounting")
-JOB = ("test_job_plan", "test_pod_builder", "test_job_resize", "test_job_status")
+JOB = (
+    *("test_job_plan", "test_pod_builder", "test_job_resize", "test_job_status"),
+    *("test_plan_steps", "test_plan_builder", "test_scaling_states", "test_status_content"),
+)
 TESTS = {  # of each module: those that are about it
     "incidents": ("test_incident_log",),
     "cluster.state": (
         "test_lifecycle",
-        "test_outbox",
+        "test_cluster_outbox",
         "test_cluster_state",
         "test_cluster_record_owners",
         "test_formation",
@@ -44,7 +47,8 @@ TESTS = {  # of each module: those that are about it
     "cluster.resharding": ("test_cluster_resharding", "test_scheduler_machine_effects"),
     "cluster.shutdown": ("test_shutdown", *MACHINE),
     "cluster.recovery": ("test_recovery", "test_script_errors", "test_rare_event_orders", *MACHINE),
-    "cluster.recovery_strategy": ("test_recovery",),
+    "restart_limits": ("test_restart_limits",),
+    "strategy_ladder": ("test_strategy_ladder",),
     "cluster.formation": ("test_formation", "test_scheduler_machine", "test_scheduler_machine_effects"),
     "cluster.failure_detector": ("test_failure_detector", "test_rare_event_orders", *MACHINE),
     "cluster.registration": ("test_registration", *MACHINE),
@@ -53,9 +57,11 @@ TESTS = {  # of each module: those that are about it
     "cluster.view": ("test_view",),
     "event_log": ("test_event_log",),
     "parameter_server.sharding": ("test_slot_sharding",),
-    "federated.server_membership": ("test_server_membership", "test_rounds", "test_rounds_effects"),
-    "federated.rounds": FEDERATION,
-    "federated.secagg_rounds": ("test_secagg_rounds", "test_rounds"),
+    "federated.roster": ("test_roster", "test_rounds", "test_rounds_effects"),
+    "federated.round": ("test_round", "test_secagg_rounds", *FEDERATION),
+    "federated.instance": ("test_instance", *FEDERATION),
+    "federated.aggregation": ("test_aggregation", "test_secagg_rounds"),
+    "federated.outbox": ("test_outbox", "test_rounds_effects"),
     "federated.federation_machine": ("test_federation_machine", "test_rounds", "test_dp_accounting"),
     "federated.round_window": ("test_round_window", "test_rounds"),
     "federated.claims": ("test_claims",),
@@ -65,8 +71,12 @@ TESTS = {  # of each module: those that are about it
     "leader_election": ("test_leader_election",),
     "cluster.fault_schedule": ("test_fault_schedule",),
     "jobs.plan": JOB,
+    "jobs.plan_builder": JOB,
     "jobs.reconcile_context": JOB,
+    "jobs.completion": JOB,
+    "jobs.pod_failures": JOB,
     "jobs.resize": JOB,
+    "jobs.scaling": JOB,
     "jobs.spec": JOB,
     "jobs.pod_state": JOB,
     "jobs.status": JOB,

@@ -43,8 +43,8 @@ FILLS = {
 }  # tensors' methods
 
 ALLOWED = {
-    "script_api.py": "covey.set_seed seeds the program's generators because the program asks for it",
-    "training/seeding.py": "the Loop seeds the program's generators by (seed, step, micro-batch, rank), as documented",
+    "training/seeding.py": "the Loop seeds the program's generators by (seed, step, micro-batch, rank), as documented, and"
+    " covey.set_seed because the program asks for it",
     "template_process/child_bootstrap.py": "a forked child gets fresh generators before the first line, as `python` gives it",
 }
 

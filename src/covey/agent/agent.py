@@ -37,18 +37,18 @@ from covey.core.messages import (
     StopRequest,
     TemplateReady,
 )
+from covey.core.restart_limits import NO_HOST_LIMIT
 from covey.core.types import JOB_FINGERPRINT_KEY, Failure, Role, ScriptError
 from covey.errors import CoveyError, ExitCode
 from covey.log import log
 from covey.runtime import exception_record, host_identity, log_reader
 from covey.runtime.node_runtime import NodeRuntime, SchedulerAddress, make_node_settings
+from covey.runtime.process_variables import SPARE_STDERR_VARIABLE, SPARE_VARIABLE, STACK_SIGNAL
 from covey.settings import Settings
 from covey.storage.tempdirs import TempDirectory
 from covey.template_process.import_recorder import RECORD_IMPORTS_VARIABLE, read_recorded_imports
 from covey.template_process.protocol import ChildSpec, Exit
 from covey.transport import address
-from covey.worker.spare import SPARE_STDERR_VARIABLE, SPARE_VARIABLE
-from covey.worker.stack_dump import STACK_SIGNAL
 
 IMPORT_RECORDING_S: Final = 5.0  # when a first life has imported what it will
 STACK_DUMP_S: Final = 1.0  # for writing stacks
@@ -66,7 +66,7 @@ class AgentJob(msgspec.Struct, frozen=True, kw_only=True):
     world: int
     slots: int
     servers: int = 0  # parameter servers
-    max_restarts: int = -1  # -1: the scheduler's limit alone counts
+    max_restarts: int = NO_HOST_LIMIT
     first_rank: int = -1
     module: bool = False
     python: bool = True

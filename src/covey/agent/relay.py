@@ -36,19 +36,13 @@ from covey.core.messages import (
 from covey.core.types import Progress
 from covey.errors import UsageError
 from covey.log import log
+from covey.runtime.node_runtime import progress_interval_s
 from covey.transport.connection import Connection, Listener
 from covey.transport.framing import from_child_decoder
 
 SOCKET_NAME: Final = "relay"
 UNSENT_MAX: Final = 16 * 1024 * 1024  # bytes that wait for the scheduler, before a child that says more is cut off
-PROGRESS_INTERVAL_MIN_S: Final = 0.5  # shortest time between two words on progress
-PROGRESS_REPORTS_PER_S: Final = 500  # such words, from all speakers together
 NEVER: Final = float("-inf")
-
-
-def progress_interval_s(speakers: int) -> float:
-    """How often each of so many may say how it gets on: not more often than people look, nor than one scheduler likes."""
-    return max(PROGRESS_INTERVAL_MIN_S, speakers / PROGRESS_REPORTS_PER_S)
 
 
 class RelayUplink(Protocol):
@@ -135,11 +129,11 @@ class ChildRelay:
 
     # -- the agent's own link ----------------------------------------------------------------------------------------
 
-    def on_scheduler_connected(self, up: RelayUplink) -> None:
+    def on_scheduler_connected(self, uplink: RelayUplink) -> None:
         """The scheduler is reached, and the agent has registered."""
-        self._uplink, self._scheduler_reachable, self._last_number = up, True, 0
+        self._uplink, self._scheduler_reachable, self._last_number = uplink, True, 0
         for caller in self._connections.values():
-            caller.connection.send(SchedulerReachable(up.address, up.silence_s))
+            caller.connection.send(SchedulerReachable(uplink.address, uplink.silence_s))
 
     def on_scheduler_lost(self, reason: str) -> None:
         self._unreachable_reason = reason

@@ -22,10 +22,10 @@ from covey.agent.children import explain_os_error, open_log
 from covey.errors import ExitCode
 from covey.log import log
 from covey.runtime.listeners import ListeningSockets
-from covey.scheduler.main import HANDOFF_VARIABLE
-from covey.scheduler.service import SchedulerHandoff
+from covey.runtime.process_variables import HANDOFF_VARIABLE, SchedulerHandoff
+from covey.runtime.restart_backoff import RestartBackoff
 
-SCHEDULER_RESTARTS_MAX: Final = 5  # deaths without a minute of life between them
+RESTART_DELAYS_S: Final = (0.0,) * 5  # five restarts without a minute of life between them
 STABLE_AFTER_S: Final = 60.0
 LAST_LINE_MAX: Final = 2000  # bytes of its log's last line
 # Interrupted while it imports, it ends as other programs do, without the story of an import.
@@ -158,7 +158,7 @@ class SchedulerProcess:
 
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
-        quick = 0
+        backoff = RestartBackoff(RESTART_DELAYS_S, STABLE_AFTER_S)
         while True:
             assert self._process is not None
             started = loop.time()
@@ -171,11 +171,10 @@ class SchedulerProcess:
                 return self._on_give_up(
                     code, f"the scheduler ended with code {code}: {self._read_last_line()} ({self._log_path})"
                 )
-            quick = quick + 1 if loop.time() - started < STABLE_AFTER_S else 1
             word = signal.Signals(-code).name if code < 0 else f"code {code}"
-            if quick > SCHEDULER_RESTARTS_MAX:
+            if backoff.record_exit(loop.time() - started) is None:
                 return self._on_give_up(
-                    ExitCode.SCHEDULER_LOST, f"the scheduler died {quick} times ({word}): see {self._log_path}"
+                    ExitCode.SCHEDULER_LOST, f"the scheduler died {backoff.exits} times ({word}): see {self._log_path}"
                 )
             log.warning("the scheduler ended (%s) and is started again from its journal", word)
             try:

@@ -8,18 +8,24 @@ from typing import Final
 from covey.core.messages import Assignment, DesiredChildren
 from covey.core.types import Role
 from covey.runtime.node_runtime import SchedulerAddress
-from covey.worker.spare import RANK_VARIABLES, SPARE_STDERR_VARIABLE, SPARE_VARIABLE
+from covey.runtime.process_variables import (
+    AGENT_VARIABLE,
+    INCARNATION_VARIABLE,
+    RANK_VARIABLES,
+    SPARE_STDERR_VARIABLE,
+    SPARE_VARIABLE,
+)
 
 # What a worker is told of its place and a run would read.
 CLUSTER_VARIABLES: Final = (
     *("MS_ROLE", "MS_NODE_ID", "MS_SCHED_HOST", "MS_SCHED_PORT", "MS_WORKER_NUM", "MS_SERVER_NUM", "COVEY_WORKER_MAX"),
-    *("COVEY_AGENT", "COVEY_INCARNATION", SPARE_VARIABLE, SPARE_STDERR_VARIABLE),
+    *(AGENT_VARIABLE, INCARNATION_VARIABLE, SPARE_VARIABLE, SPARE_STDERR_VARIABLE),
 )
 
 
 def drop_cluster_variables(environ: MutableMapping[str, str]) -> None:
     """A run that a worker of another run starts is one of its own, and no host that comes too late to the other."""
-    if "COVEY_AGENT" in environ:
+    if AGENT_VARIABLE in environ:
         for name in CLUSTER_VARIABLES:
             environ.pop(name, None)
 
@@ -71,8 +77,7 @@ def make_worker_environment(
         RANK_SIZE=world,
         DEVICE_ID=local,
         # ours
-        COVEY_INCARNATION=str(assignment.incarnation),
-        COVEY_AGENT=f"{door.name}@{relay}",
+        **{INCARNATION_VARIABLE: str(assignment.incarnation), AGENT_VARIABLE: f"{door.name}@{relay}"},
     )
     if assignment.role is Role.SPARE:
         for name in RANK_VARIABLES:

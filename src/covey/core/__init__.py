@@ -14,6 +14,9 @@ patch, the decision is in the wrong place.
     `event_log`           bounded list of the events that users see
     `incidents`           one record for each recovery or resize: stages, durations, outcome
     `leader_election`     who leads among several schedulers, over a compare-and-swap value
+    `strategy_ladder`     recovery strategies, in the order in which they are tried
+    `restart_limits`      what max_restarts means, and its defaults
     `taskd_variables`     TaskD's environment variables as covey's settings
+    `addresses`           addresses and names that mean this host
     `plurals`             counts in sentences
 """

@@ -1,4 +1,7 @@
-"""Who leads: one scheduler at a time, by a lease in a store that can compare and swap.
+"""Leader election by a lease in a store that can compare and swap: one leader at a time.
+
+`renew_interval_s`, `step_down_after_s` and `can_take_lease` are the rules of every lease, of schedulers and of operators
+(`kubernetes/leader_election.py`). `Candidate` is a scheduler's part in it.
 
 The lease is one cell of the store. Its holder writes a new beat into it again and again; the others look. A cell that has not
 changed for the whole duration, by the looker's own clock, may be taken: so clocks need not agree, only run at the same speed.
@@ -15,6 +18,22 @@ import msgspec
 
 STEP_DOWN_FRACTION = 2 / 3  # of the duration, after which a leader that could not renew steps down
 CHECKS_PER_LEASE = 5  # how often in a duration the cell is looked at, or renewed
+
+
+def renew_interval_s(duration_s: float) -> float:
+    """Return the time between two renewals by the leader, or two reads by another candidate."""
+    return duration_s / CHECKS_PER_LEASE
+
+
+def step_down_after_s(duration_s: float) -> float:
+    """Return how long after the start of its last successful write a leader must stop acting."""
+    return duration_s * STEP_DOWN_FRACTION
+
+
+def can_take_lease(name: str, holder: str, *, unchanged_s: float, duration_s: float) -> bool:
+    """Return whether candidate `name` may write itself into a lease. It may if the lease has no holder, or is its own, or has
+    not changed for the whole duration. `unchanged_s` is by the candidate's own clock, so clocks need not agree."""
+    return holder in ("", name) or unchanged_s >= duration_s
 
 
 class LeaseRecord(msgspec.Struct, frozen=True):
@@ -78,7 +97,7 @@ class Candidate:
         if self.token and now >= self._leads_until:
             self.token = 0
         self._action_began_at = now
-        self.due_at = now + self._duration_s / CHECKS_PER_LEASE
+        self.due_at = now + renew_interval_s(self._duration_s)
         if self._is_record_known and self.token:
             return WriteLease(msgspec.structs.replace(self.last_record, beat=self.last_record.beat + 1))
         if self._is_record_known and self._can_take_lease(now):
@@ -104,7 +123,7 @@ class Candidate:
             return self.on_store_failed()
         self.last_record, self.token, self._saw_holder = cell, cell.token, True
         self._highest_token = max(self._highest_token, cell.token)
-        self._leads_until = self._action_began_at + self._duration_s * STEP_DOWN_FRACTION
+        self._leads_until = self._action_began_at + step_down_after_s(self._duration_s)
         return None
 
     def on_store_failed(self) -> None:
@@ -120,6 +139,7 @@ class Candidate:
         return WriteLease(msgspec.structs.replace(self.last_record, holder="")) if mine and self._is_record_known else None
 
     def _can_take_lease(self, now: float) -> bool:
-        return not self.has_ended and (
-            self.last_record.holder in ("", self._name) or now - self._unchanged_since >= self._duration_s
+        unchanged_s = now - self._unchanged_since
+        return not self.has_ended and can_take_lease(
+            self._name, self.last_record.holder, unchanged_s=unchanged_s, duration_s=self._duration_s
         )

@@ -18,6 +18,7 @@ import msgspec
 from msgspec import Meta
 
 from covey.core.parameter_server.sharding import Sharding
+from covey.core.restart_limits import MAX_RESTARTS, NO_HOST_LIMIT
 from covey.core.types import Failure, Host, Progress, Role, ScriptError
 
 PROTOCOL = 1
@@ -68,7 +69,7 @@ class RegisterAgent(Message, frozen=True):
     fingerprint: dict[Name, Name] = {}
     cluster_id: Name = ""
     servers: Annotated[int, Meta(ge=0, le=4096)] = 0
-    max_restarts: int = -1  # this host's own limit; -1: the scheduler's alone counts
+    max_restarts: int = NO_HOST_LIMIT  # this host's own limit
     spares: Annotated[int, Meta(ge=0, le=4096)] = 0
     template_importing: bool = False  # its template still imports: `TemplateReady` follows
 
@@ -260,7 +261,7 @@ class DesiredChildren(Message, frozen=True):
     host_count: int = 1
     local_world: int = 0
     restarts: int = 0
-    max_restarts: int = 0
+    max_restarts: int = MAX_RESTARTS
 
 
 class Refused(Message, frozen=True):

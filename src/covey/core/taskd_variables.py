@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 from typing import NamedTuple
 
-from covey.core.cluster.recovery_strategy import RecoveryStrategy, parse_strategies
+from covey.core.strategy_ladder import RecoveryStrategy, parse_strategies
 from covey.errors import UsageError
 
 MANAGER_PORT = 9601  # of the manager
-DEFAULT_MAX_RESTARTS = 32767  # where --max_restarts is not given
 
 SWITCH_VARIABLES: dict[str, tuple[str, str]] = {  # their words for on and off
     "PROCESS_RECOVER": ("on", "off"),

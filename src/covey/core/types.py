@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from covey.core.incidents import Incident
 from covey.core.parameter_server.sharding import ServerRanks, Sharding
+from covey.core.restart_limits import MAX_RESTARTS, NO_HOST_LIMIT, REPLACEMENTS_MAX
 
 PHASE_MAX = 100  # characters
 ERROR_KIND_MAX = 200  # characters, as in the next four
@@ -69,8 +70,8 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     topo_timeout_s: float = 1800.0
     node_timeout_s: float = 30.0
     heartbeats_enabled: bool = True
-    max_restarts: int = 0  # of everyone at once, as torchrun
-    replacements_max: int = 32767  # of single workers, per host
+    max_restarts: int = MAX_RESTARTS  # of everyone at once, as torchrun
+    replacements_max: int = REPLACEMENTS_MAX  # of single workers, per host
     strategies: tuple[str, ...] = ()
     stuck_s: float = 600.0
     extra_ranks: int = 8  # of other hosts' ranks that one host may take over
@@ -249,7 +250,7 @@ class AgentInfo(msgspec.Struct, frozen=True):
     meet_port: int = 0  # a free port on its host, where a plain torch script's rank 0 may listen
     logs: str = ""  # where a rank's output goes, with "{rank}" in its place
     servers: int = 0
-    max_restarts: int = -1  # what it allows, where it says so itself
+    max_restarts: int = NO_HOST_LIMIT  # what it allows, where it says so itself
     spares: int = 0
     connection: int = 0
     is_leaving: bool = False  # its host is asked to go: nothing more is started there
@@ -298,7 +299,7 @@ class AgentRecord(msgspec.Struct, frozen=True, tag="agent"):
     meet_port: int
     logs: str
     servers: int = 0
-    max_restarts: int = -1
+    max_restarts: int = NO_HOST_LIMIT
     spares: int = 0
 
     @classmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 import signal
@@ -14,15 +13,16 @@ from typing import Any, Final
 
 import msgspec
 
+from covey.atomic_file import write_atomically
 from covey.core.federated.federation_machine import FederationMachine
 from covey.core.federated.messages import RoundStage
-from covey.core.federated.server_membership import ServerTimeouts
+from covey.core.federated.roster import ServerTimeouts
 from covey.errors import CoveyError, UsageError
 from covey.federated import context, model_codec, privacy_settings
 from covey.federated.scheduler.scheduler import FederatedScheduler, load_record
 from covey.federated.server.aggregation import SPOOL_BYTES_MAX, Evaluate
-from covey.federated.server.model_store import write_atomically
-from covey.federated.server.server import FederatedServer, ServerSettings
+from covey.federated.server.position import ServerSettings
+from covey.federated.server.server import FederatedServer
 from covey.federated.strategies import FedAvg, Strategy
 from covey.log import configure_logging, log
 from covey.runtime import credentials
@@ -102,7 +102,7 @@ def _choose_cluster_id(root: Path) -> str:
         named = current.read_text().strip()
     named = named or os.environ.get(CLUSTER_VARIABLE, "") or uuid.uuid4().hex[:12]
     (root / named).mkdir(parents=True, exist_ok=True)
-    write_atomically(current, named.encode(), sync=False)
+    write_atomically(current, named.encode(), durable=False)
     return named
 
 
@@ -117,7 +117,7 @@ async def _run_scheduler(settings: Settings) -> int:
     file = root / cluster_id / "scheduler.record"
     record = load_record(file)
     plan = context.make_round_plan()
-    rounds = FederationMachine(
+    machine = FederationMachine(
         cluster_id=cluster_id,
         key=secrets.token_bytes(32),
         server_num=context.get_int("server_num"),
@@ -127,11 +127,11 @@ async def _run_scheduler(settings: Settings) -> int:
         job=context.get_str("fl_name"),
     )
     if record is not None:
-        rounds.restore(record, loop.time())
+        machine.restore(record, loop.time())
     port = int(manage[0].getsockname()[1]) if manage else 0
     here = address.join_host_port(*sockets[0].getsockname()[:2])
     scheduler = FederatedScheduler(
-        rounds,
+        machine,
         file=file,
         sync=context.get_str("durability") == "disk",
         address=here,
@@ -234,9 +234,9 @@ def _check_spool(strategy: Strategy, layout: model_codec.ModelLayout) -> None:
 
 async def _print_when_started(server: FederatedServer) -> None:
     """The line that MindSpore's scripts look for."""
-    while server.instructions is None or server.instructions.stage is RoundStage.FORMING or not server.claims.is_member:
-        changed = server.changed_event
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
-                await changed.wait()
+    while True:
+        changed, position = server.notifier.subscribe(), server.position()
+        if position.is_member and position.instructions is not None and position.instructions.stage is not RoundStage.FORMING:
+            break
+        await server.notifier.wait(changed, 1.0)
     print("Server started successfully.", flush=True)  # noqa: T201

@@ -22,11 +22,11 @@ from covey.federated.context import CONTEXT_VARIABLE, ContextValue
 from covey.federated.process import CLUSTER_VARIABLE, RUN_MARKER_VARIABLE
 from covey.log import log
 from covey.runtime import linux
+from covey.runtime.restart_backoff import RestartBackoff
 
-QUICK_DEATHS_MAX: Final = 5  # deaths in a row, each within a moment of its start
-QUICK_DEATH_S: Final = 2.0
+STABLE_AFTER_S: Final = 2.0
 GRACE_S: Final = 10.0
-RESTART_DELAY_S: Final = 0.1
+RESTART_DELAYS_S: Final = (0.1,) * 5  # five restarts in a row of a process that ends within STABLE_AFTER_S
 LOG_TAIL_BYTES: Final = 2000
 
 
@@ -76,7 +76,7 @@ class ProcessSupervisor:
     async def _supervise(self, role: SupervisedProcess) -> None:
         """Start it, again and again, until the cluster is over or it cannot be kept."""
         loop = asyncio.get_running_loop()
-        quick = 0  # deaths in a row; none yet: this is the first start
+        backoff = RestartBackoff(RESTART_DELAYS_S, STABLE_AFTER_S)
         while not self._ended.is_set():
             started = loop.time()
             try:
@@ -87,7 +87,7 @@ class ProcessSupervisor:
             code = await process.wait()
             if self._ended.is_set():
                 return None
-            if (code == 0 or (code > 0 and not quick)) and not self._run_marker_path(role).exists():
+            if (code == 0 or (code > 0 and not backoff.exits)) and not self._run_marker_path(role).exists():
                 said = f"failed: {self._last_log_line(role)}" if code else "does not call covey.federated.run"
                 log.error("%s ended at once, because %s %s", role.name, self._command[-1], said)
                 return self.end(int(ExitCode.BAD_SCRIPT))
@@ -95,16 +95,17 @@ class ProcessSupervisor:
                 return self.end()
             if code == 0:
                 return None  # scaled in, or told to stop
-            lived = loop.time() - started >= QUICK_DEATH_S
-            if code > 0 and code in list(ExitCode) and not (lived and code == ExitCode.DISK):  # it said why it cannot run
+            lifetime_s = loop.time() - started
+            can_continue = code == ExitCode.DISK and lifetime_s >= STABLE_AFTER_S  # the disk may have space again
+            if code > 0 and code in list(ExitCode) and not can_continue:  # it said why it cannot run
                 log.error("%s ended with code %d: %s (%s)", role.name, code, self._last_log_line(role), self._log_path(role))
                 return self.end(code)
-            quick = 1 if lived else quick + 1
-            if quick > QUICK_DEATHS_MAX:
-                log.error("%s died %d times: see %s", role.name, quick, self._log_path(role))
+            delay_s = backoff.record_exit(lifetime_s)
+            if delay_s is None:
+                log.error("%s died %d times: see %s", role.name, backoff.exits, self._log_path(role))
                 return self.end(int(ExitCode.PEER_FAILED))
             log.warning("%s ended (%s) and is started again", role.name, f"signal {-code}" if code < 0 else f"code {code}")
-            await asyncio.sleep(RESTART_DELAY_S)
+            await asyncio.sleep(delay_s)
         return None
 
     def _log_path(self, role: SupervisedProcess) -> Path:

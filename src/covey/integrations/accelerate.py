@@ -33,13 +33,17 @@ class AccelerateBatches:
 
     def __init__(self, loop: Any, device: Any) -> None:
         self._loop, self._device = loop, device
-        self.epoch_batches: Iterator[Any] | None = None
+        self._epoch_batches: Iterator[Any] | None = None
+
+    def begin_epoch(self, batches: Iterator[Any]) -> None:
+        """Iterate over these batches next."""
+        self._epoch_batches = batches
 
     def __len__(self) -> int:
         return int(self._loop.steps_per_epoch * self._loop.accumulate)
 
     def __iter__(self) -> Iterator[Any]:
-        batches, self.epoch_batches = self.epoch_batches, None
+        batches, self._epoch_batches = self._epoch_batches, None
         if batches is None:
             raise UsageError(
                 "an epoch's batches can be taken once, in `for epoch in accelerator.epochs():`, which knows where a rank stands"
@@ -92,7 +96,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if self._batches is None:
             raise UsageError("epochs() needs what prepare(...) was given: call it first")
         for epoch, batches in self._loop.epochs():
-            self._batches.epoch_batches = batches
+            self._batches.begin_epoch(batches)
             yield epoch
 
     def gather(self, tensor: Any) -> Any:
@@ -111,8 +115,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
 @contextlib.contextmanager
 def _hide_rank_variables() -> Iterator[None]:
-    held = {name: os.environ.pop(name) for name in RANK_VARIABLES if name in os.environ}
+    hidden = {name: os.environ.pop(name) for name in RANK_VARIABLES if name in os.environ}
     try:
         yield
     finally:
-        os.environ.update(held)
+        os.environ.update(hidden)

@@ -130,31 +130,31 @@ class Api:
         self,
         kind: ResourceKind,
         namespace: str,
-        thing: Mapping[str, Any],
+        obj: Mapping[str, Any],
         name: str = "",
         sub: str = "",
         *,
         brief: bool = False,
     ) -> KubeObject:
         """`brief`: the answer has the object's metadata only, which costs the server and us less."""
-        return await self._request("POST", kind.path(namespace, name, sub), body=thing, brief=brief)
+        return await self._request("POST", kind.path(namespace, name, sub), body=obj, brief=brief)
 
     async def replace(
-        self, kind: ResourceKind, namespace: str, thing: Mapping[str, Any], sub: str = "", *, brief: bool = False
+        self, kind: ResourceKind, namespace: str, obj: Mapping[str, Any], sub: str = "", *, brief: bool = False
     ) -> KubeObject:
         """Put an object in the place of the version it names; another writer in between is code 409."""
-        return await self._request("PUT", kind.path(namespace, thing["metadata"]["name"], sub), body=thing, brief=brief)
+        return await self._request("PUT", kind.path(namespace, obj["metadata"]["name"], sub), body=obj, brief=brief)
 
     async def patch(self, kind: ResourceKind, namespace: str, name: str, patch: Mapping[str, Any], sub: str = "") -> KubeObject:
         """A merge patch."""
         return await self._request("PATCH", kind.path(namespace, name, sub), body=patch, content="application/merge-patch+json")
 
-    async def apply(self, kind: ResourceKind, namespace: str, thing: Mapping[str, Any], manager: str) -> KubeObject:
+    async def apply(self, kind: ResourceKind, namespace: str, obj: Mapping[str, Any], manager: str) -> KubeObject:
         """Server-side apply."""
         return await self._request(
             "PATCH",
-            kind.path(namespace, thing["metadata"]["name"]),
-            body=thing,
+            kind.path(namespace, obj["metadata"]["name"]),
+            body=obj,
             content="application/apply-patch+yaml",
             query={"fieldManager": manager, "force": "true"},
         )

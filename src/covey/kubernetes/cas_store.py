@@ -36,20 +36,20 @@ class KubernetesCasStore:
 
     async def get(self, key: str) -> tuple[bytes, int]:
         try:
-            thing = await self._api.get(_resource_kind(key), self._namespace, self._object_name(key))
+            obj = await self._api.get(_resource_kind(key), self._namespace, self._object_name(key))
         except ApiError as error:
             if error.code == NOT_FOUND:
                 return b"", 0
             raise self._unreachable_error(error) from None
-        return _read_value(key, thing), int(thing["metadata"]["resourceVersion"])
+        return _read_value(key, obj), int(obj["metadata"]["resourceVersion"])
 
     async def put(self, key: str, value: bytes, version: int) -> int | None:
-        thing = self._make_object(key, value, version)
+        obj = self._make_object(key, value, version)
         try:
             if version:
-                written = await self._api.replace(_resource_kind(key), self._namespace, thing)
+                written = await self._api.replace(_resource_kind(key), self._namespace, obj)
             else:
-                written = await self._api.create(_resource_kind(key), self._namespace, thing)
+                written = await self._api.create(_resource_kind(key), self._namespace, obj)
         except ApiError as error:
             if error.code in (NOT_FOUND, CONFLICT):
                 return None
@@ -84,7 +84,7 @@ def _resource_kind(key: str) -> ResourceKind:
     return LEASE if key == "lease" else CONFIG_MAP
 
 
-def _read_value(key: str, thing: dict[str, Any]) -> bytes:
+def _read_value(key: str, obj: dict[str, Any]) -> bytes:
     if key == "lease":
-        return str((thing["metadata"].get("annotations") or {}).get(VALUE_ANNOTATION, "")).encode()
-    return base64.b64decode((thing.get("binaryData") or {}).get(key, ""))
+        return str((obj["metadata"].get("annotations") or {}).get(VALUE_ANNOTATION, "")).encode()
+    return base64.b64decode((obj.get("binaryData") or {}).get(key, ""))

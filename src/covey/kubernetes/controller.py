@@ -12,7 +12,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from covey.core.jobs import Observed, ReconcilePlan, parse_job, plan
+from covey.core.jobs import Observed, ReconcilePlan, parse_job, plan_job
 from covey.core.jobs.actions import (
     Action,
     AdoptOrphan,
@@ -72,7 +72,7 @@ class OwnedObjects:
 
     def add_created_pod(self, pod: KubeObject) -> None:
         """A pod of our own making: nobody need be woken for it."""
-        self.pods.put(pod, tell=False)
+        self.pods.put(pod, notify=False)
         self._index_pod(pod)
 
     def _index_pod(self, pod: KubeObject) -> None:
@@ -90,8 +90,8 @@ class Caches:
         self.pod_groups: Reflector | None = None
 
 
-def _job_key(thing: KubeObject) -> ObjectKey:
-    metadata = thing["metadata"]
+def _job_key(obj: KubeObject) -> ObjectKey:
+    metadata = obj["metadata"]
     return metadata.get("namespace", ""), (metadata.get("labels") or {}).get(JOB_LABEL, "")
 
 
@@ -110,7 +110,7 @@ class Controller:
         caches: Caches,
         metrics: OperatorMetrics,
         *,
-        convert: Callable[[KubeObject], KubeObject] = lambda thing: thing,
+        convert: Callable[[KubeObject], KubeObject] = lambda obj: obj,
         gang_scheduler: str = "",
         secret_key: bytes = b"",
         clock: Callable[[], float] = time.time,
@@ -145,8 +145,8 @@ class Controller:
         while True:
             key = await self.queue.get()
             try:
-                made = await self.reconcile(key)
-                if made is not None and any(isinstance(action, CreateService) for action in made.actions):
+                plan = await self.reconcile(key)
+                if plan is not None and any(isinstance(action, CreateService) for action in plan.actions):
                     await self.reconcile(key)  # pods waited for its address: they need not wait for a turn as well
                 self.queue.forget(key)
             except ApiError as error:
@@ -161,29 +161,29 @@ class Controller:
 
     async def reconcile(self, key: ObjectKey) -> ReconcilePlan | None:
         """One turn. None where there is no such job."""
-        thing = self._caches.jobs.get(key)
-        if thing is None:
+        obj = self._caches.jobs.get(key)
+        if obj is None:
             self.queue.drop(key)
             self.scheduler_clients.set_endpoint(key, None)
             return None
         began = time.perf_counter()
-        thing = {"apiVersion": self.kind.root.removeprefix("apis/"), "kind": self.kind.name, **thing}
-        job = self._convert(thing)
-        made = plan(job, self._observe(key, thing), self._clock())
-        if made.status is not None:
-            written = await self._write_status(thing, made.status)
-            self._metrics.count_status_change(thing.get("status") or {}, made.status)
-            thing = {**thing, **written}
-        self._update_polling(key, job, made)
-        await self._apply_plan(thing, job, made)
-        if any(isinstance(action, CreatePod) for action in made.actions):
+        obj = {"apiVersion": self.kind.root.removeprefix("apis/"), "kind": self.kind.name, **obj}
+        job = self._convert(obj)
+        plan = plan_job(job, self._observe(key, obj), self._clock())
+        if plan.status is not None:
+            written = await self._write_status(obj, plan.status)
+            self._metrics.count_status_change(obj.get("status") or {}, plan.status)
+            obj = {**obj, **written}
+        self._update_polling(key, job, plan)
+        await self._apply_plan(obj, job, plan)
+        if any(isinstance(action, CreatePod) for action in plan.actions):
             self.queue.add_after(key, RECOUNT_DELAY_S)
-        if made.requeue_after is not None:
-            self.queue.add_after(key, made.requeue_after)
-        if made.actions or made.status is not None:
-            log.info("%s/%s: %s", *key, made.reason)
+        if plan.requeue_after is not None:
+            self.queue.add_after(key, plan.requeue_after)
+        if plan.actions or plan.status is not None:
+            log.info("%s/%s: %s", *key, plan.reason)
         self._metrics.reconcile_seconds.observe(time.perf_counter() - began)
-        return made
+        return plan
 
     def _observe(self, key: ObjectKey, job: KubeObject) -> Observed:
         caches = self._caches
@@ -196,17 +196,17 @@ class Controller:
             scheduler_status=self.scheduler_clients.status_of(key),
         )
 
-    def _update_polling(self, key: ObjectKey, thing: KubeObject, made: ReconcilePlan) -> None:
+    def _update_polling(self, key: ObjectKey, obj: KubeObject, plan: ReconcilePlan) -> None:
         """Look into the job's cluster while the pod of its scheduler runs."""
-        status = made.status if made.status is not None else thing.get("status") or {}
-        hurry = bool(status.get("scaling") or status.get("replacing"))
-        self.scheduler_clients.set_endpoint(key, self._scheduler_endpoint(key, thing, status), hurry=hurry)
+        status = plan.status if plan.status is not None else obj.get("status") or {}
+        is_urgent = bool(status.get("scaling") or status.get("replacing"))
+        self.scheduler_clients.set_endpoint(key, self._scheduler_endpoint(key, obj, status), is_urgent=is_urgent)
 
-    def _scheduler_endpoint(self, key: ObjectKey, thing: KubeObject, status: Mapping[str, Any]) -> SchedulerEndpoint | None:
+    def _scheduler_endpoint(self, key: ObjectKey, obj: KubeObject, status: Mapping[str, Any]) -> SchedulerEndpoint | None:
         if not self._secret_key or status.get("state") not in ("Running", "Restarting"):
             return None
         try:
-            job = parse_job(thing)
+            job = parse_job(obj)
         except InvalidJob:
             return None
         first = _scheduler_role(job)
@@ -222,9 +222,9 @@ class Controller:
             return None
         return SchedulerEndpoint(str(address), port, derive_token(self._secret_key, job.uid))
 
-    async def _write_status(self, thing: KubeObject, status: Mapping[str, Any]) -> KubeObject:
-        body = {**thing, "status": status}
-        namespace = thing["metadata"]["namespace"]
+    async def _write_status(self, obj: KubeObject, status: Mapping[str, Any]) -> KubeObject:
+        body = {**obj, "status": status}
+        namespace = obj["metadata"]["namespace"]
         answer = await self._api.replace(self.kind, namespace, body, "status", brief=True)
         written = {**body, "metadata": answer["metadata"]}
         self._caches.jobs.put(written)
@@ -232,37 +232,35 @@ class Controller:
 
     # -- carrying out ------------------------------------------------------------------------------------------------
 
-    async def _apply_plan(self, thing: KubeObject, job: KubeObject, made: ReconcilePlan) -> None:
+    async def _apply_plan(self, obj: KubeObject, job: KubeObject, plan: ReconcilePlan) -> None:
         """First what pods need, then pods, then the job itself. All are tried; the first that failed is told."""
-        for action in made.actions:
+        for action in plan.actions:
             if isinstance(action, RecordEvent):
-                self.events.record_event(thing, action)
+                self.events.record_event(obj, action)
         try:
             spec = parse_job(job)
         except InvalidJob:
             return
-        first = [a for a in made.actions if not isinstance(a, RecordEvent | CreatePod | DeletePod | TerminatePod | DeleteJob)]
-        then = [a for a in made.actions if isinstance(a, CreatePod | DeletePod | TerminatePod)]
-        last = [a for a in made.actions if isinstance(a, DeleteJob)]
-        turn = asyncio.Semaphore(CONCURRENT_ACTIONS_MAX)
+        first = [a for a in plan.actions if not isinstance(a, RecordEvent | CreatePod | DeletePod | TerminatePod | DeleteJob)]
+        then = [a for a in plan.actions if isinstance(a, CreatePod | DeletePod | TerminatePod)]
+        last = [a for a in plan.actions if isinstance(a, DeleteJob)]
+        slots = asyncio.Semaphore(CONCURRENT_ACTIONS_MAX)
 
-        async def one(action: Action) -> None:
-            async with turn:
-                await self._apply_action(thing, spec, action)
+        async def apply(action: Action) -> None:
+            async with slots:
+                await self._apply_action(obj, spec, action)
 
         for batch in (first, then, last):
-            results = await asyncio.gather(*(one(action) for action in batch), return_exceptions=True)
+            results = await asyncio.gather(*(apply(action) for action in batch), return_exceptions=True)
             for action, result in zip(batch, results, strict=True):
                 if isinstance(result, ApiError) and not result.is_transient and result.code != CONFLICT:
-                    self.events.record_event(
-                        thing, RecordEvent("Warning", "FailedAction", f"{type(action).__name__}: {result}")
-                    )
+                    self.events.record_event(obj, RecordEvent("Warning", "FailedAction", f"{type(action).__name__}: {result}"))
             for result in results:
                 if isinstance(result, BaseException):
                     raise result
 
-    async def _apply_action(self, thing: KubeObject, job: Job, action: Action) -> None:
-        namespace, owner = job.namespace, pod_builder.owner_reference(thing)
+    async def _apply_action(self, obj: KubeObject, job: Job, action: Action) -> None:
+        namespace, owner = job.namespace, pod_builder.owner_reference(obj)
         api = self._api
         if isinstance(action, CreatePod):
             body = pod_builder.make_pod(
@@ -281,9 +279,9 @@ class Controller:
                 api.create(POD_GROUP, namespace, pod_builder.make_pod_group(job, action, owner)), CONFLICT
             )
         elif isinstance(action, DeletePod):
-            asked = api.delete(POD, namespace, action.name, uid=action.uid, grace=action.grace_period_s)
+            deletion = api.delete(POD, namespace, action.name, uid=action.uid, grace=action.grace_period_s)
             await self._ignore_status_codes(
-                asked, NOT_FOUND, CONFLICT
+                deletion, NOT_FOUND, CONFLICT
             )  # another pod of that name is not meant: as good as gone
         elif isinstance(action, TerminatePod):
             await self._ignore_status_codes(
@@ -294,18 +292,18 @@ class Controller:
         elif isinstance(action, DeletePodGroup):
             await self._ignore_status_codes(api.delete(POD_GROUP, namespace, job.name), NOT_FOUND)
         elif isinstance(action, AdoptOrphan):
-            await self._adopt_orphan(thing, action)
+            await self._adopt_orphan(obj, action)
         elif isinstance(action, SetLabel):
             patch = {"metadata": {"labels": {action.key: action.value}}}
             self._caches.jobs.put(await api.patch(self.kind, namespace, job.name, patch))
         elif isinstance(action, ReleaseWorkers | AnnounceWorkers):
-            await self._resize(thing, job, action)
+            await self._resize(obj, job, action)
         elif isinstance(action, ReportPodGone):
             await self._report_pod_gone(job, action)
         elif isinstance(action, DeleteJob):
             await self._ignore_status_codes(api.delete(self.kind, namespace, job.name, uid=job.uid), NOT_FOUND)
 
-    async def _resize(self, thing: KubeObject, job: Job, action: ReleaseWorkers | AnnounceWorkers) -> None:
+    async def _resize(self, obj: KubeObject, job: Job, action: ReleaseWorkers | AnnounceWorkers) -> None:
         key = (job.namespace, job.name)
         try:
             if isinstance(action, ReleaseWorkers):
@@ -313,7 +311,7 @@ class Controller:
             else:
                 await self.scheduler_clients.announce_workers(key, action.additional_workers)
         except PeerError as error:  # it is asked again, as long as it is wanted
-            self.events.record_event(thing, RecordEvent("Warning", "ScaleRefused", str(error)))
+            self.events.record_event(obj, RecordEvent("Warning", "ScaleRefused", str(error)))
 
     async def _report_pod_gone(self, job: Job, action: ReportPodGone) -> None:
         try:
@@ -323,44 +321,44 @@ class Controller:
         except PeerError as error:  # it finds out by itself, later
             log.info("%s/%s: its scheduler was not told that %s is over: %s", job.namespace, job.name, action.name, error)
 
-    async def _ignore_status_codes(self, asked: Awaitable[Any], *codes: int) -> None:
+    async def _ignore_status_codes(self, request: Awaitable[Any], *codes: int) -> None:
         """What is already so need not be made so."""
         try:
-            await asked
+            await request
         except ApiError as error:
             if error.code not in codes:
                 raise
 
     async def _create_or_get(
-        self, kind: ResourceKind, know: Callable[[KubeObject], None], body: KubeObject, job: Job, *, brief: bool = False
+        self, kind: ResourceKind, add_to_cache: Callable[[KubeObject], None], body: KubeObject, job: Job, *, brief: bool = False
     ) -> None:
         """Create; what is there already, because the reply to an earlier try was lost, is looked at.
 
         `brief`: of what the server adds, its metadata is all that is known until the watch tells the rest.
         """
         try:
-            made = await self._api.create(kind, job.namespace, body, brief=brief)
-            made = {**body, "metadata": made["metadata"]} if brief else made
+            created = await self._api.create(kind, job.namespace, body, brief=brief)
+            created = {**body, "metadata": created["metadata"]} if brief else created
         except ApiError as error:
             if error.code != CONFLICT:
                 raise
-            made = await self._api.get(kind, job.namespace, body["metadata"]["name"])
-            if controller_uid_of(made) != job.uid:
+            created = await self._api.get(kind, job.namespace, body["metadata"]["name"])
+            if controller_uid_of(created) != job.uid:
                 raise ApiError(
                     CONFLICT, "NameTaken", f"the {kind.name} {body['metadata']['name']} is another owner's"
                 ) from None
-        know(made)
+        add_to_cache(created)
 
     def _scheduler_address(self, job: Job) -> str:
         service = self._caches.owned.services.get((job.namespace, pod_name(job.name, _scheduler_role(job).key, 0)))
         return str((service or {}).get("spec", {}).get("clusterIP") or "")
 
-    async def _adopt_orphan(self, thing: KubeObject, action: AdoptOrphan) -> None:
+    async def _adopt_orphan(self, obj: KubeObject, action: AdoptOrphan) -> None:
         """Only after a fresh look at the job: the cached one may be gone, with another in its place."""
-        metadata = thing["metadata"]
+        metadata = obj["metadata"]
         fresh = await self._api.get(self.kind, metadata["namespace"], metadata["name"])
         if fresh["metadata"]["uid"] != metadata["uid"] or fresh["metadata"].get("deletionTimestamp"):
             return
         kind, cache = (POD, self._caches.owned.pods) if action.kind == "Pod" else (SERVICE, self._caches.owned.services)
-        patch = {"metadata": {"uid": action.uid, "ownerReferences": [pod_builder.owner_reference(thing)]}}
+        patch = {"metadata": {"uid": action.uid, "ownerReferences": [pod_builder.owner_reference(obj)]}}
         cache.put(await self._api.patch(kind, metadata["namespace"], action.name, patch))

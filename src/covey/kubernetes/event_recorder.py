@@ -18,10 +18,10 @@ WRITE_DELAY_MAX_S = 2.0  # how long an event may wait for jobs that have a turn:
 
 
 class EventRecorder:
-    """Of jobs of one kind; `on_tell` hears of each as well."""
+    """Writes the events of jobs of one kind, and passes each to `on_event`."""
 
     def __init__(self, api: Api, queue: WorkQueue[ObjectKey], clock: Callable[[], float]) -> None:
-        self.on_event: Callable[[KubeObject, RecordEvent], None] = lambda thing, tell: None
+        self.on_event: Callable[[KubeObject, RecordEvent], None] = lambda obj, action: None
         self._api = api
         self._queue = queue
         self._clock = clock
@@ -29,29 +29,29 @@ class EventRecorder:
             PENDING_EVENTS_MAX
         )  # with when to write it at the latest
 
-    def record_event(self, thing: KubeObject, tell: RecordEvent) -> None:
+    def record_event(self, obj: KubeObject, action: RecordEvent) -> None:
         """Events are written on the side: a job does not wait for them."""
-        self.on_event(thing, tell)
-        metadata = thing["metadata"]
-        words = "\n".join([metadata["uid"], tell.reason, tell.message])
+        self.on_event(obj, action)
+        metadata = obj["metadata"]
+        identity = "\n".join([metadata["uid"], action.reason, action.message])
         now = format_timestamp(self._clock())
         event = {
             "apiVersion": "v1",
             "kind": "Event",
             "metadata": {
-                "name": f"{metadata['name']}.{hashlib.sha256(words.encode()).hexdigest()[:16]}",
+                "name": f"{metadata['name']}.{hashlib.sha256(identity.encode()).hexdigest()[:16]}",
                 "namespace": metadata["namespace"],
             },
             "involvedObject": {
-                "apiVersion": thing["apiVersion"],
-                "kind": thing["kind"],
+                "apiVersion": obj["apiVersion"],
+                "kind": obj["kind"],
                 "name": metadata["name"],
                 "namespace": metadata["namespace"],
                 "uid": metadata["uid"],
             },
-            "type": tell.event_type,
-            "reason": tell.reason,
-            "message": tell.message[:1000],
+            "type": action.event_type,
+            "reason": action.reason,
+            "message": action.message[:1000],
             "count": 1,
             "firstTimestamp": now,
             "lastTimestamp": now,
@@ -60,7 +60,7 @@ class EventRecorder:
         try:
             self._pending.put_nowait((asyncio.get_running_loop().time() + WRITE_DELAY_MAX_S, event))
         except asyncio.QueueFull:
-            log.warning("%s/%s: an event was dropped: %s", metadata["namespace"], metadata["name"], tell.message)
+            log.warning("%s/%s: an event was dropped: %s", metadata["namespace"], metadata["name"], action.message)
 
     async def run(self) -> None:
         """For ever: while jobs have a turn, events wait, up to a limit."""

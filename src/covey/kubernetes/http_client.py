@@ -208,8 +208,10 @@ class HttpClient:
                 return connection
         loop = asyncio.get_running_loop()
         name = self._host if self._ssl_context is not None else None
-        _, made = await loop.create_connection(_Connection, self._host, self._port, ssl=self._ssl_context, server_hostname=name)
-        return made
+        _, connection = await loop.create_connection(
+            _Connection, self._host, self._port, ssl=self._ssl_context, server_hostname=name
+        )
+        return connection
 
     def _release_connection(self, connection: _Connection) -> None:
         if connection.keep_alive and len(self._idle_connections) < IDLE_CONNECTIONS_MAX:

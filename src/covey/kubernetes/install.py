@@ -9,16 +9,16 @@ from covey.kubernetes.api_client import Api, KubeObject, ResourceKind
 FIELD_MANAGER = "covey"
 
 
-def resource_kind(thing: KubeObject) -> ResourceKind:
+def resource_kind(obj: KubeObject) -> ResourceKind:
     """Where an object of a manifest lives in the API."""
-    group = thing["apiVersion"]
+    group = obj["apiVersion"]
     root = f"apis/{group}" if "/" in group else f"api/{group}"
-    return ResourceKind(root, f"{thing['kind'].lower()}s", thing["kind"])
+    return ResourceKind(root, f"{obj['kind'].lower()}s", obj["kind"])
 
 
-async def apply_objects(api: Api, things: list[KubeObject]) -> AsyncIterator[str]:
+async def apply_objects(api: Api, objects: list[KubeObject]) -> AsyncIterator[str]:
     """Apply and say so, one line per object."""
-    for thing in things:
-        metadata = thing["metadata"]
-        await api.apply(resource_kind(thing), metadata.get("namespace", ""), thing, FIELD_MANAGER)
-        yield f"{thing['kind'].lower()}/{metadata['name']} applied"
+    for obj in objects:
+        metadata = obj["metadata"]
+        await api.apply(resource_kind(obj), metadata.get("namespace", ""), obj, FIELD_MANAGER)
+        yield f"{obj['kind'].lower()}/{metadata['name']} applied"

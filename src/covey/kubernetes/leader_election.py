@@ -1,8 +1,8 @@
-"""Who may act: one replica at a time, by a Lease that is renewed.
+"""Leader election of the operator's replicas, by a Lease object of Kubernetes.
 
-A lease is taken over only when it has not changed for its whole duration by this replica's own clock, so clocks need not agree.
-The holder stops acting before others may think it gone: it gives up after `RENEW_DEADLINE_S` without a renewal, they wait
-`LEASE_DURATION_S`.
+`core/leader_election.py` has the rules: who may take the lease, how often it is renewed, when a holder that cannot renew it
+stops acting. This module reads and writes the object. For leases that are longer than `LEASE_DURATION_S`, the interval and the
+deadline of renewals stay those of `LEASE_DURATION_S`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ import time
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 
+from covey.core.leader_election import can_take_lease, renew_interval_s, step_down_after_s
 from covey.kubernetes.api_client import CONFLICT, LEASE, NOT_FOUND, Api, ApiError, KubeObject
 from covey.log import log
 
 LEASE_NAME = "covey-operator"
 LEASE_DURATION_S = 15
-RENEW_DEADLINE_S = 10.0
-RENEW_INTERVAL_S = 3.0
+RENEW_DEADLINE_S = step_down_after_s(LEASE_DURATION_S)
+RENEW_INTERVAL_S = renew_interval_s(LEASE_DURATION_S)
 
 
 class OperatorLease:
@@ -35,6 +36,7 @@ class OperatorLease:
         self._namespace = namespace
         self._name = name
         self._duration_s = duration_s
+        self._renew_interval_s = min(RENEW_INTERVAL_S, renew_interval_s(duration_s))
         self._last_version = ""  # the version of the lease, and since when it has not changed
         self._version_changed_at = 0.0
         self._holder = ""
@@ -44,35 +46,35 @@ class OperatorLease:
         """Wait for the lease, then `act` for as long as it is held; for ever. Cancelled, it is given back."""
         while True:
             while not await self._acquire_or_renew():  # noqa: ASYNC110 - the event is on the other side of the network
-                await asyncio.sleep(min(RENEW_INTERVAL_S, self._duration_s / 5))
+                await asyncio.sleep(self._renew_interval_s)
             log.info("this replica (%s) acts", self.identity)
             acting = asyncio.ensure_future(act())
-            keeping = asyncio.ensure_future(self._renew_until_lost())
+            renewing = asyncio.ensure_future(self._renew_until_lost())
             try:
-                done, _ = await asyncio.wait({acting, keeping}, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait({acting, renewing}, return_when=asyncio.FIRST_COMPLETED)
                 if acting in done:
                     acting.result()
                     return
                 log.warning("the lease was lost: this replica no longer acts")
             finally:
-                for task in (acting, keeping):
+                for task in (acting, renewing):
                     task.cancel()
-                await asyncio.gather(acting, keeping, return_exceptions=True)
+                await asyncio.gather(acting, renewing, return_exceptions=True)
                 await self._release()
 
     async def _renew_until_lost(self) -> None:
         """Renew until it fails for too long."""
-        limit = min(RENEW_DEADLINE_S, self._duration_s * 2 / 3)
+        limit = min(RENEW_DEADLINE_S, step_down_after_s(self._duration_s))
         until = time.monotonic() + limit
         while (left := until - time.monotonic()) > 0:
-            await asyncio.sleep(min(RENEW_INTERVAL_S, self._duration_s / 5, left))
+            await asyncio.sleep(min(self._renew_interval_s, left))
             began = time.monotonic()
             try:
                 async with asyncio.timeout(max(0.0, until - began)):
-                    held = await self._acquire_or_renew()
+                    is_ours = await self._acquire_or_renew()
             except TimeoutError:
                 return
-            if held:
+            if is_ours:
                 until = began + limit
             elif self._holder not in ("", self.identity):
                 return
@@ -91,7 +93,8 @@ class OperatorLease:
         if version != self._last_version:
             self._last_version, self._version_changed_at = version, time.monotonic()
         duration = float(lease["spec"].get("leaseDurationSeconds") or self._duration_s)
-        if self._holder not in ("", self.identity) and time.monotonic() - self._version_changed_at < duration:
+        unchanged_s = time.monotonic() - self._version_changed_at
+        if not can_take_lease(self.identity, self._holder, unchanged_s=unchanged_s, duration_s=duration):
             return False
         return await self._write(lease, self.identity)
 
@@ -119,11 +122,11 @@ class OperatorLease:
         self._holder, self._last_warning = holder, ""
         return True
 
-    def _warn_once(self, sentence: str) -> None:
+    def _warn_once(self, message: str) -> None:
         """Once, however often it is tried."""
-        if sentence != self._last_warning:
-            log.warning("%s; it is tried again", sentence)
-        self._last_warning = sentence
+        if message != self._last_warning:
+            log.warning("%s; it is tried again", message)
+        self._last_warning = message
 
     async def _release(self) -> None:
         """So that the next one need not wait."""

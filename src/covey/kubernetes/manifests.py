@@ -28,7 +28,7 @@ def make_rbac_rules(*, cluster: bool) -> list[KubeObject]:
         return {"apiGroups": groups, "resources": resources, "verbs": verbs.split()}
 
     jobs = ["mindspore.gitee.com", "mindxdl.gitee.com"]
-    found = [
+    rules = [
         rule(jobs, ["msjobs", "ascendjobs"], "get list watch patch delete"),
         rule(jobs, ["msjobs/status", "ascendjobs/status"], "update"),
         # Owner references with blockOwnerDeletion need this where that admission plugin is on.
@@ -40,16 +40,16 @@ def make_rbac_rules(*, cluster: bool) -> list[KubeObject]:
         rule(["scheduling.volcano.sh"], ["podgroups"], "list watch create delete"),
     ]
     if cluster:
-        found.append(rule([""], ["nodes"], "list watch"))
-    return found
+        rules.append(rule([""], ["nodes"], "list watch"))
+    return rules
 
 
-def _make_role_and_binding(kind: str, name: str, given: list[KubeObject], namespace: str = "") -> list[KubeObject]:
+def _make_role_and_binding(kind: str, name: str, rules: list[KubeObject], namespace: str = "") -> list[KubeObject]:
     metadata: KubeObject = {"name": name, **({"namespace": namespace} if namespace else {})}
     group = "rbac.authorization.k8s.io"
     subject = {"kind": "ServiceAccount", "name": OPERATOR_NAME, "namespace": OPERATOR_NAMESPACE}
     return [
-        {"apiVersion": f"{group}/v1", "kind": kind, "metadata": metadata, "rules": given},
+        {"apiVersion": f"{group}/v1", "kind": kind, "metadata": metadata, "rules": rules},
         {
             "apiVersion": f"{group}/v1",
             "kind": f"{kind}Binding",
@@ -62,7 +62,7 @@ def _make_role_and_binding(kind: str, name: str, given: list[KubeObject], namesp
 
 def make_deployment(image: str, watched: str = "") -> KubeObject:
     labels = {"app.kubernetes.io/name": OPERATOR_NAME}
-    words = [
+    arguments = [
         "operator",
         "run",
         "--metrics-host",
@@ -73,13 +73,13 @@ def make_deployment(image: str, watched: str = "") -> KubeObject:
         OPERATOR_NAMESPACE,
     ]
     if watched:
-        words += ["--namespace", watched]
+        arguments += ["--namespace", watched]
     probe = {"httpGet": {"path": "/healthz", "port": METRICS_PORT}, "periodSeconds": 20}
     container = {
         "name": "operator",
         "image": image,
         "imagePullPolicy": "IfNotPresent",
-        "args": words,
+        "args": arguments,
         "ports": [{"name": "metrics", "containerPort": METRICS_PORT}],
         "livenessProbe": probe,
         "readinessProbe": {"httpGet": {"path": "/readyz", "port": METRICS_PORT}, "periodSeconds": 5},
@@ -116,15 +116,15 @@ def make_manifests(image: str = DEFAULT_IMAGE, watched: str = "", *, ascend: boo
         {"apiGroups": [""], "resources": ["secrets"], "resourceNames": [KEY_SECRET_NAME], "verbs": ["get"]},
     ]
     if watched:
-        allowed = _make_role_and_binding("Role", OPERATOR_NAME, make_rbac_rules(cluster=False), watched)
+        operator_role = _make_role_and_binding("Role", OPERATOR_NAME, make_rbac_rules(cluster=False), watched)
     else:
-        allowed = _make_role_and_binding("ClusterRole", OPERATOR_NAME, make_rbac_rules(cluster=True))
+        operator_role = _make_role_and_binding("ClusterRole", OPERATOR_NAME, make_rbac_rules(cluster=True))
     return [
         {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": OPERATOR_NAMESPACE}},
         crd.make_msjob_crd(),
         *([crd.make_ascendjob_crd()] if ascend else []),
         {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": OPERATOR_NAME, "namespace": OPERATOR_NAMESPACE}},
-        *allowed,
+        *operator_role,
         *_make_role_and_binding("Role", f"{OPERATOR_NAME}-lease", lease, OPERATOR_NAMESPACE),
         make_deployment(image, watched),
     ]
@@ -137,9 +137,9 @@ class _NoAliasDumper(yaml.SafeDumper):
         return True
 
 
-def to_yaml(things: list[KubeObject]) -> str:
+def to_yaml(objects: list[KubeObject]) -> str:
     """One document per object."""
-    return yaml.dump_all(things, Dumper=_NoAliasDumper, sort_keys=False, width=120, explicit_start=True)
+    return yaml.dump_all(objects, Dumper=_NoAliasDumper, sort_keys=False, width=120, explicit_start=True)
 
 
 if __name__ == "__main__":

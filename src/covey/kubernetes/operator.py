@@ -19,9 +19,7 @@ from covey.core.jobs.actions import RecordEvent
 from covey.core.jobs.pod_state import JOB_LABEL, OPERATOR_LABEL, OPERATOR_NAME
 from covey.core.plurals import count_noun
 from covey.errors import PeerError
-from covey.kubernetes import leader_election as leases
-from covey.kubernetes import operator_metrics as numbers
-from covey.kubernetes import scheduler_client
+from covey.kubernetes import leader_election, operator_metrics, scheduler_client
 from covey.kubernetes.api_client import (
     ASCENDJOB,
     MSJOB,
@@ -49,7 +47,7 @@ class OperatorOptions(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str = ""
     lease_namespace: str = "default"
     leader_elect: bool = True
-    lease_duration_s: float = leases.LEASE_DURATION_S
+    lease_duration_s: float = leader_election.LEASE_DURATION_S
     gang_scheduler: str = ""
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0  # negative: none
@@ -59,7 +57,7 @@ class OperatorOptions(msgspec.Struct, frozen=True, kw_only=True):
 def slim_pod(pod: KubeObject) -> KubeObject:
     """What the plan reads of a pod."""
     metadata, spec = pod["metadata"], pod.get("spec") or {}
-    kept = (
+    fields = (
         "name",
         "namespace",
         "uid",
@@ -70,7 +68,7 @@ def slim_pod(pod: KubeObject) -> KubeObject:
         "creationTimestamp",
     )
     return {
-        "metadata": {key: metadata[key] for key in kept if key in metadata},
+        "metadata": {key: metadata[key] for key in fields if key in metadata},
         "spec": {key: spec[key] for key in ("nodeName", "activeDeadlineSeconds") if key in spec},
         "status": pod.get("status") or {},
     }
@@ -80,11 +78,11 @@ def slim_node(node: KubeObject) -> KubeObject:
     """What the plan reads of a node."""
     metadata = node["metadata"]
     conditions = (node.get("status") or {}).get("conditions") or []
-    known = [c for c in conditions if c.get("type") == "Ready" or c.get("status") == "True"]
-    kept = [{key: c.get(key) for key in ("type", "status", "lastTransitionTime")} for c in known]
+    relevant = [c for c in conditions if c.get("type") == "Ready" or c.get("status") == "True"]
+    slimmed = [{key: c.get(key) for key in ("type", "status", "lastTransitionTime")} for c in relevant]
     return {
         "metadata": {key: metadata[key] for key in ("name", "uid", "resourceVersion")},
-        "status": {"conditions": kept},
+        "status": {"conditions": slimmed},
     }
 
 
@@ -94,7 +92,7 @@ class Operator:
     def __init__(self, api: Api, options: OperatorOptions) -> None:
         self.api = api
         self.options = options
-        self.metrics = numbers.OperatorMetrics()
+        self.metrics = operator_metrics.OperatorMetrics()
         self.metrics_port = 0
         self.leading = asyncio.Event()
         self.event_log = EventLog()  # what was told of jobs, of late
@@ -104,7 +102,7 @@ class Operator:
 
     def list_jobs(self) -> list[KubeObject]:
         """All jobs as the API server has them; none while another replica acts."""
-        return [thing for controller in self._controllers for thing in controller.jobs]
+        return [obj for controller in self._controllers for obj in controller.jobs]
 
     # -- a person's wishes (`covey.management.jobs_api`) ---------------------------------------------------------------------
 
@@ -144,15 +142,15 @@ class Operator:
             raise PeerError(f"{'/'.join(key)} is {state}: its scheduler can be asked once it runs, where covey's is in it")
         return controller.scheduler_clients
 
-    def _append_event(self, thing: KubeObject, tell: RecordEvent) -> None:
-        name = f"{thing['metadata'].get('namespace', '')}/{thing['metadata']['name']}"
-        level = Level.WARNING if tell.event_type == "Warning" else Level.NOTE
-        self.event_log.add(PublishEvent(name, tell.reason, tell.message, level), time.time())
+    def _append_event(self, obj: KubeObject, action: RecordEvent) -> None:
+        name = f"{obj['metadata'].get('namespace', '')}/{obj['metadata']['name']}"
+        level = Level.WARNING if action.event_type == "Warning" else Level.NOTE
+        self.event_log.add(PublishEvent(name, action.reason, action.message, level), time.time())
 
     async def run(self) -> None:
         server = None
         if self.options.metrics_port >= 0:
-            server = await numbers.serve_metrics(
+            server = await operator_metrics.serve_metrics(
                 self.metrics, self.options.metrics_host, self.options.metrics_port, lambda: self._is_ready
             )
             self.metrics_port = int(server.sockets[0].getsockname()[1])
@@ -161,7 +159,9 @@ class Operator:
                 await self._run_controllers()
                 return
             self._is_ready = True  # a replica that waits for its turn is ready to
-            lease = leases.OperatorLease(self.api, self.options.lease_namespace, duration_s=self.options.lease_duration_s)
+            lease = leader_election.OperatorLease(
+                self.api, self.options.lease_namespace, duration_s=self.options.lease_duration_s
+            )
             await lease.run_while_held(self._run_controllers)
         finally:
             if server is not None:
@@ -174,8 +174,8 @@ class Operator:
         self._secret_key = await scheduler_client.load_or_create_key(self.api, self.options.lease_namespace)
         async with asyncio.TaskGroup() as group:
             nodes = await self._watch_nodes(group)
-            watched = partial(Reflector, self.api, namespace=self.options.namespace, selector=OWNED_SELECTOR)
-            owned = OwnedObjects(watched(POD, keep=slim_pod), watched(SERVICE))
+            owned_reflector = partial(Reflector, self.api, namespace=self.options.namespace, selector=OWNED_SELECTOR)
+            owned = OwnedObjects(owned_reflector(POD, transform=slim_pod), owned_reflector(SERVICE))
             for reflector in (owned.pods, owned.services):
                 group.create_task(reflector.run())
             for kind in kinds:
@@ -196,48 +196,48 @@ class Operator:
     ) -> Controller:
         """The caches of one kind of job, and who is woken when they change."""
         api, namespace = self.api, self.options.namespace
-        found: list[Controller] = []
+        controllers: list[Controller] = []
 
-        def wake(thing: KubeObject) -> None:
+        def queue_job_of(obj: KubeObject) -> None:
             """The job a thing is of, unless it is known to be of another kind."""
-            metadata = thing["metadata"]
+            metadata = obj["metadata"]
             job = (metadata.get("labels") or {}).get(JOB_LABEL)
-            others = any(o.get("controller") and o["kind"] != kind.name for o in metadata.get("ownerReferences") or [])
-            if job and not others:
-                found[0].queue.add((metadata.get("namespace", ""), job))
+            is_other_kind = any(o.get("controller") and o["kind"] != kind.name for o in metadata.get("ownerReferences") or [])
+            if job and not is_other_kind:
+                controllers[0].queue.add((metadata.get("namespace", ""), job))
 
         def job_changed(job: KubeObject) -> None:
             key = object_key(job)
             if caches.jobs.get(key) is None:
                 self.metrics.jobs_deleted.inc()
-            found[0].queue.add(key)
+            controllers[0].queue.add(key)
 
         def node_changed(node: KubeObject) -> None:
             for pod in owned.pods_by_node.get(node["metadata"]["name"]):
-                wake(pod)
+                queue_job_of(pod)
 
         caches = Caches(Reflector(api, kind, namespace=namespace, on_change=job_changed), owned)
         for reflector in (owned.pods, owned.services):
-            reflector.listeners.append(wake)
+            reflector.listeners.append(queue_job_of)
         caches.nodes = nodes
         if nodes is not None:
             nodes.listeners.append(node_changed)
-        mine = [caches.jobs]
+        own_reflectors = [caches.jobs]
         if gang:
             caches.pod_groups = Reflector(
-                api, POD_GROUP, namespace=namespace, on_change=lambda g: found[0].queue.add(object_key(g))
+                api, POD_GROUP, namespace=namespace, on_change=lambda g: controllers[0].queue.add(object_key(g))
             )
-            mine.append(caches.pod_groups)
-        convert = ascend_job.convert_ascend_job if kind is ASCENDJOB else (lambda thing: thing)
+            own_reflectors.append(caches.pod_groups)
+        convert = ascend_job.convert_ascend_job if kind is ASCENDJOB else (lambda obj: obj)
         controller = Controller(
             api, kind, caches, self.metrics, convert=convert, gang_scheduler=gang, secret_key=self._secret_key
         )
         controller.events.on_event = self._append_event
-        found.append(controller)
+        controllers.append(controller)
         self._controllers.append(controller)
-        for reflector in mine:
+        for reflector in own_reflectors:
             group.create_task(reflector.run())
-        group.create_task(self._start_when_synced(controller, [*mine, owned.pods, owned.services]))
+        group.create_task(self._start_when_synced(controller, [*own_reflectors, owned.pods, owned.services]))
         return controller
 
     async def _start_when_synced(self, controller: Controller, reflectors: list[Reflector]) -> None:
@@ -255,7 +255,7 @@ class Operator:
                 raise
             log.warning("nodes may not be looked at, so pods on lost nodes are not noticed: %s", error)
             return None
-        nodes = Reflector(self.api, NODE, keep=slim_node)
+        nodes = Reflector(self.api, NODE, transform=slim_node)
         group.create_task(nodes.run())
         await nodes.ready.wait()
         return nodes
@@ -270,10 +270,12 @@ class Operator:
         return True
 
 
-async def run_operator(api: Api, options: OperatorOptions, beside: Callable[[Operator], Awaitable[None]] | None = None) -> None:
-    """The body of `covey operator run`: until SIGTERM or Ctrl-C, then in order. `beside`: what shows it to people."""
+async def run_operator(
+    api: Api, options: OperatorOptions, serve_console: Callable[[Operator], Awaitable[None]] | None = None
+) -> None:
+    """The body of `covey operator run`: until SIGTERM or Ctrl-C, then in order. `serve_console`: runs beside it."""
     operator = Operator(api, options)
-    work = [operator.run(), *([beside(operator)] if beside is not None else [])]
+    work = [operator.run(), *([serve_console(operator)] if serve_console is not None else [])]
     task = asyncio.gather(*work)
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(_on_loop_exception)

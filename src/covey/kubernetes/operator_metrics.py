@@ -20,12 +20,16 @@ class OperatorMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        made = {
+        counters = {
             word: Counter(f"training_operator_jobs_{word}", f"Jobs {word}.", registry=self.registry)
             for word in ("created", "deleted", "successful", "failed", "restarted")
         }
-        self.jobs_created, self.jobs_deleted = made["created"], made["deleted"]
-        self.jobs_successful, self.jobs_failed, self.jobs_restarted = made["successful"], made["failed"], made["restarted"]
+        self.jobs_created, self.jobs_deleted = counters["created"], counters["deleted"]
+        self.jobs_successful, self.jobs_failed, self.jobs_restarted = (
+            counters["successful"],
+            counters["failed"],
+            counters["restarted"],
+        )
         self.recoveries = Counter("covey_operator_recoveries", "Pods whose replacement runs.", registry=self.registry)
         self.errors = Counter("covey_operator_errors", "Turns that broke off by a defect.", registry=self.registry)
         self.reconcile_seconds = Histogram("covey_operator_turn_seconds", "How long a turn took.", registry=self.registry)

@@ -40,13 +40,13 @@ def make_metadata(job: Job, name: str, owner: Mapping[str, Any], **more: Any) ->
     return {"name": name, "namespace": job.namespace, "ownerReferences": [dict(owner)], **more}
 
 
-def owner_reference(thing: Mapping[str, Any]) -> KubeObject:
+def owner_reference(obj: Mapping[str, Any]) -> KubeObject:
     """The reference that makes an object go with its job."""
     return {
-        "apiVersion": thing["apiVersion"],
-        "kind": thing["kind"],
-        "name": thing["metadata"]["name"],
-        "uid": thing["metadata"]["uid"],
+        "apiVersion": obj["apiVersion"],
+        "kind": obj["kind"],
+        "name": obj["metadata"]["name"],
+        "uid": obj["metadata"]["uid"],
         "controller": True,
         "blockOwnerDeletion": True,
     }
@@ -71,12 +71,12 @@ def make_service(job: Job, key: str, owner: Mapping[str, Any]) -> KubeObject:
 def make_secret(job: Job, value: str, token: str, owner: Mapping[str, Any]) -> KubeObject:
     """What every process of the job is told: which job it is, the secret to join it, and the `token` by which the operator asks
     its scheduler. Each pod refers to it once, because the API server's work for a pod grows with the number of its fields."""
-    told = {"COVEY_JOB": f"{job.name}-{job.uid}", "MINDX_TASK_ID": job.uid, "COVEY_SECRET": value}
+    variables = {"COVEY_JOB": f"{job.name}-{job.uid}", "MINDX_TASK_ID": job.uid, "COVEY_SECRET": value}
     return {
         "apiVersion": "v1",
         "kind": "Secret",
         "metadata": make_metadata(job, _secret_name(job), owner, labels=make_labels(job)),
-        "stringData": {**told, **({"COVEY_TOKEN": token} if token else {})},
+        "stringData": {**variables, **({"COVEY_TOKEN": token} if token else {})},
     }
 
 
@@ -106,22 +106,24 @@ def make_pod(job: Job, action: CreatePod, owner: Mapping[str, Any], *, address: 
     assert role is not None
     template = copy.deepcopy(role.template)
     spec: KubeObject = template["spec"]
-    own: KubeObject = template.get("metadata") or {}
+    template_metadata: KubeObject = template.get("metadata") or {}
     name = pod_name(job.name, role.key, action.index)
     main = next(c for c in spec["containers"] if c["name"] == job.main_container)
     main["ports"] = _container_ports(job, role)
     _inject_variables(job, role, action, main, spec, name, address)
     spec["restartPolicy"] = "Never" if role.restart_policy is RestartPolicy.EXIT_CODE else str(role.restart_policy)
-    annotations = dict(own.get("annotations") or {})
+    annotations = dict(template_metadata.get("annotations") or {})
     if action.excluded_nodes:
         _exclude_nodes(spec, action.excluded_nodes)
     if gang_scheduler:
         spec["schedulerName"] = gang_scheduler
         annotations |= {"scheduling.k8s.io/group-name": job.name, "volcano.sh/task-spec": role.key.lower()}
-    found = make_metadata(job, name, owner, labels={**(own.get("labels") or {}), **make_labels(job, role.key, action.index)})
+    metadata = make_metadata(
+        job, name, owner, labels={**(template_metadata.get("labels") or {}), **make_labels(job, role.key, action.index)}
+    )
     if annotations:
-        found["annotations"] = annotations
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": found, "spec": spec}
+        metadata["annotations"] = annotations
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
 def _container_ports(job: Job, role: ReplicaSpec) -> list[KubeObject]:
@@ -138,10 +140,10 @@ def _container_ports(job: Job, role: ReplicaSpec) -> list[KubeObject]:
 def manage_port(job: Job, role: ReplicaSpec) -> int:
     """Where the scheduler in a role's first pod serves REST; 0: nowhere."""
     main = next(c for c in role.template["spec"]["containers"] if c["name"] == job.main_container)
-    said = {entry.get("name"): str(entry.get("value", "")) for entry in main.get("env") or []}.get(MANAGE_PORT_VARIABLE)
-    if said is None:
+    value = {entry.get("name"): str(entry.get("value", "")) for entry in main.get("env") or []}.get(MANAGE_PORT_VARIABLE)
+    if value is None:
         return DEFAULT_MANAGE_PORT
-    return int(said) if said.isdigit() and len(said) < 6 else 0
+    return int(value) if value.isdigit() and len(value) < 6 else 0
 
 
 def scheduler_port(job: Job, role: ReplicaSpec) -> int:
@@ -155,32 +157,32 @@ def _inject_variables(
     job: Job, role: ReplicaSpec, action: CreatePod, main: KubeObject, spec: KubeObject, name: str, address: str
 ) -> None:
     env: list[KubeObject] = _get_or_set(main, "env", [])
-    given = {entry["name"]: entry for entry in env}
-    for variable, below in (("MS_RECOVERY_PATH", job.uid), ("GLOG_log_dir", name)):
-        if (given.get(variable) or {}).get("value"):
-            given[variable]["value"] = f"{given[variable]['value'].rstrip('/')}/{below}"
+    existing = {entry["name"]: entry for entry in env}
+    for variable, folder in (("MS_RECOVERY_PATH", job.uid), ("GLOG_log_dir", name)):
+        if (existing.get(variable) or {}).get("value"):
+            existing[variable]["value"] = f"{existing[variable]['value'].rstrip('/')}/{folder}"
     main["envFrom"] = [{"secretRef": {"name": _secret_name(job)}}, *(main.get("envFrom") or [])]
-    new = {
+    variables = {
         **_identity_variables(name),
         **_cluster_variables(job, role, action, name, address),
         **_recovery_variables(job, role),
     }
-    if "MS_ENABLE_RECOVERY" in new and "MS_RECOVERY_PATH" not in given:
-        new["MS_RECOVERY_PATH"] = f"{RECOVERY_PATH}/{job.uid}"
+    if "MS_ENABLE_RECOVERY" in variables and "MS_RECOVERY_PATH" not in existing:
+        variables["MS_RECOVERY_PATH"] = f"{RECOVERY_PATH}/{job.uid}"
         _get_or_set(main, "volumeMounts", []).append({"name": RECOVERY_VOLUME, "mountPath": RECOVERY_PATH})
         _get_or_set(spec, "volumes", []).append({"name": RECOVERY_VOLUME, "emptyDir": {}})
     env += [
         {"name": variable, **(value if isinstance(value, dict) else {"value": str(value)})}
-        for variable, value in new.items()
-        if variable not in given
+        for variable, value in variables.items()
+        if variable not in existing
     ]
 
 
-def _get_or_set(thing: KubeObject, field: str, nothing: Any) -> Any:
+def _get_or_set(obj: KubeObject, field: str, default: Any) -> Any:
     """A field to add to; one that is written and left empty, which is null, is as good as one that is not there."""
-    if thing.get(field) is None:
-        thing[field] = nothing
-    return thing[field]
+    if obj.get(field) is None:
+        obj[field] = default
+    return obj[field]
 
 
 def _field_ref(path: str) -> KubeObject:
@@ -201,10 +203,10 @@ def _cluster_variables(job: Job, role: ReplicaSpec, action: CreatePod, name: str
     servers = sum(world.get(r.key, 0) for r in job.roles_with_duty(ReplicaDuty.SERVER))
     schedulers = job.roles_with_duty(ReplicaDuty.SCHEDULER)
     first = (schedulers or job.roles_with_duty(ReplicaDuty.WORKER))[0]
-    itself = role.key == first.key and action.index == 0
-    host = _field_ref("status.podIP") if itself else address
+    is_first = role.key == first.key and action.index == 0
+    host = _field_ref("status.podIP") if is_first else address
     port = scheduler_port(job, first)
-    found: KubeObject = {
+    variables: KubeObject = {
         "MS_SCHED_HOST": host,
         "MS_SCHED_PORT": port,
         "MS_NODE_ID": name,
@@ -212,18 +214,18 @@ def _cluster_variables(job: Job, role: ReplicaSpec, action: CreatePod, name: str
         "MS_WORKER_NUM": workers * job.processes_per_pod,
     }
     if schedulers:
-        found["MS_ROLE"] = MS_ROLES[role.duty]
+        variables["MS_ROLE"] = MS_ROLES[role.duty]
     if role.duty is ReplicaDuty.WORKER:
         before = sum(
             world.get(r.key, 0)
             for r in job.roles_with_duty(ReplicaDuty.WORKER)[: job.roles_with_duty(ReplicaDuty.WORKER).index(role)]
         )
         number = before + action.index
-        found["MS_LOCAL_WORKER"] = job.processes_per_pod
+        variables["MS_LOCAL_WORKER"] = job.processes_per_pod
         if number < workers:  # who comes later is given its rank
-            found["MS_NODE_RANK"] = number
+            variables["MS_NODE_RANK"] = number
         if not schedulers:
-            found |= {
+            variables |= {
                 "MASTER_ADDR": host,
                 "MASTER_PORT": port,
                 **({"RANK": number, "NODE_RANK": number} if number < workers else {}),
@@ -232,7 +234,7 @@ def _cluster_variables(job: Job, role: ReplicaSpec, action: CreatePod, name: str
                 "NNODES": workers,
                 MANAGE_PORT_VARIABLE: DEFAULT_MANAGE_PORT,  # covey run would take any free one
             }
-    return found
+    return variables
 
 
 def _recovery_variables(job: Job, role: ReplicaSpec) -> KubeObject:
@@ -240,7 +242,7 @@ def _recovery_variables(job: Job, role: ReplicaSpec) -> KubeObject:
     if not strategies:
         return {}
     tft = dict.fromkeys(word for strategy in strategies for word in TFT_OPTIONS.get(strategy, ()))
-    found: KubeObject = {
+    variables: KubeObject = {
         "COVEY_STRATEGY": ",".join(strategies),
         "PROCESS_RECOVER": "on",
         "ELASTIC_PROCESS_RECOVER_ENABLE": "1",
@@ -248,15 +250,15 @@ def _recovery_variables(job: Job, role: ReplicaSpec) -> KubeObject:
         "HIGH_AVAILABILITY": ",".join(strategies),
     }
     if tft:
-        found["MS_ENABLE_TFT"] = "{" + ",".join([*tft, *(["RSC:1"] if job.recovery.pod_rescheduling else [])]) + "}"
+        variables["MS_ENABLE_TFT"] = "{" + ",".join([*tft, *(["RSC:1"] if job.recovery.pod_rescheduling else [])]) + "}"
     if "recover-in-place" in strategies:
-        found["ENABLE_RESTART_FAULT_PROCESS"] = "on"
+        variables["ENABLE_RESTART_FAULT_PROCESS"] = "on"
         if role.duty is ReplicaDuty.WORKER and not role.is_supervised:
-            found["COVEY_SUPERVISE"] = "1"  # covey.init() stays behind
+            variables["COVEY_SUPERVISE"] = "1"  # covey.init() stays behind
     if {"recover", "recover-in-place"} & set(strategies):
-        found["MS_ENABLE_RECOVERY"] = "1"
-        found["COVEY_EXTRA_RANKS"] = "0"  # a lost pod's ranks wait for its replacement
-    return found
+        variables["MS_ENABLE_RECOVERY"] = "1"
+        variables["COVEY_EXTRA_RANKS"] = "0"  # a lost pod's ranks wait for its replacement
+    return variables
 
 
 def _exclude_nodes(spec: KubeObject, nodes: tuple[str, ...]) -> None:

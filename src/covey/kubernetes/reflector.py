@@ -26,15 +26,15 @@ GONE = 410
 FATAL_STATUS_CODES = (401, 403, 404)
 
 
-def object_key(thing: KubeObject) -> ObjectKey:
-    metadata = thing["metadata"]
+def object_key(obj: KubeObject) -> ObjectKey:
+    metadata = obj["metadata"]
     return metadata.get("namespace", ""), metadata["name"]
 
 
-def drop_managed_fields(thing: KubeObject) -> KubeObject:
+def drop_managed_fields(obj: KubeObject) -> KubeObject:
     """Without what nobody reads: it is most of an object's bytes."""
-    thing["metadata"].pop("managedFields", None)
-    return thing
+    obj["metadata"].pop("managedFields", None)
+    return obj
 
 
 class Reflector:
@@ -47,7 +47,7 @@ class Reflector:
         *,
         namespace: str = "",
         selector: str = "",
-        keep: Callable[[KubeObject], KubeObject] = drop_managed_fields,
+        transform: Callable[[KubeObject], KubeObject] = drop_managed_fields,
         on_change: Callable[[KubeObject], None] | None = None,
     ) -> None:
         self.kind = kind
@@ -56,7 +56,7 @@ class Reflector:
         self._api = api
         self._namespace = namespace
         self._selector = selector
-        self._transform = keep
+        self._transform = transform
         self.listeners = [on_change] if on_change is not None else []
         self._objects: dict[ObjectKey, KubeObject] = {}
         self._resource_version = ""
@@ -71,18 +71,18 @@ class Reflector:
     def get(self, key: ObjectKey) -> KubeObject | None:
         return self._objects.get(key)
 
-    def put(self, thing: KubeObject, *, tell: bool = True) -> None:
-        """What the server answered to a write of ours. Not `tell`: no listener hears of it."""
-        key = object_key(thing)
+    def put(self, obj: KubeObject, *, notify: bool = True) -> None:
+        """What the server answered to a write of ours. Not `notify`: no listener hears of it."""
+        key = object_key(obj)
         old = self._objects.get(key)
-        if old is None or _is_newer(thing, old):
-            self._objects[key] = self._transform(thing)
-            if tell:
-                self._notify_listeners(thing)
+        if old is None or _is_newer(obj, old):
+            self._objects[key] = self._transform(obj)
+            if notify:
+                self._notify_listeners(obj)
 
-    def _notify_listeners(self, thing: KubeObject) -> None:
+    def _notify_listeners(self, obj: KubeObject) -> None:
         for listener in self.listeners:
-            listener(thing)
+            listener(obj)
 
     async def run(self) -> None:
         """For ever; a server that is away is asked again, less and less often."""
@@ -113,78 +113,78 @@ class Reflector:
 
     async def _list(self) -> None:
         page = await self._api.list(self.kind, self._namespace, self._selector)
-        fresh = {object_key(thing): self._transform(thing) for thing in page.items}
-        gone = [thing for key, thing in self._objects.items() if key not in fresh]
+        fresh = {object_key(obj): self._transform(obj) for obj in page.items}
+        gone = [obj for key, obj in self._objects.items() if key not in fresh]
         changed = [
-            thing for key, thing in fresh.items() if _resource_version_of(self._objects.get(key)) != _resource_version_of(thing)
+            obj for key, obj in fresh.items() if _resource_version_of(self._objects.get(key)) != _resource_version_of(obj)
         ]
         self._objects = fresh
         self._resource_version = page.version
         self.list_count += 1
         self.ready.set()
-        for thing in (*gone, *changed):
-            self._notify_listeners(thing)
+        for obj in (*gone, *changed):
+            self._notify_listeners(obj)
 
     async def _watch(self) -> None:
-        async for kind, thing in self._api.watch(self.kind, self._resource_version, self._namespace, self._selector):
-            self._resource_version = thing["metadata"]["resourceVersion"]
+        async for kind, obj in self._api.watch(self.kind, self._resource_version, self._namespace, self._selector):
+            self._resource_version = obj["metadata"]["resourceVersion"]
             if kind == "BOOKMARK":
                 continue
-            key = object_key(thing)
+            key = object_key(obj)
             old = self._objects.get(key)
             if kind == "DELETED":
-                if old is None or old["metadata"]["uid"] == thing["metadata"]["uid"]:
+                if old is None or old["metadata"]["uid"] == obj["metadata"]["uid"]:
                     self._objects.pop(key, None)
-            elif old is None or _is_newer(thing, old):
-                self._objects[key] = self._transform(thing)
+            elif old is None or _is_newer(obj, old):
+                self._objects[key] = self._transform(obj)
             else:
                 continue  # we knew it from our own write
-            self._notify_listeners(thing)
+            self._notify_listeners(obj)
 
 
-def _resource_version_of(thing: KubeObject | None) -> str:
-    return str(thing["metadata"].get("resourceVersion", "")) if thing is not None else ""
+def _resource_version_of(obj: KubeObject | None) -> str:
+    return str(obj["metadata"].get("resourceVersion", "")) if obj is not None else ""
 
 
-def _is_newer(thing: KubeObject, old: KubeObject) -> bool:
-    one, other = _resource_version_of(thing), _resource_version_of(old)
-    if one.isdigit() and other.isdigit():
-        return int(one) > int(other)
-    return one != other
+def _is_newer(obj: KubeObject, old: KubeObject) -> bool:
+    version, old_version = _resource_version_of(obj), _resource_version_of(old)
+    if version.isdigit() and old_version.isdigit():
+        return int(version) > int(old_version)
+    return version != old_version
 
 
 class Index:
-    """Objects of a reflector by some word of theirs, kept as they come and go. Without a word (None) they are in no list."""
+    """Objects of a reflector by the value of `index_function`, updated as they change. A value of None is not indexed."""
 
-    def __init__(self, things: Reflector, word: Callable[[KubeObject], Any]) -> None:
-        self._reflector = things
-        self._index_function = word
+    def __init__(self, reflector: Reflector, index_function: Callable[[KubeObject], Any]) -> None:
+        self._reflector = reflector
+        self._index_function = index_function
         self._keys_by_value: dict[Any, dict[ObjectKey, None]] = {}
 
     def __len__(self) -> int:
         return len(self._keys_by_value)
 
-    def update(self, thing: KubeObject) -> None:
+    def update(self, obj: KubeObject) -> None:
         """It came, changed or went."""
-        word, key = self._index_function(thing), object_key(thing)
+        value, key = self._index_function(obj), object_key(obj)
         if self._reflector.get(key) is None:
-            self._remove(word, key)
-        elif word is not None:
-            self._keys_by_value.setdefault(word, {})[key] = None
+            self._remove(value, key)
+        elif value is not None:
+            self._keys_by_value.setdefault(value, {})[key] = None
 
-    def get(self, word: Any) -> list[KubeObject]:
-        """Those that are there; who has another word by now is forgotten on the way."""
+    def get(self, value: Any) -> list[KubeObject]:
+        """Return the objects with this value; drop keys whose object is gone or has another value."""
         found = []
-        for key in list(self._keys_by_value.get(word, {})):
-            thing = self._reflector.get(key)
-            if thing is None or self._index_function(thing) != word:
-                self._remove(word, key)
+        for key in list(self._keys_by_value.get(value, {})):
+            obj = self._reflector.get(key)
+            if obj is None or self._index_function(obj) != value:
+                self._remove(value, key)
             else:
-                found.append(thing)
+                found.append(obj)
         return found
 
-    def _remove(self, word: Any, key: ObjectKey) -> None:
-        keys = self._keys_by_value.get(word, {})
+    def _remove(self, value: Any, key: ObjectKey) -> None:
+        keys = self._keys_by_value.get(value, {})
         keys.pop(key, None)
         if not keys:
-            self._keys_by_value.pop(word, None)
+            self._keys_by_value.pop(value, None)

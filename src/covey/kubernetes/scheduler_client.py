@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from covey.core.cluster.view import ClusterView
-from covey.core.jobs import scheduler_status as lives
-from covey.core.jobs.scheduler_status import SchedulerStatus
+from covey.core.jobs.scheduler_status import SchedulerStatus, scheduler_status_from_view
 from covey.errors import PeerError
 from covey.kubernetes.api_client import NOT_FOUND, SECRET, Api, ApiError
 from covey.kubernetes.http_client import HttpClient
@@ -52,8 +51,8 @@ class SchedulerEndpoint(NamedTuple):
 
 
 class _PolledScheduler:
-    def __init__(self, place: SchedulerEndpoint) -> None:
-        self.endpoint = place
+    def __init__(self, endpoint: SchedulerEndpoint) -> None:
+        self.endpoint = endpoint
         self.is_urgent = False
         self.due_at = 0.0
         self.failures = 0
@@ -61,33 +60,33 @@ class _PolledScheduler:
 
 
 class SchedulerClients:
-    """The clusters inside the pods of running jobs. `changed` hears of every job of which something new is known."""
+    """The clusters inside the pods of running jobs. `on_change` is called for every job whose status changed."""
 
-    def __init__(self, changed: Callable[[ObjectKey], None]) -> None:
-        self._on_change = changed
+    def __init__(self, on_change: Callable[[ObjectKey], None]) -> None:
+        self._on_change = on_change
         self._polled: dict[ObjectKey, _PolledScheduler] = {}
         self._wakeup = asyncio.Event()
 
     def status_of(self, key: ObjectKey) -> SchedulerStatus | None:
-        followed = self._polled.get(key)
-        return followed.status if followed is not None else None
+        polled = self._polled.get(key)
+        return polled.status if polled is not None else None
 
     def is_polling(self, key: ObjectKey) -> bool:
         return key in self._polled
 
-    def set_endpoint(self, key: ObjectKey, place: SchedulerEndpoint | None, *, hurry: bool = False) -> None:
-        """Look at a job's cluster from now on, there; None: no longer. `hurry`: something is awaited."""
-        if place is None:
+    def set_endpoint(self, key: ObjectKey, endpoint: SchedulerEndpoint | None, *, is_urgent: bool = False) -> None:
+        """Look at a job's cluster from now on, there; None: no longer. `is_urgent`: something is awaited."""
+        if endpoint is None:
             self._polled.pop(key, None)
             return
-        followed = self._polled.get(key)
-        if followed is None or followed.endpoint != place:
-            followed = self._polled[key] = _PolledScheduler(place)
+        polled = self._polled.get(key)
+        if polled is None or polled.endpoint != endpoint:
+            polled = self._polled[key] = _PolledScheduler(endpoint)
             self._wakeup.set()
-        if hurry and not followed.is_urgent and not followed.failures:
-            followed.due_at = min(followed.due_at, time.monotonic() + FAST_POLL_INTERVAL_S)
+        if is_urgent and not polled.is_urgent and not polled.failures:
+            polled.due_at = min(polled.due_at, time.monotonic() + FAST_POLL_INTERVAL_S)
             self._wakeup.set()
-        followed.is_urgent = hurry
+        polled.is_urgent = is_urgent
 
     async def release_workers(self, key: ObjectKey, node_ids: tuple[str, ...]) -> None:
         """Ask workers to leave their world; a refusal is a sentence."""
@@ -107,10 +106,10 @@ class SchedulerClients:
 
     async def stream(self, key: ObjectKey) -> AsyncIterator[bytes]:
         """What the job's scheduler streams to a page, a line at a time, until it ends."""
-        place = self._endpoint_of(key)
-        http = _make_client(place, CONSOLE_TIMEOUT_S)
+        endpoint = self._endpoint_of(key)
+        http = _make_client(endpoint, CONSOLE_TIMEOUT_S)
         try:
-            async for part in http.stream_lines("/stream", {}, _auth_headers(place), CONSOLE_TIMEOUT_S):
+            async for part in http.stream_lines("/stream", {}, _auth_headers(endpoint), CONSOLE_TIMEOUT_S):
                 if isinstance(part, bytes):
                     yield part + b"\n"
                 elif part.status != 200:
@@ -121,10 +120,10 @@ class SchedulerClients:
             http.close()
 
     def _endpoint_of(self, key: ObjectKey) -> SchedulerEndpoint:
-        followed = self._polled.get(key)
-        if followed is None:
+        polled = self._polled.get(key)
+        if polled is None:
             raise PeerError("the job's scheduler is not known")
-        return followed.endpoint
+        return polled.endpoint
 
     async def _post(self, key: ObjectKey, path: str, body: dict[str, Any]) -> None:
         status, answer = await _send_request(self._endpoint_of(key), "POST", path, msgspec.json.encode(body))
@@ -133,55 +132,55 @@ class SchedulerClients:
 
     async def run(self) -> None:
         """For ever."""
-        at_once = asyncio.Semaphore(CONCURRENT_POLLS_MAX)
+        slots = asyncio.Semaphore(CONCURRENT_POLLS_MAX)
         async with asyncio.TaskGroup() as group:
             while True:
                 now = time.monotonic()
                 period_s = max(POLL_INTERVAL_S, len(self._polled) / POLLS_PER_S_MAX)
-                for key, followed in list(self._polled.items()):
-                    if followed.due_at <= now:
-                        pause_s = FAST_POLL_INTERVAL_S if followed.is_urgent else period_s
-                        backoff_s = min(BACKOFF_MAX_S, period_s / POLL_INTERVAL_S * 2.0 ** min(followed.failures - 1, 16))
-                        followed.due_at = now + (backoff_s if followed.failures else pause_s)
-                        group.create_task(self._poll(key, followed, at_once))
+                for key, polled in list(self._polled.items()):
+                    if polled.due_at <= now:
+                        pause_s = FAST_POLL_INTERVAL_S if polled.is_urgent else period_s
+                        backoff_s = min(BACKOFF_MAX_S, period_s / POLL_INTERVAL_S * 2.0 ** min(polled.failures - 1, 16))
+                        polled.due_at = now + (backoff_s if polled.failures else pause_s)
+                        group.create_task(self._poll(key, polled, slots))
                 self._wakeup.clear()
                 next_due = min((f.due_at for f in self._polled.values()), default=now + BACKOFF_MAX_S)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(max(1.0 / POLLS_PER_S_MAX, next_due - time.monotonic())):
                         await self._wakeup.wait()
 
-    async def _poll(self, key: ObjectKey, followed: _PolledScheduler, at_once: asyncio.Semaphore) -> None:
-        async with at_once:
+    async def _poll(self, key: ObjectKey, polled: _PolledScheduler, slots: asyncio.Semaphore) -> None:
+        async with slots:
             try:
-                status, body = await _send_request(followed.endpoint, "GET", "/view")
+                status, body = await _send_request(polled.endpoint, "GET", "/view")
                 if status != 200:
                     raise PeerError(_error_text(status, body))
-                found: SchedulerStatus | None = lives.scheduler_status_from_view(msgspec.json.decode(body, type=ClusterView))
-                followed.failures = 0
+                found: SchedulerStatus | None = scheduler_status_from_view(msgspec.json.decode(body, type=ClusterView))
+                polled.failures = 0
             except (PeerError, msgspec.MsgspecError) as error:
-                followed.failures += 1
-                log.debug("%s/%s: its scheduler at %s cannot be asked: %s", *key, followed.endpoint.host, error)
-                found = followed.status if followed.failures < FAILURES_UNTIL_UNKNOWN else None
-        if found != followed.status and self._polled.get(key) is followed:
-            followed.status = found
+                polled.failures += 1
+                log.debug("%s/%s: its scheduler at %s cannot be asked: %s", *key, polled.endpoint.host, error)
+                found = polled.status if polled.failures < FAILURES_UNTIL_UNKNOWN else None
+        if found != polled.status and self._polled.get(key) is polled:
+            polled.status = found
             self._on_change(key)
 
 
-def _make_client(place: SchedulerEndpoint, timeout_s: float) -> HttpClient:
-    host = f"[{place.host}]" if ":" in place.host else place.host
-    return HttpClient(f"http://{host}:{place.port}", None, timeout_s=timeout_s)
+def _make_client(endpoint: SchedulerEndpoint, timeout_s: float) -> HttpClient:
+    host = f"[{endpoint.host}]" if ":" in endpoint.host else endpoint.host
+    return HttpClient(f"http://{host}:{endpoint.port}", None, timeout_s=timeout_s)
 
 
-def _auth_headers(place: SchedulerEndpoint) -> dict[str, str]:
-    return {"Authorization": f"Bearer {place.token}", "Content-Type": "application/json"}
+def _auth_headers(endpoint: SchedulerEndpoint) -> dict[str, str]:
+    return {"Authorization": f"Bearer {endpoint.token}", "Content-Type": "application/json"}
 
 
 async def _send_request(
-    place: SchedulerEndpoint, method: str, path: str, body: bytes | None = None, timeout_s: float = REQUEST_TIMEOUT_S
+    endpoint: SchedulerEndpoint, method: str, path: str, body: bytes | None = None, timeout_s: float = REQUEST_TIMEOUT_S
 ) -> tuple[int, bytes]:
-    http = _make_client(place, timeout_s)
+    http = _make_client(endpoint, timeout_s)
     try:
-        answer = await http.request(method, path, None, _auth_headers(place), body)
+        answer = await http.request(method, path, None, _auth_headers(endpoint), body)
     except (OSError, TimeoutError) as error:
         raise PeerError(f"{method} {path}: {error or type(error).__name__}") from None
     finally:

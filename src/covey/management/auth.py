@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import hmac
 import re
-from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import NamedTuple
 
-LOOPBACK_NAMES = frozenset({"localhost", "ip6-localhost", "ip6-loopback"})
+from covey.core.addresses import LOOPBACK_NAMES, is_loopback, is_loopback_ip, parse_ip
+
 QUOTED_TEXT_MAX = 100  # characters of a header that a sentence repeats
 
 _HOST_PATTERN = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]+)(:[0-9]*)?")
@@ -52,7 +52,7 @@ def authorize(
         # Also on loopback, where none is needed: a wrong token that seems to work would be found out much later.
         return AuthDecision(False, 401, f"the Authorization header does not carry this cluster's token: {_TOKEN_HINT}")
     name = _host_name(host)
-    if name and _parse_ip(name) is None and name not in LOOPBACK_NAMES:
+    if name and parse_ip(name) is None and name not in LOOPBACK_NAMES:
         return AuthDecision(
             False, 403, f"the Host header says {_quote_header(host)}, neither an address nor localhost: {_TOKEN_HINT}"
         )
@@ -70,11 +70,11 @@ def _token_reason(peer: str, name: str, origin: str | None, sec_fetch_site: str 
         return f"a web page's {_quote_header(sec_fetch_site)} request"
     if sec_fetch_site is not None and method.upper() not in ("GET", "HEAD"):
         return "a browser's request that changes something"
-    if not _is_loopback(peer):
+    if not is_loopback_ip(peer):
         return "a request from beyond loopback"
     if not name:
         return "a request without a Host header"
-    if name not in LOOPBACK_NAMES and not _is_loopback(name):
+    if not is_loopback(name):
         return f"a request to a Host beyond loopback ({_quote_header(name)})"
     return ""
 
@@ -91,20 +91,6 @@ def _host_name(host: str) -> str:
     host = host.strip().lower()
     match = _HOST_PATTERN.fullmatch(host)
     return match[1].strip("[]").removesuffix(".") if match else host
-
-
-def _parse_ip(text: str) -> IPv4Address | IPv6Address | None:
-    try:
-        address = ip_address(text)
-    except ValueError:
-        return None
-    mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
-    return mapped or address
-
-
-def _is_loopback(text: str) -> bool:
-    address = _parse_ip(text)
-    return address is not None and address.is_loopback
 
 
 def _quote_header(text: str) -> str:

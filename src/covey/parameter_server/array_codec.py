@@ -33,28 +33,30 @@ class RowBlock(msgspec.Struct, frozen=True):
 
 
 def parse_row_blocks(
-    parts: list[RowSelection], body: Array, faces: Mapping[str, ParameterInfo], server: int, *, values: bool = True
+    selections: list[RowSelection], body: Array, infos: Mapping[str, ParameterInfo], server: int, *, values: bool = True
 ) -> list[RowBlock]:
     """Take a message apart. Raises `UsageError` where it does not fit what `server` has."""
-    known = [_find_parameter(part, faces) for part in parts]
-    counts = [f.placement.count_rows(server) if p.row_count == ALL else p.row_count for p, f in zip(parts, known, strict=True)]
-    numbered = sum(part.row_count for part in parts if part.row_count != ALL) * 8
-    types = [np.dtype(DTYPES[face.spec.dtype]) for face in known]
+    known = [_find_parameter(selection, infos) for selection in selections]
+    counts = [
+        f.placement.count_rows(server) if p.row_count == ALL else p.row_count for p, f in zip(selections, known, strict=True)
+    ]
+    numbered = sum(selection.row_count for selection in selections if selection.row_count != ALL) * 8
+    types = [np.dtype(DTYPES[info.spec.dtype]) for info in known]
     sizes = [n * f.spec.width * t.itemsize * values for n, f, t in zip(counts, known, types, strict=True)]
     if numbered + sum(sizes) != body.nbytes:
-        named = ", ".join(sorted({part.name for part in parts}))[:300]
+        named = ", ".join(sorted({selection.name for selection in selections}))[:300]
         raise UsageError(f"{body.nbytes} bytes came for {named}, but their shapes make {numbered + sum(sizes)}")
     found = []
     low, high = 0, numbered
-    for part, face, size, dtype in zip(parts, known, sizes, types, strict=True):
+    for selection, info, size, dtype in zip(selections, known, sizes, types, strict=True):
         rows = None
-        if part.row_count != ALL:
-            rows = body[low : low + part.row_count * 8].view(np.int64)
-            low += part.row_count * 8
-            _check_rows(face, rows, server)
-        given = view_as_dtype(body[high : high + size], dtype).reshape(-1, face.spec.width)
+        if selection.row_count != ALL:
+            rows = body[low : low + selection.row_count * 8].view(np.int64)
+            low += selection.row_count * 8
+            _check_rows(info, rows, server)
+        block_values = view_as_dtype(body[high : high + size], dtype).reshape(-1, info.spec.width)
         high += size
-        found.append(RowBlock(part.name, rows, given, part.lr))
+        found.append(RowBlock(selection.name, rows, block_values, selection.lr))
     return found
 
 
@@ -65,26 +67,26 @@ def view_as_dtype(piece: Array, dtype: Any) -> Array:
     return piece.view(dtype)
 
 
-def _find_parameter(part: RowSelection, faces: Mapping[str, ParameterInfo]) -> ParameterInfo:
-    face = faces.get(part.name)
-    if face is None:
-        raise UsageError(f"there is no parameter {part.name} on the servers: declare it first")
-    spec = face.spec
-    if part.dtype != spec.dtype:
-        raise UsageError(f"{part.name} is {spec.dtype}, and {part.dtype} came: convert it first")
-    if part.width != spec.width:
-        raise UsageError(f"rows of {part.name} have {spec.width} numbers, and rows of {part.width} came")
-    if (part.row_count == ALL) == spec.striped:
-        raise UsageError(f"{part.name} is {'asked for by its rows' if spec.striped else 'moved as a whole'}")
-    return face
+def _find_parameter(selection: RowSelection, infos: Mapping[str, ParameterInfo]) -> ParameterInfo:
+    info = infos.get(selection.name)
+    if info is None:
+        raise UsageError(f"there is no parameter {selection.name} on the servers: declare it first")
+    spec = info.spec
+    if selection.dtype != spec.dtype:
+        raise UsageError(f"{selection.name} is {spec.dtype}, and {selection.dtype} came: convert it first")
+    if selection.width != spec.width:
+        raise UsageError(f"rows of {selection.name} have {spec.width} numbers, and rows of {selection.width} came")
+    if (selection.row_count == ALL) == spec.striped:
+        raise UsageError(f"{selection.name} is {'asked for by its rows' if spec.striped else 'moved as a whole'}")
+    return info
 
 
-def _check_rows(face: ParameterInfo, rows: Array, server: int) -> None:
+def _check_rows(info: ParameterInfo, rows: Array, server: int) -> None:
     if not len(rows):
         return
     low, high = int(rows.min()), int(rows.max())
-    if low < 0 or high >= face.spec.rows:
+    if low < 0 or high >= info.spec.rows:
         wrong = low if low < 0 else high
-        raise UsageError(f"row {wrong} of {face.spec.name} does not exist: its rows go from 0 to {face.spec.rows - 1}")
-    if (face.placement.owners_of_rows(rows) != server).any():
-        raise UsageError(f"rows of {face.spec.name} came to server {server}, which does not own them")
+        raise UsageError(f"row {wrong} of {info.spec.name} does not exist: its rows go from 0 to {info.spec.rows - 1}")
+    if (info.placement.owners_of_rows(rows) != server).any():
+        raise UsageError(f"rows of {info.spec.name} came to server {server}, which does not own them")

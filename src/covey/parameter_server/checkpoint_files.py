@@ -18,6 +18,8 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from covey.atomic_file import make_durable_directory, replace_durably, write_atomically
+from covey.core.parameter_server.settings import ConsistencyMode
 from covey.core.parameter_server.sharding import SlotOwners
 from covey.errors import StoreError
 from covey.parameter_server.messages import DTYPES, ParameterSpec
@@ -55,11 +57,11 @@ def save_shard(folder: str, step: int, shard: Shard, owners: SlotOwners, *, keep
         if name.with_suffix(".json").exists() and _read_manifest(name.with_suffix(".json")).owners == list(owners):
             return
         name.with_suffix(".json").unlink(missing_ok=True)  # of another sharing, in the same step
-        place.mkdir(parents=True, exist_ok=True)
+        make_durable_directory(place)
         aside = place / f".{os.getpid()}"
         save_file(_named_arrays(shard), aside)
-        size, sha256 = _sync_and_checksum(aside)
-        aside.rename(name.with_suffix(".safetensors"))
+        size, sha256 = _checksum(aside)
+        replace_durably(aside, name.with_suffix(".safetensors"))
         written = ShardManifest(
             FORMAT,
             step,
@@ -71,10 +73,7 @@ def save_shard(folder: str, step: int, shard: Shard, owners: SlotOwners, *, keep
             size,
             sha256,
         )
-        aside.write_bytes(msgspec.json.format(msgspec.json.encode(written)))
-        _sync_and_checksum(aside)
-        aside.rename(name.with_suffix(".json"))
-        _sync_and_checksum(place)
+        write_atomically(name.with_suffix(".json"), msgspec.json.format(msgspec.json.encode(written)))
         for left in place.glob(".*"):  # by a life that was killed as it wrote
             left.unlink(missing_ok=True)
         for old in sorted(saved_steps(place))[:-keep]:
@@ -88,26 +87,23 @@ def save_shard(folder: str, step: int, shard: Shard, owners: SlotOwners, *, keep
 
 
 def load_shard(folder: str, step: int, shard: Shard) -> None:
-    """A server's rows of a step, out of what any number of servers wrote."""
+    """Fill a shard with its rows of a step, which any number of servers wrote."""
     parts = read_manifests(folder, step)
+    tables = {}
     for spec, updates in zip(parts[0].parameters, parts[0].updates, strict=True):
-        table = Table(
-            msgspec.structs.replace(spec, begin=msgspec.structs.replace(spec.begin, kind="zeros")), shard.server, shard.owners
-        )
-        table.spec, table.update_count = spec, updates
+        placement = RowPlacement(spec.rows, spec.striped, shard.owners)
+        shape = (placement.count_rows(shard.server), spec.width)
+        arrays: dict[str, Array] = {kind: np.empty(shape, DTYPES[spec.dtype]) for kind in (VALUES, *spec.rule.initial_states)}
         for part in parts:
             rows = _row_numbers(spec, part)
-            mine = table.placement.owners_of_rows(rows) == shard.server
-            places = table.placement.local_indexes(rows[mine])
-            table.weights[places] = _read_array(folder, part, spec.name, VALUES)[mine]
-            for state, values in table.states.items():
-                values[places] = _read_array(folder, part, spec.name, state)[mine]
-        shard.tables[spec.name] = table
-    shard.step = step
-    same = len(parts[0].pushed) == shard.serving.workers
-    shard.last_pushed_steps = (
-        list(parts[0].pushed) if same and shard.serving.mode != "sync" else [step - 1] * shard.serving.workers
-    )
+            mine = placement.owners_of_rows(rows) == shard.server
+            places = placement.local_indexes(rows[mine])
+            for kind, values in arrays.items():
+                values[places] = _read_array(folder, part, spec.name, kind)[mine]
+        tables[spec.name] = Table(spec, shard.server, placement, arrays.pop(VALUES), arrays, updates)
+    workers = shard.serving.workers
+    has_same_ranks = len(parts[0].pushed) == workers and shard.serving.mode is not ConsistencyMode.SYNC
+    shard.load(tables, step, list(parts[0].pushed) if has_same_ranks else [step - 1] * workers)
 
 
 def export(folder: str | os.PathLike[str], target: str | os.PathLike[str], step: int | None = None) -> int:
@@ -129,8 +125,7 @@ def export(folder: str | os.PathLike[str], target: str | os.PathLike[str], step:
     aside = Path(f"{target}.{os.getpid()}")
     try:
         save_file(result, aside)
-        _sync_and_checksum(aside)
-        aside.rename(target)
+        replace_durably(aside, Path(target))
     except OSError as error:
         raise StoreError(f"{target} cannot be written: {error.strerror}") from None
     return step
@@ -214,16 +209,6 @@ def _read_array(folder: str, part: ShardManifest, name: str, kind: str) -> Array
 def _row_numbers(spec: ParameterSpec, part: ShardManifest) -> Array:
     placement = RowPlacement(spec.rows, spec.striped, tuple(part.owners))
     return placement.row_numbers(part.server, 0, placement.count_rows(part.server))
-
-
-def _sync_and_checksum(path: Path) -> tuple[int, str]:
-    """Make it durable; a file's size and checksum."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    return (0, "") if path.is_dir() else _checksum(path)
 
 
 def _checksum(path: Path) -> tuple[int, str]:

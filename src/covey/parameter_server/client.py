@@ -47,22 +47,22 @@ class GradientToPush(msgspec.Struct, frozen=True):
 
 
 class ParameterClient:
-    """All servers, as seen from one worker. `generation` tells that of this worker's place, `newest` the newest sharing that
-    its node has heard of, if any."""
+    """All servers, as seen from one worker. `get_generation` returns the worker's generation, `get_node_sharding` the newest
+    sharding that its node has received, if any."""
 
     def __init__(
         self,
         serving: ServingSettings,
         rank: int,
-        generation: Callable[[], int],
-        find: FindServer,
-        newest: Callable[[], Sharding | None] = lambda: None,
+        get_generation: Callable[[], int],
+        find_server: FindServer,
+        get_node_sharding: Callable[[], Sharding | None] = lambda: None,
     ) -> None:
         self.serving, self.rank = serving, rank
-        self._get_generation, self._find_server, self._get_node_sharding = generation, find, newest
+        self._get_generation, self._find_server, self._get_node_sharding = get_generation, find_server, get_node_sharding
         self._sharding = initial_sharding(serving.servers)
         self._channels: dict[int, Channel] = {}
-        self._lock = threading.Lock()  # around sharing, channels and placements: answers come in several threads
+        self._lock = threading.Lock()  # around sharding, channels and placements: replies come in several threads
         self._specs: dict[str, ParameterSpec] = {}
         self._placements: dict[tuple[str, int], RowPlacement] = {}
         os.register_at_fork(after_in_child=self._close_in_child)
@@ -74,10 +74,10 @@ class ParameterClient:
         self.update_sharding(self._get_node_sharding())
         return self._sharding
 
-    def update_sharding(self, sharing: Sharding | None) -> None:
+    def update_sharding(self, sharding: Sharding | None) -> None:
         with self._lock:
-            if sharing is not None and sharing.version > self._sharding.version:
-                self._sharding = sharing
+            if sharding is not None and sharding.version > self._sharding.version:
+                self._sharding = sharding
                 self._placements.clear()
 
     def channel(self, server: int) -> Channel:
@@ -86,101 +86,101 @@ class ParameterClient:
                 self._channels[server] = Channel(server, self._find_server, self.newest_sharding)
             return self._channels[server]
 
-    def check_size(self, asked: PendingRequest) -> None:
-        size = count_bytes(asked.arrays)
+    def check_size(self, request: PendingRequest) -> None:
+        size = count_bytes(request.arrays)
         if size > self.serving.message_max:
             raise UsageError(
                 f"a message of {size} bytes is larger than the limit of {self.serving.message_max} (COVEY_PS_MESSAGE_MAX)"
             )
 
-    def _get_placement(self, spec: ParameterSpec, sharing: Sharding) -> RowPlacement:
+    def _get_placement(self, spec: ParameterSpec, sharding: Sharding) -> RowPlacement:
         with self._lock:
-            key = (spec.name, sharing.version)
+            key = (spec.name, sharding.version)
             if key not in self._placements:
-                self._placements[key] = RowPlacement(spec.rows, spec.striped, sharing.owners)
+                self._placements[key] = RowPlacement(spec.rows, spec.striped, sharding.owners)
             return self._placements[key]
 
     # -- what is asked -----------------------------------------------------------------------------------------------
 
     def declare(self, spec: ParameterSpec, values: Array | None, *, first: bool) -> None:
-        """There is this parameter. `initial_sharding`: this worker says how it begins; the others wait for that."""
+        """Declare a parameter. With `first`, this worker sends its initial values; the other workers wait for them."""
         flat = values.reshape(-1) if first and values is not None else None
 
-        def make(sharing: Sharding) -> list[PendingRequest]:
-            placement = RowPlacement(spec.rows, spec.striped, sharing.owners)
-            message = DeclareParameter(spec, first, sharding_version=sharing.version)
+        def build_requests(sharding: Sharding) -> list[PendingRequest]:
+            placement = RowPlacement(spec.rows, spec.striped, sharding.owners)
+            message = DeclareParameter(spec, first, sharding_version=sharding.version)
             return [
                 PendingRequest(
                     server, message, [flat[a:b] for a, b in placement.row_ranges(server)] if flat is not None else ()
                 )
-                for server in _owning_servers(sharing)
+                for server in _owning_servers(sharding)
             ]
 
-        RequestBatch(self, make, here=True)
+        RequestBatch(self, build_requests, here=True)
         self._specs[spec.name] = spec
 
     def push(
         self,
         step: int,
-        given: Sequence[GradientToPush],
-        done: Callable[[RequestBatch], None] | None = None,
+        gradients: Sequence[GradientToPush],
+        on_finished: Callable[[RequestBatch], None] | None = None,
         *,
         here: bool = False,
     ) -> RequestBatch:
         """This rank's gradients of a step, to all servers. The work is over when they are safe; in sync mode, everyone's."""
-        for gift in given:
-            self._check_gradient(self._declared_spec(gift.name), gift)
+        for item in gradients:
+            self._check_gradient(self._declared_spec(item.name), item)
         generation = self._get_generation()
 
-        def make(sharing: Sharding) -> list[PendingRequest]:
-            parts: dict[int, list[RowSelection]] = {server: [] for server in _owning_servers(sharing)}
-            numbers: dict[int, list[Array]] = {server: [] for server in parts}
-            arrays: dict[int, list[Array]] = {server: [] for server in parts}
-            for gift in given:
-                spec = self._declared_spec(gift.name)
-                placement = self._get_placement(spec, sharing)
-                if gift.rows is None:
-                    flat = gift.gradient.reshape(-1)
-                    for server in parts:
-                        parts[server].append(RowSelection(gift.name, ALL, spec.width, spec.dtype, gift.lr))
+        def build_requests(sharding: Sharding) -> list[PendingRequest]:
+            selections_by_server: dict[int, list[RowSelection]] = {server: [] for server in _owning_servers(sharding)}
+            numbers: dict[int, list[Array]] = {server: [] for server in selections_by_server}
+            arrays: dict[int, list[Array]] = {server: [] for server in selections_by_server}
+            for item in gradients:
+                spec = self._declared_spec(item.name)
+                placement = self._get_placement(spec, sharding)
+                if item.rows is None:
+                    flat = item.gradient.reshape(-1)
+                    for server in selections_by_server:
+                        selections_by_server[server].append(RowSelection(item.name, ALL, spec.width, spec.dtype, item.lr))
                         arrays[server] += [flat[a:b] for a, b in placement.row_ranges(server)]
                     continue
-                order, cuts = _group_by_server(placement, gift.rows, list(parts))
-                rows, gradient = gift.rows[order], gift.gradient[order]
-                for server, (low, high) in zip(parts, cuts, strict=True):
-                    parts[server].append(RowSelection(gift.name, high - low, spec.width, spec.dtype, gift.lr))
+                order, cuts = _group_by_server(placement, item.rows, list(selections_by_server))
+                rows, gradient = item.rows[order], item.gradient[order]
+                for server, (low, high) in zip(selections_by_server, cuts, strict=True):
+                    selections_by_server[server].append(RowSelection(item.name, high - low, spec.width, spec.dtype, item.lr))
                     numbers[server].append(rows[low:high])
                     arrays[server].append(gradient[low:high])
             return [
                 PendingRequest(
                     server,
-                    PushGradients(step, self.rank, generation, its, sharding_version=sharing.version),
+                    PushGradients(step, self.rank, generation, selections, sharding_version=sharding.version),
                     [*numbers[server], *arrays[server]],
                 )
-                for server, its in parts.items()
+                for server, selections in selections_by_server.items()
             ]
 
-        return RequestBatch(self, make, done, here=here)
+        return RequestBatch(self, build_requests, on_finished, here=here)
 
-    def pull_parameters(self, step: int, wanted: Sequence[tuple[str, Array]]) -> None:
+    def pull_parameters(self, step: int, targets: Sequence[tuple[str, Array]]) -> None:
         """The values of whole parameters for a step, into these arrays."""
-        parts = []
-        for name, array in wanted:
+        selections = []
+        for name, array in targets:
             spec = self._declared_spec(name)
             if array.size != spec.rows or str(array.dtype) != spec.dtype or not array.flags.c_contiguous:
                 raise UsageError(f"{name} has {spec.rows} numbers of {spec.dtype}, not {array.size} of {array.dtype}")
-            parts.append(RowSelection(name, ALL, spec.width, spec.dtype))
+            selections.append(RowSelection(name, ALL, spec.width, spec.dtype))
 
-        def make(sharing: Sharding) -> list[PendingRequest]:
-            into: dict[int, list[Array]] = {server: [] for server in _owning_servers(sharing)}
-            for name, array in wanted:
-                flat, placement = array.reshape(-1), self._get_placement(self._declared_spec(name), sharing)
+        def build_requests(sharding: Sharding) -> list[PendingRequest]:
+            into: dict[int, list[Array]] = {server: [] for server in _owning_servers(sharding)}
+            for name, array in targets:
+                flat, placement = array.reshape(-1), self._get_placement(self._declared_spec(name), sharding)
                 for server, places in into.items():
                     places += [flat[a:b] for a, b in placement.row_ranges(server)]
-            message = PullValues(step, parts, sharding_version=sharing.version)
+            message = PullValues(step, selections, sharding_version=sharding.version)
             return [PendingRequest(server, message, (), places) for server, places in into.items()]
 
-        RequestBatch(self, make, here=True)
+        RequestBatch(self, build_requests, here=True)
 
     def pull_rows(self, step: int, name: str, rows: Array) -> Array:
         """The values of some rows for a step."""
@@ -189,16 +189,16 @@ class ParameterClient:
         found = np.empty((len(rows), spec.width), spec.dtype)
         orders: list[Array] = []
 
-        def make(sharing: Sharding) -> list[PendingRequest]:
-            servers = _owning_servers(sharing)
-            order, cuts = _group_by_server(self._get_placement(spec, sharing), rows, servers)
+        def build_requests(sharding: Sharding) -> list[PendingRequest]:
+            servers = _owning_servers(sharding)
+            order, cuts = _group_by_server(self._get_placement(spec, sharding), rows, servers)
             orders.append(order)
             numbers = rows[order]
             return [
                 PendingRequest(
                     server,
                     PullValues(
-                        step, [RowSelection(name, high - low, spec.width, spec.dtype)], sharding_version=sharing.version
+                        step, [RowSelection(name, high - low, spec.width, spec.dtype)], sharding_version=sharding.version
                     ),
                     [numbers[low:high]],
                     [found[low:high]],
@@ -207,7 +207,7 @@ class ParameterClient:
                 if low < high
             ]
 
-        RequestBatch(self, make, here=True)
+        RequestBatch(self, build_requests, here=True)
         values = np.empty_like(found)
         values[orders[-1]] = found
         return values
@@ -220,26 +220,28 @@ class ParameterClient:
         pieces: list[tuple[RowUpdate, Array]] = []
         versions: list[int] = []
 
-        def make(sharing: Sharding) -> list[PendingRequest]:
+        def build_requests(sharding: Sharding) -> list[PendingRequest]:
             pieces.clear()
-            versions.append(sharing.version)
-            servers = _owning_servers(sharing)
-            order, cuts = _group_by_server(self._get_placement(spec, sharing), rows, servers)
-            known = cache.cached_versions(rows, sharing.version)
-            asked = []
+            versions.append(sharding.version)
+            servers = _owning_servers(sharding)
+            order, cuts = _group_by_server(self._get_placement(spec, sharding), rows, servers)
+            known = cache.cached_versions(rows, sharding.version)
+            requests = []
             for server, (low, high) in zip(servers, cuts, strict=True):
                 if low < high:
                     places = order[low:high]
-                    part = RowSelection(name, high - low, spec.width, spec.dtype)
-                    message = PullChanged(step, part, cache.replication_ids.get(server, ""), sharding_version=sharing.version)
-                    heard = functools.partial(self._on_changed_rows, spec, server, rows[places], places, pieces)
-                    asked.append(PendingRequest(server, message, [rows[places], known[places]], (), heard))
-            return asked
+                    selection = RowSelection(name, high - low, spec.width, spec.dtype)
+                    message = PullChanged(
+                        step, selection, cache.replication_ids.get(server, ""), sharding_version=sharding.version
+                    )
+                    on_reply = functools.partial(self._on_changed_rows, spec, server, rows[places], places, pieces)
+                    requests.append(PendingRequest(server, message, [rows[places], known[places]], (), on_reply))
+            return requests
 
-        work = RequestBatch(self, make)
+        batch = RequestBatch(self, build_requests)
 
         def result() -> Array:
-            work.wait()
+            batch.wait()
             found = np.empty((len(rows), spec.width), spec.dtype)
             values = []
             for piece, places in pieces:
@@ -258,33 +260,33 @@ class ParameterClient:
         rows: Array,
         places: Array,
         pieces: list[tuple[RowUpdate, Array]],
-        said: ServerReply,
+        reply: ServerReply,
         body: Array,
     ) -> None:
-        if isinstance(said, ChangedRows):
+        if isinstance(reply, ChangedRows):
             changed, values = body[: len(rows)].view(bool), body[len(rows) :].copy().view(spec.dtype).reshape(-1, spec.width)
-            pieces.append((RowUpdate(server, said.replication_id, said.version, rows, changed, values), places))
+            pieces.append((RowUpdate(server, reply.replication_id, reply.version, rows, changed, values), places))
 
     def query_next_step(self) -> int:
         """The step this rank is to take next, as far as the servers know."""
-        return min(self._send_to_all(lambda sharing: QueryRankStep(self.rank, sharding_version=sharing)).wait().reply_numbers)
+        return min(self._send_to_all(lambda version: QueryRankStep(self.rank, sharding_version=version)).wait().reply_numbers)
 
     def save(self, step: int, folder: str, keep: int) -> None:
         """Have every server write down its rows, as they are at this step."""
-        self._send_to_all(lambda sharing: SaveRows(step, folder, keep, sharding_version=sharing)).wait()
+        self._send_to_all(lambda version: SaveRows(step, folder, keep, sharding_version=version)).wait()
 
-    def try_save(self, step: int, folder: str, patience_s: float) -> bool:
+    def try_save(self, step: int, folder: str, timeout_s: float) -> bool:
         """The same, but not for ever; whether all did."""
-        work = self._send_to_all(lambda sharing: SaveRows(step, folder, sharding_version=sharing))
-        return work.finished.wait(patience_s) and work.error is None
+        batch = self._send_to_all(lambda version: SaveRows(step, folder, sharding_version=version))
+        return batch.finished.wait(timeout_s) and batch.error is None
 
     def load(self, step: int, folder: str) -> None:
         """Have every server take its rows from what was written down at this step."""
-        self._send_to_all(lambda sharing: LoadRows(step, folder, sharding_version=sharing)).wait()
+        self._send_to_all(lambda version: LoadRows(step, folder, sharding_version=version)).wait()
 
     def _send_to_all(self, message: Callable[[int], ParameterRequest]) -> RequestBatch:
         return RequestBatch(
-            self, lambda sharing: [PendingRequest(server, message(sharing.version)) for server in _owning_servers(sharing)]
+            self, lambda sharding: [PendingRequest(server, message(sharding.version)) for server in _owning_servers(sharding)]
         )
 
     def _declared_spec(self, name: str) -> ParameterSpec:
@@ -292,21 +294,21 @@ class ParameterClient:
             raise UsageError(f"there is no parameter {name} on the servers: declare it first")
         return self._specs[name]
 
-    def _check_gradient(self, spec: ParameterSpec, gift: GradientToPush) -> None:
-        gradient = gift.gradient
+    def _check_gradient(self, spec: ParameterSpec, item: GradientToPush) -> None:
+        gradient = item.gradient
         if str(gradient.dtype) != spec.dtype:
             raise UsageError(f"{spec.name} is {spec.dtype}, and a gradient of {gradient.dtype} came: convert it first")
-        if gift.rows is None:
+        if item.rows is None:
             if spec.striped or gradient.size != spec.rows:
                 raise UsageError(
                     f"{spec.name} has {spec.rows} rows of {spec.width}, and a gradient of shape {gradient.shape} came"
                 )
             return
-        if not spec.striped or gradient.shape != (len(gift.rows), spec.width):
+        if not spec.striped or gradient.shape != (len(item.rows), spec.width):
             raise UsageError(
-                f"the gradient of {len(gift.rows)} rows of {spec.name} must have rows of {spec.width}, not {gradient.shape}"
+                f"the gradient of {len(item.rows)} rows of {spec.name} must have rows of {spec.width}, not {gradient.shape}"
             )
-        self._check_rows(spec, gift.rows)
+        self._check_rows(spec, item.rows)
 
     def _check_rows(self, spec: ParameterSpec, rows: Array) -> None:
         if rows.dtype != _ROW_DTYPE or rows.ndim != 1:
@@ -321,8 +323,8 @@ class ParameterClient:
             channel.close_in_child()
 
 
-def _owning_servers(sharing: Sharding) -> list[int]:
-    return sorted(set(sharing.owners))
+def _owning_servers(sharding: Sharding) -> list[int]:
+    return sorted(set(sharding.owners))
 
 
 def _group_by_server(placement: RowPlacement, rows: Array, servers: list[int]) -> tuple[Array, list[tuple[int, int]]]:

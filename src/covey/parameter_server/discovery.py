@@ -59,21 +59,21 @@ class RendezvousClient(Protocol):
     def get_rendezvous(self, key: str, generation: int, timeout_s: float) -> bytes: ...
 
 
-def publish_endpoint(board: RendezvousClient, server: int, peer: ServerEndpoint, generation: int) -> None:
+def publish_endpoint(rendezvous: RendezvousClient, server: int, endpoint: ServerEndpoint, generation: int) -> None:
     """Let others find a server."""
-    board.put_rendezvous(_rendezvous_key(server), msgspec.msgpack.encode(peer), generation)
+    rendezvous.put_rendezvous(_rendezvous_key(server), msgspec.msgpack.encode(endpoint), generation)
 
 
-def find_server(board: RendezvousClient, server: int) -> ServerEndpoint | None:
+def find_server(rendezvous: RendezvousClient, server: int) -> ServerEndpoint | None:
     """Where a server is, as soon as it is somewhere; None if it has left. The node ends this process if its cluster ends
     first."""
     while True:
-        sharing = board.assignment.sharding
-        if sharing is not None and server not in sharing.servers:
+        sharding = rendezvous.assignment.sharding
+        if sharding is not None and server not in sharding.servers:
             return None
         try:
             return msgspec.msgpack.decode(
-                board.get_rendezvous(_rendezvous_key(server), board.assignment.generation, LOOKUP_TIMEOUT_S),
+                rendezvous.get_rendezvous(_rendezvous_key(server), rendezvous.assignment.generation, LOOKUP_TIMEOUT_S),
                 type=ServerEndpoint,
             )
         except PeerError:  # the membership changed, or the server is away for long: look again

@@ -62,7 +62,7 @@ class ParameterSpec(msgspec.Struct, frozen=True):
 
 
 class RowSelection(msgspec.Struct, frozen=True, array_like=True):
-    """Some rows of one parameter, in a message that carries several. `count` is ALL, or how many rows are numbered."""
+    """Some rows of one parameter, in a message that carries several. `row_count` is ALL, or how many rows are numbered."""
 
     name: ParameterName
     row_count: Annotated[int, Meta(ge=ALL, le=ROWS_MAX)]
@@ -165,7 +165,7 @@ class HandOverSlots(ParameterMessage, frozen=True):
     """Slots of mine that are yours by this sharing, and what I know of their ranks' generations."""
 
     sharding_version: int
-    state: Any  # as `Shelf.pack` has it for one shard
+    state: Any  # as `Shard.pack` returns it, after the slots
     generations: list[int]
 
 
@@ -186,7 +186,7 @@ class FullReplica(ParameterMessage, frozen=True):
 
     replication_id: str
     change_count: int
-    state: Any  # as `Shelf.pack` makes it
+    state: Any  # as `ShardSet.pack` returns it
 
 
 # -- answered --------------------------------------------------------------------------------------------------------
@@ -255,13 +255,14 @@ class MessageTooLarge(UsageError):
 def send_message(connection: socket.socket, message: ParameterMessage, arrays: Sequence[Any] = ()) -> None:
     """One frame; the arrays from where they lie."""
     views = [memoryview(array).cast("B") for array in arrays if memoryview(array).nbytes]
-    talk = _encoder.encode(message)
-    if len(talk) > ENCODED_MESSAGE_MAX:
+    encoded = _encoder.encode(message)
+    if len(encoded) > ENCODED_MESSAGE_MAX:
         raise MessageTooLarge(
-            f"a message that names {len(talk)} bytes is larger than the limit of {ENCODED_MESSAGE_MAX}: serve fewer parameters"
+            f"a message that names {len(encoded)} bytes is larger than the limit of {ENCODED_MESSAGE_MAX}:"
+            " serve fewer parameters"
         )
     size = sum(view.nbytes for view in views)
-    head = HEADER.pack(MAGIC, len(talk), size) + talk
+    head = HEADER.pack(MAGIC, len(encoded), size) + encoded
     if size <= COALESCE_BYTES_MAX:
         connection.sendall(b"".join([head, *views]))
         return
@@ -279,34 +280,34 @@ def receive_request(connection: socket.socket, message_max: int) -> tuple[Server
 
     Raises `MessageTooLarge`, `EOFError` and `OSError`, or `msgspec.MsgspecError`.
     """
-    talk, size = _receive_encoded(connection)
+    encoded, size = _receive_encoded(connection)
     try:
-        asked = _request_decoder.decode(talk)
+        request = _request_decoder.decode(encoded)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         skip_bytes(connection, size)
         raise msgspec.DecodeError(str(error)) from error
-    if size > message_max and not isinstance(asked, HandOverSlots):  # what moves is as large as it is
+    if size > message_max and not isinstance(request, HandOverSlots):  # what moves is as large as it is
         skip_bytes(connection, size)
         raise MessageTooLarge(f"a message of {size} bytes is larger than the limit of {message_max} (COVEY_PS_MESSAGE_MAX)")
     body: Array = np.empty(size, np.uint8)
     receive_into(connection, body.data)
-    return asked, body
+    return request, body
 
 
 def receive_reply(connection: socket.socket, into: Sequence[Any] = ()) -> tuple[ServerReply, Array]:
     """The answer; its arrays go where they belong if that is known, else they are returned as bytes."""
-    talk, size = _receive_encoded(connection)
-    answer = _reply_decoder.decode(talk)
-    if isinstance(answer, RowValues):
+    encoded, size = _receive_encoded(connection)
+    reply = _reply_decoder.decode(encoded)
+    if isinstance(reply, RowValues):
         views = [memoryview(array).cast("B") for array in into]
         if sum(view.nbytes for view in views) != size:
             raise EOFError(f"{size} bytes came where {sum(view.nbytes for view in views)} were expected")
         for view in views:
             receive_into(connection, view)
-        return answer, np.empty(0, np.uint8)
+        return reply, np.empty(0, np.uint8)
     body: Array = np.empty(size, np.uint8)
     receive_into(connection, body.data)
-    return answer, body
+    return reply, body
 
 
 def _receive_encoded(connection: socket.socket) -> tuple[bytes, int]:
@@ -315,9 +316,9 @@ def _receive_encoded(connection: socket.socket) -> tuple[bytes, int]:
     magic, length, size = HEADER.unpack(header)
     if magic != MAGIC or length > ENCODED_MESSAGE_MAX:
         raise EOFError("the other side does not speak this protocol")
-    talk = bytearray(length)
-    receive_into(connection, memoryview(talk))
-    return bytes(talk), size
+    encoded = bytearray(length)
+    receive_into(connection, memoryview(encoded))
+    return bytes(encoded), size
 
 
 def receive_into(connection: socket.socket, view: memoryview) -> None:
@@ -331,9 +332,9 @@ def receive_into(connection: socket.socket, view: memoryview) -> None:
 
 def skip_bytes(connection: socket.socket, size: int) -> None:
     """Read and forget: an answer would not arrive while the other side still sends."""
-    scrap = memoryview(bytearray(SKIP_BUFFER_BYTES))
+    buffer = memoryview(bytearray(SKIP_BUFFER_BYTES))
     while size:
-        part = scrap[: min(size, SKIP_BUFFER_BYTES)]
+        part = buffer[: min(size, SKIP_BUFFER_BYTES)]
         receive_into(connection, part)
         size -= part.nbytes
 

@@ -1,4 +1,5 @@
-"""The copies of other servers' rows that a server holds: it repeats what they do, and gives them back to their next life."""
+"""The replicas of other servers' rows that a server holds: it repeats their changes, and returns the rows to a server that was
+restarted."""
 
 from __future__ import annotations
 
@@ -8,24 +9,23 @@ from collections.abc import Collection
 
 from covey.core.parameter_server.settings import ServingSettings
 from covey.parameter_server.messages import (
-    DeclareParameter,
-    DetachSlots,
     Done,
     FullReplica,
-    HandOverSlots,
     OpenReplication,
-    PushGradients,
     ReplicatedChange,
     receive_request,
     send_message,
 )
 from covey.parameter_server.optimizers import Array
-from covey.parameter_server.replication import VersionedRows
+from covey.parameter_server.rows import VersionedRows
 from covey.parameter_server.shard_set import ShardSet
 
 
 class Replicas:
-    """Copies by server, around which is a lock of their own: two servers may send each other all of their rows at once."""
+    """Replicas by server, with a lock of their own: two servers may send each other all of their rows at the same time.
+
+    No caller holds the lock of `Rows`, and no method here takes it.
+    """
 
     def __init__(self, serving: ServingSettings) -> None:
         self._serving = serving
@@ -37,61 +37,44 @@ class Replicas:
             self._replicas.pop(server, None)
 
     def wait_for_replicas(self, servers: Collection[int]) -> None:
-        """Until the rows of all of these are here."""
+        """Wait until the rows of all these servers are here."""
         with self._condition:
             self._condition.wait_for(lambda: set(servers) <= self._replicas.keys())
 
-    def pack_for_restore(self, server: int, otherwise: ShardSet | None) -> tuple[FullReplica, list[Array]] | None:
-        """A server's rows, for its next life; `otherwise` is what it began with, if it died before it had a copy."""
+    def pack_for_restore(self, server: int, initial: ShardSet | None) -> tuple[FullReplica, list[Array]] | None:
+        """Return the rows of a server that was restarted, or None. `initial` is used if there is no replica: the server's
+        initial rows, if it died before it had one."""
         with self._condition:
-            kept = self._replicas.get(server)
-            if kept is None and otherwise is not None:
-                kept = VersionedRows(otherwise)
-            if kept is None:
+            replica = self._replicas.get(server)
+            if replica is None and initial is not None:
+                replica = VersionedRows(initial)
+            if replica is None:
                 return None
-            kept.reset_replication_id()  # what is still on its way from the life before does not count
-            state, arrays = kept.shard_set.pack()
-            return FullReplica(kept.replication_id, kept.change_count, state), arrays
+            replica.reset_replication_id()  # changes that the server sent before it was restarted are ignored
+            return replica.pack()
 
-    def follow_server(self, connection: socket.socket, asked: OpenReplication) -> None:
-        """Do what another server did, in its order, until it goes away."""
-        kept = self._replicas.get(asked.server)
-        origin = asked.replication_id
-        same = kept is not None and kept.replication_id == origin
-        send_message(connection, Done(kept.change_count if same and kept is not None else -1))
+    def follow_server(self, connection: socket.socket, request: OpenReplication) -> None:
+        """Apply the changes of another server in their order, until the connection ends, which raises `EOFError`."""
+        replica = self._replicas.get(request.server)
+        is_same = replica is not None and replica.replication_id == request.replication_id
+        send_message(connection, Done(replica.change_count if is_same and replica is not None else -1))
         while True:
             message, body = receive_request(connection, 1 << 62)
             with self._condition:
-                if not isinstance(message, FullReplica) and (kept is None or kept.replication_id != origin):
-                    raise EOFError("the next life of that server has taken its rows back")
                 if isinstance(message, FullReplica):
-                    kept = VersionedRows(ShardSet(self._serving, asked.server), message.replication_id, message.change_count)
-                    kept.shard_set.unpack(message.state, body)
-                    self._replicas[asked.server] = kept
+                    replica = VersionedRows(ShardSet(self._serving, request.server))
+                    replica.restore(message, body)
+                    self._replicas[request.server] = replica
                     self._condition.notify_all()
-                    send_message(connection, Done(kept.change_count))
-                else:
-                    assert kept is not None and isinstance(message, ReplicatedChange)
-                    kept.change_count += 1
-                    send_message(
-                        connection, Done(kept.change_count)
-                    )  # it is here: who asks for these rows waits until it is done, too
-                    try:
-                        _apply_change(kept.shard_set, message, body)
-                    except BaseException:  # a copy that cannot follow is none: all rows are sent again
-                        self._replicas.pop(asked.server, None)
-                        raise
-
-
-def _apply_change(shelf: ShardSet, message: ReplicatedChange, body: Array) -> None:
-    """What another server did with its rows, done with their copy."""
-    if isinstance(message, DeclareParameter):
-        shelf.declare(message.spec, body)
-    elif isinstance(message, PushGradients):
-        shelf.push(message, body, owned=True)
-    elif isinstance(message, HandOverSlots):
-        shelf.add_slots(message.state, body)
-    elif isinstance(message, DetachSlots):
-        shelf.detach_slots(message.slots)
-    else:
-        shelf.release_slots(message.slots)
+                    send_message(connection, Done(replica.change_count))
+                    continue
+                if replica is None or replica.replication_id != request.replication_id:
+                    raise EOFError("the next life of that server has taken its rows back")
+                assert isinstance(message, ReplicatedChange)
+                # Acknowledged before it is applied: the lock makes a request for these rows wait until it is.
+                send_message(connection, Done(replica.change_count + 1))
+                try:
+                    replica.apply(message, body, owned=True)
+                except BaseException:  # the replica differs from now on: the server must send all rows again
+                    self._replicas.pop(request.server, None)
+                    raise

@@ -1,7 +1,7 @@
-"""The copy of a server's rows on another server: everything that changes them is done there too, in the same order.
+"""The replica of a server's rows on another server, which applies the same changes in the same order.
 
-A worker hears that its gradients are safe when the copy has them. While the holder of the copy is away, everyone waits for
-it; when it is back it receives all rows once, or, if it was only the connection that broke, what it missed.
+A push is acknowledged when the replica has it. While the replica holder is unreachable, all workers wait for it. When it is
+back it receives all rows once, or, if only the connection broke, the changes that it missed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import logging
-import secrets
 import socket
 import threading
 import time
@@ -17,6 +16,8 @@ from collections.abc import Sequence
 
 import msgspec
 
+from covey.core.parameter_server.settings import ServingSettings
+from covey.core.parameter_server.sharding import Sharding, replica_holder
 from covey.parameter_server.discovery import RETRY_DELAY_S, FindServer
 from covey.parameter_server.messages import (
     Done,
@@ -24,141 +25,186 @@ from covey.parameter_server.messages import (
     FullReplica,
     OpenReplication,
     ParameterMessage,
+    ReplicatedChange,
     RestoreRows,
     ServerReply,
     receive_reply,
     send_message,
 )
 from covey.parameter_server.optimizers import Array
-from covey.parameter_server.shard_set import ShardSet
+from covey.parameter_server.rows import Rows
 
 log = logging.getLogger("covey")
 
 
-class VersionedRows:
-    """A server's rows and how far they are: two with the same origin and count are equal."""
+class Replication:
+    """Every change of a server's rows, applied here and on the replica. The replica holder is the next server of the ring.
 
-    def __init__(self, shelf: ShardSet, origin: str = "", count: int = 0) -> None:
-        self.shard_set = shelf
-        self.replication_id = origin or secrets.token_hex(8)
-        self.change_count = count  # changes so far
+    Without replicas, or if there is no other server, changes are only applied here.
+    """
 
-    def reset_replication_id(self) -> None:
-        """What is here now did not come from changes."""
-        self.replication_id = secrets.token_hex(8)
+    def __init__(self, rows: Rows, find_server: FindServer) -> None:
+        self._rows, self._find_server = rows, find_server
+        holder = desired_holder(rows.serving, rows.rank, rows.sharding)
+        self._thread = ReplicationThread(rows, find_server, holder) if holder is not None else None
+
+    @property
+    def holder(self) -> int | None:
+        """The server that holds the replica, or is to hold it. The caller holds the lock."""
+        return self._thread.holder if self._thread is not None else None
+
+    def start(self, restored_from: int | None = None) -> None:
+        """Start to send changes to the replica holder. `restored_from`: the server that has held the replica; if it is not
+        the holder any more, it drops the replica as soon as the holder has one. The caller does not hold the lock."""
+        if self._thread is not None:
+            self._thread.start(restored_from if restored_from != self._thread.holder else None)
+
+    def apply(self, change: ReplicatedChange, body: Array) -> bool:
+        """Apply a change and send it to the replica; return False if it was applied before. Raises `UsageError`; nothing has
+        changed then. The caller holds the lock."""
+        if not self._rows.apply(change, body, owned=self._thread is None):
+            return False
+        if self._thread is not None:
+            self._thread.append(change, body)
+        return True
+
+    def is_replicated(self, change_count: int) -> bool:
+        """Return whether the replica has this many changes. The caller holds the lock."""
+        return self._thread is None or self._thread.replicated_count >= change_count
+
+    def restart_sync(self) -> None:
+        """Send all rows to the replica holder again, if there is one. The caller holds the lock."""
+        if self._thread is not None:
+            self._thread.restart_sync()
+
+    def follow_ring(self) -> None:
+        """Replace the replica holder if the sharding's ring has another one. A server that leaves keeps the holder it has. The
+        caller does not hold the lock."""
+        with self._rows.condition:
+            sharding, previous = self._rows.sharding, self.holder
+            holder = desired_holder(self._rows.serving, self._rows.rank, sharding)
+            if holder == previous or self._rows.rank not in sharding.ring:
+                return
+            if self._thread is not None:
+                self._thread.stop()
+            self._thread = ReplicationThread(self._rows, self._find_server, holder) if holder is not None else None
+            if self._thread is not None:
+                self._thread.start(previous)
 
 
 class ReplicationThread:
-    """The thread that keeps the copy of a server's own rows up to date. `turn` is the lock around them."""
+    """The thread that keeps the replica on one holder up to date."""
 
-    def __init__(
-        self,
-        own: VersionedRows,
-        turn: threading.Condition,
-        rank: int,
-        find: FindServer,
-        holder: int,
-        before: int | None = None,
-    ) -> None:
-        self.replicated_count = -1  # changes that the copy has; none yet
+    def __init__(self, rows: Rows, find_server: FindServer, holder: int) -> None:
+        self.replicated_count = -1  # changes that the replica has; -1: there is no replica yet
         self.holder = holder
-        self._own_rows, self._condition, self._rank, self._find_server = own, turn, rank, find
-        self.previous_holder = before  # who held the copy so far, and must forget it before this one counts
+        self._rows, self._find_server = rows, find_server
+        self._previous_holder: int | None = None  # drops its replica before the one on this holder is used
         self._stopped = False
         self._pending: collections.deque[tuple[ParameterMessage, Array]] = collections.deque()
         self._restart_requested = False
         self._thread = threading.Thread(target=self._run, name="covey copy", daemon=True)
 
-    def start(self) -> None:
+    def start(self, previous_holder: int | None) -> None:
+        """Start the thread. The caller may hold the lock."""
+        self._previous_holder = previous_holder
         self._thread.start()
 
     def append(self, message: ParameterMessage, body: Array) -> None:
-        """A change that was made here; under the lock. At most one for each connection is waiting: its worker waits too."""
+        """Send a change after those before it. The caller holds the lock, and `Rows.apply` has notified the thread. At most one
+        change per connection is pending, because the worker waits until it is replicated."""
         self._pending.append((message, body))
-        self._condition.notify_all()
 
     def restart_sync(self) -> None:
-        """The rows are others now: the copy needs all of them. Under the lock."""
+        """Send all rows again, because no change led to them. The caller holds the lock."""
         self.replicated_count = -1
         self._restart_requested = True
-        self._condition.notify_all()
+        self._rows.condition.notify_all()
 
     def stop(self) -> None:
-        """Another holder takes over. Under the lock."""
+        """End the thread, because another server becomes the holder. The caller holds the lock."""
         self._stopped = self._restart_requested = True
-        self._condition.notify_all()
+        self._rows.condition.notify_all()
 
     def _run(self) -> None:
         while not self._stopped:
             try:
-                peer = self._find_server(self.holder)
-                if peer is not None:
-                    with peer.connect() as connection:
+                endpoint = self._find_server(self.holder)
+                if endpoint is not None:
+                    with endpoint.connect() as connection:
                         self._replicate(connection)
             except (OSError, EOFError, msgspec.MsgspecError) as error:
                 log.info("the copy on server %d is out of reach (%s): everyone waits for it", self.holder, error)
                 time.sleep(RETRY_DELAY_S)
 
     def _replicate(self, connection: socket.socket) -> None:
-        with self._condition:  # nobody changes anything meanwhile
+        """Bring the replica up to date and send changes until a restart is requested. The caller does not hold the lock."""
+        condition, own = self._rows.condition, self._rows.own
+        with condition:  # no rows change during a full sync
             if self._stopped:
                 return
             self._restart_requested = False
-            send_message(connection, OpenReplication(self._rank, self._own_rows.replication_id, self._own_rows.change_count))
-            there = _receive_number(connection)
-            missing = self._own_rows.change_count - there
-            if there >= 0 and 0 <= missing <= len(self._pending):
+            send_message(connection, OpenReplication(self._rows.rank, own.replication_id, own.change_count))
+            holder_count = _receive_number(connection)
+            missing = own.change_count - holder_count
+            if holder_count >= 0 and 0 <= missing <= len(self._pending):
                 while len(self._pending) > missing:
                     self._pending.popleft()
             else:
-                state, arrays = self._own_rows.shard_set.pack()
-                send_message(connection, FullReplica(self._own_rows.replication_id, self._own_rows.change_count, state), arrays)
+                send_message(connection, *own.pack())
                 _receive_number(connection)
                 self._pending.clear()
-            if self.previous_holder is not None:
-                request_from_server(self._find_server, self.previous_holder, DropReplica(self._rank))
-                self.previous_holder = None
-            self.replicated_count = self._own_rows.change_count - len(self._pending)
-            self._condition.notify_all()
+            if self._previous_holder is not None:
+                request_from_server(self._find_server, self._previous_holder, DropReplica(self._rows.rank))
+                self._previous_holder = None
+            self.replicated_count = own.change_count - len(self._pending)
+            condition.notify_all()
         while True:
-            with self._condition:
-                self._condition.wait_for(lambda: self._pending or self._restart_requested)
+            with condition:
+                condition.wait_for(lambda: self._pending or self._restart_requested)
                 if self._restart_requested:
                     return
                 message, body = self._pending[0]
             send_message(connection, message, [body])
             _receive_number(connection)
-            with self._condition:
+            with condition:
                 if self._restart_requested:
                     return
                 self._pending.popleft()
                 self.replicated_count += 1
-                self._condition.notify_all()
+                condition.notify_all()
+
+
+def desired_holder(serving: ServingSettings, rank: int, sharding: Sharding) -> int | None:
+    """Return the server that should hold the replica of a server's rows, or None. A server that leaves still has one."""
+    return replica_holder(rank, {*sharding.ring, rank}) if serving.copies else None
 
 
 def _receive_number(connection: socket.socket) -> int:
-    answer, _ = receive_reply(connection)
-    if not isinstance(answer, Done):
-        raise EOFError(f"the holder of the copy answered {answer}")
-    return answer.number
+    reply, _ = receive_reply(connection)
+    if not isinstance(reply, Done):
+        raise EOFError(f"the holder of the copy answered {reply}")
+    return reply.number
 
 
 def request_from_server(
-    find: FindServer, server: int, message: ParameterMessage, arrays: Sequence[Array] = ()
+    find_server: FindServer, server: int, message: ParameterMessage, arrays: Sequence[Array] = ()
 ) -> tuple[ServerReply, Array] | None:
-    """Ask another server, in whichever life it answers; None if it has left."""
-    while (peer := find(server)) is not None:
-        with contextlib.suppress(OSError, EOFError), peer.connect() as connection:
+    """Send a request to another server and return its reply, or None if that server has left. Repeats the request until a
+    process of that server replies."""
+    while (endpoint := find_server(server)) is not None:
+        with contextlib.suppress(OSError, EOFError), endpoint.connect() as connection:
             send_message(connection, message, arrays)
             return receive_reply(connection)
         time.sleep(RETRY_DELAY_S)
     return None
 
 
-def fetch_replica(find: FindServer, holders: list[int], server: int) -> tuple[FullReplica, Array, int] | None:
-    """A server's rows from their copy, and who held it; None if nobody did. Waits for whoever is away."""
+def fetch_replica(find_server: FindServer, holders: list[int], server: int) -> tuple[FullReplica, Array, int] | None:
+    """Return a server's rows from their replica and the server that holds it, or None if no server does. Waits for servers that
+    are unreachable."""
     for holder in holders:
-        found = request_from_server(find, holder, RestoreRows(server))
+        found = request_from_server(find_server, holder, RestoreRows(server))
         if found is not None and isinstance(found[0], FullReplica):
             return found[0], found[1], holder
     return None

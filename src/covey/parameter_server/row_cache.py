@@ -36,9 +36,9 @@ class RowCache:
         self._sharding_version = UNKNOWN
         self.replication_ids: dict[int, str] = {}  # by server
 
-    def cached_versions(self, rows: Array, sharing: int) -> Array:
+    def cached_versions(self, rows: Array, sharding_version: int) -> Array:
         """The number at which each of these rows is known here."""
-        if sharing != self._sharding_version:
+        if sharding_version != self._sharding_version:
             return np.full(len(rows), UNKNOWN, np.int64)
         places = rows % len(self._rows)
         found: Array = np.where(self._rows[places] == rows, self._versions[places], UNKNOWN)
@@ -46,18 +46,18 @@ class RowCache:
 
     def fill_values(self, piece: RowUpdate, into: Array) -> None:
         """The values of a piece's rows: those that changed came with it."""
-        kept = ~piece.changed
-        into[kept] = self._values[piece.rows[kept] % len(self._rows)]
+        unchanged = ~piece.changed
+        into[unchanged] = self._values[piece.rows[unchanged] % len(self._rows)]
         into[piece.changed] = piece.values
 
-    def store_updates(self, sharing: int, pieces: list[RowUpdate], values: list[Array]) -> None:
+    def store_updates(self, sharding_version: int, pieces: list[RowUpdate], values: list[Array]) -> None:
         """Remember the values of these pieces."""
-        if sharing != self._sharding_version or any(
+        if sharding_version != self._sharding_version or any(
             self.replication_ids.get(p.server, p.replication_id) != p.replication_id for p in pieces
         ):
             self._rows[:] = UNKNOWN
             self.replication_ids = {}
-        self._sharding_version = sharing
+        self._sharding_version = sharding_version
         for piece, found in zip(pieces, values, strict=True):
             self.replication_ids[piece.server] = piece.replication_id
             if piece.version >= 0:

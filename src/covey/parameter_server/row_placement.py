@@ -52,11 +52,11 @@ class RowPlacement:
         found: dict[int, list[tuple[int, int]]] = {}
         for slot, owner in enumerate(self.owners):
             first, last = slot_row_range(slot, self.row_count)
-            its = found.setdefault(owner, [])
-            if its and its[-1][1] == first:
-                its[-1] = (its[-1][0], last)
+            ranges = found.setdefault(owner, [])
+            if ranges and ranges[-1][1] == first:
+                ranges[-1] = (ranges[-1][0], last)
             elif first < last:
-                its.append((first, last))
+                ranges.append((first, last))
         return found
 
     def row_numbers(self, server: int, first: int, last: int) -> Array:

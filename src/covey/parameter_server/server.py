@@ -1,7 +1,11 @@
-"""A parameter server: its own port, a thread for each worker that asks, and one lock around its rows.
+"""A parameter server: its own port, a thread for each connection, and one lock around its rows.
 
-A server in its next life asks the holder of its copy for its rows before it answers anybody; it holds its own copy of another
-server's rows meanwhile, so that any number of servers may be away without waiting for each other in a circle.
+A restarted server fetches its rows from the replica holder before it answers a worker. It answers other servers during that
+time, so that any number of restarted servers do not wait for each other in a circle.
+
+`Rows` owns the rows and their lock, `Replication` applies each change here and on the replica, `RequestHandler` answers
+workers, `Rebalancer` moves slots, and `Replicas` holds the rows of other servers under a lock of its own. No thread takes one
+of the two locks while it holds the other.
 """
 
 from __future__ import annotations
@@ -19,7 +23,6 @@ from covey.core.parameter_server.sharding import SLOTS, Sharding, initial_shardi
 from covey.errors import ExitCode, PeerError, StoreError, UsageError
 from covey.parameter_server.discovery import FindServer, ServerEndpoint
 from covey.parameter_server.messages import (
-    DetachSlots,
     Done,
     DropReplica,
     HandOverSlots,
@@ -27,7 +30,6 @@ from covey.parameter_server.messages import (
     OpenReplication,
     ParameterMessage,
     ParameterRequest,
-    ReleaseSlots,
     RequestFailed,
     RequestReplica,
     RestoreRows,
@@ -39,10 +41,11 @@ from covey.parameter_server.messages import (
     tune_connection,
 )
 from covey.parameter_server.optimizers import Array
+from covey.parameter_server.rebalancer import Rebalancer
 from covey.parameter_server.replicas import Replicas
-from covey.parameter_server.replication import ReplicationThread, fetch_replica, request_from_server
-from covey.parameter_server.request_handler import EMPTY_BODY, Desk, SlotsMovedError
-from covey.parameter_server.shard import Shard
+from covey.parameter_server.replication import Replication, desired_holder, fetch_replica, request_from_server
+from covey.parameter_server.request_handler import RequestHandler
+from covey.parameter_server.rows import Rows, RowsState, SlotsMovedError
 from covey.parameter_server.shard_set import ShardSet
 from covey.transport.token_server import TokenServer
 
@@ -52,136 +55,67 @@ TOKEN_TIMEOUT_S: Final = 30.0  # in which a connection must show its token
 log = logging.getLogger("covey")
 
 
-class ParameterServer(Desk):
-    """Serves until the process ends. `find` says where another server is, once it is somewhere."""
+class ParameterServer:
+    """Accepts connections and dispatches their requests, until the process ends.
+
+    `restarts` counts the processes that were this server before. `find_server` returns the endpoint of another server.
+    `on_in_sync` is called with the version of each sharding that this server has got in sync with.
+    """
 
     def __init__(
-        self, address: str, serving: ServingSettings, rank: int, lives: int, find: FindServer, sharing: Sharding | None = None
+        self,
+        address: str,
+        serving: ServingSettings,
+        rank: int,
+        restarts: int,
+        find_server: FindServer,
+        sharding: Sharding | None = None,
+        on_in_sync: Callable[[int], None] = lambda version: None,
     ) -> None:
-        self.on_in_sync: Callable[[int], None] = lambda version: None
-        self._newest_sharding = sharing or initial_sharding(serving.servers)  # the newest sharing that was heard of
-        self._has_new_sharding = True  # of it, and nothing said about it yet
-        self._is_first_instance = lives == 0  # a copy that was never begun is empty; one of an earlier life is lost
-        where = _desired_holder(serving, rank, self._newest_sharding)
-        super().__init__(serving, rank, self._newest_sharding, ready=where is None or self._is_first_instance)
+        sharding = sharding or initial_sharding(serving.servers)
+        self.rank = rank
+        self._serving, self._find_server = serving, find_server
+        self._is_first_instance = restarts == 0  # a server that never died: a replica that it does not hold was never begun
+        restoring = not self._is_first_instance and desired_holder(serving, rank, sharding) is not None
+        self._rows = Rows(serving, rank, sharding, restoring=restoring)
+        self._replication = Replication(self._rows, find_server)
         self._replicas = Replicas(serving)
-        self._find_server = find
-        self._replication = ReplicationThread(self._own_rows, self._condition, rank, find, where) if where is not None else None
+        self._request_handler = RequestHandler(self._rows, self._replication)
+        self._rebalancer = Rebalancer(self._rows, self._replication, find_server, on_in_sync)
         self._connection_limit = threading.BoundedSemaphore(CONNECTIONS_MAX)
-        callers = TokenServer(address, self._serve_connection, "covey rows", first_s=TOKEN_TIMEOUT_S)
-        self.endpoint = ServerEndpoint(address, callers.port, callers.token)
+        listener = TokenServer(address, self._serve_connection, "covey rows", first_s=TOKEN_TIMEOUT_S)
+        self.endpoint = ServerEndpoint(address, listener.port, listener.token)
 
     def recover(self) -> None:
-        """In a later life: take the rows from their copy, answer, and hold the copies of others again. Called once. Raises
-        `PeerError` if there is no copy left."""
+        """Restore the rows of a restarted server and the replicas that it holds, then start to replicate and to move slots.
+        Called once. Raises `PeerError` if no server has a replica of the rows."""
         others = self._other_servers()
-        if not self._ready:
+        restored_from = None
+        if self._rows.state is RowsState.RESTORING:
             found = fetch_replica(self._find_server, others, self.rank)
             if found is None:
                 reason = f"the rows of server {self.rank} are lost: server {others[0]}, which held their copy, died as well"
                 raise PeerError(f"{reason}; start the cluster again, it goes on from its last checkpoint", ExitCode.ROWS_LOST)
-            message, body, where = found
-            with self._condition:
-                self._own_rows.shard_set.unpack(message.state, body)
-                self._own_rows.replication_id, self._own_rows.change_count = message.replication_id, message.change_count
-                if self._replication is not None and self._replication.holder != where:
-                    self._replication.previous_holder = where
-                self._ready = True
-                self._condition.notify_all()
-            log.info(
-                "took %d parameters back from their copy, at step %d",
-                len(self._own_rows.shard_set.parameter_names),
-                self._own_rows.shard_set.step,
-            )
-        if self._replication is not None:
-            self._replication.start()
+            replica, body, restored_from = found
+            with self._rows.condition:
+                self._rows.restore(replica, body)
+            shard_set = self._rows.own.shard_set
+            log.info("took %d parameters back from their copy, at step %d", len(shard_set.parameter_names), shard_set.step)
+        self._replication.start(restored_from)
         if not self._is_first_instance:
-            answers = {server: request_from_server(self._find_server, server, RequestReplica(self.rank)) for server in others}
-            mine = {server for server, said in answers.items() if said is not None and said[0] == Done(1)}
-            self._replicas.wait_for_replicas(mine)
-        threading.Thread(target=self._run_resharding, name="covey moves", daemon=True).start()
+            replies = {server: request_from_server(self._find_server, server, RequestReplica(self.rank)) for server in others}
+            replicated = {server for server, reply in replies.items() if reply is not None and reply[0] == Done(1)}
+            self._replicas.wait_for_replicas(replicated)
+        self._rebalancer.start()
+
+    def set_sharding(self, sharding: Sharding) -> None:
+        """Get in sync with a sharding, unless a newer one is known. `on_in_sync` is called again if it is the same one."""
+        self._rebalancer.set_sharding(sharding)
 
     def _other_servers(self) -> list[int]:
-        """All other servers; the holder of this one's copy is the first, if it is where it should be."""
-        everyone = sorted(self._sharding.servers - {self.rank})
-        return [s for s in everyone if s > self.rank] + [s for s in everyone if s < self.rank]
-
-    # -- slots that move ---------------------------------------------------------------------------------------------
-
-    def set_sharding(self, sharing: Sharding) -> None:
-        """This is who owns what now. Said again, it is answered again."""
-        with self._condition:
-            if sharing.version >= self._newest_sharding.version:
-                self._newest_sharding, self._has_new_sharding = sharing, True
-                self._condition.notify_all()
-
-    def _run_resharding(self) -> None:
-        """Give what is another's, wait for what is this server's, have the copy where it belongs, and say so; for ever."""
-        while True:
-            with self._condition:
-                self._condition.wait_for(lambda: self._has_new_sharding)
-                self._has_new_sharding = False
-                sharing = self._sharding = self._newest_sharding
-                for taker in sorted(set(sharing.owners) - {self.rank}):
-                    slots = [slot for slot in sorted(self._own_rows.shard_set.slots) if sharing.owners[slot] == taker]
-                    if slots:
-                        self._own_rows.shard_set.detach_slots(slots)
-                        self._replicate_change(DetachSlots(slots), EMPTY_BODY)
-                going = list(self._own_rows.shard_set.detached)
-                self._condition.notify_all()
-            for shard in going:
-                self._hand_over_slots(shard, sharing)
-            self._update_replica_holder()
-            with self._condition:
-                self._condition.wait_for(lambda: self._has_new_sharding or self._has_all_slots())
-                self._wait_until_replicated()
-                if self._has_new_sharding:
-                    continue
-            self.on_in_sync(sharing.version)
-
-    def _hand_over_slots(self, shard: Shard, sharing: Sharding) -> None:
-        """Have the owner take these slots; whoever of the two dies meanwhile asks or is asked again."""
-        slots = sorted(shard.slots)
-        taker = sharing.owners[slots[0]]
-        state, arrays = shard.pack()
-        said = request_from_server(
-            self._find_server, taker, HandOverSlots(sharing.version, [slots, state], self._newest_generations), arrays
-        )
-        assert said is not None and isinstance(said[0], Done), f"server {taker} did not take slots that are its own: {said}"
-        with self._condition:
-            self._own_rows.shard_set.release_slots(slots)
-            self._replicate_change(ReleaseSlots(slots), EMPTY_BODY)
-        log.info("%d of 256 slots went to server %d", len(slots), taker)
-
-    def _on_hand_over_slots(self, asked: HandOverSlots, body: Array) -> ServerReply:
-        self._condition.wait_for(lambda: self._sharding.version >= asked.sharding_version)
-        shelf = self._own_rows.shard_set
-        if not shelf.slots >= set(asked.state[0]):  # else it was given before, by a life that did not hear the answer
-            shelf.add_slots(
-                asked.state, body if self._replication is None else body.copy()
-            )  # rows change, what the copy hears does not
-            self._newest_generations = [max(pair) for pair in zip(self._newest_generations, asked.generations, strict=True)]
-            self._replicate_change(asked, body)
-            self._condition.notify_all()
-        self._wait_until_replicated()
-        return Done()
-
-    def _update_replica_holder(self) -> None:
-        """The copy is to lie with the next server of the ring. One that leaves stays with the holder it has."""
-        with self._condition:
-            where, old = _desired_holder(self.serving, self.rank, self._sharding), self._replication
-            now = old.holder if old is not None else None
-            if where == now or self.rank not in self._sharding.ring:
-                return
-            if old is not None:
-                old.stop()
-            self._replication = (
-                ReplicationThread(self._own_rows, self._condition, self.rank, self._find_server, where, now)
-                if where is not None
-                else None
-            )
-            if self._replication is not None:
-                self._replication.start()
+        """Return all other servers. The first is the replica holder, unless slots move."""
+        servers = sorted(self._rows.sharding.servers - {self.rank})
+        return [s for s in servers if s > self.rank] + [s for s in servers if s < self.rank]
 
     # -- connections -------------------------------------------------------------------------------------------------
 
@@ -199,60 +133,57 @@ class ParameterServer(Desk):
 
     def _serve_request(self, connection: socket.socket) -> None:
         arrays: list[Array] = []
-        answer: ParameterMessage
+        reply: ParameterMessage
         try:
-            asked, body = receive_request(connection, self.serving.message_max)
-            if isinstance(asked, OpenReplication):
-                self._replicas.follow_server(connection, asked)
+            request, body = receive_request(connection, self._serving.message_max)
+            if isinstance(request, OpenReplication):
+                self._replicas.follow_server(connection, request)
                 return
-            answer, arrays = self._handle_request(asked, body)
+            reply, arrays = self._handle_request(request, body)
         except StoreError as error:
-            answer = RequestFailed(str(error), is_disk_error=True)
+            reply = RequestFailed(str(error), is_disk_error=True)
         except (MessageTooLarge, UsageError) as error:
-            answer = RequestFailed(str(error))
+            reply = RequestFailed(str(error))
         except msgspec.MsgspecError as error:
-            answer = RequestFailed(f"a message was not understood: {error}")
+            reply = RequestFailed(f"a message was not understood: {error}")
         except MemoryError as error:
-            answer = RequestFailed(f"server {self.rank} has not enough memory ({error}): have more servers, or smaller tables")
-        except (OSError, EOFError):  # the connection's: the other side asks again
+            reply = RequestFailed(f"server {self.rank} has not enough memory ({error}): have more servers, or smaller tables")
+        except (OSError, EOFError):  # of the connection: the peer repeats its request
             raise
-        except Exception as error:  # asked again it would fail again, and the worker would never know why
+        except Exception as error:  # a repeated request would fail again, and the worker would never see the reason
             log.exception("a request failed")
-            answer = RequestFailed(f"server {self.rank} failed ({error!r}): its log says where")
-        send_message(connection, answer, arrays)
+            reply = RequestFailed(f"server {self.rank} failed ({error!r}): its log says where")
+        send_message(connection, reply, arrays)
 
-    def _handle_request(self, asked: ServerRequest, body: Array) -> tuple[ServerReply, list[Array]]:
-        if isinstance(asked, RestoreRows):
-            return self._on_restore_rows(asked.server)
-        if isinstance(asked, DropReplica):
-            self._replicas.drop_replica(asked.server)
+    def _handle_request(self, request: ServerRequest, body: Array) -> tuple[ServerReply, list[Array]]:
+        """Return the reply and its arrays. Requests of restarted servers are answered even while this server is RESTORING."""
+        if isinstance(request, RestoreRows):
+            return self._on_restore_rows(request.server)
+        if isinstance(request, DropReplica):
+            self._replicas.drop_replica(request.server)
             return Done(), []
-        with self._condition:
-            if isinstance(asked, RequestReplica):
-                if self._replication is None or self._replication.holder != asked.holder:
+        with self._rows.condition:
+            if isinstance(request, RequestReplica):
+                if self._replication.holder != request.holder:
                     return Done(0), []
                 self._replication.restart_sync()
                 return Done(1), []
-            self._condition.wait_for(lambda: self._ready)
-            if isinstance(asked, HandOverSlots):
-                return self._on_hand_over_slots(asked, body), []
-            if isinstance(asked, ParameterRequest):
+            self._rows.condition.wait_for(lambda: self._rows.state is not RowsState.RESTORING)
+            if isinstance(request, HandOverSlots):
+                return self._rebalancer.take_slots(request, body), []
+            if isinstance(request, ParameterRequest):
                 try:
-                    return self._handle_worker_request(asked, body)
+                    return self._request_handler.handle(request, body)
                 except SlotsMovedError:
-                    return ShardingChanged(self._sharding), []
+                    return ShardingChanged(self._rows.sharding), []
         raise UsageError("this is not asked of a server")
 
     def _on_restore_rows(self, server: int) -> tuple[ServerReply, list[Array]]:
-        """The copy of another server's rows; of one that died before it had a copy, what all begin with."""
-        sharing = self._sharding
-        begun = not self._is_first_instance or sharing.version > 0 or server not in sharing.ring
-        young = not begun and replica_holder(server, sharing.ring) == self.rank
-        slots = [slot for slot in range(SLOTS) if sharing.owners[slot] == server]
-        found = self._replicas.pack_for_restore(server, ShardSet(self.serving, server, slots) if young else None)
+        """Return the replica of a restarted server's rows, or its initial rows if it died before it had a replica."""
+        sharding = self._rows.sharding
+        may_have_begun = not self._is_first_instance or sharding.version > 0 or server not in sharding.ring
+        initial = None
+        if not may_have_begun and replica_holder(server, sharding.ring) == self.rank:
+            initial = ShardSet(self._serving, server, [slot for slot in range(SLOTS) if sharding.owners[slot] == server])
+        found = self._replicas.pack_for_restore(server, initial)
         return found or (RequestFailed(f"server {self.rank} has no copy of the rows of server {server}"), [])
-
-
-def _desired_holder(serving: ServingSettings, rank: int, sharing: Sharding) -> int | None:
-    """Who is to hold the copy of a server's rows; of one that leaves, whoever would if it stayed."""
-    return replica_holder(rank, {*sharing.ring, rank}) if serving.copies else None

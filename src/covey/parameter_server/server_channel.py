@@ -45,9 +45,9 @@ class ServerDirectory(Protocol):
     """All of them, as seen from a worker."""
 
     def newest_sharding(self) -> Sharding: ...
-    def update_sharding(self, sharing: Sharding | None) -> None: ...
+    def update_sharding(self, sharding: Sharding | None) -> None: ...
     def channel(self, server: int) -> Channel: ...
-    def check_size(self, asked: PendingRequest) -> None: ...
+    def check_size(self, request: PendingRequest) -> None: ...
 
 
 class PendingRequest(msgspec.Struct, frozen=True):
@@ -64,22 +64,22 @@ BuildRequests = Callable[[Sharding], list[PendingRequest]]
 
 
 class RequestBatch:
-    """Requests under way, to one server or more. It is over when all have answered by the same sharing; if rows moved
-    meanwhile, all are asked again, which does no harm. `done` is called once, in some thread. With `here` the
-    constructor waits for the end, and asks in the caller's own thread if there is little to move."""
+    """Requests to one server or more. It is finished when all servers have replied by the same sharding. If slots move before
+    that, all requests are sent again, which does no harm. `on_finished` is called once, in some thread. With `here` the
+    constructor waits for the end, and sends from the caller's own thread if there are few bytes."""
 
     def __init__(
         self,
         servers: ServerDirectory,
-        make: BuildRequests,
-        done: Callable[[RequestBatch], None] | None = None,
+        build_requests: BuildRequests,
+        on_finished: Callable[[RequestBatch], None] | None = None,
         *,
         here: bool = False,
     ) -> None:
         self.error: CoveyError | None = None
         self.reply_numbers: list[int] = []
         self.finished = threading.Event()
-        self._servers, self._build_requests, self._on_finished = servers, make, done
+        self._servers, self._build_requests, self._on_finished = servers, build_requests, on_finished
         self._lock = threading.Lock()
         self._pending_count = 0
         self._newer_sharding: Sharding | None = None
@@ -88,21 +88,21 @@ class RequestBatch:
             self.wait()
 
     def _start_requests(self, *, here: bool = False) -> None:
-        asked = self._build_requests(self._servers.newest_sharding())
-        for one in asked:
-            self._servers.check_size(one)
-        self._pending_count, self.reply_numbers, self._newer_sharding = len(asked), [], None
-        channels = [self._servers.channel(one.server) for one in asked]
-        if not asked:
+        requests = self._build_requests(self._servers.newest_sharding())
+        for request in requests:
+            self._servers.check_size(request)
+        self._pending_count, self.reply_numbers, self._newer_sharding = len(requests), [], None
+        channels = [self._servers.channel(request.server) for request in requests]
+        if not requests:
             self._finish()
-        elif not here or not self._run_inline(channels, asked):
-            for channel, one in zip(channels, asked, strict=True):
-                channel.enqueue(one, self)
+        elif not here or not self._run_inline(channels, requests):
+            for channel, request in zip(channels, requests, strict=True):
+                channel.enqueue(request, self)
 
-    def _run_inline(self, channels: list[Channel], asked: list[PendingRequest]) -> bool:
+    def _run_inline(self, channels: list[Channel], requests: list[PendingRequest]) -> bool:
         """Ask in this thread: all are sent before the first answer is waited for. False if there is much to move, or others
         are to be asked first."""
-        if sum(count_bytes(one.arrays) + count_bytes(one.reply_arrays) for one in asked) > INLINE_BYTES_MAX:
+        if sum(count_bytes(request.arrays) + count_bytes(request.reply_arrays) for request in requests) > INLINE_BYTES_MAX:
             return False
         with contextlib.ExitStack() as taken:
             for channel in channels:
@@ -110,24 +110,26 @@ class RequestBatch:
                     return False
                 taken.callback(channel.release)
             try:
-                sent = [channel.try_send(one) for channel, one in zip(channels, asked, strict=True)]
-                answers = [c.wait_for_answer(one, sent=went) for c, one, went in zip(channels, asked, sent, strict=True)]
+                sent = [channel.try_send(request) for channel, request in zip(channels, requests, strict=True)]
+                replies = [
+                    c.wait_for_reply(request, sent=went) for c, request, went in zip(channels, requests, sent, strict=True)
+                ]
             except BaseException:  # an interrupt: half an answer may be left in any of them
                 for channel in channels:
                     channel.close()
                 raise
-        for answer in answers:
-            self.on_reply(answer)
+        for reply in replies:
+            self.on_reply(reply)
         return True
 
-    def on_reply(self, answer: ServerReply) -> None:
+    def on_reply(self, reply: ServerReply) -> None:
         with self._lock:
-            if isinstance(answer, ShardingChanged):
-                self._newer_sharding = answer.sharding
-            elif isinstance(answer, RequestFailed):
-                self.error = self.error or answer.to_exception()
+            if isinstance(reply, ShardingChanged):
+                self._newer_sharding = reply.sharding
+            elif isinstance(reply, RequestFailed):
+                self.error = self.error or reply.to_exception()
             else:
-                self.reply_numbers.append(answer.number if isinstance(answer, Done) else 0)
+                self.reply_numbers.append(reply.number if isinstance(reply, Done) else 0)
             self._pending_count -= 1
             if self._pending_count:
                 return
@@ -154,19 +156,19 @@ class RequestBatch:
 
 
 class Channel:
-    """One server, as seen from here. `gone` says how rows are shared without it."""
+    """The connection to one server. `get_sharding` returns the newest sharding, in case the server has left."""
 
-    def __init__(self, server: int, find: FindServer, gone: Callable[[], Sharding]) -> None:
-        self._server, self._find_server, self._get_sharding = server, find, gone
+    def __init__(self, server: int, find_server: FindServer, get_sharding: Callable[[], Sharding]) -> None:
+        self._server, self._find_server, self._get_sharding = server, find_server, get_sharding
         self._connection: socket.socket | None = None
         self._connection_lock = threading.Lock()  # around the connection: one request after the other
         self._requests: collections.deque[tuple[PendingRequest, RequestBatch]] = collections.deque()  # the first is under way
         self._queued_requests = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
 
-    def enqueue(self, asked: PendingRequest, work: RequestBatch) -> None:
-        """In its turn, by this channel's thread; the work hears the answer."""
-        self._requests.append((asked, work))
+    def enqueue(self, request: PendingRequest, batch: RequestBatch) -> None:
+        """Send a request from this channel's thread, after those before it; the batch receives the reply."""
+        self._requests.append((request, batch))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"covey to server {self._server}", daemon=True)
             self._thread.start()
@@ -192,43 +194,43 @@ class Channel:
     def _run(self) -> None:
         while True:
             self._queued_requests.acquire()
-            asked, work = self._requests[0]
+            request, batch = self._requests[0]
             with self._connection_lock:
                 try:
-                    answer = self.wait_for_answer(asked, sent=False)
+                    reply = self.wait_for_reply(request, sent=False)
                 except Exception as error:  # the thread must live, and whoever waits must hear
                     log.exception("server %d cannot be asked", self._server)
                     self.close()
-                    answer = RequestFailed(f"server {self._server} cannot be asked: {error}")
+                    reply = RequestFailed(f"server {self._server} cannot be asked: {error}")
                 self._requests.popleft()
-            work.on_reply(answer)
+            batch.on_reply(reply)
 
-    def try_send(self, asked: PendingRequest) -> bool:
+    def try_send(self, request: PendingRequest) -> bool:
         """Send a request over the connection there is; whether that seems to have worked."""
         if self._connection is None:
             return False
         try:
-            send_message(self._connection, asked.message, asked.arrays)
+            send_message(self._connection, request.message, request.arrays)
         except OSError:
             self.close()
             return False
         return True
 
-    def wait_for_answer(self, asked: PendingRequest, *, sent: bool) -> ServerReply:
-        """The answer, from whichever life of the server gives one."""
+    def wait_for_reply(self, request: PendingRequest, *, sent: bool) -> ServerReply:
+        """Return the reply. The request is sent again, if needed to a restarted process of the server."""
         while True:
             try:
                 if self._connection is None:
-                    peer = self._find_server(self._server)
-                    if peer is None:
+                    endpoint = self._find_server(self._server)
+                    if endpoint is None:
                         return ShardingChanged(self._get_sharding())
-                    self._connection = peer.connect()
+                    self._connection = endpoint.connect()
                 if not sent:
-                    send_message(self._connection, asked.message, asked.arrays)
-                answer, body = receive_reply(self._connection, asked.reply_arrays)
-                if asked.reply_callback is not None:
-                    asked.reply_callback(answer, body)
-                return answer
+                    send_message(self._connection, request.message, request.arrays)
+                reply, body = receive_reply(self._connection, request.reply_arrays)
+                if request.reply_callback is not None:
+                    request.reply_callback(reply, body)
+                return reply
             except (OSError, EOFError, msgspec.MsgspecError):
                 sent = False
                 self.close()

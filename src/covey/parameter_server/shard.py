@@ -24,15 +24,16 @@ from covey.core.parameter_server.settings import ConsistencyMode, ServingSetting
 from covey.core.parameter_server.sharding import SLOTS, SlotOwners
 from covey.errors import UsageError
 from covey.parameter_server.array_codec import RowBlock, view_as_dtype
-from covey.parameter_server.messages import ALL, ParameterSpec, PushGradients
+from covey.parameter_server.messages import ALL, DTYPES, ParameterSpec, PushGradients
 from covey.parameter_server.optimizers import Array
-from covey.parameter_server.table import ZERO_INIT, Table, sum_duplicate_rows
+from covey.parameter_server.row_placement import RowPlacement
+from covey.parameter_server.table import Table, sum_duplicate_rows
 
 NO_OWNER: Final = -1
 
 
-class RowGradient(msgspec.Struct):
-    """A gradient of one parameter from one rank. `rows` is None where it is for all."""
+class RowGradient(msgspec.Struct, frozen=True):
+    """A gradient of one parameter from one rank. `rows` is None if it is for all rows."""
 
     name: str
     rows: Array | None
@@ -42,48 +43,61 @@ class RowGradient(msgspec.Struct):
 
 
 class StepGradients:
-    """The gradients of one step, until all are here."""
+    """The gradients of one step, until all ranks have pushed theirs."""
 
-    def __init__(self) -> None:
-        self.ranks: set[int] = set()
-        self.waiting_by_rank: dict[int, list[RowGradient]] = {}  # of ranks whose turn has not come
-        self.summed: list[RowGradient] = []  # of ranks below `turn`, in order; at most one for each whole parameter
-        self.next_rank = 0
+    def __init__(
+        self,
+        ranks: Iterable[int] = (),
+        waiting_by_rank: dict[int, list[RowGradient]] | None = None,
+        summed: list[RowGradient] | None = None,
+        next_rank: int = 0,
+    ) -> None:
+        self.ranks = set(ranks)  # that have pushed
+        self.waiting_by_rank = waiting_by_rank or {}  # of ranks above `next_rank`
+        self.summed = summed or []  # of ranks below `next_rank`, in order; at most one for each whole parameter
+        self.next_rank = next_rank
 
-    def add(self, rank: int, gifts: list[RowGradient]) -> None:
-        """Take a rank's gradients in. They are summed as soon as those of all lower ranks are."""
+    def add(self, rank: int, gradients: list[RowGradient]) -> None:
+        """Add a rank's gradients. They are summed as soon as those of all lower ranks are."""
         self.ranks.add(rank)
-        self.waiting_by_rank[rank] = gifts
+        self.waiting_by_rank[rank] = gradients
         while self.next_rank in self.waiting_by_rank:
-            for gift in self.waiting_by_rank.pop(self.next_rank):
-                whole = next((g for g in self.summed if g.name == gift.name and g.rows is None), None)
-                if gift.rows is None and whole is not None and whole.owns_memory:
-                    whole.gradient += gift.gradient
-                elif gift.rows is None and whole is not None:
-                    whole.gradient, whole.owns_memory = whole.gradient + gift.gradient, True
-                else:
-                    self.summed.append(gift)
+            for added in self.waiting_by_rank.pop(self.next_rank):
+                index = next((n for n, g in enumerate(self.summed) if g.name == added.name and g.rows is None), None)
+                if added.rows is not None or index is None:
+                    self.summed.append(added)
+                    continue
+                total = self.summed[index]
+                into = total.gradient if total.owns_memory else None
+                gradient = np.add(total.gradient, added.gradient, out=into)
+                self.summed[index] = RowGradient(total.name, None, gradient, total.lr, owns_memory=True)
             self.next_rank += 1
 
-    def select_rows(self, cut: Callable[[RowGradient], RowGradient]) -> StepGradients:
-        """The same stage for some of the rows."""
-        found = StepGradients()
-        found.ranks, found.next_rank = set(self.ranks), self.next_rank
-        found.waiting_by_rank = {rank: [cut(gift) for gift in gifts] for rank, gifts in self.waiting_by_rank.items()}
-        found.summed = [cut(gift) for gift in self.summed]
-        return found
+    def select_rows(self, select: Callable[[RowGradient], RowGradient]) -> StepGradients:
+        """Return the same gradients for some of the rows."""
+        waiting = {rank: [select(one) for one in gradients] for rank, gradients in self.waiting_by_rank.items()}
+        return StepGradients(self.ranks, waiting, [select(one) for one in self.summed], self.next_rank)
 
 
 class Shard:
-    """A server's rows of some slots. `server` is whose they are, which is another's where this is a copy."""
+    """A server's rows of some slots. `server` owns them, also if this is the replica on another server."""
 
-    def __init__(self, serving: ServingSettings, server: int, slots: Iterable[int]) -> None:
+    def __init__(
+        self,
+        serving: ServingSettings,
+        server: int,
+        slots: Iterable[int],
+        tables: dict[str, Table] | None = None,
+        step: int = 0,
+        last_pushed_steps: Iterable[int] | None = None,
+        step_gradients: StepGradients | None = None,
+    ) -> None:
         self.serving, self.server, self.slots = serving, server, frozenset(slots)
         self.owners = partial_owners(server, self.slots)
-        self.tables: dict[str, Table] = {}
-        self.step = 0  # steps that are applied, in sync mode
-        self.last_pushed_steps = [-1] * serving.workers  # each rank's newest step
-        self.step_gradients = StepGradients()
+        self.tables = tables or {}
+        self.step = step  # steps that are applied, in sync mode
+        self.last_pushed_steps = [-1] * serving.workers if last_pushed_steps is None else list(last_pushed_steps)  # by rank
+        self.step_gradients = step_gradients or StepGradients()
 
     # -- what is asked -----------------------------------------------------------------------------------------------
 
@@ -94,7 +108,7 @@ class Shard:
             self.check_spec(spec)
             return
         given = spec.begin.kind == "given"
-        table = Table(spec, self.server, self.owners, values if given and values.nbytes else None)
+        table = Table.create(spec, self.server, self.owners, values if given and values.nbytes else None)
         if given and values.nbytes != table.weights.nbytes:
             raise UsageError(f"{spec.name} begins with {values.nbytes} bytes here, not {table.weights.nbytes}")
         self.tables[spec.name] = table
@@ -114,20 +128,20 @@ class Shard:
                     " all workers must say the same"
                 )
 
-    def build_gradients(self, push: PushGradients, pieces: list[RowBlock], *, owned: bool) -> list[RowGradient]:
-        """What a push gives these rows, checked. Raises `UsageError`; nothing has changed then."""
+    def build_gradients(self, push: PushGradients, blocks: list[RowBlock], *, owned: bool) -> list[RowGradient]:
+        """Return a push's gradients for these rows, checked. Raises `UsageError`; nothing has changed then."""
         if push.rank >= self.serving.workers:
             raise UsageError(f"rank {push.rank} pushed, but there are {self.serving.workers} workers")
         if self.serving.mode is ConsistencyMode.SYNC and push.step > self.step + self.is_step_complete(self.step):
             raise UsageError(f"step {push.step} cannot be pushed: step {self.step} is not complete")
-        for piece in pieces:
-            total = float(piece.values.sum())
-            if self.serving.refuse_nan and not math.isfinite(total) and not np.isfinite(piece.values).all():
+        for block in blocks:
+            total = float(block.values.sum())
+            if self.serving.refuse_nan and not math.isfinite(total) and not np.isfinite(block.values).all():
                 raise UsageError(
-                    f"the gradient of {piece.name} from rank {push.rank} at step {push.step} has values that are no finite"
+                    f"the gradient of {block.name} from rank {push.rank} at step {push.step} has values that are no finite"
                     " numbers: mend the training, or let them pass with COVEY_PS_NAN=pass"
                 )
-        return [RowGradient(piece.name, piece.rows, piece.values, piece.lr, owned) for piece in pieces]
+        return [RowGradient(block.name, block.rows, block.values, block.lr, owned) for block in blocks]
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
@@ -135,15 +149,15 @@ class Shard:
         """Whether this rank's gradients of a step are here, or were."""
         return step <= self.last_pushed_steps[rank]
 
-    def add_gradients(self, step: int, rank: int, gifts: list[RowGradient]) -> None:
-        """Take gradients in, checked and not known yet."""
+    def add_gradients(self, step: int, rank: int, gradients: list[RowGradient]) -> None:
+        """Add gradients that `build_gradients` has checked and that this rank has not pushed before."""
         if self.serving.mode is ConsistencyMode.SYNC:
             if step > self.step:
                 self.apply_step()
-            self.step_gradients.add(rank, gifts)
+            self.step_gradients.add(rank, gradients)
         else:
-            for gift in gifts:
-                self._update_table([gift], 1.0)
+            for gradient in gradients:
+                self._update_table([gradient], 1.0)
         self.last_pushed_steps[rank] = step
 
     def is_step_complete(self, step: int) -> bool:
@@ -163,46 +177,48 @@ class Shard:
             self.apply_step()
 
     def apply_step(self) -> None:
-        """The complete step becomes part of the values."""
-        stage, self.step_gradients = self.step_gradients, StepGradients()
+        """Update the values with the gradients of the complete step."""
+        complete, self.step_gradients = self.step_gradients, StepGradients()
         self.step += 1
         by_name: dict[str, list[RowGradient]] = {}
-        for gift in stage.summed:
-            by_name.setdefault(gift.name, []).append(gift)
-        for gifts in by_name.values():
-            self._update_table(gifts, 1.0 / self.serving.workers)
+        for gradient in complete.summed:
+            by_name.setdefault(gradient.name, []).append(gradient)
+        for gradients in by_name.values():
+            self._update_table(gradients, 1.0 / self.serving.workers)
 
-    def _update_table(self, gifts: list[RowGradient], scale: float) -> None:
-        """One parameter's gradients of one step."""
-        table, lr = self.tables[gifts[0].name], gifts[0].lr
-        if gifts[0].rows is None:
-            gradient = gifts[0].gradient
+    def _update_table(self, gradients: list[RowGradient], scale: float) -> None:
+        """Update one parameter with its gradients of one step."""
+        first = gradients[0]
+        table, lr = self.tables[first.name], first.lr
+        if first.rows is None:
+            gradient = first.gradient
             if scale != 1.0:
-                gradient = np.multiply(gradient, gradient.dtype.type(scale), out=gradient if gifts[0].owns_memory else None)
+                gradient = np.multiply(gradient, gradient.dtype.type(scale), out=gradient if first.owns_memory else None)
             table.apply_gradient(gradient, lr)
             return
-        rows = np.concatenate([gift.rows for gift in gifts if gift.rows is not None])
-        rows, gradient = sum_duplicate_rows(rows, np.concatenate([gift.gradient for gift in gifts]))
+        rows = np.concatenate([one.rows for one in gradients if one.rows is not None])
+        rows, gradient = sum_duplicate_rows(rows, np.concatenate([one.gradient for one in gradients]))
         table.apply_row_gradient(rows, gradient * gradient.dtype.type(scale) if scale != 1.0 else gradient, lr)
 
     # -- some of it, all of it ---------------------------------------------------------------------------------------
 
     def copy_slots(self, slots: Iterable[int]) -> Shard:
-        """Some slots as a shard of their own, at the same point of the same step."""
-        found = Shard(self.serving, self.server, slots)
-        found.step, found.last_pushed_steps = self.step, list(self.last_pushed_steps)
-        found.tables = {name: table.copy_owned_rows(found.owners) for name, table in self.tables.items()}
+        """Return some of the slots as a new shard, at the same point of the same step."""
+        copied = frozenset(slots)
+        owners = partial_owners(self.server, copied)
+        tables = {name: table.copy_owned_rows(owners) for name, table in self.tables.items()}
 
-        def cut(gift: RowGradient) -> RowGradient:
-            mine, table = found.tables[gift.name], self.tables[gift.name]
-            if gift.rows is None:
-                places = table.placement.local_indexes(mine.placement.row_numbers(self.server, 0, len(mine.weights)))
-                return RowGradient(gift.name, None, gift.gradient[places], gift.lr, owns_memory=True)
-            here = mine.placement.owners_of_rows(gift.rows) == self.server
-            return RowGradient(gift.name, gift.rows[here], gift.gradient[here], gift.lr, owns_memory=True)
+        def select(gradient: RowGradient) -> RowGradient:
+            placement, table = tables[gradient.name].placement, self.tables[gradient.name]
+            if gradient.rows is None:
+                rows = placement.row_numbers(self.server, 0, placement.count_rows(self.server))
+                values = gradient.gradient[table.placement.local_indexes(rows)]
+                return RowGradient(gradient.name, None, values, gradient.lr, owns_memory=True)
+            mine = placement.owners_of_rows(gradient.rows) == self.server
+            return RowGradient(gradient.name, gradient.rows[mine], gradient.gradient[mine], gradient.lr, owns_memory=True)
 
-        found.step_gradients = self.step_gradients.select_rows(cut)
-        return found
+        gradients = self.step_gradients.select_rows(select)
+        return Shard(self.serving, self.server, copied, tables, self.step, self.last_pushed_steps, gradients)
 
     def can_merge(self, other: Shard) -> bool:
         """Whether both are at the same point, between two steps: then they can be one."""
@@ -215,33 +231,37 @@ class Shard:
         return same and between and all(other.tables[name].update_count == t.update_count for name, t in self.tables.items())
 
     def merge(self, other: Shard) -> Shard:
-        """One shard of two that agree."""
-        found = Shard(self.serving, self.server, self.slots | other.slots)
-        found.step, found.last_pushed_steps = self.step, list(self.last_pushed_steps)
-        found.tables = {name: table.merge(other.tables[name], found.owners) for name, table in self.tables.items()}
-        return found
+        """Return one shard with the rows of both, for which `can_merge` holds."""
+        slots = self.slots | other.slots
+        owners = partial_owners(self.server, slots)
+        tables = {name: table.merge(other.tables[name], owners) for name, table in self.tables.items()}
+        return Shard(self.serving, self.server, slots, tables, self.step, self.last_pushed_steps)
+
+    def load(self, tables: dict[str, Table], step: int, last_pushed_steps: list[int]) -> None:
+        """Replace all rows, with those of a checkpoint."""
+        self.tables, self.step, self.last_pushed_steps = tables, step, last_pushed_steps
+        self.step_gradients = StepGradients()
 
     def pack(self) -> tuple[Any, list[Array]]:
-        """Everything, as plain data and arrays in an order that `unpack` knows."""
+        """Return everything, as plain data and as arrays in the order that `unpack` expects."""
         arrays: list[Array] = []
         tables = []
         for table in self.tables.values():
             tables.append([msgspec.to_builtins(table.spec), table.update_count])
             arrays += [table.weights, *table.states.values()]
         waiting = sorted(self.step_gradients.waiting_by_rank.items())
-        kept = [(ALL, self.step_gradients.summed), *waiting]
-        gifts = []
-        for rank, given in kept:
-            for gift in given:
-                gifts.append([rank, gift.name, -1 if gift.rows is None else len(gift.rows), gift.lr])
-                arrays += [np.ascontiguousarray(a) for a in (gift.rows, gift.gradient) if a is not None]
-        stage = [sorted(self.step_gradients.ranks), self.step_gradients.next_rank, [rank for rank, _ in waiting]]
-        return [self.step, self.last_pushed_steps, tables, stage, gifts], arrays
+        packed = []
+        for rank, gradients in [(ALL, self.step_gradients.summed), *waiting]:
+            for one in gradients:
+                packed.append([rank, one.name, -1 if one.rows is None else len(one.rows), one.lr])
+                arrays += [np.ascontiguousarray(a) for a in (one.rows, one.gradient) if a is not None]
+        pushed = [sorted(self.step_gradients.ranks), self.step_gradients.next_rank, [rank for rank, _ in waiting]]
+        return [self.step, self.last_pushed_steps, tables, pushed, packed], arrays
 
     def unpack(self, state: Any, body: Array) -> Array:
-        """Become what `pack` described; `body` is the arrays, one after the other. Returns what is left of it."""
-        self.step, pushed, tables, (ranks, turn, waiting), gifts = state
-        self.last_pushed_steps = list(pushed)  # the state may be on its way to a copy: it must not change with the shard
+        """Replace all rows with what `pack` returned. `body` has its arrays one after the other; return the rest of it."""
+        self.step, last_pushed_steps, tables, (ranks, next_rank, waiting_ranks), packed = state
+        self.last_pushed_steps = list(last_pushed_steps)  # the state may still be sent to a replica: it must not change
         place = 0
 
         def take(dtype: Any, rows: int, width: int) -> Array:
@@ -253,20 +273,20 @@ class Shard:
         self.tables = {}
         for described, updates in tables:
             spec = msgspec.convert(described, ParameterSpec)
-            table = Table(msgspec.structs.replace(spec, begin=ZERO_INIT), self.server, self.owners)
-            table.spec, table.update_count = spec, updates
-            table.weights = take(table.weights.dtype, *table.weights.shape)
-            table.states = {name: take(values.dtype, *values.shape) for name, values in table.states.items()}
-            self.tables[spec.name] = table
-        self.step_gradients = StepGradients()
-        self.step_gradients.ranks, self.step_gradients.next_rank = set(ranks), turn
-        self.step_gradients.waiting_by_rank = {rank: [] for rank in waiting}
-        for rank, name, count, lr in gifts:
+            placement = RowPlacement(spec.rows, spec.striped, self.owners)
+            shape = (placement.count_rows(self.server), spec.width)
+            weights, *states = (take(DTYPES[spec.dtype], *shape) for _ in range(1 + len(spec.rule.initial_states)))
+            named_states = dict(zip(spec.rule.initial_states, states, strict=True))
+            self.tables[spec.name] = Table(spec, self.server, placement, weights, named_states, updates)
+        summed: list[RowGradient] = []
+        waiting: dict[int, list[RowGradient]] = {rank: [] for rank in waiting_ranks}
+        for rank, name, count, lr in packed:
             table = self.tables[name]
             rows = take(np.int64, count, 1).reshape(-1).copy() if count >= 0 else None
             shape = (count if count >= 0 else len(table.weights), table.spec.width)
-            gift = RowGradient(name, rows, take(table.weights.dtype, *shape).copy(), lr, owns_memory=True)
-            (self.step_gradients.summed if rank == ALL else self.step_gradients.waiting_by_rank[rank]).append(gift)
+            gradient = RowGradient(name, rows, take(table.weights.dtype, *shape).copy(), lr, owns_memory=True)
+            (summed if rank == ALL else waiting[rank]).append(gradient)
+        self.step_gradients = StepGradients(ranks, waiting, summed, next_rank)
         return body[place:]
 
 

@@ -55,11 +55,11 @@ class ShardSet:
         for shard in self.shards:
             given = values
             if values.nbytes and len(self.shards) > 1:
-                face = _PlacedParameter(spec, _make_placement(spec, partial_owners(self.server, self.slots)))
-                size = face.placement.count_rows(self.server)
+                info = _PlacedParameter(spec, _make_placement(spec, partial_owners(self.server, self.slots)))
+                size = info.placement.count_rows(self.server)
                 if values.nbytes % size:
                     raise UsageError(f"{spec.name} begins with {values.nbytes} bytes here, for {size} rows")
-                given = values.reshape(size, -1)[self._row_indexes(shard, face)].reshape(-1)
+                given = values.reshape(size, -1)[self._row_indexes(shard, info)].reshape(-1)
             shard.declare(spec, given)
         return bool(new)
 
@@ -72,15 +72,15 @@ class ShardSet:
         new = [push.rank >= self.serving.workers or not shard.has_pushed(push.step, push.rank) for shard in self.shards]
         if not any(new):
             return False
-        faces = self._parameter_infos()
-        pieces = self._split_by_shard(parse_row_blocks(push.selections, body, faces, self.server), faces)
-        gifts = [
-            shard.build_gradients(push, its, owned=owned) if wanted else []
-            for shard, its, wanted in zip(self.shards, pieces, new, strict=True)
+        infos = self._parameter_infos()
+        blocks_by_shard = self._split_by_shard(parse_row_blocks(push.selections, body, infos, self.server), infos)
+        gradients_by_shard = [
+            shard.build_gradients(push, blocks, owned=owned) if is_new else []
+            for shard, blocks, is_new in zip(self.shards, blocks_by_shard, new, strict=True)
         ]
-        for shard, given, wanted in zip(self.shards, gifts, new, strict=True):
-            if wanted:
-                shard.add_gradients(push.step, push.rank, given)
+        for shard, gradients, is_new in zip(self.shards, gradients_by_shard, new, strict=True):
+            if is_new:
+                shard.add_gradients(push.step, push.rank, gradients)
         if self.serving.mode is not ConsistencyMode.SYNC:
             self.merge_shards()
         return True
@@ -99,30 +99,30 @@ class ShardSet:
     def last_pushed_step(self, rank: int) -> int:
         return min((shard.last_pushed_steps[rank] for shard in self.shards), default=-1)
 
-    def check_pull(self, parts: list[RowSelection], body: Array) -> None:
+    def check_pull(self, selections: list[RowSelection], body: Array) -> None:
         """Raises `UsageError` if these cannot be pulled."""
-        parse_row_blocks(parts, body, self._parameter_infos(), self.server, values=False)
+        parse_row_blocks(selections, body, self._parameter_infos(), self.server, values=False)
 
-    def read_values(self, parts: list[RowSelection], body: Array) -> list[Array]:
+    def read_values(self, selections: list[RowSelection], body: Array) -> list[Array]:
         """The values of these parts; those of whole parameters are not copied if that can be."""
-        faces = self._parameter_infos()
+        infos = self._parameter_infos()
         return [
-            self._read_block(piece, faces[piece.name])
-            for piece in parse_row_blocks(parts, body, faces, self.server, values=False)
+            self._read_block(block, infos[block.name])
+            for block in parse_row_blocks(selections, body, infos, self.server, values=False)
         ]
 
-    def read_changed(self, part: RowSelection, body: Array) -> tuple[int, Array, Array]:
+    def read_changed(self, selection: RowSelection, body: Array) -> tuple[int, Array, Array]:
         """The number of the last change, which of the rows changed since the numbers that follow them, and their values."""
-        faces, half = self._parameter_infos(), body.nbytes // 2
-        [piece] = parse_row_blocks([part], body[:half], faces, self.server, values=False)
+        infos, half = self._parameter_infos(), body.nbytes // 2
+        [block] = parse_row_blocks([selection], body[:half], infos, self.server, values=False)
         since = body[half:].view(np.int64)
-        if piece.rows is None or len(since) != len(piece.rows):
-            raise UsageError(f"{part.name}: so many numbers of changes are needed as there are rows")
+        if block.rows is None or len(since) != len(block.rows):
+            raise UsageError(f"{selection.name}: so many numbers of changes are needed as there are rows")
         if len(self.shards) > 1:  # which number is meant?
-            return -1, np.ones(len(piece.rows), bool), self._read_block(piece, faces[part.name])
-        table = self.shards[0].tables[part.name]
-        changed = table.changed_since(piece.rows, since)
-        return table.update_count, changed, table.read_values(piece.rows[changed])
+            return -1, np.ones(len(block.rows), bool), self._read_block(block, infos[selection.name])
+        table = self.shards[0].tables[selection.name]
+        changed = table.changed_since(block.rows, since)
+        return table.update_count, changed, table.read_values(block.rows[changed])
 
     # -- slots come and go -------------------------------------------------------------------------------------------
 
@@ -171,9 +171,9 @@ class ShardSet:
         states: list[Any] = []
         arrays: list[Array] = []
         for shard in (*self.shards, *self.detached):
-            state, its = shard.pack()
+            state, shard_arrays = shard.pack()
             states.append([sorted(shard.slots), state])
-            arrays += its
+            arrays += shard_arrays
         return [len(self.shards), states], arrays
 
     def unpack(self, state: Any, body: Array) -> None:
@@ -198,37 +198,37 @@ class ShardSet:
             for name in self.parameter_names
         }
 
-    def _split_by_shard(self, pieces: list[RowBlock], faces: Mapping[str, ParameterInfo]) -> list[list[RowBlock]]:
+    def _split_by_shard(self, blocks: list[RowBlock], infos: Mapping[str, ParameterInfo]) -> list[list[RowBlock]]:
         """What of a message is for which shard."""
         if len(self.shards) == 1:
-            return [pieces]
-        return [[self._block_for_shard(shard, piece, faces[piece.name]) for piece in pieces] for shard in self.shards]
+            return [blocks]
+        return [[self._block_for_shard(shard, block, infos[block.name]) for block in blocks] for shard in self.shards]
 
-    def _block_for_shard(self, shard: Shard, piece: RowBlock, face: ParameterInfo) -> RowBlock:
-        if piece.rows is None:
-            values = piece.values[self._row_indexes(shard, face)] if len(piece.values) else piece.values
-            return RowBlock(piece.name, None, values, piece.lr)
-        here = shard.tables[piece.name].placement.owners_of_rows(piece.rows) == self.server
-        values = piece.values[here] if len(piece.values) else piece.values
-        return RowBlock(piece.name, piece.rows[here], values, piece.lr)
+    def _block_for_shard(self, shard: Shard, block: RowBlock, info: ParameterInfo) -> RowBlock:
+        if block.rows is None:
+            values = block.values[self._row_indexes(shard, info)] if len(block.values) else block.values
+            return RowBlock(block.name, None, values, block.lr)
+        mine = shard.tables[block.name].placement.owners_of_rows(block.rows) == self.server
+        values = block.values[mine] if len(block.values) else block.values
+        return RowBlock(block.name, block.rows[mine], values, block.lr)
 
-    def _row_indexes(self, shard: Shard, face: ParameterInfo) -> Array:
+    def _row_indexes(self, shard: Shard, info: ParameterInfo) -> Array:
         """Where a shard's rows lie among all."""
-        mine = _make_placement(face.spec, shard.owners)
-        return face.placement.local_indexes(mine.row_numbers(self.server, 0, mine.count_rows(self.server)))
+        placement = _make_placement(info.spec, shard.owners)
+        return info.placement.local_indexes(placement.row_numbers(self.server, 0, placement.count_rows(self.server)))
 
-    def _read_block(self, piece: RowBlock, face: ParameterInfo) -> Array:
-        tables = [shard.tables[piece.name] for shard in self.shards]
+    def _read_block(self, block: RowBlock, info: ParameterInfo) -> Array:
+        tables = [shard.tables[block.name] for shard in self.shards]
         if len(tables) == 1:
-            return tables[0].read_values(piece.rows)
-        count = face.placement.count_rows(self.server) if piece.rows is None else len(piece.rows)
-        found = np.empty((count, face.spec.width), DTYPES[face.spec.dtype])
+            return tables[0].read_values(block.rows)
+        count = info.placement.count_rows(self.server) if block.rows is None else len(block.rows)
+        found = np.empty((count, info.spec.width), DTYPES[info.spec.dtype])
         for shard, table in zip(self.shards, tables, strict=True):
-            if piece.rows is None:
-                found[self._row_indexes(shard, face)] = table.weights
+            if block.rows is None:
+                found[self._row_indexes(shard, info)] = table.weights
             else:
-                here = table.placement.owners_of_rows(piece.rows) == self.server
-                found[here] = table.read_values(piece.rows[here])
+                mine = table.placement.owners_of_rows(block.rows) == self.server
+                found[mine] = table.read_values(block.rows[mine])
         return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
 import numpy as np
 
 from covey.core.parameter_server.sharding import SlotOwners
@@ -11,48 +10,58 @@ from covey.parameter_server.optimizers import Array, update_rows, update_weights
 from covey.parameter_server.row_placement import RowPlacement
 
 DRAW_CHUNK_ELEMENTS = 1 << 16  # elements that are drawn at a time: what that takes beside the rows must not show
-ZERO_INIT = InitialValues("zeros")  # the values follow
 
 
 class Table:
-    """The rows of a parameter that lie here."""
+    """The rows of one parameter on one server, and the optimizer's state for them."""
 
-    def __init__(self, spec: ParameterSpec, server: int, owners: SlotOwners, values: Array | None = None) -> None:
-        self.spec = spec
-        self.server = server
-        self.placement = RowPlacement(spec.rows, spec.striped, owners)
-        self.update_count = 0
-        self._row_versions: Array | None = None  # by row: the update that changed it last; kept once somebody asks
-        shape = (self.placement.count_rows(server), spec.width)
-        dtype = DTYPES[spec.dtype]
+    def __init__(
+        self,
+        spec: ParameterSpec,
+        server: int,
+        placement: RowPlacement,
+        weights: Array,
+        states: dict[str, Array],
+        update_count: int = 0,
+    ) -> None:
+        self.spec, self.server, self.placement = spec, server, placement
+        self.weights, self.states, self.update_count = weights, states, update_count
+        self._row_versions: Array | None = None  # by row: the update that changed it last; made by the first `changed_since`
+
+    @classmethod
+    def create(cls, spec: ParameterSpec, server: int, owners: SlotOwners, values: Array | None = None) -> Table:
+        """Return a table that no gradient has changed, with these values or with those that the spec describes."""
+        placement = RowPlacement(spec.rows, spec.striped, owners)
+        shape, dtype = (placement.count_rows(server), spec.width), DTYPES[spec.dtype]
         if values is not None:
-            self.weights: Array = values.view(dtype).reshape(shape)
+            weights: Array = values.view(dtype).reshape(shape)
         else:
-            self.weights = np.zeros(shape, dtype)
-            draw_initial_values(self.weights, spec.begin, self.placement, server)
-        self.states = {name: np.full(shape, first, dtype) for name, first in spec.rule.initial_states.items()}
+            weights = np.zeros(shape, dtype)
+            draw_initial_values(weights, spec.begin, placement, server)
+        states = {name: np.full(shape, first, dtype) for name, first in spec.rule.initial_states.items()}
+        return cls(spec, server, placement, weights, states)
 
     def copy_owned_rows(self, owners: SlotOwners) -> Table:
-        """The rows that these owners leave to this server, in a table of their own."""
-        found = Table(msgspec.structs.replace(self.spec, begin=ZERO_INIT), self.server, owners)
-        places = self.placement.local_indexes(
-            found.placement.row_numbers(self.server, 0, found.placement.count_rows(self.server))
-        )
-        found.spec, found.update_count = self.spec, self.update_count
-        found.weights = self.weights[places]
-        found.states = {name: values[places] for name, values in self.states.items()}
-        return found
+        """Return a table with copies of the rows that `owners` assigns to this server."""
+        placement = RowPlacement(self.spec.rows, self.spec.striped, owners)
+        places = self.placement.local_indexes(placement.row_numbers(self.server, 0, placement.count_rows(self.server)))
+        states = {name: values[places] for name, values in self.states.items()}
+        return Table(self.spec, self.server, placement, self.weights[places], states, self.update_count)
 
     def merge(self, other: Table, owners: SlotOwners) -> Table:
-        """These rows and the other's in one table."""
-        found = Table(msgspec.structs.replace(self.spec, begin=ZERO_INIT), self.server, owners)
-        found.spec, found.update_count = self.spec, self.update_count
-        for table in (self, other):
-            places = found.placement.local_indexes(table.placement.row_numbers(self.server, 0, len(table.weights)))
-            found.weights[places] = table.weights
-            for name, values in table.states.items():
-                found.states[name][places] = values
-        return found
+        """Return a table with the rows of both, which have the same update count."""
+        placement = RowPlacement(self.spec.rows, self.spec.striped, owners)
+        places = [
+            placement.local_indexes(table.placement.row_numbers(self.server, 0, len(table.weights))) for table in (self, other)
+        ]
+
+        def join(ours: Array, theirs: Array) -> Array:
+            joined: Array = np.empty((placement.count_rows(self.server), self.spec.width), ours.dtype)
+            joined[places[0]], joined[places[1]] = ours, theirs
+            return joined
+
+        states = {name: join(values, other.states[name]) for name, values in self.states.items()}
+        return Table(self.spec, self.server, placement, join(self.weights, other.weights), states, self.update_count)
 
     @property
     def nbytes(self) -> int:

@@ -2,6 +2,7 @@
 
 `node_runtime`       event loop around a node's state machine, with a connection of its own
 `relayed_runtime`    the same for a child of an agent, through the agent's relay
+`process_variables`  variables, signal and handoff between a process of covey and its children
 `credentials`        join secret and TLS contexts from the settings
 `host_identity`      id, name and address of this host
 `listeners`          binds cluster and REST ports; limit of open files
@@ -14,5 +15,6 @@
 `exception_record`   description of the exception that ended a script
 `fault_injection`    faults of `covey chaos`: kill, stop, slow, cut, fill the disk, shift the clock
 `lifeline`           kills a child's process group when the agent dies
+`restart_backoff`    when a child process that exits early is restarted, and when its parent gives up
 `linux`              prctl: parent-death signal, subreaper, process title
 """

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import msgspec
 
 from covey import ps_context
+from covey.core.addresses import is_loopback
 from covey.log import log
 from covey.settings import Settings
 from covey.storage import join_secret as secret
 from covey.transport import tls
-from covey.transport.address import is_loopback
 
 
 class Credentials(NamedTuple):

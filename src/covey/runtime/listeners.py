@@ -8,6 +8,7 @@ import socket
 
 import msgspec
 
+from covey.core.addresses import is_loopback
 from covey.errors import ExitCode, UsageError
 from covey.log import log
 from covey.settings import Settings
@@ -67,7 +68,7 @@ def bind_management_port(port: int, host: str, *, strict: bool) -> list[socket.s
     if host in ("0.0.0.0", "::"):
         found[0].close()
         return address.listen(host, port, "MS_SCHED_MANAGE_PORT")
-    if not address.is_loopback(host) or (host.startswith("127.") and host != "127.0.0.1"):
+    if not is_loopback(host) or (host.startswith("127.") and host != "127.0.0.1"):
         found += address.listen(host, port, "MS_SCHED_MANAGE_PORT")
     return found
 

@@ -8,11 +8,10 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
-from covey.agent.relay import ChildRelay
 from covey.core.cluster.node_machine import NodeMachine, NodeSettings
 from covey.core.effects import Close, Connect, Deliver, EndMembership, NodeEffect, PublishEvent, Send, SendHeartbeat
 from covey.core.events import Connected, ConnectionLost, LeaveRequested, MessageReceived, NodeEvent, SchedulerRefused, Tick
@@ -26,6 +25,22 @@ from covey.transport.connection import Connection, NoListenerError, connect
 
 TIMER_MAX_S: Final = 3600.0
 HEARTBEATS_PER_TIMEOUT: Final = 4  # at least so many beats fit into the silence after which a node is dead
+PROGRESS_INTERVAL_MIN_S: Final = 0.5  # shortest time between two progress reports of one sender
+PROGRESS_REPORTS_PER_S: Final = 500  # limit of all senders together
+
+
+def progress_interval_s(senders: int) -> float:
+    """Return the seconds between two progress reports of one of `senders` senders."""
+    return max(PROGRESS_INTERVAL_MIN_S, senders / PROGRESS_REPORTS_PER_S)
+
+
+class RelayCallbacks(Protocol):
+    """Calls from the runtime of an agent to the relay of its children."""
+
+    def on_scheduler_connected(self, uplink: NodeRuntime) -> None: ...
+    def on_scheduler_lost(self, reason: str) -> None: ...
+    def forward_to_children(self, message: Any) -> bool:
+        """Forward a message of the scheduler; return whether it was for children alone."""
 
 
 class SchedulerAddress(msgspec.Struct, frozen=True):
@@ -79,7 +94,7 @@ class NodeRuntime:
         deliver: Callable[[FromScheduler], None],
         finished: Callable[[EndMembership], None],
         beat: Callable[[], Heartbeat | RelayedHeartbeats],
-        relay: ChildRelay | None = None,
+        relay: RelayCallbacks | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._scheduler_address = door

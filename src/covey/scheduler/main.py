@@ -16,11 +16,10 @@ from covey.errors import CoveyError
 from covey.log import configure_logging, log
 from covey.runtime import linux
 from covey.runtime.listeners import ListeningSockets, raise_file_limit
+from covey.runtime.process_variables import HANDOFF_VARIABLE, SchedulerHandoff
 from covey.scheduler.scheduler import exit_now
-from covey.scheduler.service import SchedulerHandoff, SchedulerService
+from covey.scheduler.service import SchedulerService
 from covey.settings import LoadedSettings, check_manual_settings, load_settings
-
-HANDOFF_VARIABLE = "COVEY_KEPT"
 
 
 def run_scheduler(

@@ -17,10 +17,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from covey.core.cluster.recovery_strategy import parse_strategies
 from covey.core.effects import EndCluster
+from covey.core.restart_limits import MAX_RESTARTS, replacement_limit
+from covey.core.strategy_ladder import parse_strategies
 from covey.core.types import ClusterSettings
 from covey.errors import ExitCode, StoreError, UsageError
 from covey.log import log
@@ -33,6 +32,7 @@ from covey.runtime.listeners import (
     describe_management_port,
 )
 from covey.runtime.management_port import serve_management_port
+from covey.runtime.process_variables import SchedulerHandoff
 from covey.scheduler.journal_commits import RETRY_DISK_S, LeadershipHandedOver, LeaderTerm, SteppedDown
 from covey.scheduler.lease_keeper import LeaseKeeper, StandbyClusterEnded, kill_predecessor
 from covey.scheduler.scheduler import Scheduler, SchedulerInfo, exit_now, on_signal
@@ -44,19 +44,6 @@ from covey.storage.journal import FencedError, Journal, open_journal
 from covey.transport import address
 
 PORT_RELEASE_TIMEOUT_S = 10.0  # the kernel has to let go of a port whose holder was killed
-REPLACEMENTS_MAX = 32767  # per host, as MindSpore's max_restarts
-
-
-class SchedulerHandoff(msgspec.Struct, frozen=True):
-    """What an agent gives the scheduler it keeps alive, as JSON in `KEPT_VARIABLE`."""
-
-    socket_fds: tuple[list[int], list[int]]  # descriptors of the bound sockets it hands over: the cluster's, the REST port's
-    journal_folder: str  # the folder from which a restarted one goes on
-    log_dir: str = ""
-    default_job: str = ""  # the cluster, where nobody gave the job a name
-    max_restarts: int = 0
-    agents_return: bool = True
-    agent_pid: int = 0  # its pid, where it is the parent: with it, this one ends
 
 
 class SchedulerService:
@@ -90,7 +77,10 @@ class SchedulerService:
     async def stand_by(self) -> int:
         """One of several schedulers: wait until this one leads, act while it does, and wait again."""
         cells = open_cas_store(
-            choose_lease_store(self._settings, self._journal_folder), folder=self._journal_folder, job=self._job
+            choose_lease_store(self._settings, self._journal_folder),
+            folder=self._journal_folder,
+            job=self._job,
+            factories={"kubernetes": _open_kubernetes_store},
         )
         manage = self._sockets.management if self._sockets is not None else self._bind_management_port()
         leading = LeaseKeeper(
@@ -225,7 +215,7 @@ class SchedulerService:
         scheduler = Scheduler(
             make_cluster_settings(
                 settings,
-                kept.max_restarts if kept is not None else 0,
+                kept.max_restarts if kept is not None else MAX_RESTARTS,
                 agents_return=kept is None or kept.agents_return,
             ),
             place,
@@ -270,6 +260,13 @@ class SchedulerService:
         )
 
 
+def _open_kubernetes_store(name: str) -> CasStore:
+    """Open the store `kubernetes://NAME`. The import is here because only such a scheduler needs the Kubernetes client."""
+    from covey.kubernetes.cas_store import KubernetesCasStore
+
+    return KubernetesCasStore.from_name(name)
+
+
 def choose_lease_store(settings: Settings, folder: str) -> str:
     """Where several schedulers agree who leads: what COVEY_LEASE says, else the journal's folder."""
     store = settings.lease or ("file" if folder else "")
@@ -281,7 +278,9 @@ def choose_lease_store(settings: Settings, folder: str) -> str:
     return store
 
 
-def make_cluster_settings(settings: Settings, max_restarts: int = 0, *, agents_return: bool = True) -> ClusterSettings:
+def make_cluster_settings(
+    settings: Settings, max_restarts: int = MAX_RESTARTS, *, agents_return: bool = True
+) -> ClusterSettings:
     """What the core needs of the effective settings."""
     return ClusterSettings(
         worker_num=settings.worker_num,
@@ -293,7 +292,7 @@ def make_cluster_settings(settings: Settings, max_restarts: int = 0, *, agents_r
         node_timeout_s=settings.node_timeout_s,
         heartbeats_enabled=not settings.disable_heartbeat,
         max_restarts=max_restarts,
-        replacements_max=max_restarts or REPLACEMENTS_MAX,
+        replacements_max=replacement_limit(max_restarts),
         strategies=parse_strategies(settings.strategy.split(",")),
         stuck_s=settings.stuck_s,
         extra_ranks=settings.extra_ranks,

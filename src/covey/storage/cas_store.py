@@ -1,8 +1,8 @@
 """Cells: named values that several processes may change, each change only in the place of the version it was made from.
 
 On one host, or on a disk that several hosts share, a cell is a file. Between hosts it is a key of etcd, spoken to
-through its JSON gateway: two requests are all that is needed, so there is no client library. (`operator.cells` keeps them in
-Kubernetes.) Who cannot reach its store gets a `StoreError`, and does not know whether its last write arrived.
+through its JSON gateway: two requests are all that is needed, so there is no client library. (`kubernetes.cas_store` keeps them
+in Kubernetes.) Who cannot reach its store gets a `StoreError`, and does not know whether its last write arrived.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import base64
 import contextlib
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import msgspec
 
+from covey.atomic_file import write_synced
 from covey.errors import StoreError, UsageError
 
 ETCD_TIMEOUT_S: Final = 2.0  # of one request
@@ -60,10 +61,7 @@ class FileCasStore:
         draft = self._folder / f"{key}-{self._writer_id}.draft"
         try:
             try:
-                with draft.open("wb") as file:
-                    file.write(value)
-                    file.flush()
-                    os.fsync(file.fileno())
+                write_synced(draft, value)
                 done = self._claim_version(draft, key, version)
             finally:
                 draft.unlink(missing_ok=True)
@@ -161,16 +159,19 @@ class EtcdCasStore:
         self._newest_revision = max(self._newest_revision, revision)
 
 
-def open_cas_store(where: str, *, folder: str, job: str) -> CasStore:
-    """The store that COVEY_LEASE names: `file`, `etcd://HOST:PORT[/PREFIX]`, or `kubernetes://[NAMESPACE/]NAME`."""
+def open_cas_store(
+    where: str, *, folder: str, job: str, factories: Mapping[str, Callable[[str], CasStore]] | None = None
+) -> CasStore:
+    """Open the store that COVEY_LEASE names: `file`, `etcd://HOST:PORT[/PREFIX]`, or `SCHEME://REST` if `factories` has SCHEME.
+
+    A factory receives REST. The caller supplies the stores of packages above this one, such as Kubernetes.
+    """
     scheme, _, rest = where.partition("://")
     if scheme == "file":
         return FileCasStore(Path(rest or folder) / "lease")
     if scheme in ("etcd", "etcds"):
         authority, _, prefix = rest.partition("/")
         return EtcdCasStore(f"{'https' if scheme == 'etcds' else 'http'}://{authority}", prefix or f"covey/{job}")
-    if scheme == "kubernetes":
-        from covey.kubernetes.cas_store import KubernetesCasStore
-
-        return KubernetesCasStore.from_name(rest)
+    if factories is not None and scheme in factories:
+        return factories[scheme](rest)
     raise UsageError(f"COVEY_LEASE={where} is no store: file, etcd://HOST:PORT or kubernetes://NAME is")

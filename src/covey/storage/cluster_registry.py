@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
+from covey.atomic_file import write_atomically
 from covey.errors import StoreError
 
 
@@ -54,12 +55,8 @@ def register_cluster(entry: RegistryEntry) -> Path:
         if other.cluster_id == entry.cluster_id and other.pid != entry.pid:
             _entry_path(other.pid).unlink(missing_ok=True)
     path = _entry_path(entry.pid)
-    temporary = path.with_suffix(".new")
     try:
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.encode(entry))
-        temporary.rename(path)
+        write_atomically(path, msgspec.json.encode(entry), mode=0o600, durable=False)  # its process ends with the power
     except OSError as error:
         raise _registry_error(error) from None
     return path

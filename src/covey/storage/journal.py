@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from covey.atomic_file import replace_durably
 from covey.core.event_log import Event
 from covey.core.incidents import INCIDENTS_MAX, Incident
 from covey.core.types import AgentRecord, ClusterRecord, MemberRecord, Phase, Record, Role
@@ -245,12 +246,7 @@ def _create_journal(path: Path, fill: Callable[[sqlite3.Connection], object] = l
     temporary.unlink(missing_ok=True)
     with contextlib.closing(sqlite3.connect(temporary, isolation_level=None)) as database:
         fill(database)
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    temporary.rename(path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)
-    os.close(folder)
+    replace_durably(temporary, path)
 
 
 def _open_database(path: Path) -> sqlite3.Connection:

@@ -21,6 +21,7 @@ import msgspec
 
 from covey.errors import CoveyError, UsageError
 from covey.runtime.lifeline import Lifeline
+from covey.runtime.restart_backoff import RestartBackoff
 from covey.template_process import fork_server
 from covey.template_process.protocol import (
     PACKET_MAX,
@@ -39,19 +40,12 @@ from covey.template_process.protocol import (
 IMPORT_TIMEOUT_S = 300.0  # limit of one import order
 FORK_TIMEOUT_S = 60.0  # limit of one fork order
 EARLY_EXIT_S = 30.0  # a template that ends sooner has failed
-EARLY_EXITS_MAX = 5
+RESTART_DELAYS_S = (0.0, 0.1, 0.2, 0.4)  # after the first early exit, the second, ...; none after the fifth
 FORK_ATTEMPTS_MAX = 5  # each with another template
 MODULES_MAX = 1000
 OUTPUT_TAIL_MAX = 2000  # characters of what a template printed
 
 log = logging.getLogger("covey.agent")
-
-
-def restart_delay_s(short_lives: int) -> float | None:
-    """Seconds until the next template after so many short lives in a row; None: no more templates."""
-    if short_lives >= EARLY_EXITS_MAX:
-        return None
-    return 0.0 if short_lives <= 1 else 0.1 * 2 ** (short_lives - 2)
 
 
 class TemplateExited(Exception):
@@ -230,17 +224,18 @@ class TemplateClient:
     # -- one life after the other ----------------------------------------------------------------------------------
 
     async def _keep_template_running(self) -> None:
-        short_lives = 0
-        while (pause := restart_delay_s(short_lives)) is not None:
-            await asyncio.sleep(pause)
+        backoff = RestartBackoff(RESTART_DELAYS_S, EARLY_EXIT_S)
+        delay_s: float | None = 0.0
+        while delay_s is not None:
+            await asyncio.sleep(delay_s)
             began = time.monotonic()
             how = await self._run_template()
             self._reset_ready()
             if how is None:
                 continue
-            short_lives = short_lives + 1 if time.monotonic() - began < EARLY_EXIT_S else 1
+            delay_s = backoff.record_exit(time.monotonic() - began)
             log.warning("the template ended (%s): no child is hurt by that, and it is started again", how)
-        log.error("the template failed %d times: children are started by exec from now on", short_lives)
+        log.error("the template failed %d times: children are started by exec from now on", backoff.exits)
         self._ready.set_result(None)
 
     async def _run_template(self) -> str | None:

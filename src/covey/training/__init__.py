@@ -11,6 +11,7 @@ torch is imported in this package only, and only when it is used.
     `worker_context`       the interface between training code and its node
     `step_timer`           duration of steps, to find slow ranks
     `seeding`              seeds derived from (seed, step, rank)
+    `lazy_torch`           imports torch on first use
     `data`                 which samples a rank reads
     `collectives`          numbered, repeatable collectives
     `state`                training state and its transfer to a replacement

@@ -10,7 +10,7 @@ from covey.errors import UsageError
 from covey.parameter_server.messages import ROWS_MAX, WIDTH_MAX, InitialValues
 from covey.parameter_server.optimizers import Array, OptimizerRule
 from covey.training.argument_checks import check_int, check_type
-from covey.training.collectives.gloo_group import torch_module
+from covey.training.lazy_torch import torch_module
 
 torch = torch_module()
 Module: Any = torch.nn.Module
@@ -20,7 +20,7 @@ INIT_KINDS: Final = ("normal", "uniform", "zeros")
 
 
 class RowSource(Protocol):
-    """Who knows the way to the servers: the loop's `Served`."""
+    """Fetches rows from the servers: the loop's `ServedParameters`."""
 
     def fetch_rows(self, table: Embedding, numbers: Array) -> Array: ...
 
@@ -60,18 +60,37 @@ class Embedding(Module):  # type: ignore[misc]
             )
         self.vocab_size, self.embedding_size, self.vocab_cache_size = vocab_size, embedding_size, vocab_cache_size
         self.optimizer_rule, self.initial_values = optimizer, InitialValues(init, scale, seed)
-        self.row_source: RowSource | None = None
-        self.next_rows: Array | None = None  # rows that the next step will need
-        self.used_rows: list[tuple[Array, Any]] = []  # rows of this step, and the tensor that gathers their gradients
+        self._row_source: RowSource | None = None
+        self._next_rows: Array | None = None  # rows that the next step will need
+        self._used_rows: list[tuple[Array, Any]] = []  # rows of this step, and the tensor that gathers their gradients
+
+    @property
+    def is_attached(self) -> bool:
+        """Whether a loop has this table."""
+        return self._row_source is not None
+
+    def attach_to_loop(self, source: RowSource) -> None:
+        """Fetch rows from here."""
+        self._row_source = source
+
+    def take_next_rows(self) -> Array | None:
+        """Return, once, the rows that `prefetch` was given."""
+        rows, self._next_rows = self._next_rows, None
+        return rows
+
+    def take_used_rows(self) -> list[tuple[Array, Any]]:
+        """Return, once, the rows of this step with the tensors that have their gradients."""
+        rows, self._used_rows = self._used_rows, []
+        return rows
 
     def forward(self, ids: Any) -> Any:
-        if self.row_source is None:
+        if self._row_source is None:
             raise UsageError("an Embedding on the servers can be used once its model is in a covey.Loop")
         numbers, places = np.unique(_row_numbers(ids), return_inverse=True)
-        values = torch.from_numpy(self.row_source.fetch_rows(self, numbers)).to(ids.device)
+        values = torch.from_numpy(self._row_source.fetch_rows(self, numbers)).to(ids.device)
         if torch.is_grad_enabled():
             values.requires_grad_()
-            self.used_rows.append((numbers, values))
+            self._used_rows.append((numbers, values))
         where = torch.from_numpy(places.reshape(tuple(ids.shape))).to(ids.device)
         return torch.nn.functional.embedding(where, values)
 
@@ -79,9 +98,10 @@ class Embedding(Module):  # type: ignore[misc]
         """The next step will look these up: they are fetched as soon as its values are there, while this step ends."""
         if self.vocab_cache_size == 0:
             raise UsageError("prefetch needs room for what it fetches: give Embedding a vocab_cache_size")
-        self.next_rows = np.unique(_row_numbers(ids))
-        if len(self.next_rows) and not (self.next_rows[0] >= 0 and self.next_rows[-1] < self.vocab_size):
-            wrong, self.next_rows = int(self.next_rows[0] if self.next_rows[0] < 0 else self.next_rows[-1]), None
+        self._next_rows = rows = np.unique(_row_numbers(ids))
+        if len(rows) and not (rows[0] >= 0 and rows[-1] < self.vocab_size):
+            self._next_rows = None
+            wrong = int(rows[0] if rows[0] < 0 else rows[-1])
             raise UsageError(f"row {wrong} does not exist: the rows of this Embedding go from 0 to {self.vocab_size - 1}")
 
     def extra_repr(self) -> str:

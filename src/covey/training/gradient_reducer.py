@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, Final, Protocol
 
 from covey.errors import UsageError
-from covey.training.collectives.gloo_group import GlooGroup, torch_module
+from covey.training.collectives.group import Group, ReduceOp, Work
 from covey.training.collectives.numbered import NumberedCollectives
+from covey.training.lazy_torch import torch_module
 from covey.training.state.training_state import ModelBuffers
 
 FIRST_BUCKET_BYTES: Final = 1 << 20
@@ -35,7 +36,18 @@ class Bucket:
         for parameter in parameters:
             self.offsets.append(self._flags_start)
             self._flags_start += parameter.numel()
-        self.missing_gradients = len(parameters)
+        self._missing_gradients = len(parameters)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every parameter's gradient has been counted in this backward pass."""
+        return self._missing_gradients == 0
+
+    def count_gradient(self) -> None:
+        self._missing_gradients -= 1
+
+    def begin_backward(self) -> None:
+        self._missing_gradients = len(self.parameters)
 
     def allocate_flat(self) -> Any:
         """Memory for all of its gradients."""
@@ -106,10 +118,10 @@ class SampleWeights(Protocol):
 
 
 class GradientReducer:
-    """The hooks of one model. `active` says whether this backward pass ends a step."""
+    """The hooks of one model. `ends_step` says whether this backward pass ends a step."""
 
     def __init__(
-        self, model: Any, collectives: NumberedCollectives, *, shares: SampleWeights, active: Callable[[], bool]
+        self, model: Any, collectives: NumberedCollectives, *, weights: SampleWeights, ends_step: Callable[[], bool]
     ) -> None:
         self._parameters = [p for p in model.parameters() if not hasattr(p, SERVED_ATTRIBUTE)]
         self._trainable: list[Any] = []
@@ -119,8 +131,8 @@ class GradientReducer:
         self._hooked_ids: set[int] = set()
         self._model_buffers = ModelBuffers(model)
         self._collectives = collectives
-        self._sample_weights = shares
-        self._ends_step = active
+        self._sample_weights = weights
+        self._ends_step = ends_step
         self._reduction: GradientReduction | None = None
         self._first_of_step = True
         self._update_buckets()
@@ -152,22 +164,20 @@ class GradientReducer:
                 self._free_buffers.appendleft({})  # the abandoned group may still write to what was taken
             self._collectives.abort_generation("a backward pass failed")
             for bucket in self._buckets:
-                bucket.missing_gradients = len(bucket.parameters)
+                bucket.begin_backward()
 
     def _on_gradient_ready(self, parameter: Any) -> None:
         if not self._ends_step():
             return
         if self._reduction is None:
             self._update_buckets()
-            spare = self._free_buffers.popleft() if self._first_of_step else {}
+            free = self._free_buffers.popleft() if self._first_of_step else {}
             buffers = [buffer for buffer in self._model_buffers.current_buffers().values() if buffer.numel()]
-            self._reduction = GradientReduction(self._buckets, buffers, self._sample_weights, spare)
+            self._reduction = GradientReduction(self._buckets, buffers, self._sample_weights, free)
             torch_module().autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
         bucket = self._bucket_by_parameter[id(parameter)]
-        bucket.missing_gradients -= (
-            1  # one that was unfrozen in this pass may never be counted: its bucket is issued at the end
-        )
-        if bucket.missing_gradients == 0:
+        bucket.count_gradient()  # one that was unfrozen in this pass may never be counted: its bucket is issued at the end
+        if bucket.is_full:
             self._collectives.issue_ahead(self._reduction.issue_full_buckets)
 
     def _on_backward_end(self) -> None:
@@ -181,7 +191,7 @@ class GradientReducer:
             self._first_of_step = False
         finally:
             for bucket in self._buckets:
-                bucket.missing_gradients = len(bucket.parameters)
+                bucket.begin_backward()
 
 
 FlatBuffers = dict[int, tuple[Any, list[Any]]]  # by the bucket's number: a flat buffer and its parts
@@ -190,27 +200,27 @@ FlatBuffers = dict[int, tuple[Any, list[Any]]]  # by the bucket's number: a flat
 class GradientReduction:
     """One step's reduction, as a collective that can be issued again on another group.
 
-    `spare` are the flat buffers of the step before the last: nobody needs them, and using memory again is cheaper than new.
+    `free` are the flat buffers of the step before the last: using memory again is cheaper than allocating it.
     """
 
-    def __init__(self, buckets: list[Bucket], buffers: list[Any], shares: SampleWeights, spare: FlatBuffers) -> None:
+    def __init__(self, buckets: list[Bucket], buffers: list[Any], weights: SampleWeights, free: FlatBuffers) -> None:
         self.filled_buffers: FlatBuffers = {}
         self._buckets = buckets
         self._model_buffers = buffers
-        self._sample_weights = shares
-        self._free_buffers = spare
-        self._group: GlooGroup | None = None
+        self._sample_weights = weights
+        self._free_buffers = free
+        self._group: Group | None = None
         self._flats: list[Any] = []
         self._results: list[Any] = []
-        self._works: list[Any] = []
+        self._works: list[Work] = []
 
-    def issue_full_buckets(self, group: GlooGroup) -> None:
+    def issue_full_buckets(self, group: Group) -> None:
         """Issue the buckets that are full, in order, while the backward pass goes on."""
         self._reset_for_group(group)
-        while len(self._flats) < len(self._buckets) and self._buckets[len(self._flats)].missing_gradients == 0:
+        while len(self._flats) < len(self._buckets) and self._buckets[len(self._flats)].is_full:
             self._issue_next_bucket(group)
 
-    def issue(self, group: GlooGroup) -> list[Any]:
+    def issue(self, group: Group) -> list[Work]:
         """Issue whatever has not been issued on this group yet; a gradient that this rank does not have counts as zero."""
         self._reset_for_group(group)
         while len(self._flats) < len(self._buckets):
@@ -236,13 +246,13 @@ class GradientReduction:
             )
         self._unpack_buffers(flats[len(self._buckets) :])
 
-    def _reset_for_group(self, group: GlooGroup) -> None:
+    def _reset_for_group(self, group: Group) -> None:
         if self._group is not group:
             if self._group is not None:
                 self._free_buffers = {}  # the abandoned group may still write there
             self._group, self._flats, self._works, self.filled_buffers = group, [], [], {}
 
-    def _issue_next_bucket(self, group: GlooGroup) -> None:
+    def _issue_next_bucket(self, group: Group) -> None:
         number = len(self._flats)
         bucket = self._buckets[number]
         flat, parts = self._free_buffers.get(number) or (None, [])
@@ -253,9 +263,9 @@ class GradientReduction:
         bucket.copy_gradients_in(flat, parts, self._sample_weights.gradient_scale())
         self._issue_flat(group, flat)
 
-    def _issue_flat(self, group: GlooGroup, flat: Any) -> None:
+    def _issue_flat(self, group: Group, flat: Any) -> None:
         self._flats.append(flat)
-        self._works.append(group.all_reduce(flat, torch_module().distributed.ReduceOp.SUM))
+        self._works.append(group.all_reduce(flat, ReduceOp.SUM))
 
     def _pack_buffers(self, rank: int) -> list[Any]:
         """Rank 0's buffers, zeros from the others: their sum is rank 0's, bit for bit. As bytes, so of any dtype."""

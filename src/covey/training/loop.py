@@ -31,9 +31,9 @@ from covey.training.argument_checks import check_type
 from covey.training.checkpoint.checkpoint import Checkpoint
 from covey.training.checkpoint.writer import CheckpointWriter
 from covey.training.collectives.communicator import Communicator
-from covey.training.collectives.gloo_group import torch_module
 from covey.training.data.cursor import DataCursor
 from covey.training.gradient_reducer import GradientReducer
+from covey.training.lazy_torch import torch_module
 from covey.training.state.grad_accumulation import GradAccumulationDetector
 from covey.training.state.handover import Handover
 from covey.training.state.pytree import pack
@@ -124,17 +124,17 @@ class Loop:
     def _begin_training(self, known: ReceiverTensors) -> None:
         """Take up the training, at its start or wherever it is."""
         if self._collectives is not None:
-            if self._collectives.state_source is not None:
+            if self._collectives.has_loop:
                 raise UsageError("a second Loop in one program cannot be healed: train in one, or start a second program")
             self._reducer = GradientReducer(
-                self.model, self._collectives, shares=self._cursor, active=lambda: self._cursor.boundary
+                self.model, self._collectives, weights=self._cursor, ends_step=lambda: self._cursor.boundary
             )
         self._handover.take_initial_state(known)
         self._cursor.begin_training(aloud=self._group.rank == 0 and not self._handover.is_replacement)
         if self._served.has_parameters:
             folder = str(self._checkpoint.folder.absolute()) if self._checkpoint is not None else ""
-            self._cursor.step = self._served.align_start_step(
-                self._group.rank, self.step, folder, given=self._handover.is_replacement
+            self._cursor.move_to_step(
+                self._served.align_start_step(self._group.rank, self.step, folder, given=self._handover.is_replacement)
             )
         self._first_step = -1 if self._handover.is_replacement else self.step
         if self._group.worker_context is not None:  # the step to blame for an exception, also before one is completed
@@ -246,7 +246,7 @@ class Loop:
 
     def _epoch_batches(self) -> Iterator[Any]:
         """Steps up to the epoch's last, which is left uncommitted."""
-        walk = self._cursor
+        cursor = self._cursor
         if self._collectives is not None:
             self._collectives.on_first_batch()
         begun = self.step_of_epoch == 0
@@ -256,16 +256,16 @@ class Loop:
             if not begun:
                 self._begin_step()
             begun = False
-            walk.prepare_loader()
-            while walk.micro < self.accumulate:
+            cursor.prepare_loader()
+            while cursor.micro < self.accumulate:
                 if self._collectives is not None:
                     self._reducer.begin_micro_batch()
-                yield walk.next_micro_batch()
+                yield cursor.next_micro_batch()
                 if self._repeat_requested:
                     self._repeat_requested = False
-                    walk.prepare_loader(anew=True)
+                    cursor.prepare_loader(anew=True)
                 else:
-                    walk.micro += 1
+                    cursor.end_micro_batch()
             if self.ends_epoch or self.step + 1 >= self.steps:
                 self._epoch_open = False
                 return
@@ -280,9 +280,9 @@ class Loop:
         try:
             yield
         except kinds as error:
-            meeting = self._group.worker_context
+            context = self._group.worker_context
             spent = self._state.optimizer_applied or not self._state.is_consistent
-            if spent or self._repeat_count >= times or (meeting is not None and not meeting.allows_retry):
+            if spent or self._repeat_count >= times or (context is not None and not context.allows_retry):
                 raise
             self._repeat_count += 1
             sentence = "step %d is repeated in place (%d of at most %d times): %s: %s"
@@ -321,22 +321,22 @@ class Loop:
         self._cursor.end_step()
         self._repeat_count = 0
         self._state.end_step()
-        meeting = self._group.worker_context
-        if meeting is not None:
-            if self._collectives is None and meeting.assignment.generation != self._resumed_generation:
-                self._resumed_generation = meeting.assignment.generation
-                meeting.send_to_scheduler(RankResumed(self._resumed_generation, self.step))
+        context = self._group.worker_context
+        if context is not None:
+            if self._collectives is None and context.assignment.generation != self._resumed_generation:
+                self._resumed_generation = context.assignment.generation
+                context.send_to_scheduler(RankResumed(self._resumed_generation, self.step))
             together = self._sharded.copies if self._sharded is not None else 0
             busy_s = self._step_timer.record_step(self._collectives.waited_s if self._collectives is not None else 0.0)
-            meeting.report_progress(
+            context.report_progress(
                 Progress(self.step, "train", in_loop=True, busy_s=busy_s, departing_max=together, first_step=self._first_step)
             )
         if self._checkpoint_writer is not None and self._checkpoint_writer.is_due(self.step):
             self._checkpoint_writer.save(self.step)
-        if meeting is not None and meeting.leave_requested:
+        if context is not None and context.leave_requested:
             if self._checkpoint is not None:
-                meeting.send_to_scheduler(DumpWritten(*self._handover.dump()))  # in case nobody is left to take this rank over
-            meeting.hand_over_rank()
+                context.send_to_scheduler(DumpWritten(*self._handover.dump()))  # in case nobody is left to take this rank over
+            context.hand_over_rank()
 
     def _before_optimizer_step(self, optimizer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Before the optimizer. A closure is run here, ahead of it: while it runs, the state is still that of the boundary. One
@@ -357,7 +357,8 @@ class Loop:
             given = (optimizer, lambda: loss, *args[2:]), {name: named[name] for name in named if name != "closure"}
         if self._served.has_parameters:
             self._served.push(self._collectives)
-        self._state.optimizer_running = self._sharded is None  # one that is sharded changes nothing before all have its values
+        if self._sharded is None:  # one that is sharded changes nothing before all have its values
+            self._state.begin_optimizer()
         return given
 
     def _after_optimizer_step(self, *_: Any) -> None:

@@ -25,10 +25,11 @@ from covey.parameter_server.row_cache import RowCache
 from covey.parameter_server.server_channel import RequestBatch
 from covey.training.argument_checks import check_type
 from covey.training.collectives.communicator import Communicator
-from covey.training.collectives.gloo_group import GlooGroup, WorkDone, torch_module
+from covey.training.collectives.group import Group, ReduceOp, Work, WorkDone
 from covey.training.collectives.numbered import NumberedCollectives
 from covey.training.embedding import Embedding
 from covey.training.gradient_reducer import SERVED_ATTRIBUTE as MARK
+from covey.training.lazy_torch import torch_module
 
 IN_LOOP_ATTRIBUTE: Final = "covey_in_loop"  # marks a parameter whose loop is made: who serves it is settled
 FINAL_SAVE_TIMEOUT_S: Final = 10.0  # for writing rows down when the run is about to end
@@ -68,9 +69,7 @@ def mark_for_server(target: Any, *, recurse: bool, init_in_server: bool, optimiz
 
 def _is_in_loop(module: Any) -> bool:
     tables = [m for m in module.modules() if isinstance(m, Embedding)]
-    return any(table.row_source is not None for table in tables) or any(
-        hasattr(p, IN_LOOP_ATTRIBUTE) for p in module.parameters()
-    )
+    return any(table.is_attached for table in tables) or any(hasattr(p, IN_LOOP_ATTRIBUTE) for p in module.parameters())
 
 
 def move_embedding_to_servers(module: Any, optimizer: OptimizerRule | None) -> None:
@@ -99,6 +98,7 @@ class ServedParameters:
         self._group = group
         self.step = 0
         self.is_pushed = True
+        self._proven_generation = 0  # the newest in which a push has shown that every rank takes part
         self._caches: dict[str, RowCache] = {}
         self._prefetches: dict[str, Callable[[], Array]] = {}  # by table: what was asked for in the step before
         if group.serving_settings is not None:
@@ -108,7 +108,7 @@ class ServedParameters:
             self.client: ParameterClient = group.client
             self.is_sync = self.client.serving.mode is ConsistencyMode.SYNC
             for table in self.tables.values():
-                table.row_source = self
+                table.attach_to_loop(self)
 
     @property
     def has_parameters(self) -> bool:
@@ -167,10 +167,10 @@ class ServedParameters:
         self.step, self.is_pushed = step, False
         if not self.full_parameters:
             return
-        homes = [(name, p, self._as_flat_array(p)) for name, p in self.full_parameters.items()]
-        self.client.pull_parameters(step, [(name, flat) for name, _, flat in homes])
+        destinations = [(name, p, self._as_flat_array(p)) for name, p in self.full_parameters.items()]
+        self.client.pull_parameters(step, [(name, flat) for name, _, flat in destinations])
         with torch_module().no_grad():
-            for _, parameter, flat in homes:
+            for _, parameter, flat in destinations:
                 if flat.ctypes.data != parameter.data_ptr():
                     parameter.copy_(torch_module().from_numpy(flat).view_as(parameter))
 
@@ -192,8 +192,7 @@ class ServedParameters:
         """The step is complete on all servers, and this rank has gone on: what the next one needs may be asked for. Not
         earlier: asking for a step's values makes the one before it final, and a replacement may still have to repeat it."""
         for name, table in self.tables.items():
-            rows, table.next_rows = table.next_rows, None
-            if rows is not None:
+            if (rows := table.take_next_rows()) is not None:
                 self._prefetches[name] = self.client.pull_rows_cached(self.step + 1, name, rows, self._cache_for(name, table))
 
     def take_gradients(self) -> list[GradientToPush]:
@@ -208,8 +207,7 @@ class ServedParameters:
                 )
                 parameter.grad = None
         for name, table in self.tables.items():
-            used = [(numbers, values.grad) for numbers, values in table.used_rows if values.grad is not None]
-            table.used_rows = []
+            used = [(numbers, values.grad) for numbers, values in table.take_used_rows() if values.grad is not None]
             if used:
                 rows = np.concatenate([numbers for numbers, _ in used])
                 gradient = np.concatenate([grad.detach().cpu().numpy() for _, grad in used])
@@ -223,7 +221,7 @@ class ServedParameters:
         for parameter in self.full_parameters.values():
             parameter.grad = None
         for table in self.tables.values():
-            table.used_rows = []
+            table.take_used_rows()
 
     def push(self, collectives: NumberedCollectives | None) -> None:
         """This step's gradients: in sync mode as one of its collectives, where there are others."""
@@ -233,7 +231,7 @@ class ServedParameters:
                 " step() is called again"
             )
         self.is_pushed = True
-        push = PushCollective(self.client, self.step, self.take_gradients(), self._notify_done)
+        push = PushCollective(self.client, self.step, self.take_gradients(), self._notify_done, self._claim_proof)
         if collectives is not None and self.is_sync:
             collectives.run(push)
         else:
@@ -254,6 +252,11 @@ class ServedParameters:
     def _notify_done(self, work: RequestBatch) -> None:
         assert self._group.worker_context is not None
         self._group.worker_context.inbox.put(WorkDone(work))
+
+    def _claim_proof(self, generation: int) -> bool:
+        """Return whether the push that is being issued must show that every rank takes part: once in each generation."""
+        is_first, self._proven_generation = generation != self._proven_generation, generation
+        return is_first
 
     @staticmethod
     def _learning_rate(rule: OptimizerRule | None, lr: float) -> float:
@@ -276,24 +279,29 @@ class PushCollective:
     """One step's gradients of one rank, as a collective that can be issued again."""
 
     def __init__(
-        self, client: ParameterClient, step: int, given: Sequence[GradientToPush], news: Callable[[RequestBatch], None]
+        self,
+        client: ParameterClient,
+        step: int,
+        gradients: Sequence[GradientToPush],
+        notify_done: Callable[[RequestBatch], None],
+        claim_proof: Callable[[int], bool],
     ) -> None:
-        self._client, self._step, self._gradients, self._notify_done = client, step, given, news
+        self._client, self._step, self._gradients = client, step, gradients
+        self._notify_done, self._claim_proof = notify_done, claim_proof
         self._work: RequestBatch | None = None
 
-    def issue(self, group: GlooGroup) -> list[Any]:
+    def issue(self, group: Group) -> list[Work]:
         """Begin, or find out what became of what was begun: the servers know the gradients by (step, rank)."""
         if self._work is None:
             self._work = self._client.push(self._step, self._gradients, self._notify_done)
         elif self._work.finished.is_set():
             self._notify_done(self._work)  # the first news of it was lost with a generation
-        works = [self._work]
-        if not group.participation_proven:
-            # The servers may have the gradients of a rank that died since. Whoever gives its replacement state must not go on
-            # before that has it, nor may the servers: so this depends on every rank, as all other collectives do.
-            group.participation_proven = True
+        works: list[Work] = [self._work]
+        if self._claim_proof(group.generation):
+            # The servers may have the gradients of a rank that died since. A donor must not continue before the replacement
+            # has its state, and neither may the servers: so this push depends on every rank, like all other collectives.
             torch = torch_module()
-            works.append(group.all_reduce(torch.zeros(1, dtype=torch.uint8), torch.distributed.ReduceOp.SUM))
+            works.append(group.all_reduce(torch.zeros(1, dtype=torch.uint8), ReduceOp.SUM))
         return works
 
     def results(self) -> list[Any]:

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable
 from typing import Final
 
-from covey.training.collectives.gloo_group import torch_module
+from covey.training.lazy_torch import torch_module
 
 SPLITMIX64_CONSTANTS: Final = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 
@@ -21,6 +21,19 @@ def derive_seed(*numbers: int) -> int:
         value = (value ^ value >> 27) * SPLITMIX64_CONSTANTS[2] & (1 << 64) - 1
         value ^= value >> 31
     return value >> 1
+
+
+def seed_process(seed: int) -> None:
+    """Seed the generators of Python, numpy and, if it is installed, torch. The first call imports numpy and torch."""
+    import numpy as np
+
+    random.seed(seed)
+    np.random.seed(seed)
+    try:
+        import torch
+    except ImportError:
+        return
+    torch.manual_seed(seed)
 
 
 def seed_all(seed: int) -> None:

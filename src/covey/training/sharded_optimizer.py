@@ -25,7 +25,7 @@ import torch
 from covey.core.messages import SlotHolder
 from covey.errors import PeerError, UsageError
 from covey.training.argument_checks import check_int
-from covey.training.collectives.gloo_group import GlooGroup
+from covey.training.collectives.group import Group, Work
 from covey.training.state.transfer import DonatedState, fetch_from_donor
 
 UNSUPPORTED_OPTIMIZERS: Final = (torch.optim.LBFGS,)  # whose state is not one of each parameter
@@ -233,16 +233,16 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     def write_values(self, values: list[Any]) -> list[Any]:
         """All have arrived: write them. Returns the parameters, in which they now are."""
-        homes = [self._parameters[number].detach() for number in self.updated_numbers()]
+        destinations = [self._parameters[number].detach() for number in self.updated_numbers()]
         with self._lock, torch.no_grad():
-            if homes:
-                torch._foreach_copy_(homes, values)
+            if destinations:
+                torch._foreach_copy_(destinations, values)
             self._update_count += 1
             for number in self._ahead_slots:
                 self._inner_parameters[number].data = self._parameters[number].data
             self._ahead_slots.clear()
         self._version_when_written = self._parameters_version()
-        return homes
+        return destinations
 
     def _parameters_version(self) -> int:
         return sum(parameter._version for parameter in self._parameters)
@@ -308,8 +308,9 @@ class ShardedUpdate:
         self._optimizer = optimizer
         self._values: dict[int, Any] = {}
 
-    def issue(self, group: GlooGroup) -> list[Any]:
-        optimizer, works = self._optimizer, []
+    def issue(self, group: Group) -> list[Work]:
+        optimizer = self._optimizer
+        works: list[Work] = []
         optimizer.compute_update()
         self._values = {}
         moved = set(optimizer.updated_numbers())

@@ -34,13 +34,15 @@ class RankInfo(Protocol):
 class WorkerContext(Protocol):
     """How the ranks of a generation find each other and hear of a new one."""
 
-    waiting_in: CollectiveNumber | None  # the collective this rank waits in, as its beats say it
-    leaves_at_step_boundary: bool  # a loop runs, which leaves at a step's boundary
     result_cache_max_bytes: int  # of collectives' results, for a replacement
     may_grow: bool  # others may come, also to one that is alone, or come back
     allows_retry: bool  # retry is among the strategies
     spare_sync_every: int  # steps, after which spares take a copy of the state; 0: never
 
+    @property
+    def waiting_in(self) -> CollectiveNumber | None: ...  # the collective this rank waits in, as its heartbeats report it
+    def set_waiting_in(self, number: CollectiveNumber | None) -> None: ...
+    def leave_at_step_boundary(self) -> None: ...  # from now on: a loop runs, which exits at a step boundary when requested
     @property
     def leave_requested(self) -> bool: ...  # SIGTERM came: finish the step and go
     @property

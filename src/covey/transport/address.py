@@ -16,15 +16,6 @@ BACKLOG = 4096
 QUOTED_MAX = 80  # characters of what was said that a sentence repeats
 
 
-def is_loopback(host: str) -> bool:
-    """True for addresses and names that never leave this host."""
-    if host in ("localhost", "ip6-localhost"):
-        return True
-    with contextlib.suppress(ValueError):
-        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
-    return False
-
-
 def ip_version(host: str) -> int | None:
     """4 or 6 for an address, None for a name."""
     with contextlib.suppress(ValueError):

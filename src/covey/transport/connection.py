@@ -20,6 +20,7 @@ from typing import Any, Final, Generic, TypeVar
 
 import msgspec
 
+from covey.core.addresses import is_loopback
 from covey.core.messages import Message
 from covey.errors import PeerError
 from covey.transport import address, tls
@@ -161,7 +162,7 @@ class Connection(asyncio.Protocol):
             self._hello_timer.cancel()
             self._hello_timer = None
         assert self._handshake is not None
-        if isinstance(self._handshake, ClientHandshake) and self.peer_port and not address.is_loopback(self.peer_address):
+        if isinstance(self._handshake, ClientHandshake) and self.peer_port and not is_loopback(self.peer_address):
             self._handshake.insist()  # every listener beyond loopback requires a secret, also if none was configured
         self._write(self._handshake.first_line())
 

@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import pkcs12
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID, ObjectIdentifier
 
+from covey.atomic_file import write_atomically
 from covey.errors import ExitCode, StoreError, UsageError
 
 DAYS_MAX = 36500
@@ -247,11 +248,8 @@ def _write_new(path: Path, content: bytes, mode: int) -> None:
 
 
 def _replace_file(path: Path, content: bytes) -> None:
-    """A reader sees the old list or the new one, never half of one."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        _write_new(temporary, content, _PUBLIC_MODE)
-        temporary.replace(path)
+        write_atomically(path, content, mode=_PUBLIC_MODE)
     except OSError as error:
         raise _disk_error(path, error) from error
 

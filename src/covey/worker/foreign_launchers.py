@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
+from covey.runtime.process_variables import AGENT_VARIABLE
+
 
 class Launcher(NamedTuple):
     """The variables of one launcher."""
@@ -41,7 +43,7 @@ def find_foreign_rank(environ: Mapping[str, str]) -> ForeignRank | None:
 
     The process of a covey agent has none, whatever was inherited: covey sets torchrun's variables for its workers too.
     """
-    if environ.get("COVEY_AGENT"):
+    if environ.get(AGENT_VARIABLE):
         return None
     for launcher in LAUNCHERS:
         rank, world = environ.get(launcher.rank_variable, ""), _parse_count(environ.get(launcher.world_variable, ""))

@@ -20,8 +20,6 @@ from typing import Any, Final
 
 import msgspec
 
-from covey.agent.relay import progress_interval_s
-from covey.core.cluster.recovery_strategy import RecoveryStrategy
 from covey.core.effects import EndMembership
 from covey.core.messages import (
     ClusterEnded,
@@ -43,12 +41,14 @@ from covey.core.messages import (
     SafePointReport,
     ShardingAssigned,
 )
+from covey.core.strategy_ladder import RecoveryStrategy
 from covey.core.types import Progress, Role, ScriptError
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.log import configure_logging, log
 from covey.runtime import credentials, host_identity
 from covey.runtime.log_stream import install_log_streams
-from covey.runtime.node_runtime import NodeRuntime, SchedulerAddress, make_node_settings
+from covey.runtime.node_runtime import NodeRuntime, SchedulerAddress, make_node_settings, progress_interval_s
+from covey.runtime.process_variables import AGENT_VARIABLE, INCARNATION_VARIABLE
 from covey.runtime.relayed_runtime import RelayedRuntime
 from covey.settings import Settings, serving_variables
 from covey.training.worker_context import GenerationStarted, HealPlanReceived
@@ -57,8 +57,6 @@ from covey.worker import spare, supervisor
 from covey.worker.process_exit import ProcessExit, flush_and_exit
 from covey.worker.stack_dump import dump_stacks_on_signal
 
-INCARNATION_VARIABLE: Final = "COVEY_INCARNATION"  # which life of its rank a child of an agent is
-AGENT_VARIABLE: Final = "COVEY_AGENT"  # which scheduler's, and where the socket of a child's agent is
 LEAVE_TIMEOUT_S: Final = 8.0
 PEER_FAILURE_WAIT_S: Final = 0.3
 CONFIRM_POLL_S: Final = 0.1  # between two looks whether the scheduler can be reached again
@@ -71,9 +69,13 @@ class GenerationChanged(PeerError):
 class MembershipThread:
     """This process's membership. All methods may be called from the program's threads."""
 
-    def __init__(self, settings: Settings, door: SchedulerAddress) -> None:
+    def __init__(
+        self, settings: Settings, scheduler: SchedulerAddress, on_program_end: Callable[[], None] = lambda: None
+    ) -> None:
+        """`on_program_end` is called before this process leaves, if the program ends without an error."""
         self._settings = settings
-        self._scheduler_address = door
+        self._scheduler_address = scheduler
+        self.on_program_end = on_program_end
         self._pid = os.getpid()
         self._thread = threading.Thread(target=self._run, name="covey", daemon=True)
         self._changed = threading.Condition()
@@ -81,7 +83,9 @@ class MembershipThread:
         self._runtime: NodeRuntime | None = None
         self._assignment: RankAssigned | None = None
         self._membership_end: EndMembership | None = None
-        self._process_exit = ProcessExit(self, settings.grace_s, str(Path(door.relay_path).parent) if door.relay_path else "")
+        self._process_exit = ProcessExit(
+            self, settings.grace_s, str(Path(scheduler.relay_path).parent) if scheduler.relay_path else ""
+        )
         self._published_values: dict[str, bytes] = {}
         self._rendezvous_values: dict[str, bytes] = {}
         self._requested_keys: set[str] = set()
@@ -90,8 +94,7 @@ class MembershipThread:
         ] = {}  # said again to a scheduler that was away
         self.is_leaving = False
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.on_program_end: Callable[[], None] = lambda: None  # called before leaving, if the program ends well
-        self.waiting_in: CollectiveNumber | None = None
+        self.waiting_in: CollectiveNumber | None = None  # the collective the program waits in
         self.result_cache_max_bytes = settings.keep_bytes
         self.may_grow = max(settings.worker_num, settings.worker_max) > 1
         self.spare_sync_every = settings.spare_every
@@ -134,11 +137,11 @@ class MembershipThread:
             if not self.is_leaving:
                 self.is_leaving = True
                 self._loop.call_soon_threadsafe(self.start_leaving, code, reason, error)
-            heard = self._changed.wait_for(lambda: self._membership_end is not None, timeout=LEAVE_TIMEOUT_S)
-            if not heard and self._settings.recovery and self._runtime is not None and not self._runtime.is_connected:
+            ended = self._changed.wait_for(lambda: self._membership_end is not None, timeout=LEAVE_TIMEOUT_S)
+            if not ended and self._settings.recovery and self._runtime is not None and not self._runtime.is_connected:
                 patience = max(self._settings.node_timeout_s, 0.0)  # it may come back: a finished rank is no dead one
-                heard = self._changed.wait_for(lambda: self._membership_end is not None, timeout=patience)
-            if not heard:
+                ended = self._changed.wait_for(lambda: self._membership_end is not None, timeout=patience)
+            if not ended:
                 log.warning("the scheduler did not hear that this node leaves")
 
     @property
@@ -223,8 +226,16 @@ class MembershipThread:
             self._send_threadsafe(Heartbeat(progress))
 
     def _make_heartbeat(self) -> Heartbeat:
-        waits = self.waiting_in
-        return Heartbeat(msgspec.structs.replace(self._progress, waiting_in=str(waits) if waits is not None else ""))
+        number = self.waiting_in
+        return Heartbeat(msgspec.structs.replace(self._progress, waiting_in=str(number) if number is not None else ""))
+
+    def set_waiting_in(self, number: CollectiveNumber | None) -> None:
+        """Report this collective with the next heartbeat."""
+        self.waiting_in = number
+
+    def leave_at_step_boundary(self) -> None:
+        """Let the program run on when it is asked to leave: its loop exits at a step boundary."""
+        self.leaves_at_step_boundary = True
 
     def hand_over_rank(self) -> None:
         """Go, having been asked to, at a step's boundary. The rank is handed over."""
@@ -303,7 +314,7 @@ class MembershipThread:
     async def _run_membership(self) -> None:
         self._loop = asyncio.get_running_loop()
         settings = self._settings
-        wish = Register(
+        registration = Register(
             role=Role.SPARE if self.started_as_spare else settings.role or Role.WORKER,
             node_id=settings.node_id,
             instance_id=uuid.uuid4().hex,
@@ -314,7 +325,7 @@ class MembershipThread:
         )
         runtime = RelayedRuntime if self._scheduler_address.relay_path else NodeRuntime
         self._runtime = runtime(
-            wish,
+            registration,
             make_node_settings(settings, self._scheduler_address),
             self._scheduler_address,
             deliver=self._on_scheduler_message,
@@ -341,9 +352,9 @@ class MembershipThread:
                     SafePointReport,
                     CollectiveFailed,
                 ):  # that it went on comes first: what it reported before that is old
-                    said = self._last_reports.get(kind)
-                    if said is not None and said.generation == message.generation:
-                        self._send_threadsafe(said)
+                    report = self._last_reports.get(kind)
+                    if report is not None and report.generation == message.generation:
+                        self._send_threadsafe(report)
                 self._notify_generation()
             elif isinstance(message, NewGeneration) and self._assignment is not None:
                 log.info("generation %d: %s", message.generation, message.reason)
@@ -372,23 +383,23 @@ class MembershipThread:
         self._rendezvous_values.clear()
         self._requested_keys.clear()
 
-    def _on_membership_end(self, finish: EndMembership) -> None:
+    def _on_membership_end(self, end: EndMembership) -> None:
         if self.is_leaving:  # said first: who waits for the goodbye ends the process when it is there
-            if isinstance(finish.message, ClusterEnded):
-                log.info("this node ends: %s", finish.message.reason)
-            elif finish.reason != "left":
-                log.warning("%s", finish.reason)
+            if isinstance(end.message, ClusterEnded):
+                log.info("this node ends: %s", end.message.reason)
+            elif end.reason != "left":
+                log.warning("%s", end.reason)
         with self._changed:
-            self._membership_end = finish
+            self._membership_end = end
             formed = self._assignment is not None
             self._changed.notify_all()
         if formed and not self.is_leaving:
-            self._end_process(finish)
+            self._end_process(end)
 
-    def _end_process(self, finish: EndMembership) -> None:
+    def _end_process(self, end: EndMembership) -> None:
         """The cluster is over while the program still runs, perhaps stuck in a collective: end it."""
-        code = exit_code_of(finish)
-        log.log(40 if code else 20, "this node ends: %s", finish.reason)
+        code = exit_code_of(end)
+        log.log(40 if code else 20, "this node ends: %s", end.reason)
         flush_and_exit(code)
 
     def start_leaving(self, code: int, reason: str, error: ScriptError | None = None) -> None:
@@ -410,10 +421,10 @@ class MembershipThread:
                 os.close(descriptor)
 
 
-def exit_code_of(finish: EndMembership) -> int:
+def exit_code_of(end: EndMembership) -> int:
     """With what this process ends when its membership is over: another's failure is not its own."""
-    failed = isinstance(finish.message, ClusterEnded) and finish.message.failure is not None
-    return ExitCode.PEER_FAILED if failed else finish.code
+    failed = isinstance(end.message, ClusterEnded) and end.message.failure is not None
+    return ExitCode.PEER_FAILED if failed else end.code
 
 
 def scheduler_address(settings: Settings) -> SchedulerAddress:

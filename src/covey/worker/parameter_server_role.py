@@ -44,9 +44,14 @@ def run_parameter_server(node: MembershipThread, settings: Settings) -> NoReturn
     serving = make_serving_settings(msgspec.structs.replace(settings, worker_num=place.workers))
     assert serving is not None
     server = ParameterServer(
-        node.address, serving, place.rank, place.restarts, functools.partial(discovery.find_server, node), place.sharding
+        node.address,
+        serving,
+        place.rank,
+        place.restarts,
+        functools.partial(discovery.find_server, node),
+        place.sharding,
+        lambda version: node.send_to_scheduler(ServerInSync(version)),
     )
-    server.on_in_sync = lambda version: node.send_to_scheduler(ServerInSync(version))
     threading.Thread(target=_recover_rows, args=(server, node), name="covey recovery", daemon=True).start()
     copies = serving.copies if place.world > 1 else 0  # one server alone has nobody to hold its copy
     log.info("server %d of %d, %s, copies: %d", place.rank, place.world, settings.ps_mode, copies)

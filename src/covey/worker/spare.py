@@ -6,15 +6,9 @@ import os
 import sys
 from pathlib import Path
 from types import FrameType
-from typing import Final
 
 from covey.core.messages import RankAssigned
-
-SPARE_VARIABLE: Final = (
-    "COVEY_PROMOTED_LOG"  # this process is a spare; where a worker's output goes, "{}" standing for its node id
-)
-SPARE_STDERR_VARIABLE: Final = "COVEY_PROMOTED_STDERR"  # the same of its stderr, where that is kept apart
-RANK_VARIABLES: Final = ("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK", "RANK_ID", "DEVICE_ID")  # a spare has no such number
+from covey.runtime.process_variables import INCARNATION_VARIABLE, SPARE_STDERR_VARIABLE, SPARE_VARIABLE
 
 
 def is_spare() -> bool:
@@ -39,7 +33,7 @@ def assume_worker_identity(place: RankAssigned) -> None:
     rank, local = str(place.rank), str(place.local_rank)
     os.environ.update(dict.fromkeys(("RANK", "ROLE_RANK", "RANK_ID"), rank) | dict.fromkeys(("LOCAL_RANK", "DEVICE_ID"), local))
     os.environ.update(dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE", "RANK_SIZE"), str(place.world)))
-    os.environ.update(MS_NODE_ID=place.node_id, COVEY_INCARNATION=str(place.incarnation))
+    os.environ.update({"MS_NODE_ID": place.node_id, INCARNATION_VARIABLE: str(place.incarnation)})
     sys.stdout.flush()
     sys.stderr.flush()
     path = os.environ[SPARE_VARIABLE]

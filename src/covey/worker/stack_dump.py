@@ -6,7 +6,7 @@ import faulthandler
 import signal
 import sys
 
-STACK_SIGNAL = signal.SIGUSR2
+from covey.runtime.process_variables import STACK_SIGNAL
 
 
 def dump_stacks_on_signal() -> None:

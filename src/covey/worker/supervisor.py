@@ -21,14 +21,14 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from covey.core.cluster.recovery_strategy import DEATHS_WITHOUT_PROGRESS_MAX
+from covey.core.strategy_ladder import DEATHS_WITHOUT_PROGRESS_MAX
 from covey.core.types import ScriptError
 from covey.errors import ExitCode
 from covey.runtime import linux
+from covey.runtime.process_variables import PROGRESS_FD_VARIABLE
 from covey.template_process.fork_server import fork_blocker
 from covey.template_process.protocol import exit_from_status
 
-PROGRESS_FD_VARIABLE = "COVEY_SUPERVISED"  # in a life: the descriptor on which it notes its newest step
 STEP_SIZE = 8
 CAUSE_SIZE = 16  # after the step: a digest of the exception that ended a life, zeros if none did; then 1 if it completed a step
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

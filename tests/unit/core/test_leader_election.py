@@ -7,7 +7,17 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.core.leader_election import CHECKS_PER_LEASE, STEP_DOWN_FRACTION, Candidate, LeaseRecord, ReadLease, WriteLease
+from covey.core.leader_election import (
+    CHECKS_PER_LEASE,
+    STEP_DOWN_FRACTION,
+    Candidate,
+    LeaseRecord,
+    ReadLease,
+    WriteLease,
+    can_take_lease,
+    renew_interval_s,
+    step_down_after_s,
+)
 
 D = 3.0
 
@@ -264,3 +274,17 @@ def test_never_two_believe_and_tokens_only_grow(script: list[tuple[int, float, b
             if one != other:
                 assert end <= other_begin or other_end <= begin, "two believed at once"
                 assert token != other_token
+
+
+def test_a_lease_without_holder_or_of_its_own_may_be_taken_at_once() -> None:
+    assert can_take_lease("a", "", unchanged_s=0.0, duration_s=5.0)
+    assert can_take_lease("a", "a", unchanged_s=0.0, duration_s=5.0)
+
+
+def test_a_lease_of_another_may_be_taken_when_it_has_not_changed_for_its_duration() -> None:
+    assert not can_take_lease("a", "b", unchanged_s=4.9, duration_s=5.0)
+    assert can_take_lease("a", "b", unchanged_s=5.0, duration_s=5.0)
+
+
+def test_a_leader_renews_several_times_and_steps_down_before_another_may_take_over() -> None:
+    assert 2 * renew_interval_s(15.0) < step_down_after_s(15.0) < 15.0

@@ -60,7 +60,8 @@ def test_a_command_on_loopback_needs_no_token(peer: str, host: str, method: str)
 
 
 @pytest.mark.parametrize(
-    "peer", ["192.168.1.5", "10.0.0.1", "0.0.0.0", "fe80::1", "2001:db8::1", "::ffff:10.0.0.1", "", "unix", "127.0.0.1.evil"]
+    "peer",
+    ["192.168.1.5", "10.0.0.1", "0.0.0.0", "fe80::1", "2001:db8::1", "::ffff:10.0.0.1", "", "localhost", "127.0.0.1.evil"],
 )
 def test_beyond_loopback_a_token_is_needed(peer: str) -> None:
     verdict = judge(peer=peer)

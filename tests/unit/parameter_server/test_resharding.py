@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.parameter_server_workload import TABLE, WAIT_S, WHOLE, WORKERS, Seen, Together, Training, declare, equal
+from tests.parameter_server_workload import TABLE, WAIT_S, WHOLE, WORKERS, RankThreads, Seen, Training, declare, equal
 
 from covey.core.parameter_server.settings import ConsistencyMode, ServingSettings
 from covey.core.parameter_server.sharding import SLOTS, Sharding, initial_sharding, rebalance_slots
@@ -28,76 +28,76 @@ SCALINGS = st.lists(st.sets(st.integers(0, 6), min_size=1, max_size=5), min_size
 # -- shelves alone ---------------------------------------------------------------------------------------------------
 
 
-class Shelves:
+class ShardSets:
     """Servers without sockets, and pushes that reach them one by one."""
 
     def __init__(self, servers: Iterable[int], mode: ConsistencyMode) -> None:
         self.serving = ServingSettings(servers=1, workers=WORKERS, mode=mode)
-        self.sharing = Sharding(0, rebalance_slots((-1,) * SLOTS, sorted(servers))[0], ())
-        self.shelves = {server: ShardSet(self.serving, server, self._slots(server)) for server in self.sharing.servers}
-        for server, shelf in self.shelves.items():
+        self.sharding = Sharding(0, rebalance_slots((-1,) * SLOTS, sorted(servers))[0], ())
+        self.shard_sets = {server: ShardSet(self.serving, server, self._slots(server)) for server in self.sharding.servers}
+        for server, shard_set in self.shard_sets.items():
             for spec in (WHOLE, TABLE):
-                self.declare(server, shelf, spec)
+                self.declare(server, shard_set, spec)
 
     def _slots(self, server: int) -> list[int]:
-        return [slot for slot in range(SLOTS) if self.sharing.owners[slot] == server]
+        return [slot for slot in range(SLOTS) if self.sharding.owners[slot] == server]
 
-    def declare(self, server: int, shelf: ShardSet, spec: ParameterSpec) -> None:
+    def declare(self, server: int, shard_set: ShardSet, spec: ParameterSpec) -> None:
         mine = (
             [slot * spec.rows // SLOTS for slot in self._slots(server)],
             [(s + 1) * spec.rows // SLOTS for s in self._slots(server)],
         )
         rows = np.concatenate([np.arange(a, b) for a, b in zip(*mine, strict=True)])
-        shelf.declare(spec, rows.astype(np.float32).view(np.uint8) if spec is WHOLE else np.empty(0, np.uint8))
+        shard_set.declare(spec, rows.astype(np.float32).view(np.uint8) if spec is WHOLE else np.empty(0, np.uint8))
 
     def scale(self, servers: Iterable[int]) -> None:
-        owners, moves = rebalance_slots(self.sharing.owners, sorted(servers))
-        self.sharing = Sharding(self.sharing.version + 1, owners, ())
+        owners, moves = rebalance_slots(self.sharding.owners, sorted(servers))
+        self.sharding = Sharding(self.sharding.version + 1, owners, ())
         for server in servers:
-            self.shelves.setdefault(server, ShardSet(self.serving, server))
-        for giver, taker in sorted({(move.old_owner, move.new_owner) for move in moves}):
-            self.shelves[giver].detach_slots(
-                [move.slot for move in moves if (move.old_owner, move.new_owner) == (giver, taker)]
+            self.shard_sets.setdefault(server, ShardSet(self.serving, server))
+        for sender, receiver in sorted({(move.old_owner, move.new_owner) for move in moves}):
+            self.shard_sets[sender].detach_slots(
+                [move.slot for move in moves if (move.old_owner, move.new_owner) == (sender, receiver)]
             )
-            for shard in list(self.shelves[giver].detached):
+            for shard in list(self.shard_sets[sender].detached):
                 state, arrays = shard.pack()
                 body = np.concatenate([np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays])
-                self.shelves[taker].add_slots([sorted(shard.slots), state], body)
-                self.shelves[giver].release_slots(shard.slots)
+                self.shard_sets[receiver].add_slots([sorted(shard.slots), state], body)
+                self.shard_sets[sender].release_slots(shard.slots)
         self.check_owners()
 
     def check_owners(self) -> None:
-        held = sorted((slot, server) for server, shelf in self.shelves.items() for slot in shelf.slots)
-        assert held == list(enumerate(self.sharing.owners)), "each slot on its owner, and nowhere else"
+        held = sorted((slot, server) for server, shard_set in self.shard_sets.items() for slot in shard_set.slots)
+        assert held == list(enumerate(self.sharding.owners)), "each slot on its owner, and nowhere else"
 
     def push(self, server: int, step: int, rank: int) -> None:
         """By the sharing of now; what is known there is skipped."""
         slots = self._slots(server)
-        whole, rows, gradient = wishes(step, rank)
+        whole, rows, gradient = gradients_of(step, rank)
         mine = np.isin(rows % SLOTS, slots)
         spans = [whole[s * 1000 // SLOTS : (s + 1) * 1000 // SLOTS] for s in slots]
         body = np.concatenate([a.reshape(-1).view(np.uint8) for a in (rows[mine], np.concatenate(spans), gradient[mine])])
         parts = [RowSelection("w", ALL, 1, "float32", 0.1), RowSelection("t", int(mine.sum()), 4, "float32", 0.1)]
-        self.shelves[server].push(PushGradients(step, rank, 1, parts), body, owned=False)
+        self.shard_sets[server].push(PushGradients(step, rank, 1, parts), body, owned=False)
 
     def values(self, step: int) -> tuple[Array, Array]:
         w, t = np.empty((1000, 1), np.float32), np.empty((3000, 4), np.float32)
-        for server in set(self.sharing.owners):
-            shelf = self.shelves[server]
-            assert shelf.is_step_readable(step)
-            shelf.apply_until(step)
-            whole = shelf.as_single_shard()
+        for server in set(self.sharding.owners):
+            shard_set = self.shard_sets[server]
+            assert shard_set.is_step_readable(step)
+            shard_set.apply_until(step)
+            whole = shard_set.as_single_shard()
             for name, found in (("w", w), ("t", t)):
                 table = whole.tables[name]
                 found[table.placement.row_numbers(server, 0, len(table.weights))] = table.weights
         return w, t
 
 
-def wishes(step: int, rank: int) -> tuple[Array, Array, Array]:
+def gradients_of(step: int, rank: int) -> tuple[Array, Array, Array]:
     """A rank's gradients of a step."""
-    chance = np.random.default_rng((step, rank))
-    rows = np.unique(chance.integers(0, 3000, 200))
-    return chance.standard_normal(1000).astype(np.float32), rows, chance.standard_normal((len(rows), 4)).astype(np.float32)
+    rng = np.random.default_rng((step, rank))
+    rows = np.unique(rng.integers(0, 3000, 200))
+    return rng.standard_normal(1000).astype(np.float32), rows, rng.standard_normal((len(rows), 4)).astype(np.float32)
 
 
 @settings(max_examples=20, deadline=None)
@@ -105,101 +105,110 @@ def wishes(step: int, rank: int) -> tuple[Array, Array, Array]:
 def test_through_any_scalings_every_row_has_one_owner_and_its_value(
     scalings: list[set[int]], mode: ConsistencyMode, seed: int
 ) -> None:
-    chance = random.Random(seed)
-    still, moving = Shelves({0, 1}, mode), Shelves({0, 1}, mode)
+    rng = random.Random(seed)
+    unchanged, resharded = ShardSets({0, 1}, mode), ShardSets({0, 1}, mode)
     plans = list(scalings)
     for step in range(4):
         order = list(range(WORKERS))
         if mode is ConsistencyMode.SYNC:  # in async mode the order counts, and must be the same in both
-            chance.shuffle(order)
+            rng.shuffle(order)
         for rank in order if mode is ConsistencyMode.SYNC else range(WORKERS):
-            for server in set(still.sharing.owners):
-                still.push(server, step, rank)
+            for server in set(unchanged.sharding.owners):
+                unchanged.push(server, step, rank)
             served: set[int] = set()
-            while served != set(moving.sharing.owners):
-                if plans and chance.random() < 0.3:  # some have this push already: all are asked again
-                    moving.scale(plans.pop())
+            while served != set(resharded.sharding.owners):
+                if plans and rng.random() < 0.3:  # some have this push already: all are asked again
+                    resharded.scale(plans.pop())
                     served = set()
-                served.add(chance.choice(sorted(set(moving.sharing.owners) - served)))
+                served.add(rng.choice(sorted(set(resharded.sharding.owners) - served)))
                 for server in served:
-                    moving.push(server, step, rank)
-        if chance.random() < 0.7:  # else what is complete is not applied when slots move next
-            assert all(np.array_equal(a, b) for a, b in zip(still.values(step + 1), moving.values(step + 1), strict=True))
-    assert all(np.array_equal(a, b) for a, b in zip(still.values(4), moving.values(4), strict=True))
+                    resharded.push(server, step, rank)
+        if rng.random() < 0.7:  # else what is complete is not applied when slots move next
+            assert all(
+                np.array_equal(a, b) for a, b in zip(unchanged.values(step + 1), resharded.values(step + 1), strict=True)
+            )
+    assert all(np.array_equal(a, b) for a, b in zip(unchanged.values(4), resharded.values(4), strict=True))
 
 
 def test_what_a_copy_is_to_hear_does_not_change_with_the_rows() -> None:
-    shelves = Shelves({0}, ConsistencyMode.SYNC)
-    shelves.push(0, 0, 1)
-    shelves.shelves[0].detach_slots([3, 4])
-    state, arrays = shelves.shelves[0].detached[0].pack()
-    heard = msgspec.msgpack.encode(state)
-    taker = ShardSet(shelves.serving, 1)
-    taker.add_slots([[3, 4], state], np.concatenate([np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays]))
-    taker.push(PushGradients(0, 0, 1, []), np.empty(0, np.uint8), owned=False)
-    assert msgspec.msgpack.encode(state) == heard
+    shard_sets = ShardSets({0}, ConsistencyMode.SYNC)
+    shard_sets.push(0, 0, 1)
+    shard_sets.shard_sets[0].detach_slots([3, 4])
+    state, arrays = shard_sets.shard_sets[0].detached[0].pack()
+    before = msgspec.msgpack.encode(state)
+    receiver = ShardSet(shard_sets.serving, 1)
+    receiver.add_slots([[3, 4], state], np.concatenate([np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays]))
+    receiver.push(PushGradients(0, 0, 1, []), np.empty(0, np.uint8), owned=False)
+    assert msgspec.msgpack.encode(state) == before
 
 
 # -- over sockets ----------------------------------------------------------------------------------------------------
 
 
-class Flock:
+class ServerGroup:
     """Servers that come and go as the scheduler would have them."""
 
     def __init__(self, servers: int, copies: int = 1, mode: ConsistencyMode = ConsistencyMode.SYNC) -> None:
         self.serving = ServingSettings(servers=servers, workers=WORKERS, mode=mode, copies=copies)
-        self.sharing = initial_sharding(servers)
+        self.sharding = initial_sharding(servers)
         self.servers: dict[int, ParameterServer] = {}
-        self.settled: dict[int, int] = {}
-        self.news = threading.Condition()
+        self.in_sync: dict[int, int] = {}
+        self.changed = threading.Condition()
         for rank in range(servers):
-            self.start(rank, 0, self.sharing)
+            self.start(rank, 0, self.sharding)
         for server in self.servers.values():
             server.recover()
 
-    def start(self, rank: int, lives: int, sharing: Sharding) -> ParameterServer:
-        self.settled.pop(rank, None)
-        made = ParameterServer("127.0.0.1", self.serving, rank, lives, self.find, sharing)
-        made.on_in_sync = lambda version: self.said(rank, made, version)
-        self.servers[rank] = made
-        return made
+    def start(self, rank: int, restarts: int, sharding: Sharding) -> ParameterServer:
+        self.in_sync.pop(rank, None)
+        server = ParameterServer(
+            "127.0.0.1",
+            self.serving,
+            rank,
+            restarts,
+            self.find,
+            sharding,
+            lambda version: self.on_in_sync(rank, server, version),
+        )
+        self.servers[rank] = server
+        return server
 
-    def said(self, rank: int, server: ParameterServer, version: int) -> None:
-        with self.news:
+    def on_in_sync(self, rank: int, server: ParameterServer, version: int) -> None:
+        with self.changed:
             if self.servers.get(rank) is server:
-                self.settled[rank] = version
-            self.news.notify_all()
+                self.in_sync[rank] = version
+            self.changed.notify_all()
 
-    def wait_settled(self, servers: Iterable[int]) -> None:
-        with self.news:
-            assert self.news.wait_for(
-                lambda: all(self.settled.get(server) == self.sharing.version for server in servers), WAIT_S
-            ), self.settled
+    def wait_in_sync(self, servers: Iterable[int]) -> None:
+        with self.changed:
+            assert self.changed.wait_for(
+                lambda: all(self.in_sync.get(server) == self.sharding.version for server in servers), WAIT_S
+            ), self.in_sync
 
     def find(self, rank: int) -> ServerEndpoint | None:
         return self.servers[rank].endpoint if rank in self.servers else None
 
     def scale(self, wanted: set[int]) -> None:
         new = sorted(wanted - self.servers.keys())
-        ring = tuple(sorted({*self.sharing.ring, *wanted}))
+        ring = tuple(sorted({*self.sharding.ring, *wanted}))
         for rank in new:
-            self.start(rank, 0, msgspec.structs.replace(self.sharing, ring=ring))
+            self.start(rank, 0, msgspec.structs.replace(self.sharding, ring=ring))
         for rank in new:
             self.servers[rank].recover()
-        self.wait_settled(new)
+        self.wait_in_sync(new)
         going = tuple(sorted(self.servers.keys() - wanted))
-        self.sharing = Sharding(
-            self.sharing.version + 1, rebalance_slots(self.sharing.owners, sorted(wanted))[0], tuple(sorted(wanted)), going
+        self.sharding = Sharding(
+            self.sharding.version + 1, rebalance_slots(self.sharding.owners, sorted(wanted))[0], tuple(sorted(wanted)), going
         )
         for server in self.servers.values():
-            server.set_sharding(self.sharing)
-        self.wait_settled(list(self.servers))
+            server.set_sharding(self.sharding)
+        self.wait_in_sync(list(self.servers))
         for rank in going:
             del self.servers[rank]
-        self.sharing = msgspec.structs.replace(self.sharing, leaving=())
+        self.sharding = msgspec.structs.replace(self.sharding, leaving=())
 
     def client(self, rank: int) -> ParameterClient:
-        return declare(ParameterClient(self.serving, rank, lambda: 1, self.find, lambda: self.sharing))
+        return declare(ParameterClient(self.serving, rank, lambda: 1, self.find, lambda: self.sharding))
 
 
 STEPS = 30
@@ -207,28 +216,28 @@ PLAN: list[set[int]] = [{0, 1, 2}, {1, 2}, {1, 2, 3, 4}, {4}, {4, 5}]
 
 
 def undisturbed() -> Seen:
-    return Training(Flock(2).client, STEPS).result()
+    return Training(ServerGroup(2).client, STEPS).result()
 
 
 @pytest.mark.parametrize("copies", [0, 1])
 def test_training_goes_on_to_the_same_bits_while_servers_come_and_go(copies: int) -> None:
-    flock = Flock(2, copies)
+    group = ServerGroup(2, copies)
     gate = threading.Semaphore(3)
-    training = Training(flock.client, STEPS, gate)
+    training = Training(group.client, STEPS, gate)
     for wanted in PLAN:
         for _ in range(5):
             gate.release()
-        flock.scale(wanted)
+        group.scale(wanted)
     for _ in range(STEPS):
         gate.release()
     assert equal(training.result(), undisturbed())
 
 
 def test_in_async_mode_no_push_is_lost_or_counted_twice() -> None:
-    flock = Flock(2, mode=ConsistencyMode.ASYNC)
-    clients = [flock.client(0), *[None] * (WORKERS - 1)]
+    group = ServerGroup(2, mode=ConsistencyMode.ASYNC)
+    clients = [group.client(0), *[None] * (WORKERS - 1)]
     for rank in range(1, WORKERS):
-        clients[rank] = flock.client(rank)
+        clients[rank] = group.client(rank)
     stop = threading.Event()
     counts = [0] * WORKERS
 
@@ -240,13 +249,13 @@ def test_in_async_mode_no_push_is_lost_or_counted_twice() -> None:
             client.push(counts[rank], [GradientToPush("t", np.ones((len(rows), 4), np.float32), 1.0, rows)]).wait()
             counts[rank] += 1
 
-    together = Together(work)
+    ranks = RankThreads(work)
     for wanted in PLAN:
-        flock.scale(wanted)
+        group.scale(wanted)
     stop.set()
-    together.over()
-    for server in flock.servers.values():
-        assert [shard.last_pushed_steps for shard in server._own_rows.shard_set.shards] == [[n - 1 for n in counts]] * len(
-            server._own_rows.shard_set.shards
+    ranks.join()
+    for server in group.servers.values():
+        assert [shard.last_pushed_steps for shard in server._rows.own.shard_set.shards] == [[n - 1 for n in counts]] * len(
+            server._rows.own.shard_set.shards
         )
-        assert {shard.tables["t"].update_count for shard in server._own_rows.shard_set.shards} == {sum(counts)}
+        assert {shard.tables["t"].update_count for shard in server._rows.own.shard_set.shards} == {sum(counts)}

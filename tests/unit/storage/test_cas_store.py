@@ -102,6 +102,20 @@ def test_the_stores_that_exist(tmp_path: Path) -> None:
         open_cas_store("redis://x", folder="", job="j")
 
 
+def test_a_factory_of_the_caller_opens_the_stores_of_its_scheme(tmp_path: Path) -> None:
+    names: list[str] = []
+
+    def open_store(name: str) -> CasStore:
+        names.append(name)
+        return FileCasStore(tmp_path / name)
+
+    store = open_cas_store("redis://x", folder="", job="j", factories={"redis": open_store})
+    assert isinstance(store, FileCasStore)
+    assert names == ["x"]
+    with pytest.raises(UsageError, match="no store: file, etcd"):
+        open_cas_store("kubernetes://x", folder="", job="j", factories={"redis": open_store})
+
+
 def test_a_journal_refuses_the_leader_of_before(tmp_path: Path) -> None:
     old = local(tmp_path, 1)
     old.commit([record(1)])

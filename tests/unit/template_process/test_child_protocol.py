@@ -1,4 +1,4 @@
-"""The small decisions about children: how an end is said, how long to pause, how many threads to compute with."""
+"""The small decisions about children: how an end is said, how many threads to compute with."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 
 import pytest
 
-from covey.template_process.client import EARLY_EXITS_MAX, restart_delay_s
 from covey.template_process.protocol import ChildSpec, Exit, decode_spec, encode_spec, exit_from_status
 from covey.template_process.thread_counts import openblas_threads, physical_cores, torch_threads
 
@@ -23,11 +22,6 @@ def test_a_spec_survives_the_way_with_bytes_that_are_no_text() -> None:
     odd = os.fsdecode(b"caf\xe9")
     spec = ChildSpec(name="worker:0", argv=[odd, "ü"], env={odd: odd, "LARGE": "x" * 300_000}, cwd="/", log=odd, cores=[1])
     assert decode_spec(encode_spec(spec)) == spec
-
-
-def test_pauses_grow_and_end() -> None:
-    pauses = [restart_delay_s(n) for n in range(EARLY_EXITS_MAX + 1)]
-    assert pauses == [0.0, 0.0, 0.1, 0.2, 0.4, None]
 
 
 @pytest.mark.parametrize(

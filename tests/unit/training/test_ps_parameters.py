@@ -15,8 +15,9 @@ from covey.parameter_server.discovery import ServerEndpoint
 from covey.parameter_server.optimizers import SGD, Array
 from covey.parameter_server.server import ParameterServer
 from covey.training.collectives.communicator import Communicator
+from covey.training.collectives.group import ReduceOp
 from covey.training.embedding import Embedding
-from covey.training.ps_parameters import ServedParameters, mark_for_server, move_embedding_to_servers
+from covey.training.ps_parameters import PushCollective, ServedParameters, mark_for_server, move_embedding_to_servers
 
 
 class Rows:
@@ -28,7 +29,7 @@ class Rows:
 
 def table(**options: object) -> Embedding:
     made = Embedding(10, 4, **options)  # type: ignore[arg-type]
-    made.row_source = Rows()
+    made.attach_to_loop(Rows())
     return made
 
 
@@ -64,8 +65,7 @@ def mark_all(target: object, optimizer: object = None) -> None:
 
 def in_loop(model: torch.nn.Module) -> torch.nn.Linear:
     """As a loop in a cluster with servers leaves it, here without one that is served."""
-    group = Communicator(None)
-    group.serving_settings = ServingSettings(1, 1)
+    group = Communicator(None, ServingSettings(1, 1))
     ServedParameters(model, torch.optim.SGD(model.parameters(), 0.1), group)
     assert isinstance(model, torch.nn.Linear)
     return model
@@ -77,7 +77,7 @@ def table_of_torch() -> torch.nn.Module:
     move_embedding_to_servers(made, None)
     inner = made.served
     assert isinstance(inner, Embedding)
-    inner.row_source = Rows()
+    inner.attach_to_loop(Rows())
     return made
 
 
@@ -117,3 +117,46 @@ def test_a_step_is_pushed_once_unless_it_is_repeated(monkeypatch: pytest.MonkeyP
     served.push(None)
     served.pull_for_step(1)
     served.push(None)
+
+
+class CountingGroup:
+    """A group that counts what is issued."""
+
+    def __init__(self, generation: int) -> None:
+        self.generation, self.all_reduces = generation, 0
+
+    def all_reduce(self, tensor: object, op: ReduceOp) -> object:
+        self.all_reduces += 1
+        return object()
+
+
+class CollectivesOnGroups:
+    """Issues each push on the group of the present generation."""
+
+    def __init__(self) -> None:
+        self.group = CountingGroup(1)
+
+    def run(self, push: PushCollective) -> None:
+        push.issue(self.group)  # type: ignore[arg-type]
+
+
+def test_first_push_of_each_generation_depends_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Client:
+        serving = ServingSettings(1, 2)
+
+        def push(self, *_: object) -> object:
+            return object()
+
+    monkeypatch.setattr(Communicator, "client", property(lambda group: Client()))
+    model = torch.nn.Linear(2, 2)
+    mark_all(model)
+    served = ServedParameters(model, torch.optim.SGD(model.parameters(), 0.1), Communicator(None))
+    collectives = CollectivesOnGroups()
+    counts = []
+    for generation in (1, 1, 2, 2, 5):
+        if generation != collectives.group.generation:
+            collectives.group = CountingGroup(generation)
+        served.discard_gradients()
+        served.push(collectives)  # type: ignore[arg-type]
+        counts.append(collectives.group.all_reduces)
+    assert counts == [1, 1, 1, 1, 1]

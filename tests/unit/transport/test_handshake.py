@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from covey.core.addresses import is_loopback
 from covey.errors import ExitCode, StoreError, UsageError
 from covey.storage import join_secret
 from covey.transport import address
@@ -219,7 +220,7 @@ def test_an_address_of_another_host() -> None:
     [("localhost", True, None), ("127.3.2.1", True, 4), ("::1", True, 6), ("fe80::1%eth0", False, 6), ("host", False, None)],
 )
 def test_what_never_leaves_this_host(host: str, loops: bool, family: int | None) -> None:
-    assert address.is_loopback(host) is loops and address.ip_version(host) == family
+    assert is_loopback(host) is loops and address.ip_version(host) == family
 
 
 def test_a_free_port_is_free() -> None:

@@ -28,6 +28,8 @@ from covey.cli.run.event_hooks import EventHooks
 from covey.cli.run.log_echo import LogEcho
 from covey.cli.run.options import help_text, parse_command_line
 from covey.cli.run.plan import RunPlan
+from covey.core.addresses import is_loopback
+from covey.core.restart_limits import NO_HOST_LIMIT
 from covey.core.types import Role
 from covey.errors import ExitCode, UsageError
 from covey.log import configure_logging, escape_unprintable, log, log_in_thread
@@ -244,7 +246,7 @@ def _prepare_scheduler_access(
     if not secret and sockets is not None and plan.is_single_host:
         secret = secrets.token_hex(16)  # for this run's own processes
     insist = bool(secret) and (guard.secret_configured or (sockets is not None and not others))
-    if secret and (insist or sockets is not None or not address.is_loopback(host)):
+    if secret and (insist or sockets is not None or not is_loopback(host)):
         environ["COVEY_SECRET"] = secret  # else it is the user's own, which a scheduler on loopback need not require
     environ["MS_TOPO_TIMEOUT"] = f"{plan.topo_timeout_s:g}"
     environ["COVEY_WORKER_MAX"] = str(plan.world_max if plan.world_max > plan.world else 0)
@@ -290,7 +292,7 @@ def _make_agent_job(plan: RunPlan, log_dir: Path, servers: int) -> AgentJob:
         world=plan.world,
         slots=plan.local_workers,
         servers=servers,
-        max_restarts=plan.max_restarts if plan.or_join else -1,  # the scheduler may be one that was never told
+        max_restarts=plan.max_restarts if plan.or_join else NO_HOST_LIMIT,  # the scheduler may be one that was never told
         first_rank=plan.first_rank if not plan.is_single_host else 0,
         module=plan.is_module,
         python=plan.is_python,
@@ -313,14 +315,15 @@ def _expand_log_name(plan: RunPlan) -> str:
 
 
 def guess_imports(plan: RunPlan) -> list[str]:
-    """What the template imports ahead, judged by the script's text: torch, and what its first optimizer would import."""
+    """Return what the template imports before it forks: covey's functions and its loop, and, if the script's text names torch,
+    torch and what its first optimizer would import."""
     if not plan.is_python or plan.start != "fork":
         return []
     text = ""
     if not plan.is_module:
         with contextlib.suppress(OSError):
             text = Path(plan.command[0]).read_text(errors="replace")
-    wanted = ["covey"] if "covey" in text else []
+    wanted = ["covey.script_api", "covey.training.loop", "covey.training.model"]  # `import covey` alone imports none of them
     if "numpy" in text or "torch" in text:
         wanted.append("numpy")
     if "torch" in text:

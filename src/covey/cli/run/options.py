@@ -20,7 +20,8 @@ import msgspec
 
 from covey.cli.run.dry_run import describe_plan
 from covey.cli.run.plan import ALL_RANKS, Cores, PerHost, RunOptions, RunPlan, Streams, make_run_plan
-from covey.core.cluster.recovery_strategy import RecoveryStrategy
+from covey.core.restart_limits import MAX_RESTARTS, REPLACEMENTS_MAX
+from covey.core.strategy_ladder import RecoveryStrategy
 from covey.errors import UsageError
 from covey.settings import (
     COUNT,
@@ -215,7 +216,13 @@ OPTIONS: dict[str, list[Option]] = {
         Option("-m --module", "", "module", "run a module, as python -m does"),
         Option("--no-python", "", "no_python", "run a program that is no Python script"),
         Option("--framework", "mindspore", "framework", "the script is MindSpore's, whose scheduler rank 0 starts", FRAMEWORK),
-        Option("--max-restarts", "N", "max_restarts", "restarts of all (0); replacements of one (32767)", COUNT_OR_ZERO),
+        Option(
+            "--max-restarts",
+            "N",
+            "max_restarts",
+            f"restarts of all ({MAX_RESTARTS}); replacements of one ({REPLACEMENTS_MAX})",
+            COUNT_OR_ZERO,
+        ),
         Option(
             "--strategy",
             "A,B",

@@ -13,8 +13,9 @@ from typing import Literal
 import msgspec
 
 from covey.cli.run import slurm
-from covey.core.cluster.recovery_strategy import RecoveryStrategy
 from covey.core.plurals import count_noun
+from covey.core.restart_limits import MAX_RESTARTS
+from covey.core.strategy_ladder import RecoveryStrategy
 from covey.errors import ExitCode, UsageError
 from covey.settings import NODES_MAX, GivenValue, LoadedSettings, load_settings, printable
 
@@ -42,7 +43,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     logs: str = ""
     join: bool = True
     bind_core: Cores = False
-    max_restarts: int = 0
+    max_restarts: int = MAX_RESTARTS
     tee: Streams = {}
     redirects: Streams = {}
     tail_ranks: list[int] = []
@@ -79,7 +80,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
     is_module: bool = False  # command[0] is a module, as after python -m
     is_python: bool = True  # command[0] is Python's, not a program of its own
     command: list[str] = []
-    max_restarts: int = 0
+    max_restarts: int = MAX_RESTARTS
     join: bool = True
     log_dir: str = ""  # "" is the current folder
     worker_log_name: str = "worker"  # the start of a worker's log's name; "_<rank>.log" follows

@@ -15,7 +15,6 @@ The scheduler's machine is a composition of parts. Each part owns its fields and
     `failure_detector`    members that are silent or stuck, checked on every tick
     `registration`        who may join, and the formation
     `formation`           when the cluster is complete
-    `recovery_strategy`   the strategies and their order
     `view`                read-only snapshot for clients
     `fault_schedule`      which fault `covey chaos` injects next, from a seed
     `node_machine`        the node's side: register, send heartbeats, reconnect, leave

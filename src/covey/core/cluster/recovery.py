@@ -18,7 +18,6 @@ from covey.core.cluster.formation import decide_formation
 from covey.core.cluster.heal_barrier import COLLECTIVE_RETRIES_MAX, HealBarrier
 from covey.core.cluster.incident_log import IncidentLog
 from covey.core.cluster.members import Heartbeats, Members, describe_members, parse_rank_claim
-from covey.core.cluster.recovery_strategy import DEATHS_WITHOUT_PROGRESS_MAX, RecoveryStrategy
 from covey.core.cluster.resharding import Resharding
 from covey.core.cluster.resize import Resize, has_left_worker, make_member_indexes, plan_shrink
 from covey.core.cluster.shutdown import Shutdown, ShutdownState
@@ -37,6 +36,7 @@ from covey.core.messages import (
     StateFetched,
 )
 from covey.core.plurals import count_noun, describe_all
+from covey.core.strategy_ladder import DEATHS_WITHOUT_PROGRESS_MAX, RecoveryStrategy
 from covey.core.types import AgentInfo, ClusterSettings, Failure, Member, MemberRecord, NodeState, Phase, Role, ScriptError
 from covey.errors import ExitCode
 

@@ -13,13 +13,13 @@ from enum import StrEnum
 
 from covey.core.cluster.incident_log import IncidentLog
 from covey.core.cluster.members import Heartbeats, Members
-from covey.core.cluster.recovery_strategy import RecoveryStrategy
 from covey.core.cluster.resize import Resize
 from covey.core.cluster.state import NEVER, ClusterState, Lifecycle, Step
 from covey.core.effects import Level
 from covey.core.incidents import Outcome
 from covey.core.messages import ClusterEnded, DumpRequest, DumpWritten, Refused, RequestAccepted
 from covey.core.plurals import count_noun
+from covey.core.strategy_ladder import RecoveryStrategy
 from covey.core.types import ClusterRecord, ClusterSettings, Ended, Failure, Member, MemberRecord, NodeState, Phase, Role
 from covey.errors import ExitCode
 

@@ -1,10 +1,12 @@
 """The state machine of a federated cluster, and the pure functions that it uses.
 
-`federation_machine`   top of the machine: administrative requests and status
-`secagg_rounds`        rounds with secure aggregation; the protocol itself is in `secagg`
-`rounds`               opens, closes, seals and sums rounds
-`server_membership`    servers register, die, return and leave; adoption of a dead server's log
+`federation_machine`   dispatches events and administrative requests to the parts below
+`roster`               servers register, die, return and leave; adoption of a dead server's log; generations; scaling
+`instance`             the plan of the rounds, and what ends an instance
+`round`                the present round and its stages
 `round_window`         admissions and deadline of one round
+`aggregation`          plain or secure aggregation of one round; the secure protocol itself is in `secagg`
+`outbox`               effects of one call, in order
 `claims`               which server may count the update of a device
 `messages`             messages and records between scheduler and servers
 `dp_accounting`        Gaussian differential privacy: epsilon, delta, noise multiplier

@@ -111,28 +111,40 @@ class Claims:
             owned or self.held_updates.get(round_number, {}).get(device, False) or (round_number, device) in self._known_counted
         )
 
+    def is_being_logged(self, round_number: int, device: str) -> bool:
+        """Whether an update was granted to this server and is not logged yet."""
+        return not self.held_updates.get(round_number, {}).get(device, True)
+
+    def set_node_id(self, node_id: str) -> None:
+        """Use the node id that the scheduler has chosen."""
+        self.node_id = node_id
+
+    def forget_round(self, round_number: int) -> None:
+        """Forget what this server holds of a round: its part starts over."""
+        self.held_updates.pop(round_number, None)
+
     def restore(self, round_number: int, devices: Iterable[str]) -> None:
         """What the log of an earlier life, or an adopted one, holds."""
         self.held_updates.setdefault(round_number, {}).update(dict.fromkeys(devices, True))
 
-    def apply_instructions(self, orders: ServerInstructions, now: float) -> list[ClaimEffect]:
-        """Take new orders: a round, a stage, a generation."""
-        self._retained_rounds, self._forgotten = orders.plan.staleness + 1, orders.forgotten
-        leaving = self.node_id in orders.leaving
-        self.round = orders.round
+    def apply_instructions(self, instructions: ServerInstructions, now: float) -> list[ClaimEffect]:
+        """Apply new instructions: a round, a stage, a generation."""
+        self._retained_rounds, self._forgotten = instructions.plan.staleness + 1, instructions.forgotten
+        leaving = self.node_id in instructions.leaving
+        self.round = instructions.round
         self._known_counted = {key for key in self._known_counted if key[0] >= self.round}
         for rounds in (self.held_updates, self._holders):
             for old in [number for number in rounds if number < self.round - self._retained_rounds]:
                 del rounds[old]
-        changed = orders.generation != self.generation
+        changed = instructions.generation != self.generation
         if changed:
-            self.generation, self.members = orders.generation, orders.members
+            self.generation, self.members = instructions.generation, instructions.members
             self._reported_servers.clear()
             self._holders.clear()
             self._known_counted.clear()
-        running = orders.instance is InstanceState.RUNNING and orders.stage is RoundStage.OPEN
+        running = instructions.instance is InstanceState.RUNNING and instructions.stage is RoundStage.OPEN
         self.is_open = running and self.is_member and not leaving
-        self._rejects_updates = leaving or not self.is_member or orders.instance is not InstanceState.RUNNING
+        self._rejects_updates = leaving or not self.is_member or instructions.instance is not InstanceState.RUNNING
         out = self._reject_pending()
         if changed and self.is_member:
             for number, ids in self.held_updates.items():

@@ -1,97 +1,234 @@
-"""What people may ask of a federated cluster: scale it out and in, begin again, rest; and the one word for how it is.
+"""The state machine of a federated cluster's scheduler.
 
-The whole machine: `roster` knows the servers, `rounds` moves them, `masked` makes rounds secure, and
-this is what a management port and a shell hold.
+Theory of operation. Servers send their whole status (`ServerStatus`), and the scheduler sends whole instructions
+(`ServerInstructions`), both again whenever they change. `step` takes one event, lets the part that it concerns record it, and
+then advances as far as possible, always in this order: resolve lost servers, start a generation if the members changed,
+advance the round until nothing moves, send instructions that changed.
+
+`Roster` owns the servers, `FederatedInstance` the plan and what ends it, `Round` the stages of the present round. Each field
+has one owner. `FederationRecord` is made of the fields of all parts, and each part restores its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from covey.core.federated.messages import SERVERS_MAX, InstanceState, RoundPlan, RoundStage
-from covey.core.federated.rounds import privacy_budget_blocker
-from covey.core.federated.secagg_rounds import Masked
-from covey.core.federated.server_membership import FederationEffect
+from covey.core.effects import Level
+from covey.core.events import ConnectionLost, MessageReceived, Tick
+from covey.core.federated.instance import FederatedInstance, privacy_budget_blocker
+from covey.core.federated.messages import (
+    AdmitDevices,
+    FederationRecord,
+    InstanceState,
+    RegisterServer,
+    RoundPlan,
+    RoundStage,
+    ScaleOperation,
+    ServerHeartbeat,
+    ServerInstructions,
+    ServerStatus,
+)
+from covey.core.federated.outbox import FederationEffect, Outbox, Step
+from covey.core.federated.roster import Roster, ServerTimeouts
+from covey.core.federated.round import Round
+from covey.core.federated.secagg.messages import SecaggForward
+from covey.core.messages import ClusterEnded, LeaveAcknowledged, Message, StopRequest
 from covey.core.plurals import count_noun, is_or_are
 from covey.errors import UsageError
 
+FederationEvent = MessageReceived | ConnectionLost | Tick
 
-class FederationMachine(Masked):
-    """The machine with the doors for people. Each raises `UsageError` for what cannot be."""
+
+class FederationMachine:
+    """Dispatches events and administrative requests. The effects that a method returns must be carried out in order.
+
+    Administrative requests raise `UsageError` if they are refused.
+    """
+
+    def __init__(
+        self,
+        *,
+        cluster_id: str,
+        key: bytes,
+        server_num: int,
+        plan: RoundPlan,
+        timeouts: ServerTimeouts,
+        now: float,
+        job: str = "",
+    ) -> None:
+        self.cluster_id = cluster_id
+        self.key = key
+        self.roster = Roster(server_num, timeouts, now)
+        self.instance = FederatedInstance(plan, job)
+        self.round = Round(self.instance, now)
+        self._started_at = now
+
+    def _begin_step(self, now: float) -> Step:
+        return Step(now, self.cluster_id, Outbox(self.record))
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def step(self, event: FederationEvent, now: float) -> list[FederationEffect]:
+        step = self._begin_step(now)
+        if isinstance(event, MessageReceived):
+            self._on_message(step, event.connection, event.message)
+        elif isinstance(event, ConnectionLost):
+            self.roster.on_connection_lost(step, event.connection, event.reason)
+        else:
+            self.roster.check_heartbeats(step)
+            self._check_formation_deadline(step)
+        self._advance(step)
+        return step.out.effects
+
+    def _on_message(self, step: Step, connection: int, message: Message) -> None:
+        if isinstance(message, RegisterServer):
+            return self._on_register(step, connection, message)
+        if isinstance(message, StopRequest):
+            step.out.send(connection, LeaveAcknowledged())
+            return self._end_cluster(step, message.reason)
+        servers = self.roster.servers_on_connection(connection)
+        if isinstance(message, SecaggForward):
+            if servers:
+                step.out.send(connection, self.round.handle_secagg_request(step, message))
+            return None
+        for server in servers:
+            self.roster.note_heartbeat(server, step.now)
+            if isinstance(message, ServerStatus):
+                self.round.note_losses(self.roster.on_status(step, server, message, self.round.number))
+            elif isinstance(message, AdmitDevices):
+                step.out.send(connection, self.round.admit(step, message))
+            elif isinstance(message, ServerHeartbeat):
+                step.out.send(connection, message)
+        return None
+
+    def _on_register(self, step: Step, connection: int, request: RegisterServer) -> None:
+        is_forming = self.round.stage is RoundStage.FORMING
+        losses = self.roster.register(step, connection, request, key=self.key, is_forming=is_forming)
+        if losses is not None:
+            self.instance.note_job(request.fl_name)
+            self.round.note_losses(losses)
+        if request.round == self.round.number and not is_forming and self.roster.servers_on_connection(connection):
+            self.round.readmit(request.admitted_devices)
+
+    def _check_formation_deadline(self, step: Step) -> None:
+        limit_s = self.roster.timeouts.formation_timeout_s
+        if self.round.stage is RoundStage.FORMING and step.now - self._started_at > limit_s:
+            alive = sum(server.alive for server in self.roster.servers.values())
+            self._end_cluster(step, f"{alive} of {self.roster.wanted} servers came within {limit_s:g} s", code=20)
+
+    def _end_cluster(self, step: Step, reason: str, code: int = 0) -> None:
+        for server in self.roster.servers.values():
+            if server.connection:
+                step.out.send(server.connection, ClusterEnded(reason, code))
+        step.out.end(code, reason)
+
+    # -- progress ----------------------------------------------------------------------------------------------------
+
+    def _advance(self, step: Step) -> None:
+        """Advance as far as the known statuses allow, then send instructions that changed."""
+        if self.round.stage is RoundStage.FORMING:
+            self._form_if_complete(step)
+        else:
+            announced = self.roster.announced_members()
+            self.round.note_losses(self.roster.resolve_lost_servers(step, announced, self.round.number))
+            if self.roster.start_generation_if_changed(step, announced):
+                self.round.reseal()
+                step.out.persist()
+            membership = self.roster.membership()
+            while self.round.advance(step, membership):
+                pass
+        if self.round.stage is not RoundStage.FORMING:
+            self.roster.send_instructions(step, self.make_instructions())
+
+    def _form_if_complete(self, step: Step) -> None:
+        """Open the first round by the server with the newest model; among several, the one with the lowest rank."""
+        members = self.roster.form()
+        if not members:
+            return
+        first = max(members, key=lambda server: (server.status.model_round if server.status else -1, -server.rank))
+        self.instance.form(first.plan, first.fl_name)
+        for server in members:
+            if server.plan is not None and server.plan != self.instance.plan:
+                reason = f"server {first.node_id}'s settings of rounds hold, not its own"
+                step.out.publish(server.node_id, "differs", reason, Level.WARNING)
+        self.round.open_first(step, first, f"{count_noun(len(members), 'server')} {is_or_are(len(members))} here")
+
+    def make_instructions(self) -> ServerInstructions:
+        round_, instance, secagg_round = self.round, self.instance, self.round.aggregation.secagg_round
+        is_unmasked = round_.stage is RoundStage.SUMMING and not round_.abandon_reason
+        members = self.roster.describe_members()
+        return ServerInstructions(
+            generation=self.roster.generation,
+            members=members,
+            round=round_.number,
+            base=instance.base,
+            stage=round_.stage,
+            instance=instance.state,
+            plan=instance.plan,
+            digest=round_.digest,
+            metrics=round_.metrics,
+            source=round_.find_model_source(self.roster.servers.values()),
+            aggregator=round_.aggregator,
+            expected_totals=round_.expected_totals,
+            new_model=round_.unreplicated_model(self.roster.members()),
+            adoptions=self.roster.adoptions(),
+            leaving=tuple(info.node_id for info in members if self.roster.servers[info.node_id].leaving),
+            missing=round_.missing,
+            forgotten=round_.forgotten,
+            is_full=round_.window.is_full,
+            secagg_phase=secagg_round.phase if secagg_round is not None else None,
+            unmasking=secagg_round.unmasking if secagg_round is not None and is_unmasked else None,
+            is_abandoned=bool(round_.abandon_reason),
+            voided=round_.voided,
+        )
+
+    # -- administrative requests -------------------------------------------------------------------------------------
 
     def scale_out(self, more: int, now: float) -> list[FederationEffect]:
-        """Room for more servers; whoever waits, or comes, takes it."""
-        self._begin_request(now)
+        """Make room for more servers, for those that wait and those that register later."""
+        step = self._begin_step(now)
         self._require_ready()
-        if more < 1:
-            raise UsageError("The value should not be less than 0.")
-        if self.wanted + more > SERVERS_MAX:
-            raise UsageError(f"The cluster has {self.wanted} servers, and at most {SERVERS_MAX} are possible.")
-        self.operation, self.wanted_before, self.wanted = "out", self.wanted, self.wanted + more
-        self._publish_event("cluster", "scale out", f"{count_noun(more, 'server')} {is_or_are(more)} to come")
-        return self._finish_request()
+        self.roster.scale_out(step, more)
+        return self._finish_request(step)
 
     def roll_back(self, now: float) -> list[FederationEffect]:
-        """Take back a scale-out that has not come to its end; servers that came already stay."""
-        self._begin_request(now)
-        if self.operation != "out":
-            raise UsageError("The cluster is not in CLUSTER_SCALE_OUT: there is nothing to roll back.")
-        here = len([server for server in self.servers.values() if server.is_member])
-        self.operation, self.wanted = "", max(self.wanted_before, here)
-        self._publish_event("cluster", "rolled back", f"{count_noun(self.wanted, 'server')}, as before")
-        return self._finish_request()
+        """Cancel a scale-out that is not complete; servers that have joined stay."""
+        step = self._begin_step(now)
+        self.roster.roll_back(step)
+        return self._finish_request(step)
 
     def scale_in(self, node_ids: Iterable[str], now: float) -> list[FederationEffect]:
-        """Let servers go; each hands over what it holds first."""
-        self._begin_request(now)
+        """Remove servers; each hands over what it holds first."""
+        step = self._begin_step(now)
         self._require_ready()
-        chosen = list(dict.fromkeys(node_ids))
-        if not chosen:
-            raise UsageError("The node ids should not be empty.")
-        for node_id in chosen:
-            if node_id not in self.servers or not self.servers[node_id].is_member:
-                raise UsageError(f"The node id:{node_id} is illegal.")
-        members = [server for server in self.servers.values() if server.is_member]
-        if len(chosen) >= len(members):
-            raise UsageError(f"The cluster has {len(members)} servers, and one has to stay.")
-        for node_id in chosen:
-            self.servers[node_id].leaving = True
-        self.operation, self.wanted_before, self.wanted = "in", self.wanted, self.wanted - len(chosen)
-        self._publish_event(
-            "cluster", "scale in", f"{count_noun(len(chosen), 'server')} {is_or_are(len(chosen))} to go: {', '.join(chosen)}"
-        )
-        return self._finish_request()
+        self.roster.scale_in(step, node_ids)
+        return self._finish_request(step)
 
     def request_new_instance(self, plan: RoundPlan, now: float) -> list[FederationEffect]:
-        """Begin again at iteration 1 from the newest model: now if nothing was counted, else after this round or its window."""
-        self._begin_request(now)
+        """Begin a new instance: now if no update was counted in this round, else after the round or its window."""
+        step = self._begin_step(now)
         self._require_ready()
-        over = privacy_budget_blocker(plan, self.spent)
-        if over:
-            raise UsageError(f"No new instance can begin: {over}.")
-        if self.stage is RoundStage.OPEN and not self.counted_updates:
-            self._begin_instance(plan)
+        blocker = privacy_budget_blocker(plan, self.instance.spent)
+        if blocker:
+            raise UsageError(f"No new instance can begin: {blocker}.")
+        if self.round.stage is RoundStage.OPEN and not self.counted_updates:
+            self.round.begin_instance(step, plan)
         else:
-            self.next_plan = plan
-        return self._finish_request()
+            self.instance.request(plan)
+        return self._finish_request(step)
 
     def set_enabled(self, enabled: bool, now: float) -> list[FederationEffect]:
-        """Serve devices or rest. What was counted stays."""
-        self._begin_request(now)
-        if self.stage is RoundStage.FORMING:
+        """Serve devices, or stop serving them. Counted updates stay."""
+        step = self._begin_step(now)
+        if self.round.stage is RoundStage.FORMING:
             raise UsageError("The cluster is not ready.")
-        if self.instance is not InstanceState.FINISHED:
-            self.instance = InstanceState.RUNNING if enabled else InstanceState.DISABLED
-        self._publish_event("cluster", "enabled" if enabled else "disabled", "asked for")
-        return self._finish_request()
+        self.instance.set_enabled(step, enabled)
+        return self._finish_request(step)
 
-    def _begin_request(self, now: float) -> None:
-        self._now, self._effects = now, []
-
-    def _finish_request(self) -> list[FederationEffect]:
-        self._persist_record()
-        self._advance_and_notify()
-        return self._effects
+    def _finish_request(self, step: Step) -> list[FederationEffect]:
+        step.out.persist()
+        self._advance(step)
+        return step.out.effects
 
     def _require_ready(self) -> None:
         if self.state != "CLUSTER_READY":
@@ -99,13 +236,35 @@ class FederationMachine(Masked):
 
     @property
     def state(self) -> str:
-        """MindSpore's word for the whole."""
-        if self.stage is RoundStage.FORMING:
+        """MindSpore's name for the state of the cluster."""
+        if self.round.stage is RoundStage.FORMING:
             return "CLUSTER_STARTING"
-        if self.operation:
-            return {"out": "CLUSTER_SCALE_OUT", "in": "CLUSTER_SCALE_IN"}[self.operation]
-        if any(server.is_member and not server.alive for server in self.servers.values()):
+        if self.roster.operation is not ScaleOperation.NONE:
+            return "CLUSTER_SCALE_OUT" if self.roster.operation is ScaleOperation.OUT else "CLUSTER_SCALE_IN"
+        if any(not server.alive for server in self.roster.members()):
             return "NODE_TIMEOUT"
-        if self.next_plan is not None:
+        if self.instance.next_plan is not None:
             return "CLUSTER_NEW_INSTANCE"
-        return "CLUSTER_DISABLE_FLS" if self.instance is InstanceState.DISABLED else "CLUSTER_READY"
+        return "CLUSTER_DISABLE_FLS" if self.instance.state is InstanceState.DISABLED else "CLUSTER_READY"
+
+    @property
+    def counted_updates(self) -> int:
+        return self.round.count_updates(self.roster.members())
+
+    # -- the record --------------------------------------------------------------------------------------------------
+
+    def record(self) -> FederationRecord:
+        return FederationRecord(
+            cluster_id=self.cluster_id,
+            key=self.key,
+            **self.roster.record_fields(),
+            **self.instance.record_fields(),
+            **self.round.record_fields(),
+        )
+
+    def restore(self, record: FederationRecord, now: float) -> None:
+        """Continue from the record of the scheduler before this one. The effects of this are not carried out."""
+        self.cluster_id, self.key = record.cluster_id, record.key
+        self.roster.restore(record, now)
+        self.instance.restore(record)
+        self.round.restore(self._begin_step(now), record)

@@ -67,6 +67,14 @@ class InstanceState(StrEnum):
     FINISHED = "kFinish"
 
 
+class ScaleOperation(StrEnum):
+    """The scaling that is under way."""
+
+    NONE = ""
+    OUT = "out"
+    IN = "in"
+
+
 class RoundPlan(msgspec.Struct, frozen=True):
     """What a round goes by. `/newInstance` changes it; devices are told the client's part."""
 
@@ -384,7 +392,7 @@ class FederationRecord(msgspec.Struct, frozen=True):
     voids: dict[str, int] = {}
     forgotten: int = -1
     best: tuple[int, float] = (-1, 0.0)  # round and loss
-    operation: str = ""  # "out" or "in" while the cluster is being scaled
+    operation: ScaleOperation = ScaleOperation.NONE
     wanted_before: int = 0
     next_plan: RoundPlan | None = None  # of an instance that begins at the end of the round
     missing: tuple[str, ...] = ()

@@ -6,6 +6,8 @@ taken in as did not deliver.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from covey.core.federated.messages import RoundPlan
@@ -42,6 +44,10 @@ class RoundWindow:
     @property
     def is_full(self) -> bool:
         return len(self.admitted) >= self._capacity
+
+    def admit(self, devices: Iterable[str]) -> None:
+        """Add devices; those that are admitted already keep their place."""
+        self.admitted.update(dict.fromkeys(devices))
 
     def start_join_window(self, now: float) -> None:
         """A device would come: from the first of them on, the window for devices runs."""

@@ -25,7 +25,7 @@ class CreatePod(msgspec.Struct, frozen=True, tag=True):
 
 
 class DeletePod(msgspec.Struct, frozen=True, tag=True):
-    """`grace` None: the pod's own."""
+    """`grace_period_s` None: the pod's own."""
 
     name: str
     uid: str

@@ -26,14 +26,21 @@ class PodFailureAction(StrEnum):
 
 
 def decide_pod_failure(
-    job: Job, role: ReplicaSpec, pod: PodState, *, restarts: int, faults: int, where: str, live: SchedulerStatus | None = None
+    job: Job,
+    role: ReplicaSpec,
+    pod: PodState,
+    *,
+    restarts: int,
+    faults: int,
+    node_problem: str,
+    scheduler_status: SchedulerStatus | None = None,
 ) -> tuple[PodFailureAction, str, str]:
-    """The verdict, a reason in one word and a sentence. `restarts` and `faults` are those before this one.
+    """Return the action, a reason in one word and a message. `restarts` and `faults` are those before this one.
 
-    `where`: what is wrong with its node, as "on the lost node n"; "" where nothing is. `live`: the cluster inside, where
-    it is known and does not go with this pod.
+    `node_problem`: why the pod must leave its node, as "on the lost node n"; "" if it need not. `scheduler_status`: of the
+    job's scheduler, if it is known and the scheduler is not in this pod.
     """
-    where = where and f" {where}"
+    where = node_problem and f" {node_problem}"
     what = f"{pod.name}{where} failed with {pod.end_reason}" if pod.failed else f"{pod.name} is{where}"
     if (
         "recover-in-place" in job.recovery.strategies
@@ -42,27 +49,27 @@ def decide_pod_failure(
         and (pod.exit_code or 0) > SIGNAL_EXIT_BASE
     ):
         what += " (recover-in-place: no supervisor was left in the container, neither covey run's nor covey.init()'s)"
-    program = not (pod.disrupted or where)
-    if program and (pod.exit_code or 0) <= SIGNAL_EXIT_BASE:
-        live = None  # a program that failed took its cluster along
-    after, word, why = _choose_action(job, role, pod, faults=faults, program=program, live=live)
-    if after in (PodFailureAction.IGNORE, PodFailureAction.FAIL):
-        return after, word, f"{what}: {why}"
+    is_fault = not (pod.disrupted or node_problem)
+    if is_fault and (pod.exit_code or 0) <= SIGNAL_EXIT_BASE:
+        scheduler_status = None  # a program that failed took its cluster along
+    action, reason, why = _choose_action(job, role, pod, faults=faults, is_fault=is_fault, scheduler_status=scheduler_status)
+    if action in (PodFailureAction.IGNORE, PodFailureAction.FAIL):
+        return action, reason, f"{what}: {why}"
     if job.backoff_limit is not None and restarts >= job.backoff_limit:
         return (
             PodFailureAction.FAIL,
             "BackoffLimitExceeded",
             f"{what}: backoffLimit {job.backoff_limit} allows no further restart",
         )
-    return after, word, f"{what}: {why}"
+    return action, reason, f"{what}: {why}"
 
 
 def _choose_action(
-    job: Job, role: ReplicaSpec, pod: PodState, *, faults: int, program: bool, live: SchedulerStatus | None
+    job: Job, role: ReplicaSpec, pod: PodState, *, faults: int, is_fault: bool, scheduler_status: SchedulerStatus | None
 ) -> tuple[PodFailureAction, str, str]:
     recovery = job.recovery
     if recovery.is_enabled:
-        if program and recovery.fault_retry_limit is not None and faults >= recovery.fault_retry_limit:
+        if is_fault and recovery.fault_retry_limit is not None and faults >= recovery.fault_retry_limit:
             return (
                 PodFailureAction.FAIL,
                 "FaultRetryTimesExceeded",
@@ -75,7 +82,7 @@ def _choose_action(
             "recover" in recovery.strategies
             and role.duty is ReplicaDuty.WORKER
             and role.is_supervised
-            and not (live and live.supports_healing)
+            and not (scheduler_status and scheduler_status.supports_healing)
         ):
             why = "recover: whether the others would wait for this pod of covey run is not known, so all pods start anew"
             return PodFailureAction.RESTART_ALL, "MSJobRestarting", why
@@ -85,10 +92,15 @@ def _choose_action(
                 "MSJobRestarting",
                 "recover: a replacement starts on another node, the others wait for it",
             )
-        if recovery.is_elastic and role.duty is ReplicaDuty.WORKER and live is not None and live.has_finished_step:
+        if (
+            recovery.is_elastic
+            and role.duty is ReplicaDuty.WORKER
+            and scheduler_status is not None
+            and scheduler_status.has_finished_step
+        ):
             why = "elastic-training: the others go on without it, and its replacement joins them when it has a place"
             return PodFailureAction.REPLACE, "MSJobRestarting", why
-        if recovery.fault_retry_limit is not None or not program:
+        if recovery.fault_retry_limit is not None or not is_fault:
             if recovery.pod_rescheduling:
                 return PodFailureAction.REPLACE, "MSJobRestarting", "pod-rescheduling: the pod is replaced, the others go on"
             return PodFailureAction.RESTART_ALL, "MSJobRestarting", "fault-scheduling: all pods start anew"

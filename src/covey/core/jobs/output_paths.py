@@ -21,22 +21,22 @@ def output_path_remarks(key: str, template: Mapping[str, Any]) -> Iterator[str]:
     """A sentence for each relative output path of a role's containers that lies on no mount."""
     for container in template.get("spec", {}).get("containers") or []:
         mounts = [str(mount.get("mountPath", "")) for mount in container.get("volumeMounts") or []]
-        words = " ".join(str(word) for word in [*(container.get("command") or []), *(container.get("args") or [])])
-        moved = [match["path"] for match in _CHANGE_DIRECTORY.finditer(words)]
-        home = moved[-1] if moved else str(container.get("workingDir") or "/")
-        if any(_is_inside(home, mount) for mount in mounts):
+        command_line = " ".join(str(word) for word in [*(container.get("command") or []), *(container.get("args") or [])])
+        directories = [match["path"] for match in _CHANGE_DIRECTORY.finditer(command_line)]
+        directory = directories[-1] if directories else str(container.get("workingDir") or "/")
+        if any(_is_inside(directory, mount) for mount in mounts):
             continue
-        for path in _find_relative_outputs(words, container):
+        for path in _find_relative_outputs(command_line, container):
             yield (
-                f"{key} writes to {path[:PATH_CHARS_MAX]}, which lies in {home} of the container and on no volume, so "
+                f"{key} writes to {path[:PATH_CHARS_MAX]}, which lies in {directory} of the container and on no volume, so "
                 "it is lost with "
                 "the pod: give an absolute path on a mount, or set workingDir"
             )
 
 
-def _find_relative_outputs(words: str, container: Mapping[str, Any]) -> list[str]:
-    found = [match["path"] for match in _OUTPUT_OPTION.finditer(words)]
-    found += [match["path"] for match in _OUTPUT_REDIRECT.finditer(words)]
+def _find_relative_outputs(command_line: str, container: Mapping[str, Any]) -> list[str]:
+    found = [match["path"] for match in _OUTPUT_OPTION.finditer(command_line)]
+    found += [match["path"] for match in _OUTPUT_REDIRECT.finditer(command_line)]
     found += [str(e.get("value", "")) for e in container.get("env") or [] if e.get("name") in _OUTPUT_VARIABLES]
     return [path for path in dict.fromkeys(found) if path and path[0] not in "/$-" and not path.isdigit()]
 

@@ -22,9 +22,9 @@ Pod = Mapping[str, Any]
 class PodState:
     """One pod as it was observed."""
 
-    def __init__(self, pod: Pod, main: str) -> None:
+    def __init__(self, pod: Pod, main_container: str) -> None:
         self.pod = pod
-        self._main_container = main
+        self._main_container = main_container
         metadata = pod.get("metadata", {})
         self.name: str = metadata.get("name", "")
         self.uid: str = metadata.get("uid", "")
@@ -74,7 +74,7 @@ class PodState:
 
     @property
     def termination_requested(self) -> bool:
-        """Its processes are ended by a deadline; see `actions.EndPod`."""
+        """Its processes are ended by a deadline; see `actions.TerminatePod`."""
         return bool(self.pod.get("spec", {}).get("activeDeadlineSeconds") == 1)
 
     @property
@@ -138,14 +138,14 @@ def describe_node_problems(node: Mapping[str, Any]) -> str:
     return ", ".join(sorted(str(c.get("type")) for c in found if c.get("status") == "True"))
 
 
-def controller_uid_of(thing: Mapping[str, Any]) -> str:
+def controller_uid_of(obj: Mapping[str, Any]) -> str:
     """The UID of an object's controller, "" for an orphan."""
-    for reference in thing.get("metadata", {}).get("ownerReferences") or []:
+    for reference in obj.get("metadata", {}).get("ownerReferences") or []:
         if reference.get("controller"):
             return str(reference.get("uid", ""))
     return ""
 
 
-def _describe_reason(what: Mapping[str, Any]) -> str:
-    words = (str(what.get("reason") or ""), str(what.get("message") or ""))
+def _describe_reason(state: Mapping[str, Any]) -> str:
+    words = (str(state.get("reason") or ""), str(state.get("message") or ""))
     return ": ".join(word for word in words if word)[:REASON_CHARS_MAX]

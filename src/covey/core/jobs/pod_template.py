@@ -57,6 +57,6 @@ def find_template_error(template: Mapping[str, Any]) -> tuple[str, str] | None:
     try:
         msgspec.convert(template, _Template)
     except msgspec.ValidationError as error:
-        sentence, _, where = str(error).partition(" - at `$")
-        return where.rstrip("`"), f"is not as Kubernetes takes it: {sentence.replace('`', '')}"
+        message, _, where = str(error).partition(" - at `$")
+        return where.rstrip("`"), f"is not as Kubernetes takes it: {message.replace('`', '')}"
     return None

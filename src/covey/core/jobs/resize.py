@@ -1,216 +1,210 @@
-"""Another number of workers is asked for: may the job have it while it runs, and how?
+"""Another number of pods is asked for: may the job have it while it runs, and how?
 
 Four ways, tried in this order. Dynamic workers, and jobs of which nothing runs yet, simply have the new number. A training that
 covey runs changes its size without a restart: to grow, pods are created whose workers join the world; to shrink, the scheduler
 lets the workers of the last pods go, and then the pods go. Where no such scheduler answers, or its program cannot do it, all
-pods start anew with the new number if the job's policies allow restarts; else the job stays as it is. Each is told.
+pods start anew with the new number if the job's policies allow restarts; else the job stays as it is. Each records an event.
 
-What is under way is in `status.scaling`: the number it leads `to` and since when, the number it came `from` while newcomers are
-awaited, when the scheduler was `asked` last to let workers go, and when it was `said` to it that others come, why it `failed`.
+`scaling` has the states of a resize.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from covey.core.jobs.actions import AnnounceWorkers, ReleaseWorkers
-from covey.core.jobs.reconcile_context import Turn
+from covey.core.jobs.plan_builder import PlanBuilder
+from covey.core.jobs.reconcile_context import ReconcileContext
+from covey.core.jobs.scaling import ScalingState
+from covey.core.jobs.scheduler_status import SchedulerStatus
 from covey.core.jobs.spec import ReplicaDuty, RestartPolicy, pod_name
-from covey.core.jobs.status import RESTARTING, RUNNING
-from covey.core.jobs.timestamps import format_timestamp, parse_timestamp
+from covey.core.jobs.status import RESTARTING, JobStatus
 from covey.core.plurals import count_noun
 
 WORKER_ROLE = "Worker"
-REQUEST_RETRY_S = 5.0  # a wish that has shown no effect is said again
-NO_SCHEDULER_AFTER_S = 30.0  # a job that has run this long without its scheduler being heard has none that could be
-RESIZABLE_TIMEOUT_S = 90.0  # for a scheduler that is known to come to the point at which its world can change
+REQUEST_RETRY_S = 5.0  # a request to the job's scheduler that has shown no effect is repeated
+NO_SCHEDULER_AFTER_S = 30.0  # a job that has run this long without a status of its scheduler has none that answers
+RESIZABLE_TIMEOUT_S = 90.0  # for a scheduler that answers to come to the point at which its world can change
 
 
-class Resizing(Turn):
-    """The part of a turn that is about the number of workers."""
+def scale_workers(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
+    """Bring the numbers of pods closer to those of the spec."""
+    world, wanted, scaling = status.world, context.job.desired_replicas, status.scaling
+    if scaling.target not in (None, wanted.get(WORKER_ROLE)):
+        scaling.reset()  # the spec has changed since
+    if world == wanted:
+        return _finish_growth_if_joined(context, status, out)
+    started = any(pod.phase != "Pending" for pod in context.pods.values())
+    if context.job.has_dynamic_workers or not started:
+        return _apply_new_size(context, status, out)
+    if scaling.state is ScalingState.FAILED:
+        return _announce_workers(context, status, out)
+    if (
+        WORKER_ROLE not in wanted
+        or {**world, WORKER_ROLE: 0} != {**wanted, WORKER_ROLE: 0}
+        or context.count_workers(world) * context.job.processes_per_pod <= 1
+        or context.count_workers(wanted) < 1
+    ):
+        why = "only workers of a world of several can become more or fewer while they run"
+        return _restart_or_keep_size(context, status, out, why)
+    if scaling.state is ScalingState.NONE:
+        scaling.wait(wanted[WORKER_ROLE])
+    scheduler = context.observed.scheduler_status
+    if scheduler is None or not scheduler.resizable:
+        return _await_scheduler(context, status, out)
+    if wanted[WORKER_ROLE] > world[WORKER_ROLE]:
+        return _start_growth(context, status, out)
+    return _shrink_workers(context, status, out, scheduler)
 
-    @property
-    def _scaling(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.status.content.setdefault("scaling", {})
-        return found
 
-    def _is_joining(self, name: str) -> bool:
-        """Whether this pod is one that a growth under way brings: the world does not miss it."""
-        first = self._scaling.get("from")
-        return first is not None and name in self._worker_pods_from(first)
+def is_joining(context: ReconcileContext, status: JobStatus, name: str) -> bool:
+    """Return whether this pod belongs to a growth under way: its workers are not in the world yet."""
+    scaling = status.scaling
+    return scaling.state is ScalingState.GROWING and name in _worker_pods_from(context, status, scaling.previous)
 
-    def _worker_pods_from(self, number: int) -> set[str]:
-        """The names of Worker pods from that number on, of those the job has or has places for."""
-        last = max(self.status.world.get(WORKER_ROLE, 0), 1 + max((p.index for p in self.pods.values()), default=0))
-        return {pod_name(self.job.name, WORKER_ROLE, index) for index in range(number, last)}
 
-    def _is_leaving(self, name: str) -> bool:
-        """Whether the scheduler was asked to let the workers of this pod go."""
-        return "asked" in self._scaling and name in self._worker_pods_from(self._scaling["to"])
+def is_leaving(context: ReconcileContext, status: JobStatus, name: str) -> bool:
+    """Return whether the scheduler was asked to release the workers of this pod."""
+    scaling = status.scaling
+    return scaling.state is ScalingState.SHRINKING and name in _worker_pods_from(context, status, scaling.target or 0)
 
-    def _scale_workers(self) -> None:
-        world, wanted = self.status.world, self.job.desired_replicas
-        scaling = self._scaling
-        if scaling.get("to") not in (None, wanted.get(WORKER_ROLE)):
-            scaling.clear()  # another number is asked for meanwhile
-        if world == wanted:
-            return self._finish_growth_if_joined()
-        started = any(pod.phase != "Pending" for pod in self.pods.values())
-        if self.job.has_dynamic_workers or not started:
-            return self._apply_new_size(world, wanted)
-        if "failed" in scaling:
-            return self._announce_workers()
-        if WORKER_ROLE not in wanted or {**world, WORKER_ROLE: 0} != {**wanted, WORKER_ROLE: 0} or self._has_too_few_workers:
-            return self._restart_or_keep_size("only workers of a world of several can become more or fewer while they run")
-        if "since" not in scaling:
-            scaling |= {"to": wanted[WORKER_ROLE], "since": format_timestamp(self.now)}
-        live = self.observed.scheduler_status
-        if live is None or not live.resizable:
-            return self._await_scheduler()
-        if wanted[WORKER_ROLE] > world[WORKER_ROLE]:
-            return self._start_growth(world, wanted)
-        return self._shrink_workers(world, wanted)
 
-    @property
-    def _has_too_few_workers(self) -> bool:
-        """A world of one, or one that would be left alone with nobody."""
-        workers = [role.key for role in self.job.roles_with_duty(ReplicaDuty.WORKER)]
-        several = sum(self.status.world.get(key, 0) for key in workers) * self.job.processes_per_pod > 1
-        return not several or sum(self.job.desired_replicas[key] for key in workers) < 1
+def roll_back_growth(context: ReconcileContext, status: JobStatus, out: PlanBuilder, why: str) -> None:
+    """Take a growth back: the others train on as they were, until the spec has another number."""
+    previous, target = status.scaling.previous, status.scaling.target
+    for name in _worker_pods_from(context, status, previous):
+        status.drop_replacement(name)
+    status.resize({**status.world, WORKER_ROLE: previous})
+    status.scaling.fail(why)
+    out.record_event("ScaleFailed", f"the growth to {count_noun(target or 0, 'pod')} is taken back: {why}", warn=True)
 
-    def _apply_new_size(self, world: Mapping[str, int], wanted: dict[str, int]) -> None:
-        """Nothing is lost by it: nothing runs yet, or each worker is for itself."""
-        self.status.content["world"] = wanted
-        self.status.content.pop("formed", None)
-        if not self.job.has_dynamic_workers:  # everyone is told the new number
-            for pod in self.pods.values():
-                self.delete_pod(pod)
-        self.record_event("MSJobScaled", f"the job has {describe_world(wanted)} now, it had {describe_world(world)}")
 
-    def _await_scheduler(self) -> None:
-        """The scheduler is not heard, or its world cannot change yet: wait a while, then do without."""
-        conditions = self.status.content.get("conditions", [])
-        running = next((c["lastTransitionTime"] for c in conditions if c["type"] == RUNNING), None)
-        late_at = (parse_timestamp(running) or self.now) + NO_SCHEDULER_AFTER_S
-        why = "no scheduler of covey is heard in it"
-        if "progress" in self.status.content:
-            late_at = (parse_timestamp(self._scaling["since"]) or self.now) + RESIZABLE_TIMEOUT_S
-            why = "its program does not come to a point at which its world could change (a covey.Loop that has finished a step)"
-        if self.now < late_at:
-            return self.requeue_at(late_at)
-        return self._restart_or_keep_size(why)
+def _worker_pods_from(context: ReconcileContext, status: JobStatus, number: int) -> set[str]:
+    """Return the names of Worker pods from that number on, of those that exist or are expected."""
+    last = max(status.world.get(WORKER_ROLE, 0), 1 + max((pod.index for pod in context.pods.values()), default=0))
+    return {pod_name(context.job.name, WORKER_ROLE, index) for index in range(number, last)}
 
-    def _restart_or_keep_size(self, why: str) -> None:
-        world, wanted = self.status.world, self.job.desired_replicas
-        asked = (
-            f"{describe_world(wanted) or 'no pod'} is asked for where {describe_world(world)} run, and that "
-            f"cannot change live: {why}"
-        )
-        restarts = (
-            all(role.restart_policy is not RestartPolicy.NEVER for role in self.job.roles_with_duty(ReplicaDuty.WORKER))
-            or self.job.recovery.is_enabled
-        )
-        if restarts and not self.status.replacements:
-            self._restart_all(f"{asked}; all pods start anew with the new number")
-            return
-        message = f"{asked}; runPolicy.suspend true and then false starts it anew with the new number"
-        if self._scaling.get("told") != message:
-            self._scaling["told"] = message
-            self.record_event("ScaleUnsupported", message, warn=True)
 
-    def _restart_all(self, message: str) -> None:
-        """Asked for, so it counts as no restart against any limit; what the kubelet counted is kept."""
-        content = self.status.content
-        content["restarts"] = content.get("restarts", 0) + sum(pod.kubelet_restarts for pod in self.pods.values())
-        for field in ("formed", "finished", "scaling"):
-            content.pop(field, None)
-        content["world"] = self.job.desired_replicas
-        places = {name for _, _, name in self._expected_pods}
-        for pod in self.pods.values():
-            if pod.name in places:
-                self.status.replacements[pod.name] = {"uid": pod.uid, "at": format_timestamp(self.now), "all": True}
-        self.record_event("MSJobScaled", message)
-        self.status.set_condition(RESTARTING, "MSJobScaled", message)
+def _apply_new_size(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
+    """Take the new numbers at once: no pod runs yet, or each worker trains alone."""
+    world, wanted = status.world, context.job.desired_replicas
+    status.drop_formed_world()
+    status.resize(wanted)
+    if not context.job.has_dynamic_workers:  # every pod is created again, with the new numbers
+        for pod in context.pods.values():
+            out.delete_pod(pod)
+    out.record_event("MSJobScaled", f"the job has {describe_world(wanted)} now, it had {describe_world(world)}")
 
-    def _start_growth(self, world: dict[str, int], wanted: dict[str, int]) -> None:
-        """Places for newcomers. They are told the number with which the cluster formed: that is its identity."""
-        self.status.content.setdefault("formed", world)
-        self.status.content["world"] = wanted
-        self._scaling["from"] = world[WORKER_ROLE]
-        self._announce_workers()
-        names = ", ".join(sorted(self._worker_pods_from(world[WORKER_ROLE])))
-        self.record_event(
-            "MSJobScaling",
-            f"the world grows from {world[WORKER_ROLE]} to {count_noun(wanted[WORKER_ROLE], 'pod')}: {names} join it "
-            "as it runs",
-        )
 
-    def _finish_growth_if_joined(self) -> None:
-        """A growth is over when everyone is in the world."""
-        scaling, live = self._scaling, self.observed.scheduler_status
-        self._announce_workers()
-        if scaling.get("from") is None:
-            if "said" not in scaling:
-                scaling.clear()
-        elif live is not None and all(live.workers_in_pods({name}) for name in self._worker_pods_from(scaling["from"])):
-            self.record_event("MSJobScaled", f"the job has {describe_world(self.status.world)} now; nobody was restarted")
-            scaling.clear()
+def _await_scheduler(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
+    """Wait until the job's scheduler answers and its world can change; after a timeout, do without it."""
+    late_at = (status.running_since or context.now) + NO_SCHEDULER_AFTER_S
+    why = "no scheduler of covey is heard in it"
+    if status.has_progress:
+        late_at = (status.scaling.read_time("since") or context.now) + RESIZABLE_TIMEOUT_S
+        why = "its program does not come to a point at which its world could change (a covey.Loop that has finished a step)"
+    if context.now < late_at:
+        return out.requeue_at(late_at)
+    return _restart_or_keep_size(context, status, out, why)
 
-    def _announce_workers(self) -> None:
-        """The scheduler lets in as many as this job has pods for: newcomers while it grows, and nobody else."""
-        live, scaling = self.observed.scheduler_status, self._scaling
-        workers = (
-            sum(self.status.world.get(role.key, 0) for role in self.job.roles_with_duty(ReplicaDuty.WORKER))
-            * self.job.processes_per_pod
-        )
-        if live is None or not live.resizable or live.target_workers in (0, workers) or live.world_size > workers:
-            scaling.pop("said", None)
-            return
-        said = parse_timestamp(scaling.get("said"))
-        if said is None or self.now >= said + REQUEST_RETRY_S:
-            scaling |= {"to": self.job.desired_replicas.get(WORKER_ROLE), "said": format_timestamp(self.now)}
-            self.actions.append(AnnounceWorkers(workers - live.world_size))
-        self.requeue_at((parse_timestamp(scaling["said"]) or self.now) + REQUEST_RETRY_S)
 
-    def _roll_back_growth(self, why: str) -> None:
-        """Newcomers that do not come are not waited for: the others go on as they were, until another number is asked for."""
-        first = self._scaling.pop("from")
-        names = self._worker_pods_from(first)
-        self.status.content["world"] = {**self.status.world, WORKER_ROLE: first}
-        for name in names:
-            self.status.replacements.pop(name, None)
-        self._scaling["failed"] = why
-        self._scaling.pop("asked", None)
-        self.record_event(
-            "ScaleFailed", f"the growth to {count_noun(self._scaling['to'], 'pod')} is taken back: {why}", warn=True
-        )
+def _restart_or_keep_size(context: ReconcileContext, status: JobStatus, out: PlanBuilder, why: str) -> None:
+    """Restart all pods with the new numbers if the job's policies allow it, else warn that the job keeps its size."""
+    job, wanted = context.job, describe_world(context.job.desired_replicas) or "no pod"
+    request = f"{wanted} is asked for where {describe_world(status.world)} run, and that cannot change live: {why}"
+    may_restart = (
+        all(role.restart_policy is not RestartPolicy.NEVER for role in job.roles_with_duty(ReplicaDuty.WORKER))
+        or job.recovery.is_enabled
+    )
+    if may_restart and not status.replacements:
+        return _restart_all(context, status, out, f"{request}; all pods start anew with the new number")
+    message = f"{request}; runPolicy.suspend true and then false starts it anew with the new number"
+    if status.scaling.warn_unsupported(message):
+        out.record_event("ScaleUnsupported", message, warn=True)
+    return None
 
-    def _shrink_workers(self, world: dict[str, int], wanted: dict[str, int]) -> None:
-        scaling, live = self._scaling, self.observed.scheduler_status
-        assert live is not None
-        leaving = self._worker_pods_from(wanted[WORKER_ROLE])
-        there = live.workers_in_pods(leaving)
-        if there:
-            asked = parse_timestamp(scaling.get("asked"))
-            if asked is None:
-                who = ", ".join(there[:8])
-                self.record_event(
-                    "MSJobScaling",
-                    f"the world shrinks from {world[WORKER_ROLE]} to {count_noun(wanted[WORKER_ROLE], 'pod')}: {who} leave it",
-                )
-            if asked is None or self.now >= asked + REQUEST_RETRY_S:
-                scaling["asked"] = format_timestamp(self.now)
-                self.actions.append(ReleaseWorkers(tuple(there)))
-            return self.requeue_at((parse_timestamp(scaling["asked"]) or self.now) + REQUEST_RETRY_S)
-        self.status.content.setdefault("formed", world)
-        self.status.content["world"] = wanted
-        finished = [name for name in self.status.content.get("finished") or [] if name not in leaving]
-        self.status.content["finished"] = finished
-        self.record_event(
-            "MSJobScaled", f"the job has {describe_world(wanted)} now, it had {describe_world(world)}; nobody was restarted"
-        )
-        return scaling.clear()
+
+def _restart_all(context: ReconcileContext, status: JobStatus, out: PlanBuilder, message: str) -> None:
+    """Restart all pods. This was asked for, so it counts against no limit; the kubelet's restarts stay counted."""
+    status.count_restarts(sum(pod.kubelet_restarts for pod in context.pods.values()))
+    status.restart(context.job.desired_replicas)
+    names = {name for _, _, name in context.expected_pods(status.world)}
+    for pod in context.pods.values():
+        if pod.name in names:
+            status.add_replacement(pod.name, pod.uid, in_restart=True)
+    out.record_event("MSJobScaled", message)
+    status.set_condition(RESTARTING, "MSJobScaled", message)
+
+
+def _start_growth(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
+    """Expect more pods. They get the numbers with which the cluster formed, because these identify it."""
+    wanted, previous = context.job.desired_replicas, status.world[WORKER_ROLE]
+    status.keep_formed_world()
+    status.resize(wanted)
+    status.scaling.grow(previous)
+    _announce_workers(context, status, out)
+    names = ", ".join(sorted(_worker_pods_from(context, status, previous)))
+    out.record_event(
+        "MSJobScaling",
+        f"the world grows from {previous} to {count_noun(wanted[WORKER_ROLE], 'pod')}: {names} join it as it runs",
+    )
+
+
+def _finish_growth_if_joined(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
+    """End the resize when the workers of all new pods are in the world."""
+    scaling, scheduler = status.scaling, context.observed.scheduler_status
+    _announce_workers(context, status, out)
+    if scaling.state is not ScalingState.GROWING:
+        if scaling.read_time("said") is None:
+            scaling.reset()
+    elif scheduler is not None and all(
+        scheduler.workers_in_pods({name}) for name in _worker_pods_from(context, status, scaling.previous)
+    ):
+        out.record_event("MSJobScaled", f"the job has {describe_world(status.world)} now; nobody was restarted")
+        scaling.reset()
+
+
+def _announce_workers(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
+    """Send the scheduler the number of workers that may join: those of the pods that the job has and the world has not."""
+    scaling, scheduler = status.scaling, context.observed.scheduler_status
+    workers = context.count_workers(status.world) * context.job.processes_per_pod
+    if (
+        scheduler is None
+        or not scheduler.resizable
+        or scheduler.target_workers in (0, workers)
+        or scheduler.world_size > workers
+    ):
+        return scaling.end_announcement()
+    announced_at = scaling.read_time("said")
+    if announced_at is None or context.now >= announced_at + REQUEST_RETRY_S:
+        scaling.announce(context.job.desired_replicas.get(WORKER_ROLE))
+        out.add(AnnounceWorkers(workers - scheduler.world_size))
+    return out.requeue_at((scaling.read_time("said") or context.now) + REQUEST_RETRY_S)
+
+
+def _shrink_workers(context: ReconcileContext, status: JobStatus, out: PlanBuilder, scheduler: SchedulerStatus) -> None:
+    """Ask the scheduler to release the workers of the last pods; when they have left, take the new numbers."""
+    world, wanted, scaling = status.world, context.job.desired_replicas, status.scaling
+    leaving = _worker_pods_from(context, status, wanted[WORKER_ROLE])
+    workers = scheduler.workers_in_pods(leaving)
+    if workers:
+        requested_at = scaling.read_time("asked")
+        if requested_at is None:
+            out.record_event(
+                "MSJobScaling",
+                f"the world shrinks from {world[WORKER_ROLE]} to {count_noun(wanted[WORKER_ROLE], 'pod')}: "
+                f"{', '.join(workers[:8])} leave it",
+            )
+        if requested_at is None or context.now >= requested_at + REQUEST_RETRY_S:
+            scaling.request_release()
+            out.add(ReleaseWorkers(tuple(workers)))
+        return out.requeue_at((scaling.read_time("asked") or context.now) + REQUEST_RETRY_S)
+    status.keep_formed_world()
+    status.resize(wanted)
+    status.drop_finished_pods(leaving)
+    message = f"the job has {describe_world(wanted)} now, it had {describe_world(world)}; nobody was restarted"
+    out.record_event("MSJobScaled", message)
+    return scaling.reset()
 
 
 def describe_world(world: Mapping[str, int]) -> str:

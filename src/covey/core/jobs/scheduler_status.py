@@ -39,24 +39,24 @@ class SchedulerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     def progress_fields(self) -> dict[str, Any]:
         """As a job's status shows it."""
-        found: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "phase": str(self.phase),
             "world": self.world_size,
             "generation": self.generation,
             "restarts": self.restarts,
         }
         if self.step >= 0:
-            found["step"] = self.step
+            fields["step"] = self.step
         if self.last_recovery:
-            found["recovery"] = self.last_recovery
-        return found
+            fields["recovery"] = self.last_recovery
+        return fields
 
 
 def scheduler_status_from_view(view: ClusterView) -> SchedulerStatus:
     """What matters to a job of what its scheduler shows. Under the operator a host's identity is its pod's name, its life the
     pod's UID."""
     workers = [node for node in view.nodes if node.role is Role.WORKER]
-    over = [incident for incident in view.recoveries if incident.outcome is not Outcome.OPEN]
+    closed = [incident for incident in view.recoveries if incident.outcome is not Outcome.OPEN]
     return SchedulerStatus(
         phase=view.phase,
         generation=view.generation,
@@ -68,5 +68,5 @@ def scheduler_status_from_view(view: ClusterView) -> SchedulerStatus:
         pod_uids=frozenset(node.host_life for node in view.nodes if node.alive and node.host_life),
         supports_healing=view.heals,
         has_finished_step=view.trains,
-        last_recovery=str(over[-1]) if over else "",
+        last_recovery=str(closed[-1]) if closed else "",
     )

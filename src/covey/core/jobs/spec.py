@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from covey.core.cluster.recovery_strategy import RecoveryStrategy
 from covey.core.jobs import output_paths
 from covey.core.jobs.pod_template import find_template_error
 from covey.core.jobs.timestamps import parse_seconds
+from covey.core.strategy_ladder import RecoveryStrategy
 from covey.errors import UsageError
 
 API_GROUP = "mindspore.gitee.com"
@@ -194,10 +194,10 @@ def parse_job(job: Mapping[str, Any]) -> Job:
     name = str(metadata.get("name", ""))
     roles = list(_parse_roles(spec, name, problems))
     policy = spec.get("runPolicy") or {}
-    notes = {**(metadata.get("labels") or {}), **(metadata.get("annotations") or {})}
+    labels_and_annotations = {**(metadata.get("labels") or {}), **(metadata.get("annotations") or {})}
     if not _NAME_PATTERN.fullmatch(name):
         problems.append(FieldError("metadata.name", f"{name!r} is not lower-case letters, digits and '-', a letter first"))
-    clean = _parse_choice(
+    clean_policy = _parse_choice(
         CleanPodPolicy, policy.get("cleanPodPolicy"), CleanPodPolicy.RUNNING, "spec.runPolicy.cleanPodPolicy", problems
     )
     success = spec.get("successPolicy") or ""
@@ -207,14 +207,14 @@ def parse_job(job: Mapping[str, Any]) -> Job:
         field: _parse_limit(policy.get(field), f"spec.runPolicy.{field}", problems)
         for field in ("ttlSecondsAfterFinished", "activeDeadlineSeconds", "backoffLimit", "pendingTimeoutSeconds")
     }
-    note = {
-        field: _parse_annotation(notes, field, problems)
+    annotations = {
+        field: _parse_annotation(labels_and_annotations, field, problems)
         for field in (PROCESSES_ANNOTATION, PENDING_TIMEOUT_ANNOTATION, NODE_LOST_ANNOTATION)
     }
     recovery = _parse_recovery(metadata, problems)
     if problems:
         raise InvalidJob(problems)
-    backoff, pending, lost = limits["backoffLimit"], limits["pendingTimeoutSeconds"], note[NODE_LOST_ANNOTATION]
+    backoff, pending, lost = limits["backoffLimit"], limits["pendingTimeoutSeconds"], annotations[NODE_LOST_ANNOTATION]
     if "recover-in-place" in recovery.strategies:
         recovery = msgspec.structs.replace(recovery, remarks=(*recovery.remarks, *_recover_in_place_remarks(roles)))
     remarks = [
@@ -227,17 +227,17 @@ def parse_job(job: Mapping[str, Any]) -> Job:
         namespace=str(metadata.get("namespace", "default")),
         uid=str(metadata.get("uid", "")),
         roles=tuple(roles),
-        clean_policy=clean,
+        clean_policy=clean_policy,
         ttl_s=limits["ttlSecondsAfterFinished"],
         deadline_s=limits["activeDeadlineSeconds"],
-        pending_timeout_s=pending if pending is not None else note[PENDING_TIMEOUT_ANNOTATION],
+        pending_timeout_s=pending if pending is not None else annotations[PENDING_TIMEOUT_ANNOTATION],
         node_lost_timeout_s=NODE_LOST_TIMEOUT_S if lost is None else lost,
         backoff_limit=None if backoff is None else int(backoff),
         suspend=bool(policy.get("suspend", False)),
         scheduling_policy=policy.get("schedulingPolicy"),
         needs_all_workers=success == "AllWorkers",
         has_dynamic_workers=bool(spec.get("enableDynamicWorker", False)),
-        processes_per_pod=int(note[PROCESSES_ANNOTATION] or 1),
+        processes_per_pod=int(annotations[PROCESSES_ANNOTATION] or 1),
         recovery=recovery,
         main_container=str(spec.get("container", DEFAULT_CONTAINER)),
         port_name=str(spec.get("portName", DEFAULT_PORT_NAME)),
@@ -246,31 +246,31 @@ def parse_job(job: Mapping[str, Any]) -> Job:
 
 
 def _parse_roles(spec: Mapping[str, Any], name: str, problems: list[FieldError]) -> Iterator[ReplicaSpec]:
-    given = spec.get("msReplicaSpecs")
-    if not isinstance(given, dict) or not given:
+    replica_specs = spec.get("msReplicaSpecs")
+    if not isinstance(replica_specs, dict) or not replica_specs:
         problems.append(FieldError("spec.msReplicaSpecs", "is empty: Scheduler, PS and Worker are what it may hold"))
         return
     seen: dict[str, str] = {}
-    spelled = {key.lower(): key for key in DUTY_BY_ROLE}
+    key_by_lower_case = {key.lower(): key for key in DUTY_BY_ROLE}
     container = spec.get("container", DEFAULT_CONTAINER)
-    for typed, replica in sorted(given.items(), key=lambda item: _role_order(item[0])):
-        path = f"spec.msReplicaSpecs.{typed}"
-        key = spelled.get(typed.lower())
+    for written_key, replica in sorted(replica_specs.items(), key=lambda item: _role_order(item[0])):
+        path = f"spec.msReplicaSpecs.{written_key}"
+        key = key_by_lower_case.get(written_key.lower())
         if key is None or (key == "Master" and container == DEFAULT_CONTAINER):
             problems.append(FieldError(path, "is no role: Scheduler, PS and Worker are"))
             continue
         if key in seen:
             problems.append(FieldError(path, f"is there twice, also as {seen[key]}"))
             continue
-        seen[key] = typed
+        seen[key] = written_key
         yield _parse_role(key, replica if isinstance(replica, dict) else {}, path, name, str(container), problems)
     if not {"Worker", "Master"} & set(seen):
         problems.append(FieldError("spec.msReplicaSpecs.Worker", "is missing: without workers nothing is trained"))
 
 
-def _role_order(typed: str) -> int:
+def _role_order(written_key: str) -> int:
     names = [key.lower() for key in DUTY_BY_ROLE]
-    return names.index(typed.lower()) if typed.lower() in names else len(names)
+    return names.index(written_key.lower()) if written_key.lower() in names else len(names)
 
 
 def _parse_role(
@@ -324,24 +324,24 @@ def _check_template(spec: Mapping[str, Any], path: str, main: str, problems: lis
         return
     for field in ("initContainers", "containers"):
         for index, container in enumerate(spec.get(field) or []):
-            here = f"{path}.{field}[{index}]"
-            _check_label(container.get("name"), f"{here}.name", problems)
+            container_path = f"{path}.{field}[{index}]"
+            _check_label(container.get("name"), f"{container_path}.name", problems)
             if not container.get("image"):
-                problems.append(FieldError(f"{here}.image", "is missing"))
+                problems.append(FieldError(f"{container_path}.image", "is missing"))
             for number, port in enumerate(container.get("ports") or []):
                 if port.get("name") is not None:
-                    _check_label(port["name"], f"{here}.ports[{number}].name", problems, most=PORT_NAME_MAX)
+                    _check_label(port["name"], f"{container_path}.ports[{number}].name", problems, max_chars=PORT_NAME_MAX)
     for index, volume in enumerate(spec.get("volumes") or []):
         _check_label(volume.get("name"), f"{path}.volumes[{index}].name", problems)
-    named = sum(container.get("name") == main for container in containers)
-    if named != 1:
-        problems.append(FieldError(f"{path}.containers", f"has {named} containers named {main}: exactly one must be"))
+    matching = sum(container.get("name") == main for container in containers)
+    if matching != 1:
+        problems.append(FieldError(f"{path}.containers", f"has {matching} containers named {main}: exactly one must be"))
 
 
-def _check_label(text: Any, path: str, problems: list[FieldError], most: int = POD_NAME_MAX) -> None:
+def _check_label(text: Any, path: str, problems: list[FieldError], max_chars: int = POD_NAME_MAX) -> None:
     if isinstance(text, str) and _LABEL_PATTERN.fullmatch(text):
-        if len(text) > most:
-            problems.append(FieldError(path, f"{text!r} has more than {most} characters"))
+        if len(text) > max_chars:
+            problems.append(FieldError(path, f"{text!r} has more than {max_chars} characters"))
         return
     hint = f", {text.replace('_', '-').lower()!r} would do" if isinstance(text, str) and "_" in text else ""
     problems.append(FieldError(path, f"{text!r} is not lower-case letters, digits and '-'{hint}"))
@@ -366,14 +366,14 @@ def _parse_limit(value: Any, path: str, problems: list[FieldError]) -> float | N
     return float(value)
 
 
-def _parse_annotation(notes: Mapping[str, Any], key: str, problems: list[FieldError]) -> float | None:
-    if key not in notes:
+def _parse_annotation(annotations: Mapping[str, Any], key: str, problems: list[FieldError]) -> float | None:
+    if key not in annotations:
         return None
-    value = parse_seconds(str(notes[key]))
-    whole = key == PROCESSES_ANNOTATION
-    if value is None or (whole and (value != int(value) or not 1 <= value <= PROCESSES_MAX)):
-        allowed = f"a whole number from 1 to {PROCESSES_MAX}" if whole else "a number of seconds"
-        problems.append(FieldError(f"metadata.annotations[{key}]", f"{notes[key]!r} is not {allowed}"))
+    value = parse_seconds(str(annotations[key]))
+    is_count = key == PROCESSES_ANNOTATION
+    if value is None or (is_count and (value != int(value) or not 1 <= value <= PROCESSES_MAX)):
+        allowed = f"a whole number from 1 to {PROCESSES_MAX}" if is_count else "a number of seconds"
+        problems.append(FieldError(f"metadata.annotations[{key}]", f"{annotations[key]!r} is not {allowed}"))
         return None
     return value
 
@@ -382,49 +382,49 @@ def _parse_annotation(notes: Mapping[str, Any], key: str, problems: list[FieldEr
 
 
 def _parse_recovery(metadata: Mapping[str, Any], problems: list[FieldError]) -> RecoveryOptions:
-    labels, notes = metadata.get("labels") or {}, metadata.get("annotations") or {}
-    given = {**labels, **notes}  # either place will do
-    asked = [word.strip() for word in str(given.get("recover-strategy", "")).split(",") if word.strip()]
-    for word in asked:
-        if word not in tuple(RecoveryStrategy):
+    labels, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
+    options = {**labels, **annotations}  # either place will do
+    requested = [strategy.strip() for strategy in str(options.get("recover-strategy", "")).split(",") if strategy.strip()]
+    for strategy in requested:
+        if strategy not in tuple(RecoveryStrategy):
             path = "metadata.annotations[recover-strategy]"
-            problems.append(FieldError(path, f"{word!r} is no strategy: {', '.join(RecoveryStrategy)} are"))
-    scheduling = given.get("fault-scheduling", "")
+            problems.append(FieldError(path, f"{strategy!r} is no strategy: {', '.join(RecoveryStrategy)} are"))
+    scheduling = options.get("fault-scheduling", "")
     scheduling = scheduling if scheduling in ("grace", "force") else ""
-    switch = given.get("process-recover-enable", "on")
-    strategies = tuple(strategy for strategy in RecoveryStrategy if strategy in asked)
+    switch = options.get("process-recover-enable", "on")
+    strategies = tuple(strategy for strategy in RecoveryStrategy if strategy in requested)
     remarks = []
     if strategies and not scheduling:
         remarks.append("recover-strategy has no effect without the label fault-scheduling: grace")
     elif strategies and switch != "on":
         remarks.append(f"recover-strategy has no effect while process-recover-enable is {switch}")
-    unwell = str(given.get("subHealthyStrategy", "ignore"))
-    if unwell not in SUBHEALTHY_STRATEGIES:
+    subhealthy = str(options.get("subHealthyStrategy", "ignore"))
+    if subhealthy not in SUBHEALTHY_STRATEGIES:
         problems.append(
-            FieldError("metadata.labels[subHealthyStrategy]", f"{unwell!r} is none of {', '.join(SUBHEALTHY_STRATEGIES)}")
+            FieldError("metadata.labels[subHealthyStrategy]", f"{subhealthy!r} is none of {', '.join(SUBHEALTHY_STRATEGIES)}")
         )
-    if unwell == "hotSwitch":
+    if subhealthy == "hotSwitch":
         remarks.append("subHealthyStrategy hotSwitch is done as graceExit: a pod's place is free before its replacement starts")
-        unwell = "graceExit"
-    retries = _parse_count(given, "fault-retry-times", problems)
-    wait = parse_seconds(str(given.get("wait-reschedule-timeout", RESCHEDULE_TIMEOUT_S)))
+        subhealthy = "graceExit"
+    retries = _parse_count(options, "fault-retry-times", problems)
+    wait = parse_seconds(str(options.get("wait-reschedule-timeout", RESCHEDULE_TIMEOUT_S)))
     if wait is None:
         path = "metadata.annotations[wait-reschedule-timeout]"
-        problems.append(FieldError(path, f"{given['wait-reschedule-timeout']!r} is not a number of seconds from 30 to 270"))
+        problems.append(FieldError(path, f"{options['wait-reschedule-timeout']!r} is not a number of seconds from 30 to 270"))
         wait = RESCHEDULE_TIMEOUT_S
     return RecoveryOptions(
         fault_scheduling=scheduling,
         strategies=strategies if scheduling and switch == "on" else (),
-        pod_rescheduling=given.get("pod-rescheduling") == "on",
+        pod_rescheduling=options.get("pod-rescheduling") == "on",
         fault_retry_limit=retries or None,
         reschedule_timeout_s=min(270.0, max(30.0, wait)),
-        subhealthy_strategy=unwell if scheduling and unwell != "ignore" else "",
+        subhealthy_strategy=subhealthy if scheduling and subhealthy != "ignore" else "",
         remarks=tuple(remarks),
     )
 
 
-def _parse_count(given: Mapping[str, Any], key: str, problems: list[FieldError]) -> int:
-    text = str(given.get(key, "0"))
+def _parse_count(options: Mapping[str, Any], key: str, problems: list[FieldError]) -> int:
+    text = str(options.get(key, "0"))
     if not re.fullmatch(r"[0-9]{1,6}", text):
         problems.append(FieldError(f"metadata.labels[{key}]", f"{text!r} is not a whole number from 0 on"))
         return 0

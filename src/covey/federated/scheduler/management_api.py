@@ -88,7 +88,7 @@ class FederatedHandlers:
 
     async def new_instance(self, request: Request) -> Response:
         body = await common_api.read_body(request)
-        plan = change_plan(self._machine.plan, _decode_object(body) if body else {})
+        plan = change_plan(self._machine.instance.plan, _decode_object(body) if body else {})
         self._scheduler.apply_request_effects(self._machine.request_new_instance(plan, self._scheduler.now()))
         return common_api.json_response(ResultReply("Start new instance successful.", self._scheduler.instance_status()))
 

@@ -1,6 +1,6 @@
-"""The scheduler of a federated cluster: sockets, a file and a clock around `core.managed.Managed`.
+"""The scheduler of a federated cluster: sockets, a file and a clock around `covey.core.federated.federation_machine`.
 
-What must outlive the process is one small record; it is written in one move, before anything that depends on it is sent.
+One small record must survive the process. It is written atomically, before anything that depends on it is sent.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
+from covey.atomic_file import write_atomically
 from covey.core.cluster.view import ClusterView, NodeView
 from covey.core.effects import Close, EndCluster, PublishEvent, Send
 from covey.core.event_log import EventLog
@@ -22,12 +23,11 @@ from covey.core.events import ConnectionLost, MessageReceived, Tick
 from covey.core.federated.dp_accounting import Noise
 from covey.core.federated.federation_machine import FederationMachine
 from covey.core.federated.messages import FederationRecord, FromServer, InstanceState, RoundPlan, RoundStage
-from covey.core.federated.server_membership import FederationEffect, PersistFederation
+from covey.core.federated.outbox import FederationEffect, PersistFederation
 from covey.core.messages import ClusterEnded, EventsRequest, Message, ViewRequest
 from covey.core.plurals import count_noun
 from covey.core.types import Phase, Role
 from covey.errors import ExitCode, StoreError, UsageError
-from covey.federated.server.model_store import write_atomically
 from covey.log import log
 from covey.runtime.credentials import Credentials
 from covey.runtime.event_stream import EventStream
@@ -38,7 +38,7 @@ from covey.wall_clock import wall_time
 TICK_S: Final = 0.05
 DISCONNECT_TIMEOUT_S: Final = 5.0
 RETRY_DISK_S: Final = 0.5
-WAITING_EFFECTS_MAX: Final = 100_000  # wishes, for the disk
+WAITING_EFFECTS_MAX: Final = 100_000  # effects that wait for the disk
 _decoder: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(FromServer)
 _record_decoder: Final = msgspec.msgpack.Decoder(FederationRecord)
 
@@ -55,9 +55,9 @@ class FederatedScheduler:
     """One federated cluster's scheduler. `run` returns the code the process should end with."""
 
     def __init__(
-        self, rounds: FederationMachine, *, file: Path, sync: bool, address: str, manage_port: int, node_id: str
+        self, machine: FederationMachine, *, file: Path, sync: bool, address: str, manage_port: int, node_id: str
     ) -> None:
-        self.machine = rounds
+        self.machine = machine
         self.node_id = node_id
         self._record_path = file
         self._sync = sync
@@ -72,7 +72,7 @@ class FederatedScheduler:
         self._disk_error = ""  # why the disk refuses
         self._view_stream = ViewStream(self.view)
         self._event_stream = EventStream()
-        self._last_noted_round = rounds.round
+        self._last_noted_round = machine.round.number
         self._finished_rounds: list[dict[str, float | None]] = []
         self._counted_updates = 0  # counted by rounds that are done, in this life
 
@@ -91,96 +91,96 @@ class FederatedScheduler:
         try:
             end = await self._ended
             for _ in range(int(100 * DISCONNECT_TIMEOUT_S)):
-                if not any(server.connection in self._connections for server in self.machine.servers.values()):
+                if not any(server.connection in self._connections for server in self.machine.roster.servers.values()):
                     break
                 await asyncio.sleep(0.01)
         finally:
             ticker.cancel()
             listener.close()
-            for link in list(self._connections.values()):
-                link.close("the scheduler ended")
+            for connection in list(self._connections.values()):
+                connection.close("the scheduler ended")
         log.info("the cluster has ended: %s", end.reason)
         return end.code
 
-    # -- facts in, wishes out ----------------------------------------------------------------------------------------
+    # -- events in, effects out --------------------------------------------------------------------------------------
 
-    def _on_connected(self, link: Connection) -> None:
+    def _on_connected(self, connection: Connection) -> None:
         self._last_connection_id += 1
-        link.id = self._last_connection_id
-        self._connections[link.id] = link
+        connection.id = self._last_connection_id
+        self._connections[connection.id] = connection
 
-    def _on_message(self, link: Connection, message: Message) -> None:
+    def _on_message(self, connection: Connection, message: Message) -> None:
         if isinstance(message, ViewRequest):
-            self._view_stream.handle_view_request(link, message)
+            self._view_stream.handle_view_request(connection, message)
         elif isinstance(message, EventsRequest):
-            self._event_stream.handle_events_request(link, message)
+            self._event_stream.handle_events_request(connection, message)
         else:
-            self.apply_effects(self.machine.step(MessageReceived(message, link.id), asyncio.get_running_loop().time()))
+            self.apply_effects(self.machine.step(MessageReceived(message, connection.id), self.now()))
 
-    def _on_connection_lost(self, link: Connection, reason: str) -> None:
-        if not link.id:
-            log.warning("a connection from %s was turned away: %s", link.peer_address, reason)
+    def _on_connection_lost(self, connection: Connection, reason: str) -> None:
+        if not connection.id:
+            log.warning("a connection from %s was turned away: %s", connection.peer_address, reason)
             return
-        del self._connections[link.id]
-        self._view_stream.remove_subscriber(link)
-        self._event_stream.remove_subscriber(link)
+        del self._connections[connection.id]
+        self._view_stream.remove_subscriber(connection)
+        self._event_stream.remove_subscriber(connection)
         if self._ended is not None and self._ended.done():
-            return  # everyone was told to go: nobody's log is to be taken over
-        self.apply_effects(self.machine.step(ConnectionLost(reason, link.id), asyncio.get_running_loop().time()))
+            return  # every server was told to end: no log is to be adopted
+        self.apply_effects(self.machine.step(ConnectionLost(reason, connection.id), self.now()))
 
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self.apply_effects(self.machine.step(Tick(), asyncio.get_running_loop().time()))
+            self.apply_effects(self.machine.step(Tick(), self.now()))
 
-    def apply_effects(self, wishes: list[FederationEffect]) -> None:
-        """Carry out wishes, in order. While a record cannot be written, what comes after it waits: none of it may be said."""
-        self._effects.extend(wishes)
+    def apply_effects(self, effects: list[FederationEffect]) -> None:
+        """Carry out effects in order. While a record cannot be written, the effects behind it wait."""
+        self._effects.extend(effects)
         if self._retry_timer is None:
             self._apply_queued_effects()
         elif len(self._effects) > WAITING_EFFECTS_MAX:
             os._exit(int(ExitCode.DISK))  # a restart goes on from what was promised before
 
-    def apply_request_effects(self, wishes: list[FederationEffect]) -> None:
-        """Carry out what a person asked for. Raises `StoreError` where that must wait."""
-        self.apply_effects(wishes)
+    def apply_request_effects(self, effects: list[FederationEffect]) -> None:
+        """Carry out the effects of an administrative request. Raises `StoreError` if they must wait for the disk."""
+        self.apply_effects(effects)
         if self._disk_error:
             raise StoreError(f"it is decided, but cannot be written down yet, and may be lost: {self._disk_error}")
 
     def _apply_queued_effects(self) -> None:
-        self._retry_timer, kept = None, False
+        self._retry_timer, is_written = None, False
         while self._effects:
-            wish = self._effects[0]
-            if isinstance(wish, PersistFederation):
-                if not self._write_record(wish.record):
+            effect = self._effects[0]
+            if isinstance(effect, PersistFederation):
+                if not self._write_record(effect.record):
                     self._retry_timer = asyncio.get_running_loop().call_later(RETRY_DISK_S, self._apply_queued_effects)
                     break
-                kept = True
+                is_written = True
             self._effects.popleft()
-            self._apply_effect(wish)
+            self._apply_effect(effect)
         self._record_round_metrics()
         self._event_stream.notify_subscribers()
-        if kept:
+        if is_written:
             self._view_stream.notify_subscribers()
 
-    def _apply_effect(self, wish: FederationEffect) -> None:
-        if isinstance(wish, Send):
-            link = self._connections.get(wish.connection)
-            if link is not None:
-                link.send(wish.message)
-        elif isinstance(wish, Close):
-            link = self._connections.get(wish.connection)
-            if link is not None:
-                link.close()
-        elif isinstance(wish, PublishEvent):
-            self._event_stream.append_event(wish)
-        elif isinstance(wish, EndCluster) and self._ended is not None and not self._ended.done():
-            self._ended.set_result(wish)
+    def _apply_effect(self, effect: FederationEffect) -> None:
+        if isinstance(effect, Send):
+            connection = self._connections.get(effect.connection)
+            if connection is not None:
+                connection.send(effect.message)
+        elif isinstance(effect, Close):
+            connection = self._connections.get(effect.connection)
+            if connection is not None:
+                connection.close()
+        elif isinstance(effect, PublishEvent):
+            self._event_stream.append_event(effect)
+        elif isinstance(effect, EndCluster) and self._ended is not None and not self._ended.done():
+            self._ended.set_result(effect)
 
     def _write_record(self, record: FederationRecord) -> bool:
         """Whether a record is written down."""
         try:
-            write_atomically(self._record_path, msgspec.msgpack.encode(record), sync=self._sync)
+            write_atomically(self._record_path, msgspec.msgpack.encode(record), durable=self._sync)
         except OSError as error:
             stuck, self._disk_error = self._disk_error, f"{self._record_path} cannot be written ({error.strerror})"
             if not stuck:
@@ -197,10 +197,10 @@ class FederatedScheduler:
 
     def stop(self, reason: str) -> None:
         """End the cluster in order."""
-        for server in self.machine.servers.values():
-            link = self._connections.get(server.connection)
-            if link is not None:
-                link.send(ClusterEnded(reason))
+        for server in self.machine.roster.servers.values():
+            connection = self._connections.get(server.connection)
+            if connection is not None:
+                connection.send(ClusterEnded(reason))
         if self._ended is not None and not self._ended.done():
             self._ended.set_result(EndCluster(0, reason))
 
@@ -214,20 +214,21 @@ class FederatedScheduler:
 
     def instance_status(self) -> dict[str, Any]:
         """The present instance, for /queryInstance."""
-        rounds, plan = self.machine, self.machine.plan
+        instance, round_ = self.machine.instance, self.machine.round
+        plan, best_round = instance.plan, instance.best[0]
         return {
-            "flName": rounds.job,
-            "instanceStatus": str(rounds.instance),
-            "currentIteration": min(rounds.iteration, plan.iterations),
+            "flName": instance.job,
+            "instanceStatus": str(instance.state),
+            "currentIteration": min(round_.iteration, plan.iterations),
             "flIterationNum": plan.iterations,
-            "stage": str(rounds.stage),
-            "reason": rounds.reason,
-            "joined": len(rounds.window.admitted),
-            "counted": rounds.counted_updates,
-            "missed": rounds.missed_count,
-            "missing": list(rounds.missing),
-            "bestIteration": rounds.best[0] - rounds.base if rounds.best[0] >= 0 else None,
-            "metrics": rounds.metrics,
+            "stage": str(round_.stage),
+            "reason": round_.reason,
+            "joined": len(round_.window.admitted),
+            "counted": self.machine.counted_updates,
+            "missed": instance.missed_count,
+            "missing": list(round_.missing),
+            "bestIteration": instance.iteration_of(best_round) if best_round >= 0 else None,
+            "metrics": round_.metrics,
             **({"privacy": self._privacy_status(plan.noise)} if plan.noise is not None else {}),
             **plan_to_hyperparameters(plan),
         }
@@ -236,12 +237,12 @@ class FederatedScheduler:
         """What the console shows besides."""
         refused: Counter[str] = Counter()
         load = {}
-        for server in self.machine.servers.values():
+        for server in self.machine.roster.servers.values():
             if server.status is not None:
                 refused.update(server.status.refusals_by_reason)
-                numbers = server.status.totals
+                totals = server.status.totals
                 load[server.node_id] = (
-                    f"{count_noun(numbers.count, 'update')} of {count_noun(numbers.size, 'sample')} in this round"
+                    f"{count_noun(totals.count, 'update')} of {count_noun(totals.size, 'sample')} in this round"
                 )
         return {
             "kind": "federated",
@@ -254,19 +255,19 @@ class FederatedScheduler:
 
     def _record_round_metrics(self) -> None:
         """For the console: how the model of each round was."""
-        if self.machine.round <= self._last_noted_round or not self.machine.metrics:
+        number, metrics = self.machine.round.number, self.machine.round.metrics
+        if number <= self._last_noted_round or not metrics:
             return
-        self._last_noted_round, numbers = self.machine.round, self.machine.metrics
-        known = {name: next((numbers[k] for k in keys if k in numbers), None) for name, keys in _METRIC_SOURCES.items()}
+        self._last_noted_round = number
+        known = {name: next((metrics[k] for k in keys if k in metrics), None) for name, keys in _METRIC_SOURCES.items()}
         self._counted_updates += int(known["updates"] or 0)
-        self._finished_rounds = [*self._finished_rounds, {"at": time.time(), "round": self.machine.round - 1, **known}][
-            -ROUNDS_SHOWN_MAX:
-        ]
+        finished = {"at": time.time(), "round": number - 1, **known}
+        self._finished_rounds = [*self._finished_rounds, finished][-ROUNDS_SHOWN_MAX:]
 
     def _privacy_status(self, noise: Noise) -> dict[str, float]:
         """What was spent so far: of each device, if it took part in every round."""
         return {
-            "epsilon": noise.epsilon_after(self.machine.spent),
+            "epsilon": noise.epsilon_after(self.machine.instance.spent),
             "delta": noise.delta,
             "budget": noise.budget,
             "clip": noise.clip,
@@ -274,14 +275,14 @@ class FederatedScheduler:
 
     def view(self) -> ClusterView:
         """The cluster in the words of `covey status`."""
-        rounds, now = self.machine, time.monotonic()
+        round_, instance, now = self.machine.round, self.machine.instance, time.monotonic()
         here = NodeView(Role.SCHEDULER, self.node_id, 0, socket.gethostname(), self._address, "alive", True, pid=os.getpid())
         nodes = [here]
-        for server in sorted(rounds.servers.values(), key=lambda server: (server.rank < 0, server.rank)):
+        for server in sorted(self.machine.roster.servers.values(), key=lambda server: (server.rank < 0, server.rank)):
             state = "alive" if server.alive else "dead"
             if server.alive and not server.is_member:
                 state = "left" if server.has_left else "waiting"
-            phase = str(rounds.stage) if rounds.instance is InstanceState.RUNNING else str(rounds.instance)
+            phase = str(round_.stage) if instance.state is InstanceState.RUNNING else str(instance.state)
             nodes.append(
                 NodeView(
                     Role.SERVER,
@@ -291,32 +292,32 @@ class FederatedScheduler:
                     server.http_address,
                     state,
                     server.alive,
-                    step=rounds.iteration if rounds.stage is not RoundStage.FORMING else -1,
+                    step=round_.iteration if round_.stage is not RoundStage.FORMING else -1,
                     phase=phase,
                     beat_age_s=max(0.0, now - server.last_heartbeat_at) if server.connection else -1.0,
                     restarts=server.restarts,
                     pid=server.pid,
                 )
             )
-        progress: dict[str, float] = {"iteration": rounds.iteration, "counted": rounds.counted_updates}
-        progress["joined"] = len(rounds.window.admitted)
-        if rounds.plan.noise is not None:
-            progress["epsilon"] = rounds.plan.noise.epsilon_after(rounds.spent)
+        progress: dict[str, float] = {"iteration": round_.iteration, "counted": self.machine.counted_updates}
+        progress["joined"] = len(round_.window.admitted)
+        if instance.plan.noise is not None:
+            progress["epsilon"] = instance.plan.noise.epsilon_after(instance.spent)
         return ClusterView(
-            cluster_id=rounds.cluster_id,
-            phase=_PHASE_BY_STATE.get(rounds.state, Phase.READY),
-            reason=rounds.reason,
-            generation=rounds.generation,
+            cluster_id=self.machine.cluster_id,
+            phase=_PHASE_BY_STATE.get(self.machine.state, Phase.READY),
+            reason=round_.reason,
+            generation=self.machine.roster.generation,
             worker_num=0,
-            server_num=rounds.wanted,
+            server_num=self.machine.roster.wanted,
             started_at=self._started_at,
             now=wall_time(),
             nodes=nodes,
             address=self._address,
             manage_port=self._manage_port,
-            counters={"federated_rounds": float(max(0, rounds.round - 1)), "federated_missed": float(rounds.missed_count)},
+            counters={"federated_rounds": float(max(0, round_.number - 1)), "federated_missed": float(instance.missed_count)},
             gauges={f"federated_{name}": float(number) for name, number in progress.items()}
-            | {f"model_{name}": number for name, number in rounds.metrics.items()},
+            | {f"model_{name}": number for name, number in round_.metrics.items()},
         )
 
 

@@ -1,6 +1,8 @@
 """The server process of a federated cluster.
 
-`server`               wires the parts below; its tasks
+`server`               constructs the parts below; connection to the scheduler, tasks that make and fetch models
+`position`             what the parts read: settings, position in the cluster, notification of changes
+`admissions`           devices that the scheduler has admitted to the round
 `device_port`          paths for devices: startFLJob, getModel and others
 `update_handler`       updateModel: check, claim, log, add, acknowledge
 `secagg_endpoints`     paths of secure rounds

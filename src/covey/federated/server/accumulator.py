@@ -51,7 +51,7 @@ class Accumulator:
             raise ValueError("the sum of this round has no room for the update: its values are too large")
         return greatest
 
-    def add(self, values: Floats, weight: int, told: RoundTotals = EMPTY_TOTALS) -> None:
+    def add(self, values: Floats, weight: int, reported: RoundTotals = EMPTY_TOTALS) -> None:
         """Add one update and what its device told. It must have passed `check`."""
         self._headroom -= max(float(values.max()), -float(values.min()), 0.0) * weight
         factor = weight * FIXED_POINT_SCALE
@@ -62,7 +62,7 @@ class Accumulator:
             block += _ROUNDING_BIAS
             self._sum[start : start + BLOCK_SIZE] += block.view(np.int64)
         self._bias_count += 1
-        self.totals = self.totals + told + RoundTotals(1, weight)
+        self.totals = self.totals + reported + RoundTotals(1, weight)
 
     def make_empty(self) -> Accumulator:
         """Another one for the same model."""

@@ -37,14 +37,16 @@ Evaluate = Callable[[dict[str, Floats]], Mapping[str, float]]
 COLUMN_BLOCK_SIZE = 4096  # values of every update at a time
 
 
-async def collect_parts(me: str, parts: Sequence[tuple[str, RoundTotals]], mine: PartialAggregate, peers: ServerLinks) -> Sum:
-    """The whole sum. Raises `PeerError` when a part is not what it was when all had sealed: then new orders are on the way."""
+async def collect_parts(
+    own_id: str, parts: Sequence[tuple[str, RoundTotals]], mine: PartialAggregate, server_links: ServerLinks
+) -> Sum:
+    """Return the sum of all parts. Raises `PeerError` if a part differs from what was sealed: new instructions will follow."""
     total = mine.copy_sum()
     for node_id, expected in parts:
-        if node_id == me:
+        if node_id == own_id:
             found = mine.totals
         else:
-            found, values = decode_part(await peers.fetch(node_id, "part", mine.round), total.get_sum().dtype)
+            found, values = decode_part(await server_links.fetch(node_id, "part", mine.round), total.get_sum().dtype)
             if found == expected:
                 total.merge(values, found)
         if found != expected:
@@ -63,24 +65,24 @@ class UnmaskingFailed(CoveyError):
     """The sum of a secure round cannot be had: the round is to be abandoned."""
 
 
-def unmask_mean(total: MaskedSum, orders: ServerInstructions, model: Floats) -> tuple[NDArray[np.float64], RoundTotals]:
+def unmask_mean(total: MaskedSum, instructions: ServerInstructions, model: Floats) -> tuple[NDArray[np.float64], RoundTotals]:
     """The mean that a secure round came to, and what its devices told. Raises `UnmaskingFailed`."""
-    found = orders.unmasking
+    found = instructions.unmasking
     assert found is not None
-    units = fixed_point_ring.make_scale(orders.plan.reach, found.uploaders.samples, len(found.uploaders.ring))
+    units = fixed_point_ring.make_scale(instructions.plan.reach, found.uploaders.samples, len(found.uploaders.ring))
     try:
-        values, told = fixed_point_ring.decode_sum(unmask_sum(total.get_sum(), found), units)
+        values, reported = fixed_point_ring.decode_sum(unmask_sum(total.get_sum(), found), units)
     except ValueError as error:
         raise UnmaskingFailed(str(error)) from None
     numbers = total.totals + RoundTotals(
-        loss=round(told.loss * FIXED_POINT_SCALE),
-        accuracy=round(told.accuracy * FIXED_POINT_SCALE),
-        told=round(told.loss_weight),
-        eval_size=round(told.eval_weight),
-        eval_loss=round(told.eval_loss * FIXED_POINT_SCALE),
-        eval_accuracy=round(told.eval_accuracy * FIXED_POINT_SCALE),
-        judged=round(told.accuracy_weight),
-        eval_judged=round(told.eval_accuracy_weight),
+        loss=round(reported.loss * FIXED_POINT_SCALE),
+        accuracy=round(reported.accuracy * FIXED_POINT_SCALE),
+        told=round(reported.loss_weight),
+        eval_size=round(reported.eval_weight),
+        eval_loss=round(reported.eval_loss * FIXED_POINT_SCALE),
+        eval_accuracy=round(reported.eval_accuracy * FIXED_POINT_SCALE),
+        judged=round(reported.accuracy_weight),
+        eval_judged=round(reported.eval_accuracy_weight),
     )
     return model.astype(np.float64) + values / numbers.size, numbers
 
@@ -129,10 +131,10 @@ def compute_metrics(numbers: RoundTotals) -> dict[str, float]:
 
 
 async def aggregate_spooled_updates(
-    me: str,
+    own_id: str,
     parts: Sequence[tuple[str, RoundTotals]],
     mine: PartialAggregate,
-    peers: ServerLinks,
+    server_links: ServerLinks,
     strategy: Strategy,
     folder: Path,
     size: int,
@@ -149,7 +151,7 @@ async def aggregate_spooled_updates(
         row = 0
         for node_id, expected in parts:
             seen: set[str] = set()  # copies may have been sent twice
-            async for update, values in _iterate_updates(me, node_id, mine, peers):
+            async for update, values in _iterate_updates(own_id, node_id, mine, server_links):
                 if update.device not in seen and len(seen) < expected.count:
                     rows[row], weights[row] = values, update.weight
                     row += 1
@@ -196,17 +198,17 @@ def _reserve_disk_space(path: Path, size: int) -> None:
 
 
 async def _iterate_updates(
-    me: str, node_id: str, mine: PartialAggregate, peers: ServerLinks
+    own_id: str, node_id: str, mine: PartialAggregate, server_links: ServerLinks
 ) -> AsyncIterator[tuple[Update, Floats]]:
     """The updates in the logs of a part, with a piece of one log in memory at a time."""
-    if node_id == me:
+    if node_id == own_id:
         for path in mine.list_log_paths():
             for update, values in read_log(path):
                 yield update, values
         return
-    for number in range(int(await peers.fetch(node_id, "logs", mine.round))):
+    for number in range(int(await server_links.fetch(node_id, "logs", mine.round))):
         rest = b""
-        async for piece in peers.fetch_chunks(node_id, f"log{number}", mine.round):
+        async for piece in server_links.fetch_chunks(node_id, f"log{number}", mine.round):
             content, end = memoryview(rest + piece), 0
             for update, values, end in unpack_records(content):  # noqa: B007
                 yield update, values

@@ -63,6 +63,10 @@ class DeviceRequest:
         """Send the answer; a device that is gone does not hear it."""
         self._connection.send_response(status, content_type, pieces)
 
+    def set_device(self, device: str) -> None:
+        """Name the device whose identity is proven."""
+        self.device = device
+
     def header(self, name: str) -> str:
         """One of ours: `x-covey-NAME`."""
         return self._headers.get(b"x-covey-" + name.encode(), b"").decode("latin-1")
@@ -106,23 +110,15 @@ class DeviceConnection(asyncio.BufferedProtocol):
         sock = transport.get_extra_info("socket")
         if sock is not None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._server.connections.add(self)
-        if len(self._server.connections) > self._server.connections_max:
-            longest = next(iter(self._server.silent_connections), None)
-            if longest is None:
-                return self._send_refusal(503, "there are too many connections: try again")
-            longest.abort()
-        self._server.silent_connections[self] = None
-        return None
+        if not self._server.add_connection(self):
+            self._send_refusal(503, "there are too many connections: try again")
 
     def abort(self) -> None:
-        self._server.silent_connections.pop(self, None)
         self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.closed = True
-        self._server.connections.discard(self)
-        self._server.silent_connections.pop(self, None)
+        self._server.remove_connection(self)
         self._release_body()
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -136,7 +132,7 @@ class DeviceConnection(asyncio.BufferedProtocol):
         return self._header_view[self._buffered_bytes :]
 
     def buffer_updated(self, nbytes: int) -> None:
-        self._server.silent_connections.pop(self, None)
+        self._server.on_bytes_received(self)
         if self._is_refused:
             return
         if self._body is not None and not self._awaiting_reply:
@@ -197,7 +193,7 @@ class DeviceConnection(asyncio.BufferedProtocol):
 
     def _start_body(self, start: int, length: int) -> None:
         body = np.empty(length, np.uint8).data
-        self._server.bytes_in_flight += length
+        self._server.reserve_bytes(length)
         early = min(length, self._buffered_bytes - start)
         body[:early] = self._header_view[start : start + early]
         rest = self._buffered_bytes - start - early
@@ -236,7 +232,7 @@ class DeviceConnection(asyncio.BufferedProtocol):
             asyncio.get_running_loop().call_soon(self._parse_buffered_head)
 
     def _release_body(self) -> None:
-        self._server.bytes_in_flight -= len(self._body) if self._body is not None else 0
+        self._server.release_bytes(len(self._body) if self._body is not None else 0)
         self._body, self._awaiting_reply = None, False
 
     def _parse_buffered_head(self) -> None:
@@ -289,6 +285,31 @@ class DeviceHttpServer:
         for sock in sockets:
             self._servers.append(await loop.create_server(lambda: DeviceConnection(self), sock=sock, ssl=context, backlog=4096))
         self._sweep_task = loop.create_task(self._sweep_connections())
+
+    def add_connection(self, connection: DeviceConnection) -> bool:
+        """Accept a connection, if need be in place of the oldest silent one. Return False if there is no room."""
+        self.connections.add(connection)
+        if len(self.connections) > self.connections_max:
+            oldest = next(iter(self.silent_connections), None)
+            if oldest is None:
+                return False
+            del self.silent_connections[oldest]
+            oldest.abort()
+        self.silent_connections[connection] = None
+        return True
+
+    def on_bytes_received(self, connection: DeviceConnection) -> None:
+        self.silent_connections.pop(connection, None)
+
+    def remove_connection(self, connection: DeviceConnection) -> None:
+        self.connections.discard(connection)
+        self.silent_connections.pop(connection, None)
+
+    def reserve_bytes(self, size: int) -> None:
+        self.bytes_in_flight += size
+
+    def release_bytes(self, size: int) -> None:
+        self.bytes_in_flight -= size
 
     async def _sweep_connections(self) -> None:
         while True:

@@ -36,7 +36,7 @@ class MaskedSum:
         if len(values) != len(self._sum):
             raise ValueError(f"a masked update has {len(self._sum)} numbers here, and {len(values)} came")
 
-    def add(self, values: Floats, weight: int, told: RoundTotals = EMPTY_TOTALS) -> None:
+    def add(self, values: Floats, weight: int, reported: RoundTotals = EMPTY_TOTALS) -> None:
         """Add one masked update. What devices tell about their training is among its numbers."""
         self._sum += values.view(np.uint32)
         self.totals = self.totals + RoundTotals(1, weight)

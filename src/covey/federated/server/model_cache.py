@@ -30,27 +30,31 @@ class WantedModel(NamedTuple):
     metrics: dict[str, float]
 
 
-def wanted_model(orders: ServerInstructions) -> WantedModel:
+def wanted_model(instructions: ServerInstructions) -> WantedModel:
     """What every server is to have: the model of the round before or, once it is made and wanted, of this one."""
-    made = orders.new_model
+    made = instructions.new_model
     if made is not None:
-        return WantedModel(orders.round, made.node_id, made.digest, made.metrics)
-    return WantedModel(orders.round - 1, orders.source, orders.digest, orders.metrics)
+        return WantedModel(instructions.round, made.node_id, made.digest, made.metrics)
+    return WantedModel(instructions.round - 1, instructions.source, instructions.digest, instructions.metrics)
 
 
 class ModelCache:
     """The newest one, and those that devices may have begun with."""
 
     def __init__(
-        self, layout: ModelLayout, values: Floats, strategy: Strategy, evaluate: aggregation.Evaluate | None, peers: ServerLinks
+        self,
+        layout: ModelLayout,
+        values: Floats,
+        strategy: Strategy,
+        evaluate: aggregation.Evaluate | None,
+        server_links: ServerLinks,
     ) -> None:
         self.round, self.values, self.digest = 0, values, compute_digest(values)  # of the newest
-        self.cluster_key = b""  # the cluster's, for noise
         self.metrics: dict[str, float] = {}  # of the newest, if this server made or fetched it
         self._layout = layout
         self._strategy = strategy
         self._evaluate = evaluate
-        self._server_links = peers
+        self._server_links = server_links
         self._values_by_round: dict[int, Floats] = {0: values}
         self._store: ModelStore | None = None
         self._quantized: tuple[str, QuantizedModel] | None = None
@@ -95,35 +99,37 @@ class ModelCache:
             log.error("%s", error)
             return None
 
-    async def make_model(self, me: str, orders: ServerInstructions, part: PartialAggregate, spool: Path) -> bool:
-        """Make the model of this round from everyone's parts; False if it is not wanted any more."""
+    async def make_model(
+        self, node_id: str, instructions: ServerInstructions, part: PartialAggregate, spool: Path, cluster_key: bytes
+    ) -> bool:
+        """Make the model of this round from all parts, with noise from `cluster_key`; False if it is not wanted any more."""
         assert self._store is not None
-        if orders.is_abandoned:
-            return self._repeat_model(orders.round)
-        total = await aggregation.collect_parts(me, orders.expected_totals, part, self._server_links)
-        if part.round != orders.round or self.round != orders.round - 1:
+        if instructions.is_abandoned:
+            return self._repeat_model(instructions.round)
+        total = await aggregation.collect_parts(node_id, instructions.expected_totals, part, self._server_links)
+        if part.round != instructions.round or self.round != instructions.round - 1:
             return False
         state, numbers = dict(self._strategy_state), total.totals
         if self._strategy.sees_all:
             mean = await aggregation.aggregate_spooled_updates(
-                me, orders.expected_totals, part, self._server_links, self._strategy, spool, self._layout.size
+                node_id, instructions.expected_totals, part, self._server_links, self._strategy, spool, self._layout.size
             )
         elif isinstance(total, MaskedSum):
-            mean, numbers = await asyncio.to_thread(aggregation.unmask_mean, total, orders, self.values)
+            mean, numbers = await asyncio.to_thread(aggregation.unmask_mean, total, instructions, self.values)
         else:
             mean = total.mean()
-        noise = orders.plan.noise
+        noise = instructions.plan.noise
         if noise is not None and not noise.local:
-            mean = mean + draw_mean_noise(len(mean), noise, numbers.count, self.cluster_key, orders.round)
+            mean = mean + draw_mean_noise(len(mean), noise, numbers.count, cluster_key, instructions.round)
         made = aggregation.make_next_model(self._strategy, self.values, mean, state)
         metrics = aggregation.compute_metrics(numbers)
         if self._evaluate is not None:
             metrics |= await asyncio.to_thread(aggregation.evaluate_model, self._evaluate, self._layout, made)
-        if self.round != orders.round - 1:  # another server was chosen meanwhile, and its model has come
+        if self.round != instructions.round - 1:  # another server was chosen meanwhile, and its model has come
             return False
-        found = self._store.save(orders.round, made, state, metrics)
+        found = self._store.save(instructions.round, made, state, metrics)
         self._strategy_state, self.metrics = state, metrics
-        self._set_newest(orders.round, made, found)
+        self._set_newest(instructions.round, made, found)
         return True
 
     def _repeat_model(self, round_number: int) -> bool:
@@ -134,11 +140,13 @@ class ModelCache:
         self._set_newest(round_number, self.values, self._store.save(round_number, self.values, self._strategy_state, {}))
         return True
 
-    async def fetch_model(self, me: str, orders: ServerInstructions, latest: Callable[[], ServerInstructions | None]) -> bool:
+    async def fetch_model(
+        self, node_id: str, instructions: ServerInstructions, latest: Callable[[], ServerInstructions | None]
+    ) -> bool:
         """The newest model, from whoever has it; False if nobody else does. Raises `PeerError`."""
         assert self._store is not None
-        wanted = wanted_model(orders)
-        if wanted.source == me or not wanted.source:
+        wanted = wanted_model(instructions)
+        if wanted.source == node_id or not wanted.source:
             return False
         content = await self._server_links.fetch(wanted.source, "model", wanted.round)
         try:

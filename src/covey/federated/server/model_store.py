@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from covey.atomic_file import write_atomically
 from covey.errors import ExitCode, StoreError, UsageError
 from covey.federated.model_codec import Floats, ModelLayout, compute_digest
 from covey.federated.server.update_log import map_file
@@ -66,11 +66,11 @@ class ModelStore:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
             metadata = {"round": str(round_number), "digest": found}
-            write_atomically(self._directory / file, self._layout.encode(values, metadata), sync=self._sync)
+            write_atomically(self._directory / file, self._layout.encode(values, metadata), durable=self._sync)
             if state:
-                write_atomically(self._directory / f"{file}.state", pack_state(state), sync=self._sync)
+                write_atomically(self._directory / f"{file}.state", pack_state(state), durable=self._sync)
             kept = self._select_kept([*(old for old in self.entries if old.round < round_number), entry])
-            write_atomically(self._directory / "manifest.json", msgspec.json.encode(kept), sync=self._sync)
+            write_atomically(self._directory / "manifest.json", msgspec.json.encode(kept), durable=self._sync)
             gone, self.entries = [old.file for old in self.entries if old not in kept and old.file != file], kept
             for name in gone:
                 (self._directory / name).unlink(missing_ok=True)
@@ -133,21 +133,6 @@ def unpack_state(content: bytes) -> StrategyState:
         return load(content) if content != NO_STATE else {}
     except SafetensorError as error:
         raise ValueError(f"the strategy's state is damaged: {error}") from None
-
-
-def write_atomically(path: Path, content: bytes, *, sync: bool) -> None:
-    """In one move: whoever looks sees the old file or the new one."""
-    temporary = path.with_name(f"{path.name}.new")
-    with temporary.open("wb") as file:
-        file.write(content)
-        if sync:
-            file.flush()
-            os.fsync(file.fileno())
-    temporary.rename(path)
-    if sync:
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
 
 
 def _find_best(entries: list[StoredModel]) -> StoredModel | None:

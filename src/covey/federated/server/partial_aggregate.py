@@ -66,6 +66,15 @@ class PartialAggregate:
         """What makes the log so far durable on disk; None if there is nothing to do."""
         return self._log.sync if self._log is not None and self._durability == "disk" else None
 
+    def seal(self) -> None:
+        """Fix the part: nothing more is added."""
+        self.sealed = True
+
+    def supersede(self) -> None:
+        """Write no more, because another part has taken its place."""
+        self.close()
+        self.is_superseded = True
+
     def close(self) -> None:
         """Write no more."""
         if self._log is not None:

@@ -80,10 +80,10 @@ class RequestAuthenticator:
             proof = base64.b64decode(signature, validate=True)
         except ValueError as error:
             raise AuthRefusal(str(error)) from None
-        said = encode_request_to_sign(request.path, nonce, at, hashlib.sha256(request.body).digest())
-        if not is_valid_signature(key, proof, said):
+        signed = encode_request_to_sign(request.path, nonce, at, hashlib.sha256(request.body).digest())
+        if not is_valid_signature(key, proof, signed):
             raise AuthRefusal(f"the signature is not one of {device} over this request")
-        self._check_replay(hashlib.sha256(said).digest(), int(at))
+        self._check_replay(hashlib.sha256(signed).digest(), int(at))
         return device
 
     def _verify_chain(self, chain: str) -> tuple[str, PublicKey]:

@@ -59,9 +59,8 @@ class RoundStorage:
     def begin_round(self, round_number: int) -> PartialAggregate:
         """An empty part."""
         if self.partial_aggregate is not None:
-            self.partial_aggregate.close()
-            self.partial_aggregate.is_superseded = True
-            self._claims.held_updates.pop(round_number, None)
+            self.partial_aggregate.supersede()
+            self._claims.forget_round(round_number)
         self.partial_aggregate = PartialAggregate(self._directory, round_number, self._make_empty_sum(), self._durability)
         return self.partial_aggregate
 
@@ -72,10 +71,12 @@ class RoundStorage:
             self.begin_round(self.partial_aggregate.round)
             self._directory.remove_logs_before(void + 1)
 
-    def adopt_logs(self, orders: ServerInstructions) -> None:
-        """Take over the logs that these orders give to this server."""
-        self.failed_adoptions &= {adoption.instance_id for adoption in orders.adoptions}  # asked again later, it may be able
-        for adoption in orders.adoptions:
+    def adopt_logs(self, instructions: ServerInstructions) -> None:
+        """Adopt the logs that the instructions assign to this server."""
+        self.failed_adoptions &= {
+            adoption.instance_id for adoption in instructions.adoptions
+        }  # asked again later, it may be able
+        for adoption in instructions.adoptions:
             assert self.partial_aggregate is not None
             if adoption.adopter == self._claims.node_id and adoption.instance_id not in (
                 *self.partial_aggregate.adopted_instances,
@@ -107,14 +108,15 @@ class RoundStorage:
             return part.add_log(found)
         return [update.device for update, _ in read_log(found.path)]
 
-    def seal_and_drain(self, orders: ServerInstructions) -> bool:
-        """Seal and drain where these orders say so, once nothing is being written; says whether anything changed."""
+    def seal_and_drain(self, instructions: ServerInstructions) -> bool:
+        """Seal and drain as instructed, once no update is being written. Return whether anything changed."""
         part, before = self.partial_aggregate, self.drained
-        if part is None or orders.round != part.round or not self._claims.is_fully_logged(part.round):
+        if part is None or instructions.round != part.round or not self._claims.is_fully_logged(part.round):
             return False
-        sealing = orders.stage in (RoundStage.SEALING, RoundStage.UNMASKING, RoundStage.SUMMING) and not part.sealed
-        part.sealed = part.sealed or sealing
-        if self._claims.node_id in orders.leaving and not self.drained:
+        sealing = instructions.stage in (RoundStage.SEALING, RoundStage.UNMASKING, RoundStage.SUMMING) and not part.sealed
+        if sealing:
+            part.seal()
+        if self._claims.node_id in instructions.leaving and not self.drained:
             part.close()
             self._directory.release()
             self.drained = True

@@ -24,24 +24,24 @@ _decoder: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(ToServer
 
 
 class SchedulerLink:
-    """`opened` is called for every new link, `heard` for every message, `end` when there is no use in calling again."""
+    """Connection to the scheduler, opened again when it is lost. `end` is called when another attempt would be of no use."""
 
     def __init__(
         self,
         scheduler: tuple[str, int],
-        guard: Credentials,
+        credentials: Credentials,
         patience_s: float,
         *,
-        opened: Callable[[], None],
-        heard: Callable[[Message], None],
+        on_open: Callable[[], None],
+        on_message: Callable[[Message], None],
         end: Callable[[int, str], None],
     ) -> None:
         self._scheduler_address = scheduler
-        self._credentials = guard
+        self._credentials = credentials
         self._patience_s = patience_s  # for one that was there; negative: for ever
         self._has_connected = False
-        self._connected_callback = opened
-        self._message_callback = heard
+        self._connected_callback = on_open
+        self._message_callback = on_message
         self._end_callback = end
         self._connection: Connection | None = None
         self._lost_at = time.monotonic()
@@ -65,21 +65,27 @@ class SchedulerLink:
         wait, waiting = RECONNECT_DELAY_S[0], False
         host, port = self._scheduler_address
         while True:
-            over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+            closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
             calls = {
                 "on_open": self._on_open,
                 "on_message": self._on_message,
-                "on_close": lambda link, reason, over=over: over.done() or over.set_result(reason),
+                "on_close": lambda connection, reason, closed=closed: closed.done() or closed.set_result(reason),
             }
             try:
-                guard = self._credentials
-                link = await connect(
-                    host, port, guard.secret, guard.client_context, insist=guard.secret_configured, decoder=_decoder, **calls
+                credentials = self._credentials
+                connection = await connect(
+                    host,
+                    port,
+                    credentials.secret,
+                    credentials.client_context,
+                    insist=credentials.secret_configured,
+                    decoder=_decoder,
+                    **calls,
                 )
-                reason = await over
-                if link.peer_requires_no_secret:
+                reason = await closed
+                if connection.peer_requires_no_secret:
                     return self._end_callback(ExitCode.REFUSED, reason)
-                if link.refused_by_peer:
+                if connection.refused_by_peer:
                     return self._end_callback(ExitCode.REFUSED, f"the scheduler turned this server away: {reason}")
                 wait = RECONNECT_DELAY_S[0] if self._connection is not None else wait
             except PeerError as error:
@@ -99,13 +105,13 @@ class SchedulerLink:
             await asyncio.sleep(wait)
             wait = min(2 * wait, RECONNECT_DELAY_S[1])
 
-    def _on_open(self, link: Connection) -> None:
-        self._connection, self._has_connected = link, True
+    def _on_open(self, connection: Connection) -> None:
+        self._connection, self._has_connected = connection, True
         self._connected_callback()
         self.send_heartbeat()
 
-    def _on_message(self, link: Connection, message: Message) -> None:
-        if link is not self._connection:
+    def _on_message(self, connection: Connection, message: Message) -> None:
+        if connection is not self._connection:
             return
         if isinstance(message, ServerHeartbeat):
             self.confirmed_alive_at = max(self.confirmed_alive_at, message.sent_at)

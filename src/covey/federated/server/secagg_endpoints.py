@@ -1,15 +1,16 @@
 """The phases of a secure round at the device port: checked here, decided by the scheduler, answered when there is an answer.
 
-A device may ask any server, and again. A request that must wait is held here and asked again when orders change. The last of
-them, reconstructSecrets, is answered when the round is done or abandoned, so that a device says its shares again to a
-scheduler that lost them.
+A device may ask any server, and again. A request that must wait is held here and forwarded again when the instructions change.
+The last request, reconstructSecrets, is answered when the round is done or abandoned, so that a device sends its shares again
+to a scheduler that lost them.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from typing import Any, Final
 
 import msgspec
 
@@ -31,10 +32,8 @@ from covey.core.federated.secagg.messages import (
 from covey.core.messages import Message
 from covey.federated.protocol import NOT_RUNNING, Code, SecureAnswer, decode_request, make_ticket, now_ms
 from covey.federated.server.http_server import DeviceRequest
+from covey.federated.server.position import Notifier, Position
 from covey.federated.server.status_replies import RETRY_MS, StatusReplies
-
-if TYPE_CHECKING:
-    from covey.federated.server.server import FederatedServer
 
 SECAGG_REQUEST_TYPES: Final[dict[str, type[AnySecaggRequest]]] = {
     "exchangeKeys": ExchangeKeys,
@@ -57,60 +56,68 @@ _VERDICT_CODES: Final = {
 
 
 class SecaggEndpoints:
-    """One server's."""
+    """The secure aggregation endpoints of one server."""
 
-    def __init__(self, server: FederatedServer, replies: StatusReplies) -> None:
-        self._server = server
+    def __init__(
+        self,
+        replies: StatusReplies,
+        position: Callable[[], Position],
+        notifier: Notifier,
+        send_to_scheduler: Callable[[Message], None],
+    ) -> None:
         self._replies = replies
+        self._position = position
+        self._notifier = notifier
+        self._send_to_scheduler = send_to_scheduler
         self._serial = 0
         self._pending_requests: dict[int, asyncio.Future[SecaggReply]] = {}
 
     def check_request(self, request: DeviceRequest, name: str) -> Any:
         """What is left to do for a request, as a coroutine; None if it was answered. Raises `msgspec.MsgspecError`."""
-        server, say = self._server, self._replies.send_status
+        send_status, position = self._replies.send_status, self._position()
         ask: AnySecaggRequest = decode_request(SECAGG_REQUEST_TYPES[name], request.body, request.content_type)
-        orders = server.instructions
+        instructions = position.instructions
         if self._replies.refuse_if_invalid(request, ask.timestamp, "", ask.fl_id):
             return None
-        if orders is None or not server.claims.is_member:
+        if instructions is None or not position.is_member:
             reason = "the cluster is not ready: try another server"
-            return say(request, Code.NOT_READY, reason, retry_ms=RETRY_MS, elsewhere=True)
-        if not orders.plan.secure:
-            return say(request, Code.REQUEST_ERROR, f"{name} belongs to encrypt_type=PW_ENCRYPT, which is not on here")
-        round_number = self._find_round(ask, orders)
-        if round_number is None or (round_number == orders.round and not server.is_running):
-            if not server.is_running:
-                return say(request, Code.OUT_OF_TIME, NOT_RUNNING)
-            return say(request, Code.OUT_OF_TIME, "the ticket is not of a round that is open: ask startFLJob for one")
+            return send_status(request, Code.NOT_READY, reason, retry_ms=RETRY_MS, elsewhere=True)
+        if not instructions.plan.secure:
+            return send_status(request, Code.REQUEST_ERROR, f"{name} belongs to encrypt_type=PW_ENCRYPT, which is not on here")
+        round_number = self._find_round(ask, instructions)
+        if round_number is None or (round_number == instructions.round and not position.is_running):
+            if not position.is_running:
+                return send_status(request, Code.OUT_OF_TIME, NOT_RUNNING)
+            return send_status(request, Code.OUT_OF_TIME, "the ticket is not of a round that is open: ask startFLJob for one")
         return self._reply_when_decided(request, ask, round_number)
 
-    def _find_round(self, ask: AnySecaggRequest, orders: ServerInstructions) -> int | None:
+    def _find_round(self, ask: AnySecaggRequest, instructions: ServerInstructions) -> int | None:
         """The round a ticket was given for: the present one or, for whoever asks late, the one before."""
-        for number in (orders.round, orders.round - 1):
-            if ask.ticket == make_ticket(self._server.cluster_key, number, ask.fl_id, ask.data_size):
+        for number in (instructions.round, instructions.round - 1):
+            if ask.ticket == make_ticket(self._position().cluster_key, number, ask.fl_id, ask.data_size):
                 return number
         return None
 
     async def _reply_when_decided(self, request: DeviceRequest, ask: AnySecaggRequest, round_number: int) -> None:
         until = time.monotonic() + ask.wait / 1000
         while True:
-            changed, orders = self._server.changed_event, self._server.instructions
-            assert orders is not None
-            found = _reply_for_ended_round(orders, round_number) or await self._forward_to_scheduler(ask, round_number)
-            told = found.verdict is SecaggVerdict.ACCEPTED and isinstance(ask, ReconstructSecrets)
+            changed, instructions = self._notifier.subscribe(), self._position().instructions
+            assert instructions is not None
+            reply = _reply_for_ended_round(instructions, round_number) or await self._forward_to_scheduler(ask, round_number)
+            is_revealed = reply.verdict is SecaggVerdict.ACCEPTED and isinstance(ask, ReconstructSecrets)
             left = until - time.monotonic()
-            if (found.verdict is not SecaggVerdict.WAIT and not told) or left <= 0 or request.is_disconnected:
-                if told:
-                    found = SecaggReply(0, SecaggVerdict.WAIT, "the shares are known, and the round is not done yet: ask again")
-                return self._send_reply(request, ask, found, round_number)
-            await self._server.wait_for_change(changed, min(left, 1.0))
+            if (reply.verdict is not SecaggVerdict.WAIT and not is_revealed) or left <= 0 or request.is_disconnected:
+                if is_revealed:
+                    reply = SecaggReply(0, SecaggVerdict.WAIT, "the shares are known, and the round is not done yet: ask again")
+                return self._send_reply(request, ask, reply, round_number)
+            await self._notifier.wait(changed, min(left, 1.0))
 
     async def _forward_to_scheduler(self, ask: AnySecaggRequest, round_number: int) -> SecaggReply:
         self._serial += 1
         serial = self._serial
         waiting: asyncio.Future[SecaggReply] = asyncio.get_running_loop().create_future()
         self._pending_requests[serial] = waiting
-        self._server.send_to_scheduler(SecaggForward(serial, round_number, ask))
+        self._send_to_scheduler(SecaggForward(serial, round_number, ask))
         try:
             async with asyncio.timeout(SCHEDULER_REPLY_TIMEOUT_S):
                 return await waiting
@@ -119,29 +126,28 @@ class SecaggEndpoints:
         finally:
             del self._pending_requests[serial]
 
-    def on_reply(self, message: Message) -> None:
-        """The scheduler's answer."""
-        assert isinstance(message, SecaggReply)
-        waiting = self._pending_requests.get(message.serial)
+    def on_reply(self, reply: SecaggReply) -> None:
+        """Pass the scheduler's reply to the request that waits for it."""
+        waiting = self._pending_requests.get(reply.serial)
         if waiting is not None and not waiting.done():
-            waiting.set_result(message)
+            waiting.set_result(reply)
 
-    def _send_reply(self, request: DeviceRequest, ask: AnySecaggRequest, found: SecaggReply, round_number: int) -> None:
-        code = _VERDICT_CODES.get(found.verdict, Code.REQUEST_ERROR)
-        payload = msgspec.structs.asdict(found.payload) if found.payload is not None else {}
-        payload["done"] = found.verdict is SecaggVerdict.DONE
-        if isinstance(ask, GetSecrets) and found.verdict is SecaggVerdict.ACCEPTED:
-            payload["ticket"] = make_ticket(self._server.cluster_key, round_number, ask.fl_id, ask.data_size, "masked")
+    def _send_reply(self, request: DeviceRequest, ask: AnySecaggRequest, reply: SecaggReply, round_number: int) -> None:
+        code = _VERDICT_CODES.get(reply.verdict, Code.REQUEST_ERROR)
+        payload = msgspec.structs.asdict(reply.payload) if reply.payload is not None else {}
+        payload["done"] = reply.verdict is SecaggVerdict.DONE
+        if isinstance(ask, GetSecrets) and reply.verdict is SecaggVerdict.ACCEPTED:
+            payload["ticket"] = make_ticket(self._position().cluster_key, round_number, ask.fl_id, ask.data_size, "masked")
         again = str(now_ms() + RETRY_MS) if code is Code.NOT_READY else ""
-        answer = SecureAnswer(int(code), found.reason, now_ms(), ask.iteration, next_req_time=again, **payload)
+        answer = SecureAnswer(int(code), reply.reason, now_ms(), ask.iteration, next_req_time=again, **payload)
         self._replies.send_answer(request, answer)
 
 
-def _reply_for_ended_round(orders: ServerInstructions, round_number: int) -> SecaggReply | None:
+def _reply_for_ended_round(instructions: ServerInstructions, round_number: int) -> SecaggReply | None:
     """What there is to say of a round that this server knows to be over."""
-    if orders.round == round_number:
+    if instructions.round == round_number:
         return None
-    number, reason = orders.voided
+    number, reason = instructions.voided
     if number == round_number:
         return SecaggReply(0, SecaggVerdict.LATE, f"the round was abandoned: {reason}")
     return SecaggReply(0, SecaggVerdict.DONE, "the round is done")

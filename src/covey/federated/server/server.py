@@ -1,30 +1,24 @@
-"""A server: follows the scheduler's orders as they come, and says how it stands whenever that changes.
+"""A server of a federated cluster: follows the scheduler's instructions, and sends its status whenever that changes.
 
-The rooms around it: `devices` and `intake` (what devices ask and send), `holdings` (its part of a round and the logs behind
-it), `models`, `peers` (the other servers), `upstream` (the scheduler). Everything runs in one loop.
+`FederatedServer` constructs its parts, owns the connection to the scheduler, and runs the tasks that make and fetch models.
+The parts receive their collaborators in their constructors and read its `Position`; none of them writes its fields. Everything
+runs in one event loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import secrets
 import socket
 import time
-from pathlib import Path
 from typing import Any, Final
-
-import msgspec
 
 from covey.core.federated.claims import Claims
 from covey.core.federated.messages import (
     IDS_PER_MESSAGE_MAX,
-    AdmitDevices,
     DevicesAdmitted,
-    InstanceState,
     RegisterServer,
-    RoundPlan,
     RoundStage,
     ServerInstructions,
     ServerRegistered,
@@ -32,18 +26,19 @@ from covey.core.federated.messages import (
 )
 from covey.core.federated.secagg.messages import SecaggReply
 from covey.core.messages import ClusterEnded, Message, Refused
-from covey.core.types import Host
 from covey.errors import CoveyError, ExitCode, PeerError
 from covey.federated.model_codec import Floats, ModelLayout
 from covey.federated.server import aggregation
 from covey.federated.server.accumulator import Accumulator
+from covey.federated.server.admissions import Admissions
 from covey.federated.server.device_port import DevicePort
 from covey.federated.server.masked_sum import MaskedSum
 from covey.federated.server.model_cache import ModelCache, wanted_model
 from covey.federated.server.model_store import ModelNotStored
-from covey.federated.server.request_auth import RequestAuthSettings
+from covey.federated.server.position import Notifier, Position, ServerSettings
 from covey.federated.server.round_storage import RoundStorage
 from covey.federated.server.scheduler_link import SchedulerLink
+from covey.federated.server.secagg_endpoints import SecaggEndpoints
 from covey.federated.server.server_links import BytesLike, ServerLinks
 from covey.federated.server.status_replies import StatusReplies
 from covey.federated.server.update_handler import UpdateHandler
@@ -58,75 +53,79 @@ RETRY_DISK_S: Final = 1.0  # after a model could not be stored
 STATUS_INTERVAL_S: Final = 0.001  # at most so often is the scheduler told how many were counted
 
 
-class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server must know before it calls its scheduler."""
-
-    scheduler_address: tuple[str, int]
-    host: Host
-    device_address: str  # HOST:PORT for devices
-    peer_address: str  # HOST:PORT for servers
-    state_root: Path
-    node_id: str = ""
-    preferred_index: int = -1  # the number it would like for an id
-    durability: str = "process"
-    fl_name: str = ""
-    plan: RoundPlan = RoundPlan()
-    server_mode: str = "FEDERATED_LEARNING"
-    url_prefix: str = ""
-    replay_window_ms: int = 600_000
-    auth: RequestAuthSettings = RequestAuthSettings()
-    keep_models: int = 3
-    lease_s: float = 15.0  # without a word from the scheduler, after which nothing is acknowledged any more
-    patience_s: float = -1.0  # how long a lost scheduler is waited for; negative: for ever
-
-
 class FederatedServer:
     """One server. `run` returns the code the process should end with."""
 
     def __init__(
         self,
         settings: ServerSettings,
-        guard: Credentials,
+        credentials: Credentials,
         layout: ModelLayout,
         values: Floats,
         strategy: Strategy,
         evaluate: aggregation.Evaluate | None = None,
     ) -> None:
-        self.settings = settings
-        self.layout = layout
-        self.strategy = strategy
-        self.cluster_key = b""
-        self.node_id = settings.node_id
-        self.cluster_id = ""
-        self.instructions: ServerInstructions | None = None
-        self.changed_event = asyncio.Event()  # replaced whenever something a device may wait for has happened
-        self.admitted_devices: dict[str, None] = {}
+        self.notifier = Notifier()
+        self._settings = settings
+        self._cluster_key = b""
+        self._node_id = settings.node_id
+        self._cluster_id = ""
+        self._instructions: ServerInstructions | None = None
         self.claims = Claims(settings.node_id)
         kind = MaskedSum if settings.plan.secure else Accumulator
         self.round_storage = RoundStorage(self.claims, lambda: kind(layout.size), settings.durability, strategy.staleness)
-        self._credentials = guard
+        self._credentials = credentials
         self._instance_id = secrets.token_hex(8)
         self._server_links = ServerLinks(
-            guard,
-            heard=self._on_peer_message,
-            reached=self._on_peer_connected,
-            give=self._read_for_peer,
+            credentials,
+            on_message=self._on_peer_message,
+            on_connected=self._on_peer_connected,
+            read_chunk=self._read_for_peer,
             copy=self.round_storage.store_replica,
         )
-        self.model_cache = ModelCache(layout, values, strategy, evaluate, self._server_links)
-        self._replies = replies = StatusReplies(self)
-        self.update_handler = UpdateHandler(
-            self, replies, self._server_links, UpdateReplication(self._instance_id, self._server_links)
-        )
-        self.device_port = DevicePort(self, replies)
         self._scheduler_link = SchedulerLink(
-            settings.scheduler_address, guard, settings.patience_s, opened=self._register, heard=self._on_message, end=self.end
+            settings.scheduler_address,
+            credentials,
+            settings.patience_s,
+            on_open=self._register,
+            on_message=self._on_message,
+            end=self.end,
         )
-        self._is_registered = False  # over the present link: what was given up must be put away before anything is said
+        self.model_cache = ModelCache(layout, values, strategy, evaluate, self._server_links)
+        self._replies = StatusReplies(settings, self.position)
+        self._admissions = Admissions(self.position, self._scheduler_link.send)
+        self._secagg_endpoints = SecaggEndpoints(self._replies, self.position, self.notifier, self._scheduler_link.send)
+        self.update_handler = UpdateHandler(
+            settings,
+            layout,
+            strategy,
+            claims=self.claims,
+            round_storage=self.round_storage,
+            model_cache=self.model_cache,
+            server_links=self._server_links,
+            replication=UpdateReplication(self._instance_id, self._server_links),
+            replies=self._replies,
+            position=self.position,
+            on_counted=self._on_update_counted,
+            end=self.end,
+        )
+        self.device_port = DevicePort(
+            settings,
+            layout,
+            strategy,
+            claims=self.claims,
+            model_cache=self.model_cache,
+            admissions=self._admissions,
+            update_handler=self.update_handler,
+            secagg_endpoints=self._secagg_endpoints,
+            replies=self._replies,
+            position=self.position,
+            notifier=self.notifier,
+        )
+        self._is_registered = False  # over the present connection: discarded rounds are removed before a status is sent
         self._round_failures: dict[int, str] = {}  # by round: why this server cannot make its model
         self._status_sent_at = 0.0
         self._status_timer: asyncio.TimerHandle | None = None
-        self._devices_to_admit: list[str] = []
         self._background_tasks: dict[str, asyncio.Task[None]] = {}
         self._ended: asyncio.Future[int] | None = None
 
@@ -146,34 +145,39 @@ class FederatedServer:
             self.update_handler.close()
             self._server_links.close()
 
+    def position(self) -> Position:
+        """Return this server's position in the cluster."""
+        is_leased = time.monotonic() - self._scheduler_link.confirmed_alive_at < self._settings.lease_s
+        return Position(self._instructions, self._cluster_id, self._cluster_key, self.claims.is_member, is_leased)
+
     def end(self, code: int, reason: str) -> None:
         if self._ended is not None and not self._ended.done():
-            log.info("server %s ends: %s", self.node_id, reason)
+            log.info("server %s ends: %s", self._node_id, reason)
             self._ended.set_result(code)
 
     # -- the scheduler -----------------------------------------------------------------------------------------------
 
     def _register(self) -> None:
         self._is_registered = False
-        s = self.settings
-        folder = str(self.round_storage.path) if self.cluster_id else ""
-        round_number = self.instructions.round if self.instructions is not None else 0
+        settings = self._settings
+        log_directory = str(self.round_storage.path) if self._cluster_id else ""
+        round_number = self._instructions.round if self._instructions is not None else 0
         self._scheduler_link.send(
             RegisterServer(
-                self.node_id,
+                self._node_id,
                 self._instance_id,
-                s.host,
-                s.device_address,
-                s.peer_address,
-                log_directory=folder,
+                settings.host,
+                settings.device_address,
+                settings.peer_address,
+                log_directory=log_directory,
                 pid=os.getpid(),
-                cluster_id=self.cluster_id,
-                durability=s.durability,
-                preferred_number=s.preferred_index,
-                fl_name=s.fl_name,
-                plan=s.plan,
+                cluster_id=self._cluster_id,
+                durability=settings.durability,
+                preferred_number=settings.preferred_index,
+                fl_name=settings.fl_name,
+                plan=settings.plan,
                 round=round_number,
-                admitted_devices=tuple(self.admitted_devices)[:IDS_PER_MESSAGE_MAX],
+                admitted_devices=tuple(self._admissions.admitted)[:IDS_PER_MESSAGE_MAX],
             )
         )
 
@@ -182,9 +186,9 @@ class FederatedServer:
             if isinstance(message, ServerInstructions):
                 self._apply_instructions(message)
             elif isinstance(message, DevicesAdmitted):
-                self.device_port.on_devices_admitted(message)
+                self._admissions.on_reply(message)
             elif isinstance(message, SecaggReply):
-                self.device_port.secagg_endpoints.on_reply(message)
+                self._secagg_endpoints.on_reply(message)
             elif isinstance(message, ServerRegistered):
                 self._on_registered(message)
             elif isinstance(message, Refused):
@@ -196,69 +200,74 @@ class FederatedServer:
             self.end(error.exit_code, str(error))
 
     def _on_registered(self, message: ServerRegistered) -> None:
-        self.cluster_key = self.model_cache.cluster_key = message.key
-        if not self.cluster_id:
-            self.node_id, self.cluster_id = message.node_id, message.cluster_id
-            self.claims.node_id = message.node_id
-            s, path = self.settings, self.settings.state_root / message.cluster_id / f"server_{message.node_id}"
+        self._cluster_key, settings = message.key, self._settings
+        if not self._cluster_id:
+            self._node_id, self._cluster_id = message.node_id, message.cluster_id
+            self.claims.set_node_id(message.node_id)
+            path = settings.state_root / message.cluster_id / f"server_{message.node_id}"
             self.round_storage.open(path, message.discarded_through_round)
-            self.model_cache.open(path / "models", name=s.fl_name, keep=s.keep_models, sync=s.durability == "disk")
-            self._register()  # say again who we are, now with a folder
-            log.info("server %s of cluster %s, for devices at %s", self.node_id, self.cluster_id, self.settings.device_address)
+            is_synced = settings.durability == "disk"
+            self.model_cache.open(path / "models", name=settings.fl_name, keep=settings.keep_models, sync=is_synced)
+            self._register()  # again, now with a log directory
+            log.info("server %s of cluster %s, for devices at %s", self._node_id, self._cluster_id, settings.device_address)
             return
         self.round_storage.discard_until_round(message.discarded_through_round)
         self._is_registered = True
-        self.send_status()
+        self._send_status()
 
-    # -- orders ------------------------------------------------------------------------------------------------------
+    # -- instructions ------------------------------------------------------------------------------------------------
 
-    def _apply_instructions(self, orders: ServerInstructions) -> None:
+    def _apply_instructions(self, instructions: ServerInstructions) -> None:
         if self.round_storage.partial_aggregate is None:
             return
-        if orders.plan.secure != self.settings.plan.secure:
-            word = "needs" if orders.plan.secure else "does not have"
+        if instructions.plan.secure != self._settings.plan.secure:
+            word = "needs" if instructions.plan.secure else "does not have"
             self.end(ExitCode.REFUSED, f"the cluster {word} encrypt_type=PW_ENCRYPT: give this server the same")
             return
         was_member = self.claims.is_member
         if (
             "sum" in self._background_tasks
-            and self.instructions is not None
-            and _aggregation_inputs(orders) != _aggregation_inputs(self.instructions)
+            and self._instructions is not None
+            and _aggregation_inputs(instructions) != _aggregation_inputs(self._instructions)
         ):
             self._background_tasks["sum"].cancel()  # of parts that are not to be added any more
-        self.instructions = orders
-        self._server_links.set_members(self.node_id, orders.members)
-        if orders.round != self.round_storage.partial_aggregate.round:
-            self.round_storage.begin_round(orders.round)
-            self.admitted_devices.clear()
-        self.round_storage.adopt_logs(orders)
-        self.update_handler.apply_effects(self.claims.apply_instructions(orders, time.monotonic()))
+        self._instructions = instructions
+        self._server_links.set_members(self._node_id, instructions.members)
+        if instructions.round != self.round_storage.partial_aggregate.round:
+            self.round_storage.begin_round(instructions.round)
+            self._admissions.start_round()
+        self.round_storage.adopt_logs(instructions)
+        self.update_handler.apply_effects(self.claims.apply_instructions(instructions, time.monotonic()))
         if was_member and not self.claims.is_member:
-            self.round_storage.begin_round(orders.round)  # what it held has another keeper, or was given up
+            self.round_storage.begin_round(instructions.round)  # what it held has another keeper, or was given up
         self._seal_and_drain()
-        self._start_needed_tasks(orders)
-        self._notify_waiters()
-        self.send_status()
+        self._start_needed_tasks(instructions)
+        self.notifier.notify()
+        self._send_status()
 
     def _seal_and_drain(self) -> None:
-        if self.instructions is not None and self.round_storage.seal_and_drain(self.instructions):
-            self.send_status()
+        if self._instructions is not None and self.round_storage.seal_and_drain(self._instructions):
+            self._send_status()
 
-    def on_update_counted(self) -> None:
-        """An update was added: the scheduler is told soon, not for every one."""
+    def _on_update_counted(self) -> None:
+        """Send the status soon; several updates share one message."""
         self._seal_and_drain()
         if self._status_timer is None:
             wait = max(0.0, self._status_sent_at + STATUS_INTERVAL_S - time.monotonic())
-            self._status_timer = asyncio.get_running_loop().call_later(wait, self.send_status)
+            self._status_timer = asyncio.get_running_loop().call_later(wait, self._send_status)
 
-    def _start_needed_tasks(self, orders: ServerInstructions) -> None:
-        if orders.stage is RoundStage.SUMMING and orders.aggregator == self.node_id and self.model_cache.round < orders.round:
-            self._start_task("sum", self._make_model(orders))
-        wanted, mine = wanted_model(orders), (self.model_cache.round, self.model_cache.digest)
-        if wanted.digest and mine != (wanted.round, wanted.digest) and self.model_cache.round < orders.round:
-            self._start_task("fetch", self._fetch_model(orders))
-        elif self.model_cache.round >= orders.round - 1:
-            self.round_storage.remove_finished_logs(orders.round - 1)
+    def _start_needed_tasks(self, instructions: ServerInstructions) -> None:
+        if (
+            instructions.stage is RoundStage.SUMMING
+            and instructions.aggregator == self._node_id
+            and self.model_cache.round < instructions.round
+        ):
+            self._start_task("sum", self._make_model(instructions))
+        wanted, mine = wanted_model(instructions), (self.model_cache.round, self.model_cache.digest)
+        if wanted.digest and mine != (wanted.round, wanted.digest) and self.model_cache.round < instructions.round:
+            self._start_task("fetch", self._fetch_model(instructions))
+        elif self.model_cache.round >= instructions.round - 1:
+            self.round_storage.remove_finished_logs(instructions.round - 1)
 
     def _start_task(self, name: str, work: Any) -> None:
         if name in self._background_tasks:
@@ -280,28 +289,28 @@ class FederatedServer:
             log.error("%s", error)
             self.end(error.exit_code, str(error))
 
-    async def _make_model(self, orders: ServerInstructions) -> None:
+    async def _make_model(self, instructions: ServerInstructions) -> None:
         assert self.round_storage.partial_aggregate is not None
-        if orders.round in self._round_failures and not orders.is_abandoned:
+        if instructions.round in self._round_failures and not instructions.is_abandoned:
             return
         try:
             made = await self.model_cache.make_model(
-                self.node_id, orders, self.round_storage.partial_aggregate, self.round_storage.path
+                self._node_id, instructions, self.round_storage.partial_aggregate, self.round_storage.path, self._cluster_key
             )
         except aggregation.UnmaskingFailed as error:
-            self._round_failures, made = {orders.round: str(error)}, False
-            self.send_status()
+            self._round_failures, made = {instructions.round: str(error)}, False
+            self._send_status()
         if made:
-            self.send_status()
-            self._notify_waiters()
+            self._send_status()
+            self.notifier.notify()
 
-    async def _fetch_model(self, orders: ServerInstructions) -> None:
-        if await self.model_cache.fetch_model(self.node_id, orders, lambda: self.instructions):
-            self.round_storage.remove_finished_logs(orders.round - 1)
-            self._notify_waiters()
-            self.send_status()
+    async def _fetch_model(self, instructions: ServerInstructions) -> None:
+        if await self.model_cache.fetch_model(self._node_id, instructions, lambda: self._instructions):
+            self.round_storage.remove_finished_logs(instructions.round - 1)
+            self.notifier.notify()
+            self._send_status()
 
-    def send_status(self) -> None:
+    def _send_status(self) -> None:
         """Tell the scheduler how this server stands."""
         if self._status_timer is not None:
             self._status_timer.cancel()
@@ -323,40 +332,12 @@ class FederatedServer:
                 drained=self.round_storage.drained,
                 metrics=self.model_cache.metrics,
                 counted_devices=tuple(self.claims.held_updates.get(part.round, ()))
-                if self.settings.plan.secure and part.sealed
+                if self._settings.plan.secure and part.sealed
                 else (),
                 aggregation_error=self._round_failures.get(part.round, ""),
                 refusals_by_reason=dict(self._replies.refusal_counts),
             )
         )
-
-    def send_to_scheduler(self, message: Message) -> None:
-        """Lost while it is out of reach: whoever asks asks again."""
-        self._scheduler_link.send(message)
-
-    # -- devices -----------------------------------------------------------------------------------------------------
-
-    @property
-    def may_acknowledge(self) -> bool:
-        """Whether an update may be acknowledged: not when the scheduler may have given this server up."""
-        return time.monotonic() - self._scheduler_link.confirmed_alive_at < self.settings.lease_s
-
-    @property
-    def is_running(self) -> bool:
-        return self.instructions is not None and self.instructions.instance is InstanceState.RUNNING and self.claims.is_member
-
-    def request_admission(self, device: str) -> None:
-        """Ask the scheduler, together with whoever else asks in this turn."""
-        if not self._devices_to_admit:
-            asyncio.get_running_loop().call_soon(self._send_admission_requests)
-        self._devices_to_admit.append(device)
-
-    def _send_admission_requests(self) -> None:
-        joins, self._devices_to_admit = self._devices_to_admit, []
-        if self.instructions is None:
-            return
-        for start in range(0, len(joins), IDS_PER_MESSAGE_MAX):
-            self._scheduler_link.send(AdmitDevices(self.instructions.round, tuple(joins[start : start + IDS_PER_MESSAGE_MAX])))
 
     # -- servers -----------------------------------------------------------------------------------------------------
 
@@ -373,18 +354,8 @@ class FederatedServer:
 
     # -- time --------------------------------------------------------------------------------------------------------
 
-    def _notify_waiters(self) -> None:
-        self.changed_event.set()
-        self.changed_event = asyncio.Event()
-
-    async def wait_for_change(self, event: asyncio.Event, limit_s: float) -> None:
-        """Until something a device may wait for has happened, or so long."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                await event.wait()
-
     async def _tick(self) -> None:
-        beat_at, beat_s = 0.0, min(HEARTBEAT_INTERVAL_S, self.settings.lease_s / 4)
+        beat_at, beat_s = 0.0, min(HEARTBEAT_INTERVAL_S, self._settings.lease_s / 4)
         while True:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
@@ -392,13 +363,13 @@ class FederatedServer:
             for peer in self.claims.members if not self.claims.has_all_reports else ():
                 self.update_handler.apply_effects(self.claims.holdings_for(peer.node_id))
             self.update_handler.expire_pending(now)
-            if self.instructions is not None:
-                self._start_needed_tasks(self.instructions)
+            if self._instructions is not None:
+                self._start_needed_tasks(self._instructions)
             if self._scheduler_link.is_connected and now - beat_at >= beat_s:
                 beat_at = now
                 self._scheduler_link.send_heartbeat()
 
 
-def _aggregation_inputs(orders: ServerInstructions) -> tuple[int, object, bool]:
+def _aggregation_inputs(instructions: ServerInstructions) -> tuple[int, object, bool]:
     """What the server that adds the parts is to add."""
-    return orders.round, orders.expected_totals, orders.is_abandoned
+    return instructions.round, instructions.expected_totals, instructions.is_abandoned

@@ -40,22 +40,22 @@ class ServerLinks:
 
     def __init__(
         self,
-        guard: Credentials,
+        credentials: Credentials,
         *,
-        heard: Callable[[str, Message], None],
-        reached: Callable[[str], None],
-        give: Callable[[str, int], BytesLike | None],
+        on_message: Callable[[str, Message], None],
+        on_connected: Callable[[str], None],
+        read_chunk: Callable[[str, int], BytesLike | None],
         copy: Callable[[str, ReplicateUpdate], None],
     ) -> None:
-        self._credentials = guard
-        self._on_peer_message = heard
-        self._on_peer_connected = reached
-        self._read_for_peer = give
+        self._credentials = credentials
+        self._on_peer_message = on_message
+        self._on_peer_connected = on_connected
+        self._read_for_peer = read_chunk
         self._store_replica = copy
         self._node_id = ""
         self._members: dict[str, ServerInfo] = {}
         self._connections: dict[str, Connection] = {}  # called by us, greeted
-        self._inbound_node_ids: dict[int, str] = {}  # by the identity of a link: who called
+        self._inbound_node_ids: dict[int, str] = {}  # by the identity of a connection: the server that connected
         self._connect_tasks: dict[str, asyncio.Task[None]] = {}
         self._pending_chunks: dict[tuple[str, str, int, int], asyncio.Future[Chunk]] = {}
         self._pending_replications: dict[int, asyncio.Future[None]] = {}
@@ -64,7 +64,7 @@ class ServerLinks:
         self._serial = 0
         self._small_record_slots = asyncio.Semaphore(REPLICATIONS_IN_FLIGHT_MAX)
         self._large_record_lock = asyncio.Lock()
-        self._partial_records: dict[int, bytearray] = {}  # by the identity of a link: the record that is coming in pieces
+        self._partial_records: dict[int, bytearray] = {}  # by the identity of a connection: the record received so far
 
     async def open(self, sockets: list[socket.socket]) -> None:
         self._listener = Listener(
@@ -72,7 +72,7 @@ class ServerLinks:
             self._credentials.secret,
             self._credentials.server_context,
             decoder=_decoder,
-            on_open=lambda link: None,
+            on_open=lambda connection: None,
             on_message=self._on_inbound_message,
             on_close=self._on_inbound_closed,
         )
@@ -81,25 +81,25 @@ class ServerLinks:
     def close(self) -> None:
         for task in self._connect_tasks.values():
             task.cancel()
-        for link in list(self._connections.values()):
-            link.close()
+        for connection in list(self._connections.values()):
+            connection.close()
         if self._listener is not None:
             self._listener.close()
 
-    def set_members(self, me: str, members: tuple[ServerInfo, ...]) -> None:
+    def set_members(self, node_id: str, members: tuple[ServerInfo, ...]) -> None:
         """Whom to know from now on."""
-        self._node_id = me
+        self._node_id = node_id
         for peer in members:
             old = self._members.get(peer.node_id)
             if old is not None and old.peer_address != peer.peer_address and peer.node_id in self._connections:
                 self._connections.pop(peer.node_id).close("it has another address now")
-        self._members = {peer.node_id: peer for peer in members if peer.node_id != me}
+        self._members = {peer.node_id: peer for peer in members if peer.node_id != node_id}
 
     def send_to_server(self, node_id: str, message: Message) -> None:
         """Send to a member, calling it first where there is no link yet: then the message is lost, and said again."""
-        link = self._connections.get(node_id)
-        if link is not None:
-            link.send(message)
+        connection = self._connections.get(node_id)
+        if connection is not None:
+            connection.send(message)
         elif node_id in self._members and node_id not in self._connect_tasks:
             task = asyncio.get_running_loop().create_task(self._connect(node_id))
             self._connect_tasks[node_id] = task
@@ -124,28 +124,28 @@ class ServerLinks:
             if start >= piece.total:
                 return
 
-    async def copy(self, node_id: str, life: str, round_number: int, record: bytes) -> None:
+    async def copy(self, node_id: str, instance_id: str, round_number: int, record: bytes) -> None:
         """Have a member keep a record too. Raises `PeerError`."""
         if len(record) <= CHUNK_BYTES_MAX:
             async with self._small_record_slots:
-                return await self._replicate_chunk(node_id, life, round_number, record)
+                return await self._replicate_chunk(node_id, instance_id, round_number, record)
         async with self._large_record_lock:
             for start in range(0, len(record), CHUNK_BYTES_MAX):
                 piece = record[start : start + CHUNK_BYTES_MAX]
                 rest = len(record) - start - len(piece)
-                await self._replicate_chunk(node_id, life, round_number, piece, start, rest)
+                await self._replicate_chunk(node_id, instance_id, round_number, piece, start, rest)
         return None
 
     async def _replicate_chunk(
-        self, node_id: str, life: str, round_number: int, record: bytes, offset: int = 0, rest: int = 0
+        self, node_id: str, instance_id: str, round_number: int, record: bytes, offset: int = 0, rest: int = 0
     ) -> None:
         self._serial += 1
         serial = self._serial
         waiting: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pending_replications[serial] = waiting
         try:
-            link = await self._get_connection(node_id)
-            link.send(ReplicateUpdate(life, round_number, serial, record, offset, rest))
+            connection = await self._get_connection(node_id)
+            connection.send(ReplicateUpdate(instance_id, round_number, serial, record, offset, rest))
             async with asyncio.timeout(PEER_REPLY_TIMEOUT_S):
                 await waiting
         except TimeoutError:
@@ -159,8 +159,8 @@ class ServerLinks:
         try:
             if waiting is None:
                 waiting = self._pending_chunks[key] = asyncio.get_running_loop().create_future()
-                link = await self._get_connection(node_id)
-                link.send(FetchChunk(what, round_number, offset))
+                connection = await self._get_connection(node_id)
+                connection.send(FetchChunk(what, round_number, offset))
             async with asyncio.timeout(PEER_REPLY_TIMEOUT_S):
                 return await asyncio.shield(waiting)
         except TimeoutError:
@@ -185,13 +185,13 @@ class ServerLinks:
         host, port = address.split_host_port(self._members[node_id].peer_address)
         opened: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
 
-        def closed(link: Connection, reason: str) -> None:
+        def closed(connection: Connection, reason: str) -> None:
             if not opened.done():
                 opened.set_exception(PeerError(reason))
-            if link.peer_requires_no_secret and self._refusal_reasons.get(node_id) != reason:
+            if connection.peer_requires_no_secret and self._refusal_reasons.get(node_id) != reason:
                 self._refusal_reasons[node_id] = reason
                 log.warning("server %s is not used as a peer: %s", node_id, reason)
-            self._on_connection_lost(node_id, link, reason)
+            self._on_connection_lost(node_id, connection, reason)
 
         try:
             await connect(
@@ -202,19 +202,19 @@ class ServerLinks:
                 insist=self._credentials.secret_configured,
                 role="server",
                 decoder=_decoder,
-                on_open=lambda link: None if opened.done() else opened.set_result(link),
+                on_open=lambda connection: None if opened.done() else opened.set_result(connection),
                 on_message=lambda _, message: self._on_reply(node_id, message),
                 on_close=closed,
             )
-            link = await opened
+            connection = await opened
         except PeerError:
             return  # the tick calls again
-        link.send(PeerHello(self._node_id))
-        self._connections[node_id] = link
+        connection.send(PeerHello(self._node_id))
+        self._connections[node_id] = connection
         self._on_peer_connected(node_id)
 
-    def _on_connection_lost(self, node_id: str, link: Connection, reason: str) -> None:
-        if self._connections.get(node_id) is link:
+    def _on_connection_lost(self, node_id: str, connection: Connection, reason: str) -> None:
+        if self._connections.get(node_id) is connection:
             del self._connections[node_id]
         error = PeerError(f"server {node_id} went away ({reason})")
         for key, waiting in self._pending_chunks.items():
@@ -236,43 +236,43 @@ class ServerLinks:
             if copied is not None and not copied.done():
                 copied.set_result(None)
 
-    def _on_inbound_closed(self, link: Connection, reason: str) -> None:
-        self._inbound_node_ids.pop(id(link), None)
-        self._partial_records.pop(id(link), None)
+    def _on_inbound_closed(self, connection: Connection, reason: str) -> None:
+        self._inbound_node_ids.pop(id(connection), None)
+        self._partial_records.pop(id(connection), None)
 
-    def _on_replica_chunk(self, link: Connection, caller: str, message: ReplicateUpdate) -> None:
+    def _on_replica_chunk(self, connection: Connection, caller: str, message: ReplicateUpdate) -> None:
         """Keep a copy once it is whole."""
         if message.offset or message.remaining_bytes:
-            whole = self._partial_records.pop(id(link), bytearray()) if message.offset else bytearray()
+            whole = self._partial_records.pop(id(connection), bytearray()) if message.offset else bytearray()
             if len(whole) != message.offset:
                 raise PeerError(f"a copy's piece at {message.offset} came after {len(whole)} bytes")
             whole += message.record
             if message.remaining_bytes:
-                self._partial_records[id(link)] = whole
+                self._partial_records[id(connection)] = whole
                 return
             message = msgspec.structs.replace(message, record=bytes(whole))
         self._store_replica(caller, message)
 
-    def _on_inbound_message(self, link: Connection, message: Message) -> None:
+    def _on_inbound_message(self, connection: Connection, message: Message) -> None:
         if isinstance(message, PeerHello):
-            self._inbound_node_ids[id(link)] = message.node_id
+            self._inbound_node_ids[id(connection)] = message.node_id
             return
-        caller = self._inbound_node_ids.get(id(link))
+        caller = self._inbound_node_ids.get(id(connection))
         if caller is None:
-            link.close("it did not say who it is")
+            connection.close("it did not say who it is")
         elif isinstance(message, FetchChunk):
             whole = self._read_for_peer(message.resource, message.round)
             if whole is None:
-                link.send(Chunk(message.resource, message.round, message.offset, -1))
+                connection.send(Chunk(message.resource, message.round, message.offset, -1))
             else:
                 data = bytes(whole[message.offset : message.offset + CHUNK_BYTES_MAX])
-                link.send(Chunk(message.resource, message.round, message.offset, len(whole), data))
+                connection.send(Chunk(message.resource, message.round, message.offset, len(whole), data))
         elif isinstance(message, ReplicateUpdate):
             try:
-                self._on_replica_chunk(link, caller, message)
+                self._on_replica_chunk(connection, caller, message)
             except PeerError as error:
-                link.close(str(error))
+                connection.close(str(error))
             else:
-                link.send(UpdateReplicated(message.serial))
+                connection.send(UpdateReplicated(message.serial))
         else:
             self._on_peer_message(caller, message)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from typing import TYPE_CHECKING, Final
+from collections.abc import Callable
+from typing import Final
 
 import msgspec
 
 from covey.core.federated.messages import InstanceState
 from covey.federated.protocol import JSON, MSGPACK, Answer, Code, now_ms
 from covey.federated.server.http_server import DeviceRequest
-
-if TYPE_CHECKING:
-    from covey.federated.server.server import FederatedServer
+from covey.federated.server.position import Position, ServerSettings
 
 RETRY_MS: Final = 200
 NOT_A_MEMBER: Final = "this server is not part of the cluster: ask another"
@@ -23,8 +22,9 @@ REASON_MAX: Final = 500  # a reason may quote what a device sent
 class StatusReplies:
     """How one server answers without a model."""
 
-    def __init__(self, server: FederatedServer) -> None:
-        self._server = server
+    def __init__(self, settings: ServerSettings, position: Callable[[], Position]) -> None:
+        self._settings = settings
+        self._position = position
         self._random = random.Random()
         self.refusal_counts: Counter[str] = Counter()  # by the word for why
 
@@ -34,14 +34,16 @@ class StatusReplies:
         """An answer in the language of the request. What a program goes by is in its fields; the reason is for people."""
         if code is not Code.SUCCEED:
             self.refusal_counts[code.name.lower().replace("_", " ")] += 1
-        orders, now = self._server.instructions, now_ms()
+        position, now = self._position(), now_ms()
+        instructions = position.instructions
+        state = instructions.instance if instructions is not None else InstanceState.RUNNING
         answer = Answer(
             int(code),
             reason[:REASON_MAX],
             now,
-            iteration=self.current_iteration,
+            iteration=position.iteration,
             next_req_time=str(now + retry_ms) if retry_ms else "",
-            instance=str(orders.instance) if orders is not None and orders.instance is not InstanceState.RUNNING else "",
+            instance=str(state) if state is not InstanceState.RUNNING else "",
             elsewhere=elsewhere,
         )
         self.send_answer(request, answer)
@@ -53,15 +55,9 @@ class StatusReplies:
         else:
             request.reply([msgspec.json.encode(answer)], JSON)
 
-    @property
-    def current_iteration(self) -> int:
-        """The one that is under way."""
-        orders = self._server.instructions
-        return orders.round - orders.base if orders is not None else 0
-
     def refuse_if_invalid(self, request: DeviceRequest, timestamp: int, name: str, fl_id: str = "") -> bool:
         """Whether the device's clock, always checked, the job it means or its name was wrong, and it was told so."""
-        limit, ours = self._server.settings.replay_window_ms, self._server.settings.fl_name
+        limit, ours = self._settings.replay_window_ms, self._settings.fl_name
         apart = abs(now_ms() - timestamp)
         if apart > limit:
             reason = (
@@ -80,6 +76,6 @@ class StatusReplies:
 
     def choose_retry_ms(self) -> int:
         """Until a device should ask again: less than a window, and not the same for all."""
-        orders = self._server.instructions
-        window = orders.plan.update_window_s if orders is not None else 1.0
+        instructions = self._position().instructions
+        window = instructions.plan.update_window_s if instructions is not None else 1.0
         return int(1000 * min(window, 3.0) * (0.5 + self._random.random()))

@@ -160,7 +160,7 @@ class LogDirectory:
             if log.round < before:
                 log.path.unlink(missing_ok=True)
 
-    def adopt_logs_from(self, other: Path, life: str, oldest: int, newest: int) -> list[LogFile]:
+    def adopt_logs_from(self, other: Path, instance_id: str, oldest: int, newest: int) -> list[LogFile]:
         """Move another server's logs of some rounds in here. Raises `BlockingIOError` while that server lives."""
         theirs = LogDirectory(other)
         if not theirs.acquire():
@@ -169,13 +169,13 @@ class LogDirectory:
             taken = []
             for log in theirs.list_logs():
                 if oldest <= log.round <= newest:
-                    mine = self.path / f"updates-{log.round}-from-{log.instance_id or life}.log"
+                    mine = self.path / f"updates-{log.round}-from-{log.instance_id or instance_id}.log"
                     log.path.rename(mine)
-                    taken.append(LogFile(mine, log.round, log.instance_id or life))
-            marker = self.path / f"updates-{newest}-from-{life}.log"
+                    taken.append(LogFile(mine, log.round, log.instance_id or instance_id))
+            marker = self.path / f"updates-{newest}-from-{instance_id}.log"
             if not marker.exists():  # its log was empty: that too must be known to whoever reads this folder
                 marker.touch()
-                taken.append(LogFile(marker, newest, life))
+                taken.append(LogFile(marker, newest, instance_id))
             return taken
         finally:
             theirs.release()

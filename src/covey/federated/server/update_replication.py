@@ -25,9 +25,9 @@ RETRY_S = 0.1
 class UpdateReplication:
     """One server's."""
 
-    def __init__(self, life: str, peers: ServerLinks) -> None:
-        self._instance_id = life
-        self._server_links = peers
+    def __init__(self, instance_id: str, server_links: ServerLinks) -> None:
+        self._instance_id = instance_id
+        self._server_links = server_links
         self._sync_task: asyncio.Task[None] | None = None
         self._replication_lock = asyncio.Lock()
         self._replicated_to = (-1, "", 0)  # the round, who has copies of all we hold of it, and how many logs we took over
@@ -85,9 +85,9 @@ class ReplicaLogs:
             )
         log.write([message.record])
 
-    def close_log(self, life: str) -> None:
+    def close_log(self, instance_id: str) -> None:
         """These copies are ours now, or of no use."""
-        if (log := self._logs.pop(life, None)) is not None:
+        if (log := self._logs.pop(instance_id, None)) is not None:
             log.close()
 
 
@@ -106,8 +106,8 @@ def _open_replica_log(path: Path, round_number: int) -> UpdateLog:
     return UpdateLog(path, round_number, checksum=False)
 
 
-def replica_directory(folder: LogDirectory, life: str) -> Path:
-    return folder.path / f"copies_{life}"
+def replica_directory(folder: LogDirectory, instance_id: str) -> Path:
+    return folder.path / f"copies_{instance_id}"
 
 
 def _pack_record(update: Update, values: Floats) -> bytes:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, ParamSpec
 
 import msgspec
 
+from covey.core.addresses import is_loopback
 from covey.errors import CoveyError, UsageError
 from covey.log import configure_logging, log
 from covey.settings import HOST, NODES_MAX, LoadedSettings, Settings, load_settings, printable
@@ -107,7 +108,7 @@ def find_manager_address(settings: Settings, environ: Mapping[str, str], endpoin
     if settings.sched_host and settings.sched_port:
         (host, port), *others = address.split_list(settings.sched_host, settings.sched_port)
         return ManagerAddress(host, port, SCHED_HOST_VARIABLE, tuple(others))
-    if endpoint and not address.is_loopback(endpoint):
+    if endpoint and not is_loopback(endpoint):
         return ManagerAddress(endpoint, settings.taskd_port, "--rdzv-endpoint")
     for variable in MANAGER_HOST_VARIABLES:
         if value := environ.get(variable):

@@ -14,7 +14,7 @@ import msgspec
 
 from covey.core.cluster.view import ClusterView
 from covey.core.messages import ViewReply, ViewRequest
-from covey.core.taskd_variables import DEFAULT_MAX_RESTARTS
+from covey.core.restart_limits import TASKD_MAX_RESTARTS
 from covey.core.types import Phase, Role
 from covey.errors import CoveyError, ExitCode, PeerError, UsageError
 from covey.integrations.taskd.config import (
@@ -34,8 +34,8 @@ from covey.log import configure_logging, log
 from covey.runtime import credentials
 from covey.runtime.listeners import ListeningSockets, bind_scheduler_ports
 from covey.runtime.node_runtime import SchedulerAddress
+from covey.runtime.process_variables import SchedulerHandoff
 from covey.scheduler.main import run_scheduler
-from covey.scheduler.service import SchedulerHandoff
 from covey.settings import NODES_MAX, GivenValue, LoadedSettings, Settings, load_settings
 from covey.storage import cluster_registry
 from covey.storage.journal import has_resumable_journal
@@ -127,7 +127,7 @@ def _run_scheduler(wanted: LoadedSettings, where: ManagerAddress, sockets: Liste
     kept = SchedulerHandoff(
         socket_fds=([], []),
         journal_folder=str(journal_folder(settings, os.environ)),
-        max_restarts=DEFAULT_MAX_RESTARTS,
+        max_restarts=TASKD_MAX_RESTARTS,
         agents_return=wanted.settings.recovery,
     )
     code = run_scheduler(LoadedSettings(settings, wanted.origins), sockets=sockets, kept=kept)

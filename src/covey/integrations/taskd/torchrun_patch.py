@@ -21,14 +21,15 @@ from typing import Any, Final, NoReturn
 
 import msgspec
 
-from covey.core.taskd_variables import DEFAULT_MAX_RESTARTS, JOB_VARIABLE
+from covey.core.restart_limits import TASKD_MAX_RESTARTS
+from covey.core.taskd_variables import JOB_VARIABLE
 from covey.errors import CoveyError
 from covey.integrations.taskd.agent_api import set_join_variables
 from covey.integrations.taskd.config import ensure_logging, find_manager_address, journal_folder, log_folder
 from covey.log import log
+from covey.runtime.process_variables import INCARNATION_VARIABLE
 from covey.settings import load_settings
 from covey.transport import address
-from covey.worker.membership_thread import INCARNATION_VARIABLE
 
 LAUNCHERS: Final = ("torchrun", "run.py", "launch.py")
 LOCAL_RANK_MACRO: Final = "${local_rank}"  # torch's macro in the arguments of a command
@@ -66,7 +67,7 @@ def _patch_launch_agent() -> None:
             words = covey_run_arguments(config, entrypoint, args, os.environ)
         except UnsupportedByCovey as error:
             log.warning("torchrun keeps its workers and restarts all when one dies: %s", error)
-            config.max_restarts = config.max_restarts or DEFAULT_MAX_RESTARTS
+            config.max_restarts = config.max_restarts or TASKD_MAX_RESTARTS
             return theirs(config, entrypoint, args, **options)
         except CoveyError as error:
             log.error("%s", error)
@@ -104,7 +105,7 @@ def covey_run_arguments(config: Any, entrypoint: Any, args: list[Any], environ: 
     words += ["--or-join", journal_folder(settings, environ)]
     if config.rdzv_backend == "static" and config.max_nodes > 1:
         words += ["--node-rank", config.rdzv_configs.get("rank", -1)]
-    words += ["--max-restarts", config.max_restarts or DEFAULT_MAX_RESTARTS, "--role", config.role, "--no-live"]
+    words += ["--max-restarts", config.max_restarts or TASKD_MAX_RESTARTS, "--role", config.role, "--no-live"]
     if config.shutdown_timeout is not None:
         words += ["--grace", config.shutdown_timeout]
     if config.numa_options:

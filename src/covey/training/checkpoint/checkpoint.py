@@ -54,7 +54,11 @@ class Checkpoint:
             raise UsageError(f"Checkpoint(prefix={prefix!r}) is not possible: it begins file names; use letters, digits, _ . -")
         self.folder = Path(folder)
         self.every, self.keep, self.prefix = every, keep, prefix
-        self.before_commit: Callable[[], None] = lambda: None  # called before a checkpoint appears; returns if it still may
+        self.before_commit: Callable[[], None] = lambda: None
+
+    def set_before_commit(self, wait: Callable[[], None]) -> None:
+        """Call this before a checkpoint is renamed into place. It returns if the checkpoint may still be written."""
+        self.before_commit = wait
 
     def due(self, step: int) -> bool:
         """Whether a checkpoint is to be written after `step` committed steps."""

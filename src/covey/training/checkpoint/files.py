@@ -9,7 +9,6 @@ be is not decided here but in `checkpoint`.
 from __future__ import annotations
 
 import base64
-import contextlib
 import hashlib
 import json
 import logging
@@ -21,6 +20,7 @@ from typing import Any, Final
 
 import msgspec
 
+from covey.atomic_file import make_durable_directory, sync_directory, write_synced
 from covey.errors import UsageError
 from covey.training.state import pytree
 from covey.version import VERSION
@@ -57,10 +57,10 @@ def write_temporary_files(folder: Path, state: Any, *, prefix: str, step: int, w
     """Both files, durable, in a folder of their own, for `commit_files`."""
     frame, tensors = pytree.pack(state)
     names, frozen = _to_json_skeleton(frame, len(tensors))
-    _make_durable_directory(folder)
+    make_durable_directory(folder)
     size, sha256 = _write_tensors(folder / "tensors", dict(zip(names, tensors.values(), strict=True)))
     manifest = Manifest(FORMAT_VERSION, prefix, step, world, generation, VERSION, size, sha256, names, frozen)
-    _write_synced(folder / "manifest", _encode_manifest(manifest))
+    write_synced(folder / "manifest", _encode_manifest(manifest))
 
 
 def read_state(manifest: Manifest, path: Path) -> Any:
@@ -202,32 +202,8 @@ def commit_files(aside: Path, target: Path) -> Path:
     manifest.unlink(missing_ok=True)
     (aside / "tensors").rename(tensors)
     (aside / "manifest").rename(manifest)
-    _sync_directory(target.parent)
+    sync_directory(target.parent)
     return manifest
-
-
-def _make_durable_directory(folder: Path) -> None:
-    """A folder, and those above it, that will still be there after a power cut."""
-    if not folder.parent.is_dir():
-        _make_durable_directory(folder.parent)
-    with contextlib.suppress(FileExistsError):  # another rank was faster
-        folder.mkdir()
-    _sync_directory(folder.parent)
-
-
-def _write_synced(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync_directory(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def list_steps(folder: Path, prefix: str, ending: str = ".json") -> list[int]:

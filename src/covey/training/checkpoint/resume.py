@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from covey.errors import UsageError
 from covey.training.checkpoint.checkpoint import Checkpoint
 from covey.training.collectives.communicator import Communicator
-from covey.training.collectives.gloo_group import torch_module
+from covey.training.lazy_torch import torch_module
 from covey.training.state.pytree import from_byte_tensor, to_byte_tensor
 from covey.training.state.training_state import OPTIMIZER
 
@@ -60,9 +60,9 @@ def _agree_on_newest(group: Communicator, step: int, state: Any) -> tuple[int, A
     best = max(everyone)
     if best[0] < 0 or all(found == best for found in everyone):
         return step, state
-    giver = everyone.index(best)
+    donor = everyone.index(best)
     given = _broadcast_value(
-        group, giver, state | {OPTIMIZER: _without_slots(state[OPTIMIZER])} if group.rank == giver else None
+        group, donor, state | {OPTIMIZER: _without_slots(state[OPTIMIZER])} if group.rank == donor else None
     )
     return best[0], state if mine == best else given
 
@@ -90,20 +90,20 @@ def _add_missing_slots(
     torch = torch_module()
     missing = torch.zeros(sharded.slot_count, dtype=torch.uint8)
     missing[sorted(lacking)] = 1
-    asked = set(group.all_reduce(missing, "max").nonzero().flatten().tolist())
-    if not asked:
+    requested = set(group.all_reduce(missing, "max").nonzero().flatten().tolist())
+    if not requested:
         return True
     here: dict[str, Any] = {"state": {}, "ahead": {}}
-    _add_slots_from_copies(here, copies, asked)
+    _add_slots_from_copies(here, copies, requested)
     has = torch.zeros(sharded.slot_count, dtype=torch.uint8)
     has[sorted(here["state"])] = 1
-    holders = torch.stack(group.all_gather(has))[:, sorted(asked)]
+    holders = torch.stack(group.all_gather(has))[:, sorted(requested)]
     if not holders.any(0).all():
         return False
-    givers = dict(zip(sorted(asked), holders.to(torch.uint8).argmax(0).tolist(), strict=True))
-    for giver in sorted(set(givers.values())):
-        theirs = {number for number, rank in givers.items() if rank == giver}
-        given = _broadcast_value(group, giver, {key: {n: v for n, v in here[key].items() if n in theirs} for key in here})
+    donors = dict(zip(sorted(requested), holders.to(torch.uint8).argmax(0).tolist(), strict=True))
+    for donor in sorted(set(donors.values())):
+        theirs = {number for number, rank in donors.items() if rank == donor}
+        given = _broadcast_value(group, donor, {key: {n: v for n, v in here[key].items() if n in theirs} for key in here})
         _add_slots(optimizer, given, lacking)
     return True
 
@@ -127,12 +127,12 @@ def _add_slots(into: Any, slots: Any, wanted: set[int]) -> None:
         into[key].update({number: value for number, value in slots[key].items() if number in wanted})
 
 
-def _broadcast_value(group: Communicator, giver: int, value: Any) -> Any:
+def _broadcast_value(group: Communicator, donor: int, value: Any) -> Any:
     """A value of one rank, for all."""
     torch = torch_module()
-    flat = to_byte_tensor(value) if group.rank == giver else torch.empty(0, dtype=torch.uint8)
+    flat = to_byte_tensor(value) if group.rank == donor else torch.empty(0, dtype=torch.uint8)
     size = group.all_reduce(torch.tensor(flat.numel()), "max")
-    if group.rank != giver:
+    if group.rank != donor:
         flat = torch.empty(int(size), dtype=torch.uint8)
-    group.broadcast(flat, giver)
-    return value if group.rank == giver else from_byte_tensor(flat)
+    group.broadcast(flat, donor)
+    return value if group.rank == donor else from_byte_tensor(flat)

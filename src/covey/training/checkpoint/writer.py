@@ -21,8 +21,8 @@ log = logging.getLogger("covey")
 class CheckpointWriter:
     """One rank's checkpoints. `write` makes one of the state as it is, and raises `StoreError`."""
 
-    def __init__(self, checkpoint: Checkpoint, write: Callable[[Checkpoint], None], meeting: WorkerContext | None) -> None:
-        self._checkpoint, self._write, self._context = checkpoint, write, meeting
+    def __init__(self, checkpoint: Checkpoint, write: Callable[[Checkpoint], None], context: WorkerContext | None) -> None:
+        self._checkpoint, self._write, self._context = checkpoint, write, context
         self._last_written_step: int | None = None  # of those this process has written
         self._failed_step: int | None = None  # the newest that was due and could not be written
 

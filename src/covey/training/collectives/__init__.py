@@ -3,6 +3,7 @@
 `numbered`       numbers each collective, waits in it while the cluster heals, repeats it in the next generation
 `operations`     all_reduce, broadcast, all_gather, mean
 `communicator`   what a script calls; in a world of one without a network
-`gloo_group`     the gloo process group of one generation
+`group`          interface of a transport: the group of one generation
+`gloo_group`     the gloo transport
 `result_cache`   results that other ranks may need after a failure
 """

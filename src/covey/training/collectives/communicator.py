@@ -5,27 +5,37 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from covey.core.parameter_server.settings import ServingSettings
 from covey.errors import UsageError
-from covey.training.collectives.gloo_group import torch_module
+from covey.training.collectives.gloo_group import GlooTransport
+from covey.training.collectives.group import Transport
 from covey.training.collectives.numbered import NumberedCollectives
 from covey.training.collectives.operations import AllGather, AllReduce, Broadcast, Mean, Reduction
+from covey.training.lazy_torch import torch_module
 from covey.training.worker_context import RankInfo, WorkerContext
 
 if TYPE_CHECKING:
     from covey.parameter_server.client import ParameterClient  # it imports numpy, which a program may do without
 
+DEFAULT_TRANSPORT: Final = GlooTransport()
 Array = TypeVar("Array")  # a torch tensor or a numpy array
 
 
 class Communicator:
     """Collectives on torch tensors and numpy arrays."""
 
-    def __init__(self, meeting: WorkerContext | None) -> None:
-        self.worker_context = meeting
-        self.serving_settings: ServingSettings | None = None  # how parameters are served, if they are
+    def __init__(
+        self,
+        context: WorkerContext | None,
+        serving_settings: ServingSettings | None = None,
+        transport: Transport = DEFAULT_TRANSPORT,
+    ) -> None:
+        """`serving_settings`: how parameters are served; None if there are no parameter servers."""
+        self.worker_context = context
+        self.serving_settings = serving_settings
+        self._transport = transport
         self._collectives: NumberedCollectives | None = None
         self._client: ParameterClient | None = None
 
@@ -50,7 +60,7 @@ class Communicator:
     def collectives(self) -> NumberedCollectives | None:
         """None in a world of one that stays so."""
         if self._collectives is None and self.worker_context is not None and (self.world > 1 or self.worker_context.may_grow):
-            self._collectives = NumberedCollectives(self.worker_context)
+            self._collectives = NumberedCollectives(self.worker_context, self._transport)
         return self._collectives
 
     @property
@@ -62,13 +72,13 @@ class Communicator:
             from covey.parameter_server.client import ParameterClient
             from covey.parameter_server.discovery import find_server
 
-            meeting = self.worker_context
+            context = self.worker_context
             self._client = ParameterClient(
                 self.serving_settings,
-                meeting.assignment.rank,
-                lambda: meeting.assignment.generation,
-                functools.partial(find_server, meeting),
-                lambda: meeting.assignment.sharding,
+                context.assignment.rank,
+                lambda: context.assignment.generation,
+                functools.partial(find_server, context),
+                lambda: context.assignment.sharding,
             )
         return self._client
 

@@ -1,8 +1,8 @@
-"""One generation's gloo group, and how it is left behind.
+"""The gloo transport (`Group` on torch's ProcessGroupGloo).
 
-A blocked gloo call cannot be aborted, so nobody blocks in one: collectives are issued asynchronously and their completion is
-news in a queue, where a new generation is news too. A group whose generation is over is abandoned: its connected sockets are
-shut, which makes its pending works fail within milliseconds, and everything they use is kept alive until they have.
+A blocked gloo call cannot be aborted, so no thread blocks in one: operations are issued asynchronously, and a callback puts
+`WorkDone` into the inbox. `abort` shuts down the group's connected sockets, which makes its pending works fail within
+milliseconds; the group references their buffers until they have failed.
 """
 
 from __future__ import annotations
@@ -16,89 +16,65 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from covey.errors import CoveyError, UsageError
-from covey.training.worker_context import WorkerContext
+from covey.errors import CoveyError
+from covey.training.collectives.group import GroupBuilt, ReduceOp, Work, WorkDone
+from covey.training.lazy_torch import torch_module
+from covey.training.worker_context import RankInfo, WorkerContext
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # of a collective; long, because a slow step is not a fault
 
 
-@functools.cache
-def torch_module() -> Any:
-    """torch, imported when it is first needed."""
-    try:
-        import torch
-        import torch.distributed
-    except ImportError:
-        raise UsageError("collectives need torch: pip install 'covey[torch]'") from None
-    return torch
+class GlooTransport:
+    """Builds groups on gloo."""
 
-
-class GroupBuilt:
-    """News: the group of a generation is there, or could not be made."""
-
-    def __init__(self, generation: int, error: str = "") -> None:
-        self.generation = generation
-        self.error = error
-
-
-class WorkDone:
-    """News: a work has completed, with an error or without."""
-
-    def __init__(self, work: Any, error: str = "") -> None:
-        self.work = work
-        self.error = error
+    def build(self, context: WorkerContext, place: RankInfo) -> GlooGroup:
+        return GlooGroup(context, place)
 
 
 class GlooGroup:
-    """The group of one generation; it is built in a thread of its own, because building waits for every rank."""
+    """A gloo group. A thread of its own builds it, because building waits for every rank."""
 
-    def __init__(self, meeting: WorkerContext, generation: int) -> None:
-        self.generation = generation
+    def __init__(self, context: WorkerContext, place: RankInfo) -> None:
+        self.generation, self.rank, self.world = place.generation, place.rank, place.world
         self.is_ready = False
-        self.participation_proven = False  # whether a push of served parameters has shown that every rank takes part
-        self.rank, self.world = meeting.assignment.rank, meeting.assignment.world
-        self._context = meeting
+        self._context = context
         self._process_group: Any = None
-        self._pending_works: dict[int, tuple[Any, Any]] = {}  # works under way, with what they read and write
+        self._pending_works: dict[int, tuple[Work, Any]] = {}  # by id: the work and its buffers
         self._sockets: dict[str, int] = {}
-        threading.Thread(target=self._build, name=f"covey group {generation}", daemon=True).start()
+        threading.Thread(target=self._build, name=f"covey group {self.generation}", daemon=True).start()
 
-    def all_reduce(self, tensor: Any, operation: Any) -> Any:
-        """Issue a reduction; its completion is `WorkDone` in the inbox."""
+    def all_reduce(self, tensor: Any, op: ReduceOp) -> Work:
         options = torch_module().distributed.AllreduceOptions()
-        options.reduceOp = operation
+        options.reduceOp = _torch_reduce_op(op)
         return self._track_work(self._process_group.allreduce([tensor], options), tensor)
 
-    def all_gather(self, outputs: list[Any], tensor: Any) -> Any:
-        """Issue a gathering; its completion is `WorkDone` in the inbox."""
+    def all_gather(self, outputs: list[Any], tensor: Any) -> Work:
         return self._track_work(self._process_group.allgather([outputs], [tensor]), (outputs, tensor))
 
-    def broadcast(self, tensor: Any, root: int) -> Any:
-        """Issue a broadcast; its completion is `WorkDone` in the inbox."""
+    def broadcast(self, tensor: Any, root: int) -> Work:
         options = torch_module().distributed.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         return self._track_work(self._process_group.broadcast([tensor], options), tensor)
 
-    def abandon(self) -> None:
-        """Leave the group behind. Its works fail soon, and it is freed when the last one has."""
+    def abort(self) -> None:
         for name, descriptor in self._sockets.items():
             shut_down_socket(name, descriptor)
 
     @property
-    def is_idle(self) -> bool:
-        """Whether an abandoned group may be freed: by the main thread, since gloo's own cannot end themselves."""
+    def is_drained(self) -> bool:
+        """Whether no work is pending. The main thread frees the group, because gloo's threads cannot join themselves."""
         return not self._pending_works
 
     def close_in_child(self) -> None:
-        """In a forked child (a data loader's worker): the sockets are not its to keep open."""
+        """Close the sockets in a forked child (a data loader's worker)."""
         for name, descriptor in self._sockets.items():
             if list_sockets().get(name) == descriptor:
                 with contextlib.suppress(OSError):
                     os.close(descriptor)
 
-    def _track_work(self, work: Any, buffers: Any) -> Any:
+    def _track_work(self, work: Any, buffers: Any) -> Work:
         self._pending_works[id(work)] = (work, buffers)
-        inbox = self._context.inbox
+        pending, inbox = self._pending_works, self._context.inbox  # not `self`: gloo's thread must not free the group
 
         def done(future: Any) -> None:
             error = ""
@@ -106,7 +82,7 @@ class GlooGroup:
                 future.value()
             except RuntimeError as failure:
                 error = str(failure)
-            self._pending_works.pop(id(work), None)
+            pending.pop(id(work), None)
             inbox.put(WorkDone(work, error))
 
         work.get_future().add_done_callback(done)
@@ -115,7 +91,7 @@ class GlooGroup:
     def _build(self) -> None:
         try:
             before = list_sockets()
-            self._process_group = make_group(self._context, self.generation, self.rank, self.world)
+            self._process_group = _make_process_group(self._context, self.generation, self.rank, self.world)
             self._sockets = {name: fd for name, fd in list_sockets().items() if name not in before}
             self.is_ready = True
             self._context.inbox.put(GroupBuilt(self.generation))
@@ -123,38 +99,43 @@ class GlooGroup:
             self._context.inbox.put(GroupBuilt(self.generation, str(error)))
 
 
-def make_group(meeting: WorkerContext, generation: int, rank: int, world: int) -> Any:
-    """A gloo group whose device is bound to the node's address, never to what the host name means."""
+@functools.cache
+def _torch_reduce_op(op: ReduceOp) -> Any:
+    return getattr(torch_module().distributed.ReduceOp, op.name)
+
+
+def _make_process_group(context: WorkerContext, generation: int, rank: int, world: int) -> Any:
+    """Return a gloo group whose device is bound to the node's address, never to what the host name resolves to."""
     dist = torch_module().distributed
     options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=meeting.address, lazy_init=False)]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=context.address, lazy_init=False)]
     options._timeout = COLLECTIVE_TIMEOUT
-    return dist.ProcessGroupGloo(_make_rendezvous_store(meeting, generation), rank, world, options)
+    return dist.ProcessGroupGloo(_make_rendezvous_store(context, generation), rank, world, options)
 
 
-def _make_rendezvous_store(meeting: WorkerContext, generation: int) -> Any:
-    """torch's store interface over the cluster's board. Its waits end when the generation does."""
+def _make_rendezvous_store(context: WorkerContext, generation: int) -> Any:
+    """Return torch's store interface over the cluster's rendezvous store. Its waits end when the generation does."""
     dist = torch_module().distributed
 
     class RendezvousTorchStore(dist.Store):  # type: ignore[misc, name-defined]
         def set(self, key: str, value: bytes) -> None:
-            meeting.put_rendezvous(key, bytes(value), generation)
+            context.put_rendezvous(key, bytes(value), generation)
 
         def get(self, key: str) -> bytes:
-            return meeting.get_rendezvous(key, generation, COLLECTIVE_TIMEOUT.total_seconds())
+            return context.get_rendezvous(key, generation, COLLECTIVE_TIMEOUT.total_seconds())
 
         def wait(self, keys: list[str], timeout: timedelta = COLLECTIVE_TIMEOUT) -> None:
             for key in keys:
-                meeting.get_rendezvous(key, generation, timeout.total_seconds())
+                context.get_rendezvous(key, generation, timeout.total_seconds())
 
         def check(self, keys: list[str]) -> bool:
-            return all(meeting.has_rendezvous(key) for key in keys)
+            return all(context.has_rendezvous(key) for key in keys)
 
     return RendezvousTorchStore()
 
 
 def list_sockets() -> dict[str, int]:
-    """This process's sockets by kernel name. Descriptors are reused, kernel names are not."""
+    """Return this process's sockets by kernel name. Descriptors are reused, kernel names are not."""
     found: dict[str, int] = {}
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):

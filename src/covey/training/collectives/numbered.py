@@ -35,7 +35,7 @@ from covey.core.messages import (
     StateFetched,
 )
 from covey.errors import PeerError
-from covey.training.collectives.gloo_group import GlooGroup, GroupBuilt, WorkDone
+from covey.training.collectives.group import Group, GroupBuilt, Transport, Work, WorkDone
 from covey.training.collectives.result_cache import BEFORE_FIRST_STEP, ResultCache
 from covey.training.state import spare_sync
 from covey.training.state.spare_sync import FollowRequested, SpareSource
@@ -48,7 +48,7 @@ FIRST_GENERATION: Final = 1  # the generation of formation
 class Collective(Protocol):
     """One collective: it can be issued any number of times, on any generation's group, until it has a result."""
 
-    def issue(self, group: GlooGroup) -> list[Any]:
+    def issue(self, group: Group) -> list[Work]:
         """Start it on buffers of its own; returns the works to wait for."""
 
     def results(self) -> list[Any]:
@@ -56,17 +56,6 @@ class Collective(Protocol):
 
     def complete(self, results: list[Any]) -> None:
         """Give the results to the program."""
-
-
-class StateSource(Protocol):
-    """Who holds the state that a replacement must receive: the loop."""
-
-    @property
-    def is_consistent(self) -> bool: ...  # whether there is a state to give
-    @property
-    def is_result_invalid(self) -> bool: ...  # the parameters, being the last collective's result, were changed by the program
-    def donate(self) -> DonatedState: ...
-    def dump(self) -> tuple[int, str]: ...
 
 
 class ShardedState(Protocol):
@@ -84,31 +73,50 @@ class ShardedState(Protocol):
     def drop_unneeded_slots(self) -> None: ...  # everyone has what they need: let go of the rest
 
 
+class StateProvider(Protocol):
+    """The training state of the loop in this process, which a replacement receives or a survivor donates.
+
+    A provider has no state until the loop has started, resumed or taken over what `take_donation` returned. `has_state` is true
+    from then on; only then are the members below it used.
+    """
+
+    @property
+    def sharded_state(self) -> ShardedState | None: ...  # of the optimizer, if its state is sharded
+    @property
+    def spare_source(self) -> SpareSource | None: ...  # this rank's tensors, for spares that copy them
+    @property
+    def indexes_version(self) -> int: ...  # the newest `MemberIndexes` by which the data is shared; 0: none
+    def destination_tensors(self) -> Mapping[str, Any]: ...  # tensors that may receive a state directly
+    def finish_replay(self) -> None: ...  # called before each collective in which other ranks take part
+    @property
+    def has_state(self) -> bool: ...
+    @property
+    def is_consistent(self) -> bool: ...  # whether the state can be donated now
+    @property
+    def is_result_invalid(self) -> bool: ...  # the program changed the parameters, which are the last collective's result
+    def donate(self) -> DonatedState: ...
+    def dump(self) -> tuple[int, str]: ...  # the step, and the path or ""
+
+
 class NumberedCollectives:
     """All collectives of a process, in order. Used by one thread, the program's main one."""
 
-    def __init__(self, meeting: WorkerContext) -> None:
-        self.state_source: StateSource | None = None
-        self.received_state: DonatedState | None = None  # what this process received, being a replacement
-        self.receiver_tensors = NO_TENSORS  # what this process, having been a spare, has of a state already
-        self.spare_source: SpareSource | None = None  # this rank's tensors, for spares that follow
-        self.destination_tensors: Callable[[], Mapping[str, Any]] = dict  # tensors that may receive a state directly
-        self.before_live_collective: Callable[[], None] = lambda: None  # called before a collective that others take part in
-        self.sharded_state: ShardedState | None = None  # of the loop's optimizer, if its state is cut
-        self.fetched_slots: Any = None  # what this process, being a replacement, received of them
-        self.assignment: RankInfo = meeting.assignment  # of the agreed generation
+    def __init__(self, context: WorkerContext, transport: Transport) -> None:
+        place = context.assignment
+        self.assignment: RankInfo = place  # of the agreed generation
         self.member_indexes: MemberIndexes | None = None  # who is in the world, once it has changed
-        self.indexes_version = 0  # the newest seating by which the data is shared
-        self._context = meeting
-        self._gloo: GlooGroup | None = None
-        self._abandoned_groups: list[GlooGroup] = []  # until their works have ended
+        self._provider: StateProvider | None = None
+        self._donation: DonatedState | None = None  # received by a replacement, until the loop takes it
+        self._fetched_slots: Any = None  # of the optimizer: received by a replacement, until the loop takes them
+        self._receiver_tensors = NO_TENSORS  # the part of a state that this process copied as a spare
+        self._context, self._transport = context, transport
+        self._group: Group | None = None
+        self._aborted_groups: list[Group] = []  # kept until they are drained
         # Only the generation in which the cluster formed needs no agreement: in it nobody can have anything yet.
-        self._agreed_generation = (
-            FIRST_GENERATION if meeting.assignment.generation == FIRST_GENERATION and meeting.assignment.restarts == 0 else 0
-        )
-        self._needs_state = meeting.assignment.restarts > 0 or meeting.assignment.since_generation > FIRST_GENERATION
+        self._agreed_generation = FIRST_GENERATION if place.generation == FIRST_GENERATION and place.restarts == 0 else 0
+        self._needs_state = place.restarts > 0 or place.since_generation > FIRST_GENERATION
         self._step, self._count = BEFORE_FIRST_STEP, 0
-        self._result_cache = ResultCache(meeting.result_cache_max_bytes)
+        self._result_cache = ResultCache(context.result_cache_max_bytes)
         self._count_before_batch = 0  # how many of this step's came before its first batch
         self._has_partial_state = False  # a state arrived in part, over what this process had begun with
         self._results_to_replay: dict[CollectiveNumber, list[Any]] = {}
@@ -122,9 +130,9 @@ class NumberedCollectives:
     # -- for the program ---------------------------------------------------------------------------------------------
 
     @property
-    def needs_state(self) -> bool:
-        """Whether this process is a replacement that has not yet received what its predecessor knew."""
-        return self._needs_state
+    def has_loop(self) -> bool:
+        """Whether a loop is attached that has its training state."""
+        return self._loop_state is not None
 
     @property
     def count(self) -> int:
@@ -136,6 +144,25 @@ class NumberedCollectives:
         """The last one."""
         return self._result_cache.last_completed
 
+    def attach(self, provider: StateProvider, known: ReceiverTensors) -> None:
+        """Register the loop's state. In a replacement, receive one for it; `known` is what it copied of it as a spare."""
+        self._provider, self._receiver_tensors = provider, known
+        if self._needs_state:
+            self.run_heal_barrier()
+        elif self._donation is not None:
+            self._fetch_slots_late()
+        self._receiver_tensors = NO_TENSORS  # their memory belongs to the donation now, or to nothing
+
+    def take_donation(self) -> DonatedState | None:
+        """Return, once, the state that this process received as a replacement; None if it received none."""
+        donation, self._donation = self._donation, None
+        return donation
+
+    def take_fetched_slots(self) -> Any:
+        """Return, once, the optimizer's slots that this process received beside the donation."""
+        slots, self._fetched_slots = self._fetched_slots, None
+        return slots
+
     def skip_to(self, count: int) -> None:
         """A replacement that received state need not run what the others did to have it."""
         self._count = count
@@ -145,11 +172,12 @@ class NumberedCollectives:
         state afterwards: they are kept only until the first step. Those of one that is not `limited` are kept at any size."""
         number = CollectiveNumber(self._step, self._count)
         self._count += 1
-        self._context.waiting_in = number
+        self._context.set_waiting_in(number)
         since = time.monotonic()
         while True:
             if number not in self._results_to_replay:
-                self.before_live_collective()  # ahead of an agreement: what this rank gives in it must be what the others have
+                if self._provider is not None:
+                    self._provider.finish_replay()  # ahead of a heal barrier, in which this rank may donate its state
                 if self._agreed_generation != self._context.assignment.generation:
                     self.run_heal_barrier()
             if number in self._results_to_replay:
@@ -158,30 +186,26 @@ class NumberedCollectives:
             group = self._wait_for_group()
             if group is not None and self._wait_for_works(operation.issue(group)):
                 results = operation.results()
-                if self.sharded_state is not None and self._dropped_slots_generation != self._agreed_generation:
-                    self._dropped_slots_generation = (
-                        self._agreed_generation
-                    )  # everyone takes part again, so everyone has collected
-                    self.sharded_state.drop_unneeded_slots()
+                self._drop_unneeded_slots()
                 break
         self.waited_s += time.monotonic() - since
-        self._context.waiting_in = None
+        self._context.set_waiting_in(None)
         operation.complete(results)
         self._result_cache.add(number, results, passing=passing, limited=limited)
         if self._resumed_generation != self._agreed_generation:
             self._resumed_generation = self._agreed_generation
             self._context.send_to_scheduler(RankResumed(self._agreed_generation, number.step))
-        if self.spare_source is not None and self._published_generation != self._agreed_generation:
+        if self._spare_source is not None and self._published_generation != self._agreed_generation:
             self._publish_spare_source()
 
-    def issue_ahead(self, issue: Callable[[GlooGroup], None]) -> None:
+    def issue_ahead(self, issue: Callable[[Group], None]) -> None:
         """Issue a part of the next collective ahead of its `run`, if nothing speaks against it."""
         fresh = (
             self._agreed_generation == self._context.assignment.generation
             and CollectiveNumber(self._step, self._count) not in self._results_to_replay
         )
-        if fresh and self._gloo is not None and self._gloo.is_ready:
-            issue(self._gloo)
+        if fresh and self._group is not None and self._group.is_ready:
+            issue(self._group)
 
     def abort_generation(self, reason: str) -> None:
         """What was issued ahead will not be completed here: the others must leave this generation's group too."""
@@ -207,7 +231,7 @@ class NumberedCollectives:
     def rewind(self) -> None:
         """This step is repeated here, and here alone: what it has agreed on already is handed out once more."""
         self._count = self._count_before_batch
-        self._context.waiting_in = None
+        self._context.set_waiting_in(None)
         self._results_to_replay |= self._result_cache.results_of_step(self._step, self._count_before_batch)
 
     def run_heal_barrier(self) -> None:
@@ -215,17 +239,16 @@ class NumberedCollectives:
         while True:
             place = self._context.assignment
             generation = place.generation
-            self._abandon_older_group(generation)
-            if self._gloo is None:
-                self._gloo = GlooGroup(self._context, generation)  # it meets while reports, plan and state travel
+            self._abort_older_group(generation)
+            self._ensure_group(place)  # it is built while reports, plan and state are sent
             plan = self._report_safe_point(generation)
             if plan is not None and self._execute_plan(plan):
                 self._agreed_generation, self._needs_state, self.assignment = generation, False, place
                 return
 
-    def fetch_slots(self) -> None:
-        """A replacement that received state before its optimizer was made: the slots it needs. If a holder is gone, it begins
-        again, as one that has received nothing."""
+    def _fetch_slots_late(self) -> None:
+        """Fetch the optimizer's slots of a replacement that received its state before the loop was made. If a holder is gone,
+        start over, as a replacement that has received nothing."""
         try:
             self._fetch_slots()
         except PeerError as error:
@@ -238,7 +261,7 @@ class NumberedCollectives:
         """The program is at its end: stay, as one who can give, until every rank is."""
         while True:
             generation = self._context.assignment.generation
-            self._abandon_older_group(generation)
+            self._abort_older_group(generation)
             plan = self._report_safe_point(generation, finished=True)
             if plan is not None and plan.done:
                 return
@@ -247,75 +270,102 @@ class NumberedCollectives:
                 if plan is not None and plan.done:
                     return
 
+    # -- the loop's state --------------------------------------------------------------------------------------------
+
+    @property
+    def _loop_state(self) -> StateProvider | None:
+        """The loop, once it has a state to donate."""
+        return self._provider if self._provider is not None and self._provider.has_state else None
+
+    @property
+    def _sharded_state(self) -> ShardedState | None:
+        return self._provider.sharded_state if self._provider is not None else None
+
+    @property
+    def _spare_source(self) -> SpareSource | None:
+        return self._provider.spare_source if self._provider is not None else None
+
+    def _destination_tensors(self) -> Mapping[str, Any]:
+        return self._provider.destination_tensors() if self._provider is not None else {}
+
     # -- waiting -----------------------------------------------------------------------------------------------------
 
     def _next_notification(self) -> Any:
-        """The next piece of news. Wishes to have what this rank holds are granted on the way: this is a safe point."""
+        """Return the next notification. Dumps and copies for spares are served on the way: this is a safe point."""
         while True:
-            news = self._context.inbox.get()
-            if self.spare_source is not None:
-                self.spare_source.offer_if_wanted(self._step)
-            if isinstance(news, FollowRequested):
+            notification = self._context.inbox.get()
+            if (source := self._spare_source) is not None:
+                source.offer_if_wanted(self._step)
+            if isinstance(notification, FollowRequested):
                 continue
-            if not isinstance(news, DumpRequest):
-                return news
-            step, path = self.state_source.dump() if self.state_source is not None else (-1, "")
+            if not isinstance(notification, DumpRequest):
+                return notification
+            step, path = self._loop_state.dump() if self._loop_state is not None else (-1, "")
             self._context.send_to_scheduler(DumpWritten(step, path))
 
-    def _wait_for_works(self, works: list[Any]) -> bool:
+    def _wait_for_works(self, works: list[Work]) -> bool:
         """True when all are done; False when the generation is over. A work that broke waits for the generation to end."""
         waiting = {id(work) for work in works}
         while waiting:
-            news = self._next_notification()
-            if isinstance(news, GenerationStarted) and news.generation > self._agreed_generation:
-                self._abandon_older_group(news.generation)
+            notification = self._next_notification()
+            if isinstance(notification, GenerationStarted) and notification.generation > self._agreed_generation:
+                self._abort_older_group(notification.generation)
                 return False
-            if isinstance(news, WorkDone) and id(news.work) in waiting:
-                if news.error:
-                    self._context.send_to_scheduler(CollectiveFailed(self._agreed_generation, news.error[:500]))
+            if isinstance(notification, WorkDone) and id(notification.work) in waiting:
+                if notification.error:
+                    self._context.send_to_scheduler(CollectiveFailed(self._agreed_generation, notification.error[:500]))
                 else:
-                    waiting.discard(id(news.work))
+                    waiting.discard(id(notification.work))
         return True
 
-    def _wait_for_group(self) -> GlooGroup | None:
+    def _wait_for_group(self) -> Group | None:
         """The group of the agreed generation once it is there; None when the generation is over first."""
-        if self._gloo is None:
-            self._gloo = GlooGroup(self._context, self._agreed_generation)
-        while not self._gloo.is_ready:
-            news = self._next_notification()
-            if isinstance(news, GenerationStarted) and news.generation > self._agreed_generation:
-                self._abandon_older_group(news.generation)
+        group = self._ensure_group(self.assignment)
+        while not group.is_ready:
+            notification = self._next_notification()
+            if isinstance(notification, GenerationStarted) and notification.generation > self._agreed_generation:
+                self._abort_older_group(notification.generation)
                 return None
-            if isinstance(news, GroupBuilt) and news.generation == self._agreed_generation and news.error:
-                self._context.send_to_scheduler(CollectiveFailed(self._agreed_generation, news.error[:500]))
-        return self._gloo
+            if (
+                isinstance(notification, GroupBuilt)
+                and notification.generation == self._agreed_generation
+                and notification.error
+            ):
+                self._context.send_to_scheduler(CollectiveFailed(self._agreed_generation, notification.error[:500]))
+        return group
 
-    def _abandon_older_group(self, generation: int) -> None:
-        if self._gloo is not None and self._gloo.generation < generation:
-            self._gloo.abandon()
-            self._abandoned_groups.append(self._gloo)
-            self._gloo = None
-        self._abandoned_groups = [group for group in self._abandoned_groups if not group.is_idle]
+    def _ensure_group(self, place: RankInfo) -> Group:
+        """Return the group, which is begun to be built for this place if there is none."""
+        if self._group is None:
+            self._group = self._transport.build(self._context, place)
+        return self._group
+
+    def _abort_older_group(self, generation: int) -> None:
+        if self._group is not None and self._group.generation < generation:
+            self._group.abort()
+            self._aborted_groups.append(self._group)
+            self._group = None
+        self._aborted_groups = [group for group in self._aborted_groups if not group.is_drained]
 
     # -- agreeing ----------------------------------------------------------------------------------------------------
 
     def _report_safe_point(self, generation: int, finished: bool = False) -> HealPlan | None:
         """Say where this rank stands and wait for the plan; None when the generation is over first."""
         server = self._ensure_transfer_server()
-        slots = self.sharded_state if self.state_source is not None else None
+        state = self._loop_state
+        slots = state.sharded_state if state is not None else None
         self._context.send_to_scheduler(
             SafePointReport(
                 generation=generation,
                 completed=self._result_cache.last_completed,
                 waiting_in=self._context.waiting_in,
                 needs_state=self._needs_state,
-                has_complete_state=self._result_cache.is_complete
-                and (self.state_source is None or self.state_source.is_consistent),
-                is_result_invalid=self.state_source is not None and self.state_source.is_result_invalid,
+                has_complete_state=self._result_cache.is_complete and (state is None or state.is_consistent),
+                is_result_invalid=state is not None and state.is_result_invalid,
                 slot_count=slots.slot_count if slots is not None else 0,
                 held_slots=slots.holds if slots is not None else b"",
                 finished=finished,
-                indexes_version=self.indexes_version,
+                indexes_version=self._provider.indexes_version if self._provider is not None else 0,
                 port=server.port,
                 token=server.token,
             )
@@ -324,15 +374,15 @@ class NumberedCollectives:
 
     def _wait_for_plan(self, generation: int) -> HealPlan | None:
         while True:
-            news = self._next_notification()
-            if isinstance(news, GenerationStarted) and news.generation > generation:
+            notification = self._next_notification()
+            if isinstance(notification, GenerationStarted) and notification.generation > generation:
                 return None
-            if isinstance(news, HealPlanReceived) and news.plan.generation == generation:
-                return news.plan
+            if isinstance(notification, HealPlanReceived) and notification.plan.generation == generation:
+                return notification.plan
 
     def _execute_plan(self, plan: HealPlan) -> bool:
-        """Fetch what the plan says this rank lacks. False if the giver is gone: its death begins a new generation, whose plan
-        names another giver."""
+        """Fetch what the plan says this rank lacks. Return False if the donor is gone: its death starts a new generation, whose
+        plan names another donor."""
         self.member_indexes, self._slot_holders = plan.member_indexes or self.member_indexes, plan.slot_holders
         if plan.donor is None and not plan.slot_holders:
             if self._has_partial_state:
@@ -347,37 +397,40 @@ class NumberedCollectives:
             return False
         return True
 
-    def _fetch_missing(self, giver: Donor | None, generation: int) -> None:
-        """All that this rank lacks. Raises `PeerError` when whoever gives is gone: tensors at home may then be half written."""
-        if giver is None:
+    def _fetch_missing(self, donor: Donor | None, generation: int) -> None:
+        """Fetch what this rank lacks. Raise `PeerError` if a donor is gone: destination tensors may then be half written."""
+        if donor is None:
             return self._fetch_slots()
-        kind, homes = ("state", self.destination_tensors()) if self._needs_state else ("results", {})
-        known, self.receiver_tensors = (
-            self.receiver_tensors,
-            ReceiverTensors(self.receiver_tensors.tensors),
-        )  # what is written over is right no more
-        received = fetch_from_donor(giver, kind, homes, known=known)
+        kind, destinations = ("state", self._destination_tensors()) if self._needs_state else ("results", {})
+        known = self._receiver_tensors
+        self._receiver_tensors = ReceiverTensors(known.tensors)  # no digest holds for memory that is being overwritten
+        received = fetch_from_donor(donor, kind, destinations, known=known)
         self._fetch_slots()
         self._has_partial_state = False
         self._context.send_to_scheduler(StateFetched(generation))
         self._results_to_replay = received.results
         if self._needs_state:
-            self.received_state = received
-            if (
-                received.last_collective is not None
-            ):  # ahead from now on: this rank may be the only one left who can give the last result
+            self._donation = received
+            if received.last_collective is not None:  # this rank may soon be the only one that has the last result
                 self._result_cache.replace_with_received(received.last_collective, received.results)
         return None
 
     def _fetch_slots(self) -> None:
-        """The slots this rank needs in its place, which may be another than it was."""
-        if self.sharded_state is not None and self._slot_holders:
+        """Fetch the optimizer's slots that this process lacks for its rank and world, which may have changed."""
+        sharded = self._sharded_state
+        if sharded is not None and self._slot_holders:
             place = self._context.assignment
-            collected = self.sharded_state.fetch_missing_slots(self._slot_holders, place.rank, place.world)
-            if self.state_source is not None:
-                self.sharded_state.move_to_rank(place.rank, place.world, collected)
+            slots = sharded.fetch_missing_slots(self._slot_holders, place.rank, place.world)
+            if self._loop_state is not None:
+                sharded.move_to_rank(place.rank, place.world, slots)
             else:
-                self.fetched_slots = collected
+                self._fetched_slots = slots
+
+    def _drop_unneeded_slots(self) -> None:
+        """Drop, once in each generation, the slots that only other ranks needed: all take part, so all have fetched theirs."""
+        if self._dropped_slots_generation != self._agreed_generation and (sharded := self._sharded_state) is not None:
+            self._dropped_slots_generation = self._agreed_generation
+            sharded.drop_unneeded_slots()
 
     def _wait_for_new_generation(self, generation: int) -> None:
         while self._context.assignment.generation == generation:
@@ -387,26 +440,26 @@ class NumberedCollectives:
 
     def _ensure_transfer_server(self) -> TransferServer:
         if self._transfer_server is None:
-            give = {
+            handlers = {
                 "state": self._donate_state,
                 "results": self._donate_results,
                 "slots": self._donate_slots,
                 "follow": self._donate_to_spare,
             }
-            self._transfer_server = TransferServer(self._context.address, **give)
+            self._transfer_server = TransferServer(self._context.address, **handlers)
         return self._transfer_server
 
     def _publish_spare_source(self) -> None:
         self._published_generation = self._agreed_generation
         if self.assignment.rank == 0:
             server = self._ensure_transfer_server()
-            giver = Donor(0, self._context.address, server.port, server.token)
+            donor = Donor(0, self._context.address, server.port, server.token)
             with contextlib.suppress(PeerError):  # this generation is over: the next one is told
-                self._context.put_rendezvous(spare_sync.FOLLOW_KEY, msgspec.msgpack.encode(giver), self._agreed_generation)
+                self._context.put_rendezvous(spare_sync.FOLLOW_KEY, msgspec.msgpack.encode(donor), self._agreed_generation)
 
     def _donate_state(self, _wanted: bytes) -> DonatedState:
         """Called by the server's thread while this rank is at a safe point."""
-        state = self.state_source.donate() if self.state_source is not None else DonatedState()
+        state = self._loop_state.donate() if self._loop_state is not None else DonatedState()
         return msgspec.structs.replace(
             state,
             results=self._result_cache.results_for_replacement(state.step),
@@ -417,16 +470,16 @@ class NumberedCollectives:
         return DonatedState(results=self._result_cache.last_result)
 
     def _donate_slots(self, wanted: bytes) -> DonatedState:
-        assert self.sharded_state is not None
-        return self.sharded_state.donate_slots(wanted)
+        assert self._sharded_state is not None
+        return self._sharded_state.donate_slots(wanted)
 
     def _donate_to_spare(self, wanted: bytes) -> DonatedState:
-        assert self.spare_source is not None
-        return self.spare_source.donate_at_step(wanted)
+        assert self._spare_source is not None
+        return self._spare_source.donate_at_step(wanted)
 
     def _after_fork_in_child(self) -> None:
         """In a forked child (a data loader's worker): our connections are not its to keep open."""
-        if self._gloo is not None:
-            self._gloo.close_in_child()
+        if self._group is not None:
+            self._group.close_in_child()
         if self._transfer_server is not None:
             self._transfer_server.close_in_child()

@@ -5,9 +5,17 @@ from __future__ import annotations
 from typing import Any, Final, Literal
 
 from covey.errors import PeerError, UsageError
-from covey.training.collectives.gloo_group import GlooGroup, torch_module
+from covey.training.collectives.group import Group, ReduceOp, Work
+from covey.training.lazy_torch import torch_module
 
 Reduction = Literal["sum", "mean", "max", "min", "product"]
+REDUCE_OPS: Final[dict[Reduction, ReduceOp]] = {
+    "sum": ReduceOp.SUM,
+    "mean": ReduceOp.SUM,
+    "max": ReduceOp.MAX,
+    "min": ReduceOp.MIN,
+    "product": ReduceOp.PRODUCT,
+}
 
 # Of real numbers, what gloo reduces.
 REDUCIBLE_DTYPES: Final = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool")
@@ -21,10 +29,10 @@ class AllReduce:
         self._is_mean = op == "mean"
         _check_reducible(tensor, op)
         self._world = 1
-        self._reduce_op = _torch_reduce_op(op)
+        self._reduce_op = _reduce_op(op)
         self._copy: Any = None
 
-    def issue(self, group: GlooGroup) -> list[Any]:
+    def issue(self, group: Group) -> list[Work]:
         self._world = group.world
         self._copy = self._tensor.clone(memory_format=torch_module().contiguous_format)
         return [group.all_reduce(self._copy, self._reduce_op)]
@@ -45,14 +53,14 @@ class Broadcast:
         self._is_root = rank == root
         self._copies: list[Any] = []
 
-    def issue(self, group: GlooGroup) -> list[Any]:
+    def issue(self, group: Group) -> list[Work]:
         torch = torch_module()
         flats = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in self._tensors]
         flats += [torch.ones(1, dtype=torch.uint8)] if flats else []
         if flats:
             flats[-2:] = [torch.cat(flats[-2:])]
         self._copies = [flat.clone() if self._is_root else torch.zeros_like(flat) for flat in flats]
-        return [group.all_reduce(copy, torch.distributed.ReduceOp.SUM) for copy in self._copies]
+        return [group.all_reduce(copy, ReduceOp.SUM) for copy in self._copies]
 
     def results(self) -> list[Any]:
         return self._copies
@@ -73,7 +81,7 @@ class AllGather:
         self.gathered: list[Any] = []
         self._outputs: list[Any] = []
 
-    def issue(self, group: GlooGroup) -> list[Any]:
+    def issue(self, group: Group) -> list[Work]:
         torch = torch_module()
         source = self._tensor.clone(memory_format=torch.contiguous_format)
         self._outputs = [torch.empty_like(source) for _ in range(group.world)]
@@ -97,12 +105,12 @@ class Mean:
         self._dtypes = list(dict.fromkeys(tensor.dtype for tensor in tensors))
         self._flats: list[Any] = []
 
-    def issue(self, group: GlooGroup) -> list[Any]:
+    def issue(self, group: Group) -> list[Work]:
         torch = torch_module()
         self._flats = [
             torch.cat([t.reshape(-1) for t in self._tensors_of_dtype(dtype)]).div_(group.world) for dtype in self._dtypes
         ]
-        return [group.all_reduce(flat, torch.distributed.ReduceOp.SUM) for flat in self._flats]
+        return [group.all_reduce(flat, ReduceOp.SUM) for flat in self._flats]
 
     def results(self) -> list[Any]:
         return self._flats
@@ -128,9 +136,7 @@ def _check_reducible(tensor: Any, op: Reduction) -> None:
         raise UsageError(f"{op} of {name} is not possible: convert the tensor, to float32 or int64 for example")
 
 
-def _torch_reduce_op(op: Reduction) -> Any:
-    kinds = torch_module().distributed.ReduceOp
-    table = {"sum": kinds.SUM, "mean": kinds.SUM, "max": kinds.MAX, "min": kinds.MIN, "product": kinds.PRODUCT}
-    if op not in table:
-        raise UsageError(f"all_reduce knows {', '.join(table)}, not {op}")
-    return table[op]
+def _reduce_op(op: Reduction) -> ReduceOp:
+    if op not in REDUCE_OPS:
+        raise UsageError(f"all_reduce knows {', '.join(REDUCE_OPS)}, not {op}")
+    return REDUCE_OPS[op]

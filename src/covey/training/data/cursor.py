@@ -14,9 +14,9 @@ import msgspec
 
 from covey.errors import UsageError
 from covey.training.collectives.communicator import Communicator
-from covey.training.collectives.gloo_group import torch_module
 from covey.training.data.loader import Data
 from covey.training.data.sample_schedule import RankShare, SampleSchedule
+from covey.training.lazy_torch import torch_module
 from covey.training.seeding import derive_seed, seed_all
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ log = logging.getLogger("covey")
 
 
 class DataCursor:
-    """`step` counts optimizer steps from 0, `micro` the micro-batches within one. In use once `set_out` was called."""
+    """`step` counts optimizer steps from 0, `micro` the micro-batches within one. `start_at_rank` must be called before use."""
 
     schedule: SampleSchedule
     member_index: int  # this rank's number for life
@@ -35,6 +35,7 @@ class DataCursor:
     def __init__(self, data: Data, *, epochs: int, steps: int | None, accumulate: int, seed: int) -> None:
         """What can be done before this rank is known."""
         self.step, self.micro = 0, 0
+        self.indexes_version = 0  # the newest `MemberIndexes` by which the data is shared; 0: none
         self.member_position = 0  # of the seat among those of the course
         self.next_schedule: SampleSchedule | None = None  # the course after this step, once its reduction is complete
         self.stream = data.make_stream(seed=seed, accumulate=accumulate)
@@ -71,13 +72,24 @@ class DataCursor:
                 self.stream.log_limitations()
 
     def restore_schedule(self, course: dict[str, Any]) -> None:
-        """Go on where a state was."""
+        """Continue the schedule of a received state or a checkpoint."""
         self.schedule = self._with_step_count(self.schedule.with_state(course))
 
-    def _with_step_count(self, course: SampleSchedule) -> SampleSchedule:
+    def move_to_step(self, step: int) -> None:
+        """Continue at this step."""
+        self.step = step
+
+    def share_among_members(self, world: int) -> None:
+        """Share the data among the members of the present world, in a training that starts or resumes."""
+        indexes = self._collectives.member_indexes if self._collectives is not None else None
+        if indexes is not None:
+            self.indexes_version = indexes.version
+        self.schedule = self.schedule.with_members(tuple(indexes.indexes) if indexes is not None else tuple(range(world)))
+
+    def _with_step_count(self, schedule: SampleSchedule) -> SampleSchedule:
         """With the number of steps that was asked for: an epoch has as many as the first world's batches fill."""
-        steps = self._steps if self._steps is not None else self._epochs * course.steps_per_epoch
-        return msgspec.structs.replace(course, steps=steps)
+        steps = self._steps if self._steps is not None else self._epochs * schedule.steps_per_epoch
+        return msgspec.structs.replace(schedule, steps=steps)
 
     # -- where it stands ---------------------------------------------------------------------------------------------
 
@@ -130,6 +142,10 @@ class DataCursor:
         seed_all(derive_seed(self._seed, self.step, self.micro, self.member_position))
         return batch
 
+    def end_micro_batch(self) -> None:
+        """Continue with the step's next micro-batch."""
+        self.micro += 1
+
     def seed_outside(self, step: int) -> None:
         """The random numbers of what the program does ahead of an epoch that begins with this step, or after the last one."""
         seed_all(derive_seed(self._seed, step, self.member_position))
@@ -145,10 +161,10 @@ class DataCursor:
     def _participants(self) -> tuple[int, ...]:
         """Who takes part in a reduction that begins now."""
         assert self._collectives is not None
-        seating = self._collectives.member_indexes
-        if seating is None or seating.version <= self._collectives.indexes_version:
+        indexes = self._collectives.member_indexes
+        if indexes is None or indexes.version <= self.indexes_version:
             return self.schedule.seats
-        return tuple(seating.indexes)
+        return tuple(indexes.indexes)
 
     def gradient_scale(self) -> float:
         """What this rank's gradients count for among those of all who take part now."""
@@ -157,17 +173,16 @@ class DataCursor:
     def participants_tensor(self) -> Any:
         """The seating by which a reduction was made, if it is not the one of the course."""
         assert self._collectives is not None
-        here, seating = self._participants(), self._collectives.member_indexes
-        if here is self.schedule.seats or seating is None:
+        present, indexes = self._participants(), self._collectives.member_indexes
+        if present is self.schedule.seats or indexes is None:
             return self._unchanged_members
-        return torch_module().tensor([seating.version, *here], dtype=torch_module().int64)
+        return torch_module().tensor([indexes.version, *present], dtype=torch_module().int64)
 
     def on_reduction_complete(self, present: Any) -> None:
         """The step's reduction is complete. Who did not take part in it is gone, and what it held is carried over."""
-        assert self._collectives is not None
         if self.next_schedule is None:
             seats = self.schedule.seats
             if present.numel():
-                self._collectives.indexes_version, *found = present.tolist()
+                self.indexes_version, *found = present.tolist()
                 seats = tuple(found)
             self.next_schedule = self.schedule.next_schedule(self.step, seats)

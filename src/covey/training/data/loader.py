@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from covey.errors import UsageError
 from covey.training.argument_checks import check_int
-from covey.training.collectives.gloo_group import torch_module
 from covey.training.data import sample_schedule
 from covey.training.data.sample_schedule import RankShare, SampleSchedule
+from covey.training.lazy_torch import torch_module
 from covey.training.seeding import seed_all
 
 if TYPE_CHECKING:

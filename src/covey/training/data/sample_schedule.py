@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from covey.errors import UsageError
-from covey.training.collectives.gloo_group import torch_module
+from covey.training.lazy_torch import torch_module
 from covey.training.seeding import derive_seed
 
 
@@ -162,8 +162,8 @@ class SampleSchedule(msgspec.Struct, frozen=True, kw_only=True):
 
     def with_state(self, state: dict[str, Any]) -> SampleSchedule:
         """The course of a state, in the world of that state."""
-        held = {name: tuple(value) if isinstance(value, list) else value for name, value in state.items()}
-        return msgspec.structs.replace(self, **held)
+        fields = {name: tuple(value) if isinstance(value, list) else value for name, value in state.items()}
+        return msgspec.structs.replace(self, **fields)
 
 
 class RankShare(msgspec.Struct, frozen=True):

@@ -76,27 +76,35 @@ def initial_stream_schedule(batch_size: int, accumulate: int, world: int, seed: 
 class StreamDataset(IterableDataset):  # type: ignore[misc]
     """What torch's loader reads, perhaps in a process of its own: batches from a number on, some with the position after."""
 
-    def __init__(self, dataset: Any, begin: bytes, batch_size: int, collate: Callable[[list[Any]], Any], seed: int) -> None:
-        self._dataset, self._initial_state = dataset, begin
+    def __init__(
+        self,
+        dataset: Any,
+        initial_state: bytes,
+        batch_size: int,
+        collate: Callable[[list[Any]], Any],
+        seed: int,
+        first_batch: int,
+        lane_positions: list[Position],
+    ) -> None:
+        self._dataset, self._initial_state = dataset, initial_state
         self._batch_size = batch_size
         self._collate = collate
         self._seed = seed
-        self.first_batch = 0
-        self.lane_positions = [START_POSITION]
+        self._first_batch, self._lane_positions = first_batch, lane_positions
 
     def __iter__(self) -> Iterator[tuple[Any, tuple[int, int, bytes] | None]]:
         worker = get_worker_info()
         lane = worker.id if worker is not None else 0
-        count, state = self.lane_positions[lane]
+        count, state = self._lane_positions[lane]
         if state:
             _load_dataset_state(self._dataset, state)
         samples = self._iterate_endlessly()
         while True:
-            number = count * len(self.lane_positions) + lane
+            number = count * len(self._lane_positions) + lane
             seed_all(derive_seed(self._seed, number))
             drawn = [next(samples) for _ in range(self._batch_size)]
             count += 1
-            if number >= self.first_batch:
+            if number >= self._first_batch:
                 due = count % BATCHES_PER_POSITION == 0 and is_stateful(self._dataset)
                 yield self._collate(drawn), (lane, count, dataset_state(self._dataset)) if due else None
 
@@ -184,8 +192,8 @@ class Stream:
             )
         padded = torch.zeros(size, dtype=torch.uint8)
         padded[: flat.numel()] = flat
-        told = [from_byte_tensor(found) for found in group.all_gather(padded)]
-        self._positions_by_member = {place.pop("seat"): place for place in told}
+        positions = [from_byte_tensor(found) for found in group.all_gather(padded)]
+        self._positions_by_member = {place.pop("seat"): place for place in positions}
 
     # -- batches -----------------------------------------------------------------------------------------------------
 
@@ -211,19 +219,23 @@ class Stream:
         return (step - self._first_step) * self._batches_per_step
 
     def _open_loader(self, number: int) -> None:
-        feed = StreamDataset(
-            self._dataset, self._initial_state, self._batch_size, self._collate, derive_seed(self._seed, self._member_index)
+        # torch begins with the first worker, whose lane must be the first: the data set may ask
+        skipped = number % self._lane_count
+        dataset = StreamDataset(
+            self._dataset,
+            self._initial_state,
+            self._batch_size,
+            self._collate,
+            derive_seed(self._seed, self._member_index),
+            number - skipped,
+            [taken[0] for taken in self._recorded_positions],
         )
-        over = (
-            number % self._lane_count
-        )  # torch begins with the first worker, whose lane must be the first: the data set may ask
-        feed.first_batch, feed.lane_positions = number - over, [taken[0] for taken in self._recorded_positions]
         if self._batch_iterator is not None and self._initial_state and not self._options.get("num_workers", 0):
             _load_dataset_state(self._dataset, self._initial_state)  # it was read here before
         self._recorded_positions = [taken[:1] for taken in self._recorded_positions]
         self._next_batch_number = number
-        self._batch_iterator = iter(DataLoader(feed, batch_size=None, collate_fn=_identity, **self._options))
-        for _ in range(over):
+        self._batch_iterator = iter(DataLoader(dataset, batch_size=None, collate_fn=_identity, **self._options))
+        for _ in range(skipped):
             next(self._batch_iterator)
 
 

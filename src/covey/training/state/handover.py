@@ -30,7 +30,7 @@ from covey.training.state.training_state import (
     TrainingState,
     overlay_snapshot,
 )
-from covey.training.state.transfer import NO_TENSORS, DonatedState, ReceiverTensors
+from covey.training.state.transfer import DonatedState, ReceiverTensors
 
 if TYPE_CHECKING:  # these import torch
     from covey.training.ps_parameters import ServedParameters
@@ -42,31 +42,42 @@ log = logging.getLogger("covey")
 
 
 class Handover:
-    """Of one rank. Its collectives ask it for what others need (collectives.Source)."""
+    """The training state of one rank's loop, for its collectives (`StateProvider`)."""
 
     def __init__(
         self,
         state: TrainingState,
-        walk: DataCursor,
+        cursor: DataCursor,
         served: ServedParameters,
         sharded: ShardedOptimizer | None,
         group: Communicator,
         collectives: NumberedCollectives | None,
         checkpoint: Checkpoint | None,
     ) -> None:
-        self.replaying = False  # this step's state was given, and is that after its optimizer
+        self.replaying = False  # this step's state was received, and is that after its optimizer
         self.is_replacement = False  # this rank is a replacement
-        self._state, self._cursor, self._served, self._sharded = state, walk, served, sharded
+        self.has_state = False
+        self.sharded_state = sharded
+        self._state, self._cursor, self._served = state, cursor, served
         self._group, self._collectives, self._checkpoint = group, collectives, checkpoint
+        self.spare_source = self._make_spare_source()
         self._initial_collectives = 0  # how many collectives were run before the first step
         self._last_sharing_collective: CollectiveNumber | None = None  # the collective by which the parameters were shared last
+        self._received_state: dict[str, Any] = {}  # while `replaying`: the state that was received
         self._received_snapshot: StateSnapshot | None = None  # to a replacement: all that a program may change,
-        self._after_optimizer_snapshot: StateSnapshot | None = None  # and how that was when the giver's optimizer had run
+        self._after_optimizer_snapshot: StateSnapshot | None = None  # and how that was when the donor's optimizer had run
+
+    def _make_spare_source(self) -> SpareSource | None:
+        context = self._group.worker_context
+        if self._collectives is None or context is None or not context.spare_sync_every or self._served.has_parameters:
+            return None
+        sharded = self.sharded_state is not None
+        return SpareSource(self._state.destination_tensors if sharded else self._state.tensors_for_spares, context.inbox.put)
 
     # -- taking ------------------------------------------------------------------------------------------------------
 
     def take_initial_state(self, known: ReceiverTensors) -> None:
-        """Where this rank's training begins: at the start, at a checkpoint, or where the others are."""
+        """Start the training: from its beginning, from a checkpoint, or from the state of the other ranks."""
         if self._collectives is not None:
             self._join_others(self._collectives, known)
         else:
@@ -74,79 +85,61 @@ class Handover:
             self._start_or_resume()
 
     def _join_others(self, collectives: NumberedCollectives, known: ReceiverTensors) -> None:
-        """A fresh start makes all ranks equal to rank 0; a replacement takes over what it is given."""
-        meeting = self._group.worker_context
-        assert meeting is not None
-        collectives.destination_tensors, collectives.sharded_state, collectives.receiver_tensors = (
-            self._state.destination_tensors,
-            self._sharded,
-            known,
-        )
-        if meeting.spare_sync_every and not self._served.has_parameters:
-            followed = self._state.tensors_for_spares if self._sharded is None else self._state.destination_tensors
-            collectives.spare_source = SpareSource(followed, meeting.inbox.put)
-        if collectives.needs_state:
-            collectives.run_heal_barrier()
-        elif collectives.received_state is not None:
-            collectives.fetch_slots()
-        given = collectives.received_state
+        """Make all ranks equal to rank 0 in a fresh start; in a replacement, take over the received state."""
+        context = self._group.worker_context
+        assert context is not None
+        collectives.attach(self, known)
+        donation = collectives.take_donation()
         self._set_optimizer_rank()
-        if given is None or given.state is None:
+        if donation is None or donation.state is None:
             collectives.run(Broadcast(self._state.model_tensors(), 0, self._group.rank), passing=True)
             self._start_or_resume()
         else:
-            self._apply_received_state(collectives, given)
-        collectives.receiver_tensors = NO_TENSORS  # its memory is the state's now, or nobody's
+            self._apply_donation(collectives, donation)
         self._state.snapshot_boundary()
         self._initial_collectives = collectives.count
-        collectives.state_source = self
-        meeting.leaves_at_step_boundary = True
+        self.has_state = True
+        context.leave_at_step_boundary()
         if self._checkpoint is not None:
-            self._checkpoint.before_commit = meeting.wait_until_confirmed
+            self._checkpoint.set_before_commit(context.wait_until_confirmed)
 
     def _set_optimizer_rank(self) -> None:
-        if self._sharded is not None:
-            self._sharded.set_rank(self._group.rank, self._group.world)
+        if self.sharded_state is not None:
+            self.sharded_state.set_rank(self._group.rank, self._group.world)
 
-    def _apply_received_state(self, collectives: NumberedCollectives, given: DonatedState) -> None:
+    def _apply_donation(self, collectives: NumberedCollectives, donation: DonatedState) -> None:
         self.is_replacement = True
-        collectives.skip_to(given.initial_collectives)
-        self._cursor.step, self.replaying = given.step, given.optimizer_applied
-        self._after_optimizer_snapshot = (
-            StateSnapshot(**given.state.pop(AFTER_OPTIMIZER_KEY)) if given.optimizer_applied else None
-        )
-        if self._sharded is not None:
-            given.state[OPTIMIZER] = self._sharded.assemble_state(given.state[OPTIMIZER], collectives.fetched_slots)
-            collectives.fetched_slots = None
+        collectives.skip_to(donation.initial_collectives)
+        self._cursor.move_to_step(donation.step)
+        self.replaying = donation.optimizer_applied
+        state = dict(donation.state)
+        self._after_optimizer_snapshot = StateSnapshot(**state.pop(AFTER_OPTIMIZER_KEY)) if self.replaying else None
+        if self.sharded_state is not None:
+            state[OPTIMIZER] = self.sharded_state.assemble_state(state[OPTIMIZER], collectives.take_fetched_slots())
         try:
-            self._restore_state(self._with_optimizer_snapshot(given.state))
+            self._restore_state(self._with_optimizer_snapshot(state))
         except (RuntimeError, ValueError, KeyError) as error:
             raise UsageError(
-                f"the state of step {given.step} does not fit this model and optimizer ({_describe_error(error)}): make the"
+                f"the state of step {donation.step} does not fit this model and optimizer ({_describe_error(error)}): make the"
                 " same ones in every process, and all of them before covey.Loop(...)"
             ) from None
         self._received_snapshot = self._state.take_snapshot()
-        collectives.before_live_collective = self.finish_replay
-        if not self.replaying:
-            collectives.received_state = None
+        self._received_state = state if self.replaying else {}
 
     def _start_or_resume(self) -> None:
-        """Nobody has a state: it is the beginning, or a checkpoint, shared by those who are here now."""
+        """Start from the beginning or from a checkpoint, because no rank has a state."""
         self._load_checkpoint()
-        seating = self._collectives.member_indexes if self._collectives is not None else None
-        if self._collectives is not None and seating is not None:
-            self._collectives.indexes_version = seating.version
-        seats = tuple(seating.indexes) if seating is not None else tuple(range(self._group.world))
-        self._cursor.schedule = self._cursor.schedule.with_members(seats)
+        self._cursor.share_among_members(self._group.world)
 
     def _load_checkpoint(self) -> None:
-        """From the newest checkpoint that any rank has whole, on a fresh start."""
+        """Load the newest checkpoint of which any rank has a complete copy."""
         if self._checkpoint is None:
             return
-        state = resume.load_newest_state(self._checkpoint, self._group, self._sharded, together=self._collectives is not None)
+        together = self._collectives is not None
+        state = resume.load_newest_state(self._checkpoint, self._group, self.sharded_state, together=together)
         if state is None:
             return
-        self._cursor.step = state["step"]
+        self._cursor.move_to_step(state["step"])
         try:
             self._restore_state(state)
         except (RuntimeError, ValueError, KeyError) as error:
@@ -163,13 +156,14 @@ class Handover:
         self._state.load_state(state, again=self.replaying)
 
     def undo_script_changes(self) -> None:
-        """A replacement's program begins to train. What it changed since it was given its state, the others did long ago."""
+        """Undo what a replacement's script changed between receiving its state and its first batch; the received state already
+        contains it."""
         if self._received_snapshot is not None:
             self._state.restore_snapshot(self._received_snapshot)
             self._received_snapshot = None
 
     def on_optimizer_stepped(self) -> None:
-        """In a step that is replayed, what was given is the optimizer's result."""
+        """Record the state after the optimizer. In a replayed step, the received state replaces the optimizer's result."""
         if not self.replaying:
             self._state.snapshot_after_optimizer()
             return
@@ -180,22 +174,23 @@ class Handover:
         """The replacement joins the others: from here on its state is the one they have."""
         if self.replaying:
             self.replaying = False
-            self._restore_state(self._received_state | {GRADIENTS: {}})  # its own gradients are what it joins them with
+            state, self._received_state = self._received_state, {}
+            self._restore_state(state | {GRADIENTS: {}})  # its own gradients are what it joins them with
             self._state.snapshot_after_optimizer(self._after_optimizer_snapshot)
-            assert self._collectives is not None
-            self._collectives.received_state = None
             log.info("step %d was replayed here: what this rank computed before its optimizer differs", self._cursor.step)
-
-    @property
-    def _received_state(self) -> Any:
-        assert self._collectives is not None and self._collectives.received_state is not None
-        return self._collectives.received_state.state
 
     def _with_optimizer_snapshot(self, state: Any) -> Any:
         """What a replacement goes on from: where the giver has come further since its optimizer ran, as it was then."""
         return overlay_snapshot(state, self._after_optimizer_snapshot) if self._after_optimizer_snapshot is not None else state
 
     # -- giving ------------------------------------------------------------------------------------------------------
+
+    @property
+    def indexes_version(self) -> int:
+        return self._cursor.indexes_version
+
+    def destination_tensors(self) -> dict[str, Any]:
+        return self._state.destination_tensors()
 
     @property
     def is_consistent(self) -> bool:
@@ -205,19 +200,19 @@ class Handover:
     def is_result_invalid(self) -> bool:
         """Whether the last collective shared the parameters, and the program has changed them since."""
         assert self._collectives is not None
-        sharded = self._sharded
+        sharded = self.sharded_state
         return (
             sharded is not None
             and self._last_sharing_collective == self._collectives.last_completed
             and sharded.parameters_changed
         )
 
-    def run_sharded_update(self, sharing: ShardedUpdate) -> None:
-        """Run an update of the optimizer whose state is cut."""
+    def run_sharded_update(self, update: ShardedUpdate) -> None:
+        """Run an update of the sharded optimizer, as a collective if there is a group."""
         if self._collectives is None:
-            sharing.run_without_group()
+            update.run_without_group()
         else:
-            self._collectives.run(sharing, limited=False)
+            self._collectives.run(update, limited=False)
             self._last_sharing_collective = self._collectives.last_completed
 
     def current_state(self) -> dict[str, Any]:
@@ -227,9 +222,9 @@ class Handover:
     def donate(self) -> DonatedState:
         """This rank's state at a safe point."""
         state = self._state_metadata() | self._state.consistent_state()
-        if self._sharded is not None:
+        if self.sharded_state is not None:
             groups = state[OPTIMIZER][PARAM_GROUPS]
-            state[OPTIMIZER] = self._sharded.state_without_slots() | {
+            state[OPTIMIZER] = self.sharded_state.state_without_slots() | {
                 PARAM_GROUPS: groups
             }  # each place has its own slots, from who has them
         if (stepped := self._state.after_optimizer_snapshot) is not None:
@@ -251,7 +246,7 @@ class Handover:
     def dump(self) -> tuple[int, str]:
         """The dying gasp: this rank's state on disk, in the form of a checkpoint. Returns the step and the path; no path where
         the disk refuses, or where the state is none that a training could go on from, which is said: another rank's may do."""
-        gasp = self._checkpoint or Checkpoint("covey_dump")
+        target = self._checkpoint or Checkpoint("covey_dump")
         step = self._cursor.step + self._state.optimizer_applied
         if not self._state.is_consistent:
             log.error("step %d cannot be dumped: something else than the loop's optimizer was changing parameters in it", step)
@@ -261,9 +256,9 @@ class Handover:
             state["course"] = self._cursor.schedule_ahead.state()
             log.warning("the dump is of the middle of step %d: what the program does after it in a step is left out", step - 1)
         if self._served.has_parameters:
-            self._served.save_before_exit(step, str(gasp.folder.absolute()))
+            self._served.save_before_exit(step, str(target.folder.absolute()))
         try:
-            return step, str(gasp.dump(step, state, **self._writer_info()))
+            return step, str(target.dump(step, state, **self._writer_info()))
         except StoreError as error:
             log.error("%s", error)
             return step, ""
@@ -278,8 +273,8 @@ class Handover:
 
     def _writer_info(self) -> dict[str, int]:
         """Who writes a checkpoint, and when: the generation may be newer than the one this rank's place is of."""
-        meeting = self._group.worker_context
-        generation = meeting.assignment.generation if meeting is not None else 0
+        context = self._group.worker_context
+        generation = context.assignment.generation if context is not None else 0
         return {"rank": self._group.rank, "world": self._group.world, "generation": generation}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from covey.errors import UsageError
-from covey.training.collectives.gloo_group import torch_module
+from covey.training.lazy_torch import torch_module
 
 Skeleton = Any  # nested lists: [kind, content]
 ROOT_NAME = "state"

@@ -74,8 +74,8 @@ class SpareSource:
 class SpareSync:
     """A spare's copy, and the thread that renews it."""
 
-    def __init__(self, meeting: WorkerContext, every: int) -> None:
-        self._context, self._interval_steps = meeting, every
+    def __init__(self, context: WorkerContext, every: int) -> None:
+        self._context, self._interval_steps = context, every
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._is_copying = False  # a copy arrives, over the one before
@@ -99,7 +99,7 @@ class SpareSync:
                 took_s = RETRY_DELAY_S / PAUSE_TO_COPY_RATIO
             self._stopped.wait(PAUSE_TO_COPY_RATIO * took_s)
 
-    def _refresh_copy(self, giver: Donor) -> float:
+    def _refresh_copy(self, donor: Donor) -> float:
         """Take a copy; returns the seconds that took, without the waiting for it."""
         began = 0.0
 
@@ -120,8 +120,8 @@ class SpareSync:
         )
         wanted = (self._copied_step + self._interval_steps).to_bytes(8, "big")
         try:
-            given = fetch_from_donor(giver, FOLLOW_KEY, known=inside, wanted=wanted, begin=begin)
-            tensors: dict[str, Any] = given.state
+            donation = fetch_from_donor(donor, FOLLOW_KEY, known=inside, wanted=wanted, begin=begin)
+            tensors: dict[str, Any] = donation.state
             digests = {path: tensor_digest(tensor) for path, tensor in tensors.items()}
             self._receiver_tensors = ReceiverTensors(
                 tensors, {path: own for path, own in digests.items() if self._previous_digests.get(path) == own}
@@ -129,13 +129,13 @@ class SpareSync:
         finally:
             with self._lock:
                 self._is_copying = False
-        self._previous_digests, self._copied_step = digests, given.step
-        self._context.report_spare_step(given.step)
+        self._previous_digests, self._copied_step = digests, donation.step
+        self._context.report_spare_step(donation.step)
         return time.monotonic() - began
 
 
-def start_spare_sync(meeting: WorkerContext | None) -> SpareSync | None:
+def start_spare_sync(context: WorkerContext | None) -> SpareSync | None:
     """Begin to, in a process that is a spare."""
-    if meeting is None or meeting.has_rank or not meeting.spare_sync_every:
+    if context is None or context.has_rank or not context.spare_sync_every:
         return None
-    return SpareSync(meeting, meeting.spare_sync_every)
+    return SpareSync(context, context.spare_sync_every)

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from covey.errors import UsageError
-from covey.training.collectives.gloo_group import torch_module
+from covey.training.lazy_torch import torch_module
 from covey.training.state import pytree
 
 MODEL, NON_PERSISTENT, TRAINABLE, OPTIMIZER, PARTS, GRADIENTS = "model", "buffers", "trained", "optimizer", "parts", "gradients"
@@ -114,6 +114,10 @@ class TrainingState:
         """A step begins here."""
         self._snapshot = self.take_snapshot()
         self._fingerprint.record()
+
+    def begin_optimizer(self) -> None:
+        """The loop's optimizer runs from here until `snapshot_after_optimizer`: the state is not consistent."""
+        self.optimizer_running = True
 
     def snapshot_after_optimizer(self, given: StateSnapshot | None = None) -> None:
         """The loop's optimizer has run; `given`: elsewhere, and this is how it was there."""
@@ -235,9 +239,9 @@ class TrainingState:
 
     def _is_received_in_place(self, state: dict[str, Any]) -> bool:
         """Whether all of it was received where it belongs."""
-        homes, tensor = self.destination_tensors(), torch_module().Tensor
+        destinations, tensor = self.destination_tensors(), torch_module().Tensor
         return state.keys() == self._model.state_dict().keys() and all(
-            isinstance(value, tensor) and value.data_ptr() == homes[pytree.tensor_path(MODEL, name)].data_ptr()
+            isinstance(value, tensor) and value.data_ptr() == destinations[pytree.tensor_path(MODEL, name)].data_ptr()
             for name, value in state.items()
         )
 

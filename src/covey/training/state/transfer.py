@@ -20,7 +20,7 @@ import msgspec
 
 from covey.core.messages import CollectiveNumber, Donor
 from covey.errors import PeerError
-from covey.training.collectives.gloo_group import torch_module
+from covey.training.lazy_torch import torch_module
 from covey.training.state import pytree
 from covey.training.state.process_memory import (
     MemoryBlock,
@@ -92,9 +92,9 @@ class _TransferHeader(msgspec.Struct, frozen=True):
 class TransferServer:
     """Gives on request, to whoever knows the token. The token reaches the receiver through the scheduler's plan."""
 
-    def __init__(self, address: str, **give: Callable[[bytes], DonatedState]) -> None:
-        """`give` has what to call for each of `REQUEST_KINDS`; it is told what is wanted of it."""
-        self._handlers = {REQUEST_KINDS[kind]: found for kind, found in give.items()}
+    def __init__(self, address: str, **handlers: Callable[[bytes], DonatedState]) -> None:
+        """`handlers` has what to call for each of `REQUEST_KINDS`; it is told what is wanted of it."""
+        self._handlers = {REQUEST_KINDS[kind]: found for kind, found in handlers.items()}
         self._free_transfers = threading.Semaphore(TRANSFERS_MAX)
         self._token_server = TokenServer(address, self._serve, "covey gift", first_s=REQUEST_TIMEOUT_S)
         self.port, self.token = self._token_server.port, self._token_server.token
@@ -116,28 +116,28 @@ class TransferServer:
 
 
 def fetch_from_donor(
-    giver: Donor,
+    donor: Donor,
     kind: str,
-    homes: Mapping[str, Any] = MappingProxyType({}),
+    destinations: Mapping[str, Any] = MappingProxyType({}),
     *,
     wanted: bytes = b"",
     known: ReceiverTensors = NO_TENSORS,
     begin: Callable[[], None] = lambda: None,
 ) -> DonatedState:
-    """Receive all of it. Raises `PeerError` when the giver is gone; then what is received directly may be there in part.
+    """Receive a state. Raise `PeerError` if the donor is gone; tensors that receive directly may then be half written.
 
-    `homes` are tensors of this process by their names in the state: what fits is received straight into them, which spares
-    fresh memory and a copy. Not if the state is that after the optimizer: it is needed twice, and must stay as it is. `begin`
-    is called when the giver has answered, before anything is written to memory that is `known`.
+    `destinations` are tensors of this process by their names in the state. A tensor that fits is received into its destination,
+    which saves memory and a copy; not in a state after the optimizer, which is needed twice and must not change. `begin` is
+    called when the donor has answered, before memory that is `known` is written.
     """
     try:
-        with socket.create_connection((giver.address, giver.port), CONNECT_TIMEOUT_S) as connection:
+        with socket.create_connection((donor.address, donor.port), CONNECT_TIMEOUT_S) as connection:
             connection.settimeout(IDLE_TIMEOUT_S)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(giver.token.encode() + REQUEST_KINDS[kind] + len(wanted).to_bytes(4, "big") + wanted)
-            return _receive_state(connection, homes, known, begin)
+            connection.sendall(donor.token.encode() + REQUEST_KINDS[kind] + len(wanted).to_bytes(4, "big") + wanted)
+            return _receive_state(connection, destinations, known, begin)
     except (OSError, EOFError, msgspec.MsgspecError) as error:
-        raise PeerError(f"the state could not be fetched from {giver.address}: {error}") from None
+        raise PeerError(f"the state could not be fetched from {donor.address}: {error}") from None
 
 
 def _send_state(connection: socket.socket, given: DonatedState) -> None:
@@ -149,8 +149,8 @@ def _send_state(connection: socket.socket, given: DonatedState) -> None:
         tensors += [("", item) for item in items]
     plain = [(path, tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()) for path, tensor in tensors]
     last = (given.last_collective.step, given.last_collective.index) if given.last_collective is not None else None
-    mark = MemoryMarker()
-    meta = _TransferHeader(
+    marker = MemoryMarker()
+    header = _TransferHeader(
         step=given.step,
         optimizer_applied=given.optimizer_applied,
         last_collective=last,
@@ -159,18 +159,18 @@ def _send_state(connection: socket.socket, given: DonatedState) -> None:
         results=results,
         tensors=[_tensor_header(path, tensor) for path, tensor in plain],
         pid=os.getpid(),
-        marker=mark.block,
-        marker_value=mark.value,
+        marker=marker.block,
+        marker_value=marker.value,
     )
-    header = msgspec.msgpack.encode(meta)
-    connection.sendall(len(header).to_bytes(8, "big") + header)
+    encoded = msgspec.msgpack.encode(header)
+    connection.sendall(len(encoded).to_bytes(8, "big") + encoded)
     if (answer := bytes(_receive_exactly(connection, bytearray(1)))) != RECEIVED:
         same = _match_digests(connection, [tensor for _, tensor in plain]) if answer == COMPARE_DIGESTS else set()
         for place, (_, tensor) in enumerate(plain):
             if tensor.numel() and place not in same:
                 _send_bytes(connection, _tensor_bytes(tensor))
         _receive_exactly(connection, bytearray(1))
-    # Only now may what was read move: `plain` and `mark` have been kept until here.
+    # Only now may what was read move: `plain` and `marker` have been kept until here.
 
 
 def _send_bytes(connection: socket.socket, view: memoryview) -> None:
@@ -184,8 +184,8 @@ def _match_digests(connection: socket.socket, tensors: list[Any]) -> set[int]:
     size = int.from_bytes(_receive_exactly(connection, bytearray(8)), "big")
     if size > HEADER_MAX:
         raise EOFError(f"its digests have {size} bytes, {HEADER_MAX} is the limit")
-    asked = msgspec.msgpack.decode(_receive_exactly(connection, bytearray(size)), type=dict[int, bytes])
-    same = {number for number, found in asked.items() if number < len(tensors) and tensor_digest(tensors[number]) == found}
+    offered = msgspec.msgpack.decode(_receive_exactly(connection, bytearray(size)), type=dict[int, bytes])
+    same = {number for number, found in offered.items() if number < len(tensors) and tensor_digest(tensors[number]) == found}
     connection.sendall(bytes(number in same for number in range(len(tensors))))
     return same
 
@@ -201,30 +201,32 @@ def _tensor_header(path: str, tensor: Any) -> TensorHeader:
 
 
 def _receive_state(
-    connection: socket.socket, homes: Mapping[str, Any], known: ReceiverTensors, begin: Callable[[], None]
+    connection: socket.socket, destinations: Mapping[str, Any], known: ReceiverTensors, begin: Callable[[], None]
 ) -> DonatedState:
     size = int.from_bytes(_receive_exactly(connection, bytearray(8)), "big")
     if size > HEADER_MAX:
         raise EOFError(f"its header has {size} bytes, {HEADER_MAX} is the limit")
-    meta = msgspec.msgpack.decode(_receive_exactly(connection, bytearray(size)), type=_TransferHeader)
+    header = msgspec.msgpack.decode(_receive_exactly(connection, bytearray(size)), type=_TransferHeader)
     begin()
-    tensors = _destination_tensors(meta.tensors, {**known.tensors, **({} if meta.optimizer_applied else homes)})
+    tensors = _destination_tensors(header.tensors, {**known.tensors, **({} if header.optimizer_applied else destinations)})
     into = [_tensor_bytes(tensor) for tensor in tensors]
-    if is_expected_process(meta.pid, meta.marker, meta.marker_value):
+    if is_expected_process(header.pid, header.marker, header.marker_value):
         filled = [number for number, view in enumerate(into) if view.nbytes]
-        read_process_memory(meta.pid, [meta.tensors[number].block for number in filled], [into[number] for number in filled])
+        read_process_memory(
+            header.pid, [header.tensors[number].block for number in filled], [into[number] for number in filled]
+        )
     else:
-        same = _request_tensors(connection, meta.tensors, known)
+        same = _request_tensors(connection, header.tensors, known)
         for number, view in enumerate(into):
             if number not in same:
                 _receive_exactly(connection, view)
-            elif (mine := known.tensors[meta.tensors[number].path]) is not tensors[number]:
+            elif (mine := known.tensors[header.tensors[number].path]) is not tensors[number]:
                 view[:] = _tensor_bytes(mine)
     connection.sendall(RECEIVED)
-    results = {CollectiveNumber(step, n): [tensors[place] for place in places] for step, n, places in meta.results}
-    last = CollectiveNumber(*meta.last_collective) if meta.last_collective is not None else None
+    results = {CollectiveNumber(step, n): [tensors[place] for place in places] for step, n, places in header.results}
+    last = CollectiveNumber(*header.last_collective) if header.last_collective is not None else None
     return DonatedState(
-        meta.step, meta.optimizer_applied, last, meta.initial_collectives, pytree.unpack(meta.state, tensors), results
+        header.step, header.optimizer_applied, last, header.initial_collectives, pytree.unpack(header.state, tensors), results
     )
 
 
@@ -244,18 +246,18 @@ def _request_tensors(connection: socket.socket, described: list[TensorHeader], k
     return {number for number in offered if answer[number]}
 
 
-def _destination_tensors(described: list[TensorHeader], homes: Mapping[str, Any]) -> list[Any]:
+def _destination_tensors(described: list[TensorHeader], destinations: Mapping[str, Any]) -> list[Any]:
     """For each tensor the one at home, if it fits; the others share one piece of fresh memory."""
     torch = torch_module()
     found: list[Any] = []
     fresh = allocate_buffer(
-        sum(wanted.block.size + ALIGNMENT for wanted in described if not _fits(homes.get(wanted.path), wanted))
+        sum(wanted.block.size + ALIGNMENT for wanted in described if not _fits(destinations.get(wanted.path), wanted))
     )
     offset = 0
     for wanted in described:
-        home, kind = homes.get(wanted.path), getattr(torch, wanted.dtype)
-        if _fits(home, wanted):
-            found.append(home)
+        destination, kind = destinations.get(wanted.path), getattr(torch, wanted.dtype)
+        if _fits(destination, wanted):
+            found.append(destination)
         elif wanted.block.size:
             found.append(torch.frombuffer(fresh[offset : offset + wanted.block.size], dtype=kind).view(wanted.shape))
             offset += (wanted.block.size + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
@@ -264,13 +266,13 @@ def _destination_tensors(described: list[TensorHeader], homes: Mapping[str, Any]
     return found
 
 
-def _fits(home: Any, wanted: TensorHeader) -> bool:
+def _fits(destination: Any, wanted: TensorHeader) -> bool:
     return (
-        home is not None
-        and str(home.dtype) == f"torch.{wanted.dtype}"
-        and list(home.shape) == wanted.shape
-        and home.device.type == "cpu"
-        and home.is_contiguous()
+        destination is not None
+        and str(destination.dtype) == f"torch.{wanted.dtype}"
+        and list(destination.shape) == wanted.shape
+        and destination.device.type == "cpu"
+        and destination.is_contiguous()
     )
 
 

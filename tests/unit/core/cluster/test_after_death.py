@@ -35,7 +35,6 @@ from tests.unit.core.cluster.test_scheduler_machine_effects import noted, record
 from tests.unit.core.cluster.test_spares_decided import SPARE, Bench
 
 from covey.core.cluster.members import HostLayout
-from covey.core.cluster.recovery_strategy import parse_strategies
 from covey.core.cluster.resize import JOIN_TIMEOUT_S
 from covey.core.cluster.scheduler_machine import SchedulerMachine
 from covey.core.cluster.shutdown import END_DELIVERY_S
@@ -65,6 +64,7 @@ from covey.core.messages import (
     ServerInSync,
     StopRequest,
 )
+from covey.core.strategy_ladder import parse_strategies
 from covey.core.types import AgentRecord, ClusterRecord, Ended, Host, MemberRecord, NodeState, Phase, Progress, Role
 from covey.errors import ExitCode
 

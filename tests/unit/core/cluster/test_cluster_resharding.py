@@ -8,12 +8,12 @@ import pytest
 from tests.unit.core.cluster.editable_cluster import EditableCluster, training_cluster
 
 from covey.core.cluster import resharding
-from covey.core.cluster.recovery_strategy import RecoveryStrategy
 from covey.core.cluster.resharding import TRANSITIONS, ReshardingState
 from covey.core.cluster.resize import JOIN_TIMEOUT_S, ResizePlan
 from covey.core.effects import Persist, SchedulerEffect, Send
 from covey.core.incidents import Incident, Outcome
 from covey.core.messages import ClusterEnded, DesiredChildren, ScaleAccepted, ScaleRequest, ServerInSync, ShardingAssigned
+from covey.core.strategy_ladder import RecoveryStrategy
 from covey.core.types import ClusterRecord, MemberRecord, Phase, Role
 
 

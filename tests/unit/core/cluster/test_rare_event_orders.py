@@ -25,7 +25,6 @@ from tests.unit.core.cluster.test_scheduler_machine import (
     training,
 )
 
-from covey.core.cluster.recovery_strategy import parse_strategies
 from covey.core.cluster.registration import DEFERRED_INSTANCES_MAX
 from covey.core.cluster.scheduler_machine import SchedulerMachine
 from covey.core.effects import Persist, Send
@@ -55,6 +54,7 @@ from covey.core.messages import (
     ServerInSync,
     StopRequest,
 )
+from covey.core.strategy_ladder import parse_strategies
 from covey.core.types import AgentRecord, Host, MemberRecord, Phase, Progress, Record, Role
 from covey.errors import ExitCode
 from covey.runtime.node_runtime import NodeRuntime, SchedulerAddress

@@ -10,7 +10,6 @@ from tests.unit.core.cluster.editable_cluster import HERE, THERE, EditableCluste
 
 from covey.core.cluster import recovery
 from covey.core.cluster.recovery import RecoveryAction
-from covey.core.cluster.recovery_strategy import RecoveryStrategy, parse_strategies
 from covey.core.effects import Close, Persist, SchedulerEffect, Send
 from covey.core.incidents import Outcome, Stage
 from covey.core.messages import (
@@ -27,6 +26,7 @@ from covey.core.messages import (
     RendezvousPut,
     SafePointReport,
 )
+from covey.core.strategy_ladder import RecoveryStrategy, parse_strategies
 from covey.core.types import (
     AgentInfo,
     ClusterRecord,

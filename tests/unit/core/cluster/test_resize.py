@@ -6,7 +6,6 @@ import pytest
 from tests.unit.core.cluster.editable_cluster import HERE, THERE, EditableCluster, training_cluster
 
 from covey.core.cluster import recovery, resize
-from covey.core.cluster.recovery_strategy import parse_strategies
 from covey.core.cluster.registration import Admission, decide_agent_admission
 from covey.core.cluster.resize import JOIN_TIMEOUT_S
 from covey.core.effects import Close, Persist, SchedulerEffect, Send
@@ -21,6 +20,7 @@ from covey.core.messages import (
     ScaleAccepted,
     ScaleRequest,
 )
+from covey.core.strategy_ladder import parse_strategies
 from covey.core.types import (
     AgentInfo,
     AgentRecord,

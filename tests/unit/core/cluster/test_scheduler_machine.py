@@ -9,7 +9,6 @@ import pytest
 from tests.unit.core.cluster.editable_cluster import EditableCluster
 
 from covey.core.cluster.heal_barrier import RendezvousStore
-from covey.core.cluster.recovery_strategy import parse_strategies
 from covey.core.cluster.scheduler_machine import SchedulerMachine
 from covey.core.effects import Close, EndCluster, Persist, PublishEvent, SchedulerEffect, Send
 from covey.core.events import ConnectionLost, HostGone, JournalRead, MessageReceived, MindSporeDetected, Tick
@@ -48,6 +47,7 @@ from covey.core.messages import (
     StopRequest,
     TemplateReady,
 )
+from covey.core.strategy_ladder import parse_strategies
 from covey.core.types import (
     AgentRecord,
     ClusterRecord,

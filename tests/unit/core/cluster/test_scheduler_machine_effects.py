@@ -25,7 +25,6 @@ from tests.unit.core.cluster.test_scheduler_machine import (
 )
 
 from covey.core.cluster.heal_barrier import COLLECTIVE_RETRIES_MAX, DEATH_REPORT_S
-from covey.core.cluster.recovery_strategy import parse_strategies
 from covey.core.cluster.resize import JOIN_TIMEOUT_S
 from covey.core.cluster.scheduler_machine import SchedulerMachine
 from covey.core.effects import Level, PublishEvent, SchedulerEffect
@@ -53,6 +52,7 @@ from covey.core.messages import (
     ShardingAssigned,
     StateFetched,
 )
+from covey.core.strategy_ladder import parse_strategies
 from covey.core.types import AgentRecord, ClusterRecord, MemberRecord, Phase, Role
 from covey.errors import ExitCode
 

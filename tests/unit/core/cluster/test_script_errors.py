@@ -9,7 +9,6 @@ from tests.unit.core.cluster.test_scheduler_machine import BOX, OTHER, Effects, 
 from tests.unit.core.cluster.test_scheduler_machine_effects import noted, warnings
 
 from covey.core.cluster import recovery
-from covey.core.cluster.recovery_strategy import parse_strategies
 from covey.core.cluster.scheduler_machine import SchedulerMachine
 from covey.core.events import MessageReceived
 from covey.core.incidents import Outcome
@@ -22,6 +21,7 @@ from covey.core.messages import (
     RendezvousPut,
     SafePointReport,
 )
+from covey.core.strategy_ladder import parse_strategies
 from covey.core.types import ClusterSettings, FullRestart, Member, NodeState, Phase, Progress, Role, ScriptError
 
 IN_PLACE = parse_strategies(("recover-in-place",))

@@ -95,12 +95,12 @@ def test_no_round_begins_that_would_go_past_the_budget() -> None:
     plan = msgspec.structs.replace(PLAN, iterations=9, noise=noisy)
     bench = Bench(1, plan=plan).form(1)
     for number in (1, 2):
-        assert bench.machine.instance is InstanceState.RUNNING
+        assert bench.machine.instance.state is InstanceState.RUNNING
         bench.stand(1, round=number, totals=RoundTotals(2, 2))
         bench.stand(1, sealed=True)
         bench.stand(1, model_round=number, digest=f"m{number}")
-    assert bench.machine.instance is InstanceState.FINISHED
-    assert bench.machine.spent == pytest.approx(2.0)
+    assert bench.machine.instance.state is InstanceState.FINISHED
+    assert bench.machine.instance.spent == pytest.approx(2.0)
     (sentence,) = bench.said("finished")
     assert "another round would spend epsilon" in sentence and "the budget is" in sentence
     with pytest.raises(UsageError, match="the budget is"):

@@ -15,24 +15,24 @@ from covey.errors import UsageError
 def test_more_servers_are_told_of_and_taken_back_with_the_number_that_is_left() -> None:
     machine = Bench().form().machine
     assert told(machine.scale_out(1, 0.0)) == ["cluster scale out: 1 server is to come"]
-    assert (machine.wanted, machine.wanted_before, machine.operation) == (3, 2, "out")
+    assert (machine.roster.wanted, machine.roster.wanted_before, machine.roster.operation) == (3, 2, "out")
     assert told(machine.roll_back(0.0)) == ["cluster rolled back: 2 servers, as before"]
-    assert (machine.wanted, machine.state) == (2, "CLUSTER_READY")
+    assert (machine.roster.wanted, machine.state) == (2, "CLUSTER_READY")
     assert told(machine.scale_out(SERVERS_MAX - 2, 0.0)) == [f"cluster scale out: {SERVERS_MAX - 2} servers are to come"]
 
 
 def test_fewer_servers_are_told_of_by_name() -> None:
     machine = Bench(3).form(3).machine
     assert told(machine.scale_in(["0", "2", "0"], 0.0)) == ["cluster scale in: 2 servers are to go: 0, 2"]
-    assert (machine.wanted, machine.wanted_before, machine.operation) == (1, 3, "in")
+    assert (machine.roster.wanted, machine.roster.wanted_before, machine.roster.operation) == (1, 3, "in")
 
 
 def test_rest_and_work_are_told_and_hold() -> None:
     machine = Bench().form().machine
     assert told(machine.set_enabled(False, 0.0)) == ["cluster disabled: asked for"]
-    assert (machine.instance, machine.state) == (InstanceState.DISABLED, "CLUSTER_DISABLE_FLS")
+    assert (machine.instance.state, machine.state) == (InstanceState.DISABLED, "CLUSTER_DISABLE_FLS")
     assert told(machine.set_enabled(True, 0.0)) == ["cluster enabled: asked for"]
-    assert (machine.instance, machine.state) == (InstanceState.RUNNING, "CLUSTER_READY")
+    assert (machine.instance.state, machine.state) == (InstanceState.RUNNING, "CLUSTER_READY")
 
 
 def test_what_cannot_be_is_one_sentence() -> None:

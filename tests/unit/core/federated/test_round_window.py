@@ -12,7 +12,7 @@ PLAN = RoundPlan(threshold=4, ratio=0.5, start_window_s=10.0, update_window_s=2.
 
 def window(opened_at: float = 100.0, devices: int = 0, **changed: object) -> RoundWindow:
     made = RoundWindow(msgspec.structs.replace(PLAN, **changed), opened_at)
-    made.admitted.update(dict.fromkeys(f"d{n}" for n in range(devices)))
+    made.admit(f"d{n}" for n in range(devices))
     return made
 
 

@@ -22,16 +22,18 @@ from covey.core.federated.messages import (
     RoundPlan,
     RoundStage,
     RoundTotals,
+    ScaleOperation,
     ServerHeartbeat,
     ServerInfo,
     ServerInstructions,
+    ServerRecord,
     ServerRegistered,
     ServerStatus,
     replica_keeper,
 )
-from covey.core.federated.rounds import REATTACH_GRACE_S
-from covey.core.federated.secagg.messages import UploaderList
-from covey.core.federated.server_membership import FederationEffect, PersistFederation, ServerTimeouts
+from covey.core.federated.outbox import FederationEffect, Outbox, PersistFederation, Step
+from covey.core.federated.roster import REATTACH_GRACE_S, ServerTimeouts
+from covey.core.federated.secagg.messages import SecaggForward, SecaggReply, UploaderList
 from covey.core.messages import ClusterEnded, LeaveAcknowledged, Refused, StopRequest
 from covey.core.types import Host
 from covey.errors import UsageError
@@ -68,21 +70,30 @@ class Bench:
 
     def stand(self, link: int, **changed: Any) -> list[FederationEffect]:
         before = self.standing.get(link, ServerStatus(model_round=0, digest="m0"))
-        self.standing[link] = msgspec.structs.replace(before, generation=self.machine.generation, **changed)
+        self.standing[link] = msgspec.structs.replace(before, generation=self.machine.roster.generation, **changed)
         return self.hear(link, self.standing[link])
 
     def form(self, servers: int = 2) -> Bench:
         for link in range(1, servers + 1):
             self.come(link, str(link - 1))
             self.stand(link)
-        assert self.machine.stage is RoundStage.OPEN
+        assert self.machine.round.stage is RoundStage.OPEN
         return self
 
     def said(self, what: str) -> list[str]:
         return [effect.reason for effect in self.out if isinstance(effect, PublishEvent) and effect.what == what]
 
+    def admit(self, request: AdmitDevices) -> DevicesAdmitted:
+        return self.machine.round.admit(self.step(), request)
+
+    def answer_secagg(self, message: SecaggForward) -> SecaggReply:
+        return self.machine.round.handle_secagg_request(self.step(), message)
+
+    def step(self) -> Step:
+        return Step(self.now, "c", Outbox(self.machine.record))
+
     def stage(self) -> RoundStage:
-        return self.machine.stage
+        return self.machine.round.stage
 
     def orders(self) -> ServerInstructions:
         return self.machine.make_instructions()
@@ -96,7 +107,7 @@ def test_the_first_servers_settings_hold_whoever_came_first() -> None:
             link, RegisterServer(node_id, node_id, HERE, f"h:{node_id}", f"p:{node_id}", log_directory=node_id, plan=plan)
         )
         bench.stand(link)
-    assert bench.machine.plan.threshold == 7
+    assert bench.machine.instance.plan.threshold == 7
     assert bench.said("differs") == ["server 0's settings of rounds hold, not its own"]
 
 
@@ -115,9 +126,9 @@ def test_devices_are_taken_up_to_the_threshold_and_may_ask_again() -> None:
     assert isinstance(sent.message, DevicesAdmitted)
     assert sent.message.admitted == ("a", "b", "c", "d") and sent.message.refused == ("e",)
     assert "threshold" in sent.message.reason
-    again = bench.machine._admit_devices(AdmitDevices(1, ("a", "f")))
+    again = bench.admit(AdmitDevices(1, ("a", "f")))
     assert again.admitted == ("a",) and again.refused == ("f",)
-    assert bench.machine._admit_devices(AdmitDevices(7, ("a",))).refused == ("a",)
+    assert bench.admit(AdmitDevices(7, ("a",))).refused == ("a",)
 
 
 def test_a_round_closes_by_ratio_is_summed_once_and_goes_on() -> None:
@@ -132,17 +143,17 @@ def test_a_round_closes_by_ratio_is_summed_once_and_goes_on() -> None:
     summer = bench.orders().aggregator
     assert dict(bench.orders().expected_totals) == {"0": RoundTotals(1), "1": RoundTotals(1)}
     bench.stand(int(summer) + 1, model_round=1, digest="m1")
-    assert (bench.machine.round, bench.machine.stage, bench.machine.digest) == (2, RoundStage.OPEN, "m1")
+    assert (bench.machine.round.number, bench.machine.round.stage, bench.machine.round.digest) == (2, RoundStage.OPEN, "m1")
     assert bench.orders().source == summer
 
 
 def test_a_missed_window_costs_no_number_and_no_work_and_takes_others() -> None:
     bench = Bench().form()
-    bench.machine._admit_devices(AdmitDevices(1, ("a", "b", "c", "d")))
+    bench.admit(AdmitDevices(1, ("a", "b", "c", "d")))
     bench.stand(1, round=1, totals=RoundTotals(1))
     bench.tick(2.5)
-    assert (bench.machine.round, bench.machine.counted_updates, bench.machine.missed_count) == (1, 1, 1)
-    assert bench.machine._admit_devices(AdmitDevices(1, ("e",))).admitted == ("e",)
+    assert (bench.machine.round.number, bench.machine.counted_updates, bench.machine.instance.missed_count) == (1, 1, 1)
+    assert bench.admit(AdmitDevices(1, ("e",))).admitted == ("e",)
     assert "1 of 2 updates came within 2 s" in bench.said("missed")[0]
 
 
@@ -155,7 +166,7 @@ def test_a_sample_that_too_few_devices_are_in_is_drawn_anew() -> None:
             break
         assert "samples 0.2 of the devices" in sent.message.reason
         bench.tick(PLAN.start_window_s)
-        assert bench.machine.missed_count == window and bench.machine.round == 1
+        assert bench.machine.instance.missed_count == window and bench.machine.round.number == 1
     assert window > 1 and sent.message.admitted, "the first draw has neither, and a later one must have one"
 
 
@@ -184,14 +195,14 @@ def test_a_dead_servers_log_is_adopted_by_one_that_can_reach_it() -> None:
     bench.stand(1, round=1, totals=RoundTotals(1))
     bench.out += bench.machine.step(ConnectionLost("closed", 1), bench.now)
     assert bench.orders().adoptions == (LogAdoption("0", "0", "0", "1"),)
-    assert bench.machine.generation == 1 and bench.machine.state == "NODE_TIMEOUT"
+    assert bench.machine.roster.generation == 1 and bench.machine.state == "NODE_TIMEOUT"
     bench.stand(2, round=1, totals=RoundTotals(1), adopted_instances=("0",))
-    assert bench.machine.generation == 2
+    assert bench.machine.roster.generation == 2
     assert [peer.node_id for peer in bench.orders().members] == ["1"]
     bench.come(3, "0", life="0b")
     bench.stand(3)
     assert [(peer.node_id, peer.rank) for peer in bench.orders().members] == [("0", 0), ("1", 1)]
-    assert bench.machine.generation == 3
+    assert bench.machine.roster.generation == 3
 
 
 def test_a_log_that_could_not_be_taken_over_is_asked_for_again() -> None:
@@ -217,7 +228,7 @@ def test_past_a_limit_the_round_goes_without_a_part_and_says_so() -> None:
     bench.stand(1, round=1, sealed=True)
     assert bench.orders().adoptions == ()
     bench.tick(5.5)
-    assert bench.machine.missing == ("1",)
+    assert bench.machine.round.missing == ("1",)
     assert "goes without its 3 updates" in bench.said("given up")[0]
     bench.come(3, "1", life="1b")
     admitted = [effect.message for effect in bench.out if isinstance(effect, Send)][-1]
@@ -246,9 +257,9 @@ def test_nobody_is_given_up_for_the_time_in_which_everybody_was_away() -> None:
     bench.come(3, "0", life="0b")
     bench.stand(3)
     bench.tick(4.5)
-    assert not bench.machine.missing
+    assert not bench.machine.round.missing
     bench.tick(1)
-    assert bench.machine.missing == ("1",)
+    assert bench.machine.round.missing == ("1",)
 
 
 @pytest.mark.parametrize("life", ["1", "1b"])
@@ -285,11 +296,11 @@ def test_where_a_host_may_be_lost_a_model_has_two_holders_before_its_round_is_ov
         bench.stand(link, sealed=True)
     maker = int(bench.orders().aggregator) + 1
     bench.stand(maker, model_round=1, digest="m1", metrics={"loss": 0.5})
-    assert (bench.machine.round, bench.stage()) == ((1, RoundStage.SUMMING) if waits else (2, RoundStage.OPEN))
+    assert (bench.machine.round.number, bench.stage()) == ((1, RoundStage.SUMMING) if waits else (2, RoundStage.OPEN))
     assert bench.orders().new_model == (RoundModel(str(maker - 1), "m1", {"loss": 0.5}) if waits else None)
     other = 3 - maker
     bench.stand(other, model_round=1, digest="m1", metrics={"loss": 0.5})
-    assert (bench.machine.round, bench.machine.metrics, bench.orders().new_model) == (2, {"loss": 0.5}, None)
+    assert (bench.machine.round.number, bench.machine.round.metrics, bench.orders().new_model) == (2, {"loss": 0.5}, None)
     bench.out += bench.machine.step(ConnectionLost("closed", maker), bench.now)
     assert bench.orders().source == str(other - 1), "from whom whoever comes has it"
 
@@ -312,7 +323,7 @@ def test_a_model_whose_maker_is_lost_before_another_has_it_is_made_again() -> No
     orders = bench.orders()
     assert (orders.stage, orders.aggregator, orders.new_model) == (RoundStage.SUMMING, str(other - 1), None)
     bench.stand(other, model_round=1, digest="m1")
-    assert bench.machine.round == 2, "alone there is nobody to wait for"
+    assert bench.machine.round.number == 2, "alone there is nobody to wait for"
 
 
 def copied() -> Bench:
@@ -376,7 +387,7 @@ def test_a_server_that_hangs_and_holds_its_log_is_replaced_by_its_copies_though_
     bench.tick(1.5)
     assert bench.orders().adoptions == (LogAdoption("1", "1", "1", "2", from_replica=True),)
     bench.stand(3, round=1, totals=RoundTotals(3), adopted_instances=("1",))
-    assert not bench.machine.missing and bench.machine.counted_updates == 3
+    assert not bench.machine.round.missing and bench.machine.counted_updates == 3
     (admitted,) = [e.message for e in bench.come(4, "1") if isinstance(e, Send) and isinstance(e.message, ServerRegistered)]
     assert admitted.discarded_through_round == 1, "it wakes up, and its own log must not count too"
 
@@ -410,12 +421,12 @@ def test_a_round_that_lost_every_update_is_not_made_of_nothing_but_begins_again(
     assert (bench.stage(), bench.orders().is_abandoned, bench.orders().expected_totals) == (RoundStage.SUMMING, True, ())
     assert "given up" in bench.said("abandoned")[0]
     bench.stand(1, model_round=1, digest="m0")
-    assert (bench.machine.round, bench.machine.iteration, bench.stage()) == (2, 1, RoundStage.OPEN)
+    assert (bench.machine.round.number, bench.machine.round.iteration, bench.stage()) == (2, 1, RoundStage.OPEN)
     assert bench.orders().may_have_lost_updates, "who was counted in iteration 1 is not any more, and sends again"
     bench.stand(1, round=2, totals=RoundTotals(3))
     bench.stand(1, sealed=True)
     bench.stand(1, model_round=2, digest="m2")
-    assert bench.machine.iteration == 2 and not bench.orders().may_have_lost_updates
+    assert bench.machine.round.iteration == 2 and not bench.orders().may_have_lost_updates
 
 
 def test_whoever_could_tell_what_it_counted_before_is_gone_and_old_updates_must_not_come_again() -> None:
@@ -424,8 +435,7 @@ def test_whoever_could_tell_what_it_counted_before_is_gone_and_old_updates_must_
     bench = Bench(plan=msgspec.structs.replace(PLAN, staleness=2))
     for link, host in ((1, HERE), (2, far)):
         bench.come(link, str(link - 1), host=host)
-        bench.stand(link)
-    bench.machine.round = 4
+        bench.stand(link, model_round=3, digest="m3")
     bench.out += bench.machine.step(ConnectionLost("closed", 2), bench.now)
     assert bench.orders().forgotten == -1  # it may come back
     bench.tick(5.5)
@@ -466,7 +476,7 @@ def test_a_death_while_parts_are_summed_begins_the_sealing_again() -> None:
     assert (bench.stage(), bench.orders().aggregator, bench.orders().expected_totals) == (RoundStage.SEALING, "", ())
     bench.stand(2)
     assert bench.orders().expected_totals == (("1", RoundTotals(2)),)
-    assert (bench.machine.stage, bench.machine.aggregator) == (RoundStage.SUMMING, "1")
+    assert (bench.machine.round.stage, bench.machine.round.aggregator) == (RoundStage.SUMMING, "1")
 
 
 def test_a_restarted_scheduler_goes_on_without_touching_the_logs_of_the_living() -> None:
@@ -480,7 +490,7 @@ def test_a_restarted_scheduler_goes_on_without_touching_the_logs_of_the_living()
     assert after.orders().adoptions == ()
     after.come(2, "1", life="1")
     after.stand(2, round=1, totals=RoundTotals(1), model_round=0)
-    assert (after.machine.generation, after.machine.stage) == (1, RoundStage.SEALING)
+    assert (after.machine.roster.generation, after.machine.round.stage) == (1, RoundStage.SEALING)
 
 
 def test_scaling_out_takes_whoever_waits_and_rolls_back() -> None:
@@ -494,7 +504,7 @@ def test_scaling_out_takes_whoever_waits_and_rolls_back() -> None:
     with pytest.raises(UsageError, match="not ready"):
         bench.machine.scale_in(["1"], bench.now)
     bench.machine.roll_back(bench.now)
-    assert (bench.machine.state, bench.machine.wanted) == ("CLUSTER_READY", 3)
+    assert (bench.machine.state, bench.machine.roster.wanted) == ("CLUSTER_READY", 3)
 
 
 def test_scaling_in_waits_for_what_a_server_holds() -> None:
@@ -521,7 +531,7 @@ def test_whoever_was_scaled_in_stays_out_for_this_life_though_the_scheduler_is_n
     after.stand(2, round=1)
     after.come(1, "0")
     after.stand(1, drained=True)
-    assert after.machine.servers["0"].has_left, "and is shown so"
+    assert after.machine.roster.servers["0"].has_left, "and is shown so"
     after.machine.scale_out(1, after.now)
     assert [peer.node_id for peer in after.orders().members] == ["1"]
     after.machine.step(ConnectionLost("closed", 1), after.now)
@@ -561,14 +571,14 @@ def test_no_instance_begins_whose_privacy_is_spent() -> None:
     noise = Noise(local=False, clip=1.0, multiplier=2.0, delta=1e-5, budget=1.0)
     machine = Bench(plan=msgspec.structs.replace(PLAN, noise=noise)).form().machine
     with pytest.raises(UsageError, match="No new instance can begin: another round would spend epsilon 1"):
-        machine.request_new_instance(machine.plan, 0.0)
+        machine.request_new_instance(machine.instance.plan, 0.0)
 
 
 def test_a_silent_server_counts_as_gone_and_its_connection_is_closed() -> None:
     bench = Bench().form()
     bench.tick(1e6)
     bench.hear(1, ServerHeartbeat())
-    assert bench.machine.servers["0"].alive is False, "who was given up speaks over a connection that is closed"
+    assert bench.machine.roster.servers["0"].alive is False, "who was given up speaks over a connection that is closed"
     assert {e.connection for e in bench.out if isinstance(e, Close)} == {1, 2}
 
 
@@ -581,9 +591,9 @@ def test_servers_that_do_not_come_end_it_with_a_sentence() -> None:
     bench = Bench()
     bench.come(1, "0")
     bench.stand(1)
-    limit = bench.machine.timeouts.formation_timeout_s
+    limit = bench.machine.roster.timeouts.formation_timeout_s
     bench.now = limit + 1.0
-    bench.machine.servers["0"].last_heartbeat_at = bench.now
+    bench.hear(1, ServerHeartbeat())
     effects = bench.tick(0.0)
     assert [(e.code, e.reason) for e in effects if isinstance(e, EndCluster)] == [
         (20, f"1 of 2 servers came within {limit:g} s")
@@ -611,32 +621,30 @@ def test_a_server_of_another_cluster_is_refused() -> None:
 
 def test_an_iteration_that_takes_too_long_takes_others() -> None:
     bench = Bench(plan=msgspec.structs.replace(PLAN, start_window_s=50.0, iteration_window_s=5.0)).form()
-    assert len(bench.machine._admit_devices(AdmitDevices(1, ("a", "b", "c", "d"))).admitted) == 4
+    assert len(bench.admit(AdmitDevices(1, ("a", "b", "c", "d"))).admitted) == 4
     bench.tick(5.0)
     assert bench.said("missed") == ["iteration 1 stays open: the iteration took longer than 5 s"]
-    assert bench.machine._admit_devices(AdmitDevices(1, ("e", "f", "g"))).admitted == ("e", "f"), (
-        "as many as were needed and did not come"
-    )
+    assert bench.admit(AdmitDevices(1, ("e", "f", "g"))).admitted == ("e", "f"), "as many as were needed and did not come"
 
 
 def test_a_sample_of_the_devices_is_the_same_for_whoever_asks() -> None:
     bench = Bench(plan=msgspec.structs.replace(PLAN, threshold=100, sample=0.5)).form()
     everyone = tuple(f"d{n}" for n in range(60))
-    first = bench.machine._admit_devices(AdmitDevices(1, everyone))
+    first = bench.admit(AdmitDevices(1, everyone))
     assert 10 < len(first.admitted) < 50 and first.reason == "iteration 1 samples 0.5 of the devices, and not this one"
-    assert bench.machine._admit_devices(AdmitDevices(1, everyone)).refused == first.refused
+    assert bench.admit(AdmitDevices(1, everyone)).refused == first.refused
 
 
 def test_a_new_instance_begins_now_or_after_the_round() -> None:
     bench = Bench().form()
     plan = msgspec.structs.replace(PLAN, iterations=9)
     bench.machine.request_new_instance(plan, bench.now)
-    assert (bench.machine.iteration, bench.machine.plan) == (1, plan)
+    assert (bench.machine.round.iteration, bench.machine.instance.plan) == (1, plan)
     bench.stand(1, round=1, totals=RoundTotals(1))
     bench.out += bench.machine.request_new_instance(PLAN, bench.now)
-    assert (bench.machine.plan, bench.machine.state) == (plan, "CLUSTER_NEW_INSTANCE")
+    assert (bench.machine.instance.plan, bench.machine.state) == (plan, "CLUSTER_NEW_INSTANCE")
     record = [effect.record for effect in bench.out if isinstance(effect, PersistFederation)][-1]
-    assert Bench(record=record).machine.next_plan == PLAN  # a scheduler that dies meanwhile has not forgotten it
+    assert Bench(record=record).machine.instance.next_plan == PLAN  # a scheduler that dies meanwhile has not forgotten it
 
 
 def test_a_new_instance_does_not_wait_for_a_round_that_cannot_end() -> None:
@@ -648,8 +656,8 @@ def test_a_new_instance_does_not_wait_for_a_round_that_cannot_end() -> None:
     bench.tick(1.0)
     assert (bench.machine.state, bench.stage()) == ("CLUSTER_NEW_INSTANCE", RoundStage.OPEN)
     bench.tick(1.5)
-    assert (bench.machine.plan, bench.machine.state, bench.machine.iteration) == (plan, "CLUSTER_READY", 1)
-    assert record_of(bench.machine) == [effect.record for effect in bench.out if isinstance(effect, PersistFederation)][-1]
+    assert (bench.machine.instance.plan, bench.machine.state, bench.machine.round.iteration) == (plan, "CLUSTER_READY", 1)
+    assert bench.machine.record() == [effect.record for effect in bench.out if isinstance(effect, PersistFederation)][-1]
     bench.tick(0.1)
     assert bench.stage() is RoundStage.SEALING, "with what was counted: nothing is thrown away"
 
@@ -670,7 +678,7 @@ def test_an_id_of_digits_that_is_no_rank_is_a_name(name: str) -> None:
 def test_the_end_of_the_iterations_finishes_and_disabling_rests() -> None:
     bench = Bench(plan=msgspec.structs.replace(PLAN, iterations=1)).form()
     bench.machine.set_enabled(False, bench.now)
-    assert bench.machine._admit_devices(AdmitDevices(1, ("a",))).refused == ("a",)
+    assert bench.admit(AdmitDevices(1, ("a",))).refused == ("a",)
     bench.machine.set_enabled(True, bench.now)
     for link in (1, 2):
         bench.stand(link, round=1, totals=RoundTotals(1))
@@ -679,7 +687,7 @@ def test_the_end_of_the_iterations_finishes_and_disabling_rests() -> None:
     bench.machine.set_enabled(False, bench.now)  # while the last iteration is added up
     bench.stand(int(bench.orders().aggregator) + 1, model_round=1, digest="m1")
     bench.machine.set_enabled(True, bench.now)
-    assert bench.machine.instance is InstanceState.FINISHED
+    assert bench.machine.instance.state is InstanceState.FINISHED
 
 
 def test_an_id_that_lives_is_refused_and_an_empty_one_is_found_again() -> None:
@@ -688,7 +696,7 @@ def test_an_id_that_lives_is_refused_and_an_empty_one_is_found_again() -> None:
     assert isinstance(refused[0], Refused) and "MS_NODE_ID" in refused[0].reason
     bench.out += bench.machine.step(ConnectionLost("closed", 2), bench.now)
     bench.hear(4, RegisterServer("", "1c", HERE, "h:1", "p:1"))
-    assert bench.machine.servers["1"].instance_id == "1c"
+    assert bench.machine.roster.servers["1"].instance_id == "1c"
 
 
 def test_no_better_loss_for_long_enough_stops_early() -> None:
@@ -697,8 +705,8 @@ def test_no_better_loss_for_long_enough_stops_early() -> None:
         bench.stand(1, round=number, totals=RoundTotals(1), sealed=False)
         bench.stand(1, sealed=True)
         bench.stand(1, model_round=number, digest=f"m{number}", metrics={"loss": loss})
-    assert bench.machine.instance is InstanceState.FINISHED
-    assert bench.machine.best == (1, 0.5)
+    assert bench.machine.instance.state is InstanceState.FINISHED
+    assert bench.machine.instance.best == (1, 0.5)
 
 
 def test_a_server_without_an_id_takes_none_that_another_comes_with() -> None:
@@ -706,53 +714,49 @@ def test_a_server_without_an_id_takes_none_that_another_comes_with() -> None:
     for link in (1, 2):
         bench.hear(link, RegisterServer("", f"l{link}", HERE, f"h:{link}", f"p:{link}"))
     bench.come(3, "0")
-    assert sorted(bench.machine.servers) == ["0", "1", "2"]
+    assert sorted(bench.machine.roster.servers) == ["0", "1", "2"]
     assert not [effect for effect in bench.out if isinstance(effect, Send) and isinstance(effect.message, Refused)]
 
 
-def record_of(machine: FederationMachine) -> FederationRecord:
-    machine._effects = []
-    machine._persist_record()
-    (kept,) = machine._effects
-    assert isinstance(kept, PersistFederation)
-    return kept.record
+def test_a_restored_machine_makes_the_same_record() -> None:
+    first = Bench(1, record=None).form(1).machine.record()
+    record = msgspec.structs.replace(
+        first,
+        cluster_id="theirs",
+        key=b"another",
+        generation=5,
+        servers=(
+            ServerRecord("0", "0", 0, HERE, "h:0", "p:0", "0", True, durability="host"),
+            ServerRecord("1", "1", 1, HERE, "h:1", "p:1", "1", True, leaving=True),
+        ),
+        wanted=3,
+        round=7,
+        base=4,
+        instance=InstanceState.DISABLED,
+        plan=msgspec.structs.replace(PLAN, threshold=9, secure=True),
+        digest="m6",
+        source="1",
+        voids={"a": 6},
+        forgotten=2,
+        best=(6, 0.5),
+        operation=ScaleOperation.OUT,
+        wanted_before=4,
+        next_plan=msgspec.structs.replace(PLAN, threshold=8),
+        missing=("0",),
+        metrics={"loss": 0.75},
+        uploaders=UploaderList("c/7", 1, 2, ("a",), 1, {"a": b"pk"}, ("a",)),
+        voided=(6, "nobody was left"),
+        spent=1.5,
+    )
+    for name in set(FederationRecord.__struct_fields__) - {"formed"}:
+        assert getattr(record, name) != getattr(first, name), f"{name} has the same value in both records: nothing is proven"
+    restored = Bench(record=record).machine
+    assert restored.record() == record and restored.round.reason == "the scheduler is back"
+    assert restored.round.stage is RoundStage.SEALING, "a secure round whose list is stored continues from it"
 
 
-def test_what_is_kept_is_all_of_it_and_comes_back() -> None:
+def test_each_field_of_the_record_has_one_owner() -> None:
     machine = Bench().form().machine
-    others: dict[str, Any] = {
-        "cluster_id": "theirs",
-        "key": b"another",
-        "generation": 5,
-        "wanted": 3,
-        "round": 7,
-        "base": 4,
-        "instance": InstanceState.FINISHED,
-        "plan": msgspec.structs.replace(PLAN, threshold=9),
-        "digest": "m6",
-        "source": "1",
-        "voids": {"a": 6},
-        "forgotten": 2,
-        "best": (6, 0.5),
-        "operation": "out",
-        "wanted_before": 4,
-        "next_plan": msgspec.structs.replace(PLAN, threshold=8),
-        "missing": ("0",),
-        "metrics": {"loss": 0.75},
-        "uploaders": UploaderList("c/7", 1, 2, ("a",), 1, {"a": b"pk"}, ("a",)),
-        "voided": (6, "nobody was left"),
-        "spent": 1.5,
-    }
-    for name, value in others.items():
-        assert getattr(machine, name) != value, f"{name} has another value, or nothing is proven"
-        setattr(machine, name, value)
-    machine.servers["1"].leaving = True
-    kept = record_of(machine)
-    assert {name: getattr(kept, name) for name in others} == others and kept.formed
-    assert [(s.node_id, s.life, s.rank, s.http, s.peer, s.folder, s.member, s.leaving) for s in kept.servers] == [
-        ("0", "0", 0, "h:0", "p:0", "0", True, False),
-        ("1", "1", 1, "h:1", "p:1", "1", True, True),
-    ]
-    again = Bench(record=kept).machine
-    assert record_of(again) == kept and again.reason == "the scheduler is back"
-    assert again.stage is RoundStage.OPEN
+    parts = [machine.roster.record_fields(), machine.instance.record_fields(), machine.round.record_fields()]
+    owned = ["cluster_id", "key", *(name for part in parts for name in part)]
+    assert sorted(owned) == sorted(FederationRecord.__struct_fields__)

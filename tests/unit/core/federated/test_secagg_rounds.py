@@ -8,6 +8,7 @@ from tests.unit.core.federated.test_rounds import PLAN, Bench
 from tests.unit.core.federated.test_rounds_effects import told
 
 from covey.core.effects import Level, Send
+from covey.core.federated.aggregation import SecureAggregation
 from covey.core.federated.dp_accounting import Noise
 from covey.core.federated.messages import (
     AdmitDevices,
@@ -18,9 +19,9 @@ from covey.core.federated.messages import (
     RoundTotals,
     ServerInstructions,
 )
+from covey.core.federated.outbox import FederationEffect, PersistFederation
 from covey.core.federated.secagg.messages import ClientList, GetSecrets, SecaggForward, SecaggPhase, SecaggReply, SecaggVerdict
 from covey.core.federated.secagg.protocol import SecaggOutcome, SecaggRound
-from covey.core.federated.server_membership import FederationEffect, PersistFederation
 
 SECURE = msgspec.structs.replace(PLAN, threshold=4, ratio=0.75, secure=True, cipher_window_s=5.0, update_window_s=2.0)
 NAMES = tuple(f"device-{number}" for number in range(4))
@@ -32,13 +33,13 @@ class Masks(Sim):
     def __init__(self, bench: Bench) -> None:
         super().__init__(4)
         self.bench = bench
-        bench.hear(1, AdmitDevices(bench.machine.round, NAMES))
+        bench.hear(1, AdmitDevices(bench.machine.round.number, NAMES))
 
     def ask(self, kind: type, name: str, **more: object) -> SecaggOutcome:
         ask = kind(fl_id=name, iteration=1, timestamp=0, data_size=self.sizes[name], ticket="", **more)
-        (sent,) = secured(self.bench.hear(2, SecaggForward(7, self.bench.machine.round, ask)))
+        (sent,) = secured(self.bench.hear(2, SecaggForward(7, self.bench.machine.round.number, ask)))
         assert sent.serial == 7, "the server knows by it whom the answer is for"
-        self.round = self.bench.machine.secagg_round or self.round
+        self.round = secagg_round(self.bench)
         return SecaggOutcome(sent.verdict, sent.reason, sent.payload)
 
     def _wait(self) -> None:
@@ -49,9 +50,15 @@ class Masks(Sim):
         super().upload(names)
         self.round.fix_uploaders = fix  # type: ignore[method-assign]
         for link, part in ((1, names[:1]), (2, names[1:])):
-            self.bench.stand(link, round=self.bench.machine.round, totals=RoundTotals(len(part), len(part)))
+            self.bench.stand(link, round=self.bench.machine.round.number, totals=RoundTotals(len(part), len(part)))
         for link, part in ((1, names[:1]), (2, names[1:])):
             self.bench.stand(link, sealed=True, counted_devices=tuple(part))
+
+
+def secagg_round(bench: Bench) -> SecaggRound:
+    aggregation = bench.machine.round.aggregation
+    assert isinstance(aggregation, SecureAggregation)
+    return aggregation.secagg_round
 
 
 def secured(effects: list[FederationEffect]) -> list[SecaggReply]:
@@ -88,7 +95,11 @@ def test_the_list_is_kept_before_any_device_can_hear_of_it() -> None:
     }
     assert len(lists) == 1
     bench.stand(int(orders.aggregator) + 1, model_round=1, digest="m1")
-    assert bench.machine.round == 2 and bench.machine.uploaders is None and bench.orders().secagg_phase is SecaggPhase.KEYS
+    assert (
+        bench.machine.round.number == 2
+        and bench.machine.record().uploaders is None
+        and bench.orders().secagg_phase is SecaggPhase.KEYS
+    )
 
 
 def test_a_part_that_is_not_the_one_of_the_list_abandons_the_round() -> None:
@@ -119,16 +130,16 @@ def test_an_abandoned_round_repeats_its_iteration_under_the_next_number() -> Non
     assert (orders.round, orders.base, orders.round - orders.base) == (2, 1, 1) and orders.stage is RoundStage.OPEN
     assert orders.voided[0] == 1 and "2 devices" in orders.voided[1]
     asks = GetSecrets(fl_id="device-0", iteration=1, timestamp=0, data_size=1, ticket="")
-    late = bench.machine._handle_secagg_request(SecaggForward(1, 1, asks))
+    late = bench.answer_secagg(SecaggForward(1, 1, asks))
     assert late.verdict is SecaggVerdict.LATE and late.reason.startswith("the round was abandoned: 2 devices")
 
 
 def test_nobody_joins_a_round_that_has_its_keys() -> None:
     bench = Bench(plan=SECURE).form()
     sim = Masks(bench)
-    assert bench.machine._admit_devices(AdmitDevices(1, NAMES[:1])).admitted == NAMES[:1], "it may ask again"
+    assert bench.admit(AdmitDevices(1, NAMES[:1])).admitted == NAMES[:1], "it may ask again"
     sim.keys(list(NAMES))
-    late = bench.machine._admit_devices(AdmitDevices(1, NAMES[:1]))
+    late = bench.admit(AdmitDevices(1, NAMES[:1]))
     assert late.refused == NAMES[:1] and "has its keys" in late.reason
 
 
@@ -148,8 +159,8 @@ def test_a_scheduler_that_comes_back_goes_on_from_the_list_or_abandons() -> None
     record = [e.record for e in bench.out if isinstance(e, PersistFederation)][-1]
     assert record.uploaders is not None
     second = resumed(record)
-    assert second.stage() is RoundStage.UNMASKING and second.machine.uploaders == record.uploaders
-    sim.bench, sim.round = second, second.machine.secagg_round or sim.round
+    assert second.stage() is RoundStage.UNMASKING and second.machine.record().uploaders == record.uploaders
+    sim.bench, sim.round = second, secagg_round(second)
     sim.reveal(list(NAMES))
     assert second.stage() is RoundStage.SUMMING
     first = next(e.record for e in bench.out if isinstance(e, PersistFederation))
@@ -159,7 +170,14 @@ def test_a_scheduler_that_comes_back_goes_on_from_the_list_or_abandons() -> None
         InstanceState.DISABLED,
     ):  # what its servers hold is masked with keys that nobody knows
         third = resumed(msgspec.structs.replace(first, instance=instance))
-        assert third.orders().is_abandoned and "before the list of updates was kept" in third.machine.abandon_reason
+        assert third.orders().is_abandoned and "before the list of updates was kept" in third.machine.round.abandon_reason
+
+
+def test_a_model_that_an_earlier_scheduler_requested_ends_a_round_that_is_unmasking() -> None:
+    bench, _ = begun()
+    assert bench.stage() is RoundStage.UNMASKING
+    bench.stand(1, model_round=1, digest="m1")
+    assert (bench.machine.round.number, bench.orders().stage, bench.orders().digest) == (2, RoundStage.OPEN, "m1")
 
 
 def resumed(record: FederationRecord) -> Bench:
@@ -214,17 +232,22 @@ def test_rounds_that_are_abandoned_one_after_the_other_stay_one_iteration() -> N
         sim = Masks(bench)
         sim.keys(list(NAMES))
         bench.tick(6.0)
-        why = bench.machine.abandon_reason
-        assert why and bench.machine.reason == f"abandoned: {why}"
+        why = bench.machine.round.abandon_reason
+        assert why and bench.machine.round.reason == f"abandoned: {why}"
         assert f"round abandoned: iteration 1 begins again, nothing of it is known: {why}" in told(bench.out, Level.WARNING)
         assert (bench.orders().aggregator, bench.orders().expected_totals) == ("", ())
         for link in (1, 2):
             bench.stand(link, round=number, sealed=True, totals=RoundTotals())
         bench.stand(int(bench.orders().aggregator) + 1, model_round=number, digest="m0")
         machine = bench.machine
-        assert (machine.round, machine.base, machine.iteration, machine.missed_count) == (number + 1, number, 1, number)
-        assert machine.reason == f"iteration 1 begins again: {why}" and machine.voided == (number, why)
-        answer = machine._handle_secagg_request(SecaggForward(7, number, asks()))
+        assert (machine.round.number, machine.instance.base, machine.round.iteration, machine.instance.missed_count) == (
+            number + 1,
+            number,
+            1,
+            number,
+        )
+        assert machine.round.reason == f"iteration 1 begins again: {why}" and machine.round.voided == (number, why)
+        answer = bench.answer_secagg(SecaggForward(7, number, asks()))
         assert answer == SecaggReply(7, SecaggVerdict.LATE, f"the round was abandoned: {why}")
         for link in (1, 2):
             bench.stand(link, sealed=False)
@@ -234,8 +257,8 @@ def test_who_comes_to_a_round_that_has_its_keys_is_told_so() -> None:
     bench = Bench(plan=SECURE).form()
     Masks(bench).keys(list(NAMES))
     reason = "iteration 1 has its keys: it goes on with those who gave them"
-    assert bench.machine._admit_devices(AdmitDevices(1, NAMES[:1])) == DevicesAdmitted(1, (), NAMES[:1], reason)
-    assert bench.machine._admit_devices(AdmitDevices(2, NAMES[:1])).reason == "the round is not open"
+    assert bench.admit(AdmitDevices(1, NAMES[:1])) == DevicesAdmitted(1, (), NAMES[:1], reason)
+    assert bench.admit(AdmitDevices(2, NAMES[:1])).reason == "the round is not open"
 
 
 def test_why_a_round_was_abandoned_is_said_in_full() -> None:
@@ -245,13 +268,13 @@ def test_why_a_round_was_abandoned_is_said_in_full() -> None:
     sim.shares(list(NAMES))
     few.stand(1, round=1, totals=RoundTotals(2, 2))
     few.tick(3.0)
-    assert few.machine.abandon_reason == "2 of 3 updates came within 2 s"
+    assert few.machine.round.abandon_reason == "2 of 3 updates came within 2 s"
     lost = Bench(1).form(1)
     lost.stand(1, round=1, totals=RoundTotals(2))
     lost.stand(1, sealed=True, totals=RoundTotals())
-    assert lost.machine.abandon_reason == "its updates were at servers that were given up"
+    assert lost.machine.round.abandon_reason == "its updates were at servers that were given up"
     record = next(e.record for e in Bench(plan=SECURE).form().out if isinstance(e, PersistFederation))
-    assert resumed(record).machine.abandon_reason == "the scheduler went away before the list of updates was kept"
+    assert resumed(record).machine.round.abandon_reason == "the scheduler went away before the list of updates was kept"
 
 
 def test_what_takes_masks_off_is_told_when_it_is_time_to_add() -> None:
@@ -265,9 +288,9 @@ def test_what_takes_masks_off_is_told_when_it_is_time_to_add() -> None:
 
 def test_a_plan_s_limits_are_the_secure_rounds() -> None:
     def made(**changed: object) -> SecaggRound:
-        machine = Bench(plan=msgspec.structs.replace(SECURE, **changed)).form().machine
-        assert machine.secagg_round is not None and machine.secagg_round.session == "c/1"
-        return machine.secagg_round
+        found = secagg_round(Bench(plan=msgspec.structs.replace(SECURE, **changed)).form())
+        assert found.session == "c/1"
+        return found
 
     assert (made()._devices_max, made()._updates_min, made()._equal_weights, made()._reconstruct_threshold) == (4, 3, False, 0)
     assert made(update_min=2)._updates_min == 2 and made(update_min=9)._updates_min == 3

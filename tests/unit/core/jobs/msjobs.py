@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from covey.core.jobs import Observed, ReconcilePlan, plan
+from covey.core.jobs import Observed, ReconcilePlan, plan_job
 from covey.core.jobs.actions import AdoptOrphan, CreatePod, CreateService, DeletePod, DeleteService, SetLabel, TerminatePod
 from covey.core.jobs.scheduler_status import SchedulerStatus
 from covey.core.jobs.spec import pod_name
@@ -132,7 +132,7 @@ class World:
     def _plan(self) -> ReconcilePlan:
         pods, services = list(self.pods.values()), list(self.services.values())
         observed = Observed(pods=pods, services=services, nodes=self.nodes, scheduler_status=self.live)
-        return plan(copy.deepcopy(self.job), observed, self.now)
+        return plan_job(copy.deepcopy(self.job), observed, self.now)
 
     def crash_after(self, effects: int) -> None:
         """Plan, and carry out only the first effects: status, then one action after the other."""

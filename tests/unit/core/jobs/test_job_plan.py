@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.unit.core.jobs.msjobs import NOW, World, container, job, node, pod, service
 
-from covey.core.jobs import Observed, ReconcilePlan, plan
+from covey.core.jobs import Observed, ReconcilePlan, plan_job
 from covey.core.jobs.actions import (
     AdoptOrphan,
     CreatePod,
@@ -46,21 +46,21 @@ def told(made: ReconcilePlan) -> dict[str, str]:
 
 
 def test_first_the_service_then_everyone() -> None:
-    made = plan(job(), Observed(), NOW)
+    made = plan_job(job(), Observed(), NOW)
     assert of(made, CreateService) == [CreateService("Scheduler")] and not of(made, CreatePod)
     assert states(made) == {"Created": "True"}
-    made = plan(job(status=made.status), Observed(services=[service("train-scheduler-0")]), NOW)
+    made = plan_job(job(status=made.status), Observed(services=[service("train-scheduler-0")]), NOW)
     assert [(a.role, a.index) for a in of(made, CreatePod)] == [("Scheduler", 0), ("Worker", 0), ("Worker", 1)]
     assert not of(made, CreateService) and of(made, CreateSecret)
 
 
 def test_a_single_worker_needs_no_service() -> None:
-    made = plan(job(roles={"Worker": 1}), Observed(), NOW)
+    made = plan_job(job(roles={"Worker": 1}), Observed(), NOW)
     assert [(a.role, a.index) for a in of(made, CreatePod)] == [("Worker", 0)] and not of(made, CreateService)
 
 
 def test_letter_case_of_roles_does_not_matter() -> None:
-    made = plan(job(roles={"worker": 1}), Observed(), NOW)
+    made = plan_job(job(roles={"worker": 1}), Observed(), NOW)
     assert [a.role for a in of(made, CreatePod)] == ["Worker"]
 
 
@@ -272,7 +272,7 @@ def test_a_finished_job_stays_finished() -> None:
 def test_a_job_that_is_being_deleted_is_left_alone() -> None:
     deleted = job()
     deleted["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    assert plan(deleted, Observed(pods=[pod("train-worker-0", phase="Failed")]), NOW).actions == ()
+    assert plan_job(deleted, Observed(pods=[pod("train-worker-0", phase="Failed")]), NOW).actions == ()
 
 
 # -- waiting ---------------------------------------------------------------------------------------------------------
@@ -339,7 +339,7 @@ def test_recover_moves_the_one_pod_to_another_node() -> None:
     world = World(job(labels=GRACE, annotations={"recover-strategy": "recover"})).start()
     assert (
         SetLabel("process-recover-enable", "on")
-        in plan(job(labels=GRACE, annotations={"recover-strategy": "recover"}), Observed(), NOW).actions
+        in plan_job(job(labels=GRACE, annotations={"recover-strategy": "recover"}), Observed(), NOW).actions
     )
     world.pods["train-worker-0"]["spec"]["nodeName"] = "bad"
     world.ends("train-worker-0", 1)
@@ -468,7 +468,7 @@ def test_recover_of_covey_run_whose_cluster_is_not_known_starts_everyone_anew() 
 
 def test_recovery_is_off_without_fault_scheduling() -> None:
     asked = job(annotations={"recover-strategy": "recover"})
-    assert "no effect" in told(plan(asked, Observed(), NOW))["Remark"]
+    assert "no effect" in told(plan_job(asked, Observed(), NOW))["Remark"]
     world = World(asked).start()
     world.ends("train-worker-0", 1)
     assert states(world.look())["Failed"] == "True"
@@ -597,14 +597,14 @@ def test_a_job_that_does_not_run_yet_takes_the_new_number() -> None:
 def test_orphans_are_adopted_and_strangers_left_alone() -> None:
     orphan, stranger = pod("train-worker-0", owner=""), pod("train-worker-1", owner="another")
     observed = Observed(pods=[orphan, stranger], services=[service("train-scheduler-0", owner="")])
-    made = plan(job(), observed, NOW)
+    made = plan_job(job(), observed, NOW)
     assert {a.name for a in of(made, AdoptOrphan)} == {"train-worker-0", "train-scheduler-0"}
     assert [a.role for a in of(made, CreatePod)] == ["Scheduler"] and "NameTaken" in told(made)
     assert not of(made, DeletePod)
 
 
 def test_a_gang_is_made_when_asked() -> None:
-    made = plan(job(runPolicy={"schedulingPolicy": {"queue": "big"}}), Observed(uses_pod_groups=True), NOW)
+    made = plan_job(job(runPolicy={"schedulingPolicy": {"queue": "big"}}), Observed(uses_pod_groups=True), NOW)
     assert of(made, CreatePodGroup) == [CreatePodGroup(3, {"queue": "big"})]
 
 
@@ -613,7 +613,7 @@ def test_a_gang_of_an_earlier_job_of_this_name_is_not_this_ones_and_goes_with_it
     there = [pod(name, phase="Pending") for name in ("train-scheduler-0", "train-worker-0", "train-worker-1")]
     service_there = [service("train-scheduler-0")]
     for group, wanted in ((None, 1), (service("train", owner="another"), 1), (service("train"), 0)):
-        made = plan(job(), Observed(uses_pod_groups=True, pods=there, services=service_there, pod_group=group), NOW)
+        made = plan_job(job(), Observed(uses_pod_groups=True, pods=there, services=service_there, pod_group=group), NOW)
         assert len(of(made, CreatePodGroup)) == wanted and not of(made, CreatePod)
 
 
@@ -623,7 +623,7 @@ def test_a_gang_of_an_earlier_job_of_this_name_is_not_this_ones_and_goes_with_it
 def test_an_invalid_job_fails_with_the_path() -> None:
     bad = job()
     bad["spec"]["msReplicaSpecs"]["Worker"]["template"]["spec"]["volumes"] = [{"name": "script_data"}]
-    made = plan(bad, Observed(), NOW)
+    made = plan_job(bad, Observed(), NOW)
     assert reasons(made)["Failed"] == "InvalidSpec"
     assert "spec.msReplicaSpecs.Worker.template.spec.volumes[0].name: 'script_data'" in told(made)["InvalidSpec"]
 
@@ -677,7 +677,7 @@ def test_force_exit_waits_for_nobody_and_all_start_anew_elsewhere() -> None:
 
 
 def test_hot_switch_is_done_as_grace_exit_and_says_so() -> None:
-    made = plan(job(labels={"fault-scheduling": "grace", "subHealthyStrategy": "hotSwitch"}), Observed(), NOW)
+    made = plan_job(job(labels={"fault-scheduling": "grace", "subHealthyStrategy": "hotSwitch"}), Observed(), NOW)
     assert "hotSwitch is done as graceExit" in told(made)["Remark"]
-    made = plan(job(labels={"subHealthyStrategy": "sometimes"}), Observed(), NOW)
+    made = plan_job(job(labels={"subHealthyStrategy": "sometimes"}), Observed(), NOW)
     assert "metadata.labels[subHealthyStrategy]" in told(made)["InvalidSpec"]

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.unit.core.jobs.msjobs import NOW, World, container, job, pod
 
-from covey.core.jobs import Observed, ReconcilePlan, plan
+from covey.core.jobs import Observed, ReconcilePlan, plan_job
 from covey.core.jobs.actions import RecordEvent
 from covey.core.jobs.timestamps import format_timestamp
 
@@ -61,11 +61,11 @@ def test_a_suspension_and_its_end_are_told_and_the_next_start_is_a_new_one() -> 
 
 def test_what_is_wrong_before_the_start_is_the_end_and_later_it_is_told_until_it_is_right() -> None:
     wrong: dict[str, Any] = {"successPolicy": "Nobody"}
-    made = plan(job(**wrong), Observed(), NOW)
+    made = plan_job(job(**wrong), Observed(), NOW)
     (said,) = told(made)
     assert (said.event_type, said.reason) == ("Warning", "InvalidSpec") and said.message == made.reason
     assert condition(made, "Failed") == ("True", "InvalidSpec", said.message)
-    ended = plan(job(status=made.status, **wrong), Observed(), NOW)
+    ended = plan_job(job(status=made.status, **wrong), Observed(), NOW)
     assert (ended.actions, ended.status, ended.reason) == ((), None, said.message), "it is said once"
     world = World(job()).start()
     world.job["spec"].update(wrong)
@@ -80,7 +80,7 @@ def test_what_is_wrong_before_the_start_is_the_end_and_later_it_is_told_until_it
 def test_a_job_that_is_deleted_needs_nothing() -> None:
     gone = job()
     gone["metadata"]["deletionTimestamp"] = format_timestamp(NOW)
-    made = plan(gone, Observed(pods=[pod("train-worker-0")]), NOW)
+    made = plan_job(gone, Observed(pods=[pod("train-worker-0")]), NOW)
     assert (made.actions, made.status, made.reason) == ((), None, "the job is being deleted: what it owns goes with it")
 
 

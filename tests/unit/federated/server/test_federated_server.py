@@ -20,6 +20,7 @@ from covey.core.federated.messages import (
     RoundTotals,
     ServerInfo,
     ServerInstructions,
+    ServerRegistered,
 )
 from covey.core.types import Host
 from covey.errors import PeerError
@@ -28,8 +29,9 @@ from covey.federated.protocol import now_ms
 from covey.federated.server.accumulator import Accumulator
 from covey.federated.server.http_server import BytesLike, DeviceConnection, DeviceRequest
 from covey.federated.server.model_store import NO_STATE
+from covey.federated.server.position import ServerSettings
 from covey.federated.server.round_storage import RoundStorage
-from covey.federated.server.server import FederatedServer, ServerSettings
+from covey.federated.server.server import FederatedServer
 from covey.federated.server.server_links import ServerLinks
 from covey.federated.server.update_log import Update
 from covey.federated.server.update_replication import UpdateReplication
@@ -50,9 +52,7 @@ def a_server(folder: Path) -> FederatedServer:
         state_root=folder,
     )
     server = FederatedServer(settings, Credentials(), layout, values, FedAvg())
-    server.node_id = server.claims.node_id = "0"
-    server.round_storage.open(folder / "server_0", -1)
-    server.model_cache.open(folder / "models", name="", keep=1, sync=False)
+    server._on_registered(ServerRegistered("0", "c", b""))
     return server
 
 
@@ -62,7 +62,7 @@ def test_parts_that_are_not_to_be_added_any_more_are_not_added(tmp_path: Path, m
     async def play() -> None:
         server, begun, ended = a_server(tmp_path), asyncio.Queue[bool](), asyncio.Queue[bool]()
 
-        async def make(me: str, orders: ServerInstructions, part: Any, spool: Path) -> bool:
+        async def make(me: str, orders: ServerInstructions, part: Any, spool: Path, cluster_key: bytes) -> bool:
             begun.put_nowait(orders.is_abandoned)
             try:
                 return await asyncio.Future()
@@ -89,7 +89,7 @@ def test_parts_that_are_not_to_be_added_any_more_are_not_added(tmp_path: Path, m
             server._apply_instructions(msgspec.structs.replace(orders, expected_totals=(), is_abandoned=True))
             assert await ended.get() is False
             while begun.empty():
-                server._start_needed_tasks(server.instructions or orders)  # as its tick does
+                server._start_needed_tasks(server.position().instructions or orders)  # as its tick does
                 await asyncio.sleep(0)
         assert begun.get_nowait() is True and begun.empty(), "and the same orders again change nothing"
         server._background_tasks["sum"].cancel()
@@ -100,7 +100,7 @@ def test_parts_that_are_not_to_be_added_any_more_are_not_added(tmp_path: Path, m
 def test_a_model_of_a_round_that_is_not_over_is_fetched_with_what_is_known_of_it(tmp_path: Path) -> None:
     async def play() -> None:
         server, made = a_server(tmp_path), np.arange(4, dtype=np.float32)
-        content = {"model": server.layout.encode(made, {}), "state": NO_STATE}
+        content = {"model": layout_and_values({"w": made})[0].encode(made, {}), "state": NO_STATE}
 
         class Maker:
             async def fetch(self, node_id: str, what: str, round_number: int) -> bytearray:

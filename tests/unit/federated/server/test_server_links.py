@@ -37,9 +37,9 @@ async def two(
     def peers(guard: Credentials) -> ServerLinks:
         return ServerLinks(
             guard,
-            heard=lambda node_id, message: None,
-            reached=lambda node_id: None,
-            give=give,
+            on_message=lambda node_id, message: None,
+            on_connected=lambda node_id: None,
+            read_chunk=give,
             copy=lambda node_id, message: kept.append(message),
         )
 
@@ -114,7 +114,7 @@ def test_a_scheduler_that_was_never_there_is_called_again_whatever_patience_ther
         where = ("127.0.0.1", int(door.sockets[0].getsockname()[1]))
         guard = Credentials("", None, None)
         upstream = SchedulerLink(
-            where, guard, 0.0, opened=calls.clear, heard=print, end=lambda code, reason: ends.append(reason)
+            where, guard, 0.0, on_open=calls.clear, on_message=print, end=lambda code, reason: ends.append(reason)
         )
         calling = asyncio.get_running_loop().create_task(upstream.keep_connected())
         await asyncio.wait_for(calls.wait(), 60)
@@ -143,7 +143,7 @@ def test_the_answer_to_a_beat_vouches_for_the_time_when_that_was_sent_not_when_t
         )
         await door.open()
         where = ("127.0.0.1", int(sock.getsockname()[1]))
-        upstream = SchedulerLink(where, guard, 0.0, opened=lambda: None, heard=lambda _: heard.set(), end=lambda *_: None)
+        upstream = SchedulerLink(where, guard, 0.0, on_open=lambda: None, on_message=lambda _: heard.set(), end=lambda *_: None)
         calling = asyncio.get_running_loop().create_task(upstream.keep_connected())
         link, beat = await asyncio.wait_for(beats.get(), 60)
         assert upstream.confirmed_alive_at < beat.sent_at, "nobody has answered yet"

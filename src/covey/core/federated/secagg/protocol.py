@@ -99,14 +99,21 @@ class SecaggRound:
         self._signatures: dict[str, bytes] = {}
 
     @classmethod
-    def resume(cls, kept: UploaderList, window_s: float, now: float) -> SecaggRound:
-        """Go on from a stored list: only unmasking is left."""
-        round_ = cls(kept.session, wanted=0, least=0, share_ratio=1.0, reconstruct=0, window_s=window_s)
-        round_._ring, round_._degree, round_._shares_needed = kept.ring, kept.degree, kept.needed
-        round_._ring_index = {device: place for place, device in enumerate(kept.ring)}
-        round_._sharers = dict.fromkeys(kept.s_pks)
-        round_.phase, round_.uploaders, round_._phase_started_at = SecaggPhase.UNMASKING, kept, now
-        return round_
+    def resume(cls, uploaders: UploaderList, window_s: float, now: float) -> SecaggRound:
+        """Return a round that continues from a stored list: only unmasking is left."""
+        resumed = cls(uploaders.session, wanted=0, least=0, share_ratio=1.0, reconstruct=0, window_s=window_s)
+        resumed._restore(uploaders, now)
+        return resumed
+
+    def _restore(self, uploaders: UploaderList, now: float) -> None:
+        self._ring, self._degree, self._shares_needed = uploaders.ring, uploaders.degree, uploaders.needed
+        self._ring_index = {device: place for place, device in enumerate(uploaders.ring)}
+        self._sharers = dict.fromkeys(uploaders.s_pks)
+        self.phase, self.uploaders, self._phase_started_at = SecaggPhase.UNMASKING, uploaders, now
+
+    def fail(self, reason: str) -> None:
+        """Let the round fail for a reason outside the protocol."""
+        self.failure_reason = reason
 
     # -- what devices say --------------------------------------------------------------------------------------------
 

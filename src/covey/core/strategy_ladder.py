@@ -1,17 +1,21 @@
-"""The recovery strategies, in the order in which they are tried."""
+"""Recovery strategies in the order in which they are tried, and the limit of deaths without progress.
+
+`core/cluster/recovery.py` chooses among them; settings, MSJobs, commands and the worker's supervisor only name them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from enum import StrEnum
+from typing import Final
 
 from covey.errors import UsageError
 
-DEATHS_WITHOUT_PROGRESS_MAX = 3  # deaths of one rank without a step committed in between
+DEATHS_WITHOUT_PROGRESS_MAX: Final = 3  # deaths of one rank without a step committed in between
 
 
 class RecoveryStrategy(StrEnum):
-    """The rungs, in the ladder's order."""
+    """The strategies, in the order of the ladder."""
 
     RETRY = "retry"
     IN_PLACE = "recover-in-place"
@@ -22,7 +26,7 @@ class RecoveryStrategy(StrEnum):
 
 
 def parse_strategies(names: Iterable[str]) -> tuple[RecoveryStrategy, ...]:
-    """Strategies in the ladder's order, whatever order they were named in; `exit` is always the last."""
+    """Return the named strategies in the order of the ladder; `exit` is always the last. Raise `UsageError` for other names."""
     known = {str(strategy): strategy for strategy in RecoveryStrategy}
     wanted = [name.strip() for name in names if name.strip()]
     for name in wanted:

@@ -1,0 +1,126 @@
+"""How the updates of one round become a sum: plainly, or by secure aggregation.
+
+An aggregation belongs to one round and returns verdicts; `Round` moves the stage. In a secure round unmasking comes between
+sealing and summing. The list of uploaders is persisted before any device can receive it, so a restarted scheduler continues
+from that list, or abandons the round if there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import msgspec
+
+from covey.core.federated.messages import RoundPlan, ServerStatus
+from covey.core.federated.secagg.messages import (
+    AnySecaggRequest,
+    SecaggPhase,
+    SecaggVerdict,
+)
+from covey.core.federated.secagg.protocol import SecaggOutcome, SecaggRound
+
+
+class Unmask(msgspec.Struct, frozen=True):
+    """Devices must reveal shares first. A new list of uploaders must be persisted."""
+
+    is_new_list: bool
+
+
+class Abandon(msgspec.Struct, frozen=True):
+    """The round has no sum."""
+
+    reason: str
+
+
+class Aggregation(Protocol):
+    """What a round needs to know of its kind of aggregation."""
+
+    @property
+    def secagg_round(self) -> SecaggRound | None: ...
+    @property
+    def admits_devices(self) -> bool: ...
+
+    def check_deadline(self, now: float) -> str:
+        """Return why the round must be abandoned at this time, or an empty string."""
+
+    def on_window_missed(self, reason: str) -> str:
+        """Return why the round must be abandoned after a missed window, or an empty string."""
+
+    def on_all_sealed(self, statuses: Sequence[ServerStatus], now: float) -> Unmask | Abandon | None:
+        """Return what must happen now that every part is fixed; None if the parts can be added."""
+
+    def handle_request(self, request: AnySecaggRequest, *, is_admitted: bool, now: float) -> SecaggOutcome | None:
+        """Return the outcome of a device's request, or None if the round is not secure."""
+
+
+class PlainAggregation:
+    """Updates are added as they are."""
+
+    secagg_round = None
+    admits_devices = True
+
+    def check_deadline(self, now: float) -> str:
+        return ""
+
+    def on_window_missed(self, reason: str) -> str:
+        return ""
+
+    def on_all_sealed(self, statuses: Sequence[ServerStatus], now: float) -> None:
+        return None
+
+    def handle_request(self, request: AnySecaggRequest, *, is_admitted: bool, now: float) -> None:
+        return None
+
+
+class SecureAggregation:
+    """Updates are masked; the masks of the sum are removed with shares that devices reveal."""
+
+    def __init__(self, secagg_round: SecaggRound) -> None:
+        self.secagg_round = secagg_round
+
+    @property
+    def admits_devices(self) -> bool:
+        """Whether keys can still be given: a device without keys, or with new ones, has no place in the round."""
+        return self.secagg_round.phase is SecaggPhase.KEYS
+
+    def check_deadline(self, now: float) -> str:
+        self.secagg_round.tick(now)
+        return self.secagg_round.failure_reason
+
+    def on_window_missed(self, reason: str) -> str:
+        """After the keys no other device can replace a missing one."""
+        if self.secagg_round.phase is not SecaggPhase.KEYS:
+            self.secagg_round.fail(reason)
+        return self.secagg_round.failure_reason
+
+    def on_all_sealed(self, statuses: Sequence[ServerStatus], now: float) -> Unmask | Abandon | None:
+        is_new_list = self.secagg_round.uploaders is None
+        self.secagg_round.tick(now)
+        self.secagg_round.fix_uploaders({device for status in statuses for device in status.counted_devices}, now)
+        error = next((status.aggregation_error for status in statuses if status.aggregation_error), "")
+        if self.secagg_round.failure_reason or error:
+            return Abandon(self.secagg_round.failure_reason or error)
+        return Unmask(is_new_list) if self.secagg_round.unmasking is None else None
+
+    def handle_request(self, request: AnySecaggRequest, *, is_admitted: bool, now: float) -> SecaggOutcome:
+        if not is_admitted and self.secagg_round.phase is SecaggPhase.KEYS:
+            return SecaggOutcome(SecaggVerdict.LATE, "this device was not admitted to the round: ask startFLJob")
+        return self.secagg_round.handle_request(request, now)
+
+
+def make_aggregation(plan: RoundPlan, session: str) -> Aggregation:
+    """Return the aggregation of a new round."""
+    if not plan.secure:
+        return PlainAggregation()
+    return SecureAggregation(
+        SecaggRound(
+            session,
+            wanted=plan.threshold,
+            least=min(plan.needed_updates, plan.update_min or plan.needed_updates),
+            share_ratio=plan.share_ratio,
+            reconstruct=plan.reconstruct,
+            window_s=plan.cipher_window_s,
+            even=plan.noise is not None,
+        )
+    )

@@ -1,0 +1,505 @@
+"""The servers of a federated cluster: registration, loss, adoption of logs, generations and scaling.
+
+The servers of a generation are fixed. A server that is lost stays a member until its log has been read: by the server itself
+when it returns, by a server that can reach the log or has replicas of it (`LogAdoption`), or, after `return_timeout_s`, not at
+all. In the last case the round continues without that part. Registration, loss and scaling all end in a new generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from covey.core.effects import Level
+from covey.core.federated.messages import (
+    SERVERS_MAX,
+    FederationRecord,
+    LogAdoption,
+    RegisterServer,
+    RoundPlan,
+    RoundTotals,
+    ScaleOperation,
+    ServerInfo,
+    ServerInstructions,
+    ServerRecord,
+    ServerRegistered,
+    ServerStatus,
+    replica_keeper,
+)
+from covey.core.federated.outbox import Step
+from covey.core.messages import Refused
+from covey.core.plurals import count_noun, is_or_are
+from covey.core.types import Host
+from covey.errors import UsageError
+
+ADOPTION_RETRY_S = 1.0  # after a failed adoption: the log may still be locked by its server
+REATTACH_GRACE_S = 2.0  # after a restart of the scheduler, members reconnect; until then no log is adopted
+_RANK_IDS = {str(rank) for rank in range(SERVERS_MAX)}  # node ids that claim the rank they name
+
+
+class ServerTimeouts(msgspec.Struct, frozen=True):
+    """How long to wait for a server, in seconds."""
+
+    heartbeat_timeout_s: float = 10.0  # without a beat until it counts as gone
+    return_timeout_s: float = 30.0  # for a server whose log nobody else can read
+    formation_timeout_s: float = 900.0
+
+
+class ServerMember(msgspec.Struct, frozen=True):
+    """A server as the scheduler sees it. `node_id` never changes; the roster replaces the record to change another field."""
+
+    node_id: str
+    instance_id: str
+    host: Host
+    http_address: str
+    peer_address: str
+    log_directory: str
+    rank: int = -1
+    pid: int = 0
+    durability: str = "process"
+    connection: int = 0  # 0: not connected
+    is_member: bool = False
+    leaving: bool = False
+    fl_name: str = ""
+    plan: RoundPlan | None = None
+    has_returned: bool = False  # restarted as a member: the next generation begins when it has sent its status
+    last_heartbeat_at: float = 0.0
+    lost_at: float = 0.0
+    adoption_retry_at: float = 0.0  # before this time no server is asked to adopt its log
+    is_log_locked: bool = False  # a hanging process holds the log: only replicas can be adopted
+    restarts: int = 0
+    status: ServerStatus | None = None
+    sent_instructions: ServerInstructions | None = None  # the last ones sent over its present connection
+
+    @property
+    def alive(self) -> bool:
+        return self.connection > 0 and self.status is not None
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it was scaled in, by this scheduler or the one before: then its log is not locked any more."""
+        return self.leaving or (self.status is not None and self.status.drained)
+
+    def totals_of(self, round_number: int) -> RoundTotals:
+        """Return what the server has counted in a round, as far as it has reported it."""
+        status = self.status
+        return status.totals if status is not None and status.round == round_number else RoundTotals()
+
+
+class Losses(msgspec.Struct, frozen=True):
+    """What a change of the servers costs the present round."""
+
+    missing: tuple[str, ...] = ()  # members whose part of the round is lost
+    updates_forgotten: bool = False  # no server knows any more which updates some server has counted
+
+    def __add__(self, other: Losses) -> Losses:
+        return Losses(self.missing + other.missing, self.updates_forgotten or other.updates_forgotten)
+
+
+NO_LOSSES = Losses()
+UPDATES_FORGOTTEN = Losses(updates_forgotten=True)
+
+
+class Membership(msgspec.Struct, frozen=True):
+    """The members of the present generation."""
+
+    generation: int
+    members: list[ServerMember]
+    is_complete: bool  # every member is alive, and no log waits for its adoption
+
+
+class Roster:
+    """The table of servers. It is told the round's number and does not know its stage."""
+
+    def __init__(self, server_num: int, timeouts: ServerTimeouts, now: float) -> None:
+        self.timeouts = timeouts
+        self.servers: dict[str, ServerMember] = {}  # by node id; their order decides the order of effects
+        self.generation = 0
+        self.wanted = server_num
+        self.wanted_before = server_num
+        self.operation = ScaleOperation.NONE
+        self.voids: dict[str, int] = {}  # by node id: up to which round its log was given up
+        self._adoptions: dict[str, LogAdoption] = {}  # by instance id of the lost server
+        self._no_member_alive_at = now  # no server is given up for the time in which no member was alive
+        self._instructions: ServerInstructions | None = None  # the newest ones
+
+    # -- queries -----------------------------------------------------------------------------------------------------
+
+    def members(self) -> list[ServerMember]:
+        return [server for server in self.servers.values() if server.is_member]
+
+    def membership(self) -> Membership:
+        members = self.members()
+        present = all(server.alive and server.instance_id not in self._adoptions for server in members)
+        return Membership(self.generation, members, bool(members) and present)
+
+    def describe_members(self) -> tuple[ServerInfo, ...]:
+        """Return the members as they are announced to all servers."""
+        return tuple(
+            ServerInfo(server.node_id, server.rank, server.peer_address, server.http_address, server.host.id)
+            for server in sorted(self.members(), key=lambda server: server.rank)
+        )
+
+    def announced_members(self) -> tuple[ServerInfo, ...]:
+        """Return the members of the newest instructions; after a restart, before any were sent, the present ones."""
+        return self._instructions.members if self._instructions is not None else self.describe_members()
+
+    def adoptions(self) -> tuple[LogAdoption, ...]:
+        return tuple(self._adoptions.values())
+
+    def servers_on_connection(self, connection: int) -> list[ServerMember]:
+        return [server for server in self.servers.values() if connection and server.connection == connection]
+
+    # -- registration and loss ---------------------------------------------------------------------------------------
+
+    def register(self, step: Step, connection: int, request: RegisterServer, *, key: bytes, is_forming: bool) -> Losses | None:
+        """Register a server and reply to it. Return what its return costs the round, or None if it was refused."""
+        node_id = request.node_id or self._choose_node_id(request, is_forming)
+        known = self.servers.get(node_id)
+        if request.cluster_id and request.cluster_id != step.cluster_id:
+            reason = f"this is cluster {step.cluster_id}, and server {node_id} belongs to {request.cluster_id}: start it anew"
+            self._refuse(step, connection, reason)
+            return None
+        if known is not None and known.connection and known.instance_id != request.instance_id:
+            reason = f"a server with the id {node_id} is here already ({known.http_address}): give each its own MS_NODE_ID"
+            self._refuse(step, connection, reason)
+            return None
+        if known is not None and self._awaits_replica_adoption(known):  # it may register when the adopter has replied
+            step.out.close(connection)
+            return None
+        losses = NO_LOSSES
+        if known is None:
+            known = ServerMember(
+                node_id,
+                request.instance_id,
+                request.host,
+                request.http_address,
+                request.peer_address,
+                request.log_directory,
+            )
+            self.servers[node_id] = known
+            step.out.publish(node_id, "came", f"a server for devices at {request.http_address}")
+        elif known.instance_id != request.instance_id:
+            if known.durability == "none":
+                losses = _loss_of_part(known)
+            known = self._replace(
+                known,
+                restarts=known.restarts + 1,
+                has_returned=known.is_member,
+                leaving=known.leaving and known.is_member,
+            )
+            step.out.publish(node_id, "returned", f"it lives again at {request.http_address}")
+        self._adoptions.pop(known.instance_id, None)
+        self._replace(
+            known,
+            instance_id=request.instance_id,
+            host=request.host,
+            http_address=request.http_address,
+            peer_address=request.peer_address,
+            log_directory=request.log_directory,
+            pid=request.pid,
+            durability=request.durability,
+            is_log_locked=False,
+            fl_name=request.fl_name,
+            plan=request.plan,
+            connection=connection,
+            last_heartbeat_at=step.now,
+            status=None,
+            sent_instructions=None,
+        )
+        step.out.send(connection, ServerRegistered(node_id, step.cluster_id, key, self.voids.get(node_id, -1)))
+        return losses
+
+    def _awaits_replica_adoption(self, server: ServerMember) -> bool:
+        """Whether a living server was asked to adopt its replicas of this server's updates and has not replied yet."""
+        adoption = self._adoptions.get(server.instance_id)
+        adopter = self.servers.get(adoption.adopter) if adoption is not None and adoption.from_replica else None
+        return adopter is not None and adopter.alive
+
+    def _choose_node_id(self, request: RegisterServer, is_forming: bool) -> str:
+        """Return the id that this host and port had, if that server is lost; else a free number.
+
+        While the cluster forms the highest number is chosen: the lowest ones are the ids that servers are usually given.
+        """
+        for server in self.servers.values():
+            if (server.host.id, server.http_address) == (request.host.id, request.http_address) and (
+                not server.connection or server.instance_id == request.instance_id
+            ):
+                return server.node_id
+        preferred = [request.preferred_number] if 0 <= request.preferred_number < self.wanted else []
+        high = reversed(range(self.wanted)) if is_forming and not preferred else ()
+        numbers = (*preferred, *high, *range(len(self.servers) + 1))
+        return next(str(number) for number in numbers if str(number) not in self.servers)
+
+    def _refuse(self, step: Step, connection: int, reason: str) -> None:
+        step.out.send(connection, Refused(reason))
+        step.out.close(connection)
+
+    def note_heartbeat(self, server: ServerMember, now: float) -> None:
+        self._replace(server, last_heartbeat_at=now)
+
+    def on_status(self, step: Step, server: ServerMember, status: ServerStatus, round_number: int) -> Losses:
+        """Record a server's status. Return what the adoptions that it reports cost the round."""
+        server = self._replace(server, status=status)
+        losses = NO_LOSSES
+        for instance_id in status.adopted_instances:
+            losses += self._on_log_adopted(step, instance_id, server, round_number)
+        for instance_id in status.failed_adoptions:
+            adoption = self._adoptions.get(instance_id)
+            if adoption is not None and adoption.adopter == server.node_id:
+                del self._adoptions[instance_id]
+                self._replace(
+                    self.servers[adoption.node_id],
+                    adoption_retry_at=step.now + ADOPTION_RETRY_S,
+                    is_log_locked=not adoption.from_replica,
+                )
+        return losses
+
+    def on_connection_lost(self, step: Step, connection: int, reason: str) -> None:
+        for server in self.servers_on_connection(connection):
+            self._on_server_lost(step, server, reason)
+
+    def check_heartbeats(self, step: Step) -> None:
+        """Disconnect servers that have sent nothing for `heartbeat_timeout_s`."""
+        limit_s = self.timeouts.heartbeat_timeout_s
+        for server in list(self.servers.values()):
+            if server.connection and step.now - server.last_heartbeat_at > limit_s:
+                step.out.close(server.connection)
+                self._on_server_lost(step, server, f"silent for {limit_s:g} s")
+
+    def _on_server_lost(self, step: Step, server: ServerMember, reason: str) -> None:
+        self._replace(server, connection=0, lost_at=step.now)
+        if server.is_member:
+            step.out.publish(server.node_id, "gone", reason, Level.WARNING)
+        elif server.rank < 0:
+            del self.servers[server.node_id]
+
+    # -- logs of lost servers ----------------------------------------------------------------------------------------
+
+    def resolve_lost_servers(self, step: Step, announced: tuple[ServerInfo, ...], round_number: int) -> Losses:
+        """For each member that is lost or drained, choose a server that adopts its log, or give the log up."""
+        losses = NO_LOSSES
+        if not any(server.alive for server in self.members()):
+            self._no_member_alive_at = step.now
+        for server in self.members():
+            drained = server.leaving and server.status is not None and server.status.drained
+            if not (drained or not server.connection) or step.now < server.lost_at:
+                continue
+            self._find_adopter(step, server, announced)
+            if drained and server.instance_id not in self._adoptions and not server.totals_of(round_number).count:
+                losses += UPDATES_FORGOTTEN
+                server = self._remove_member(step, server, "it held nothing of this round")
+            waited_since = max(server.lost_at, self._no_member_alive_at)
+            waited = not server.connection and step.now - waited_since >= self.timeouts.return_timeout_s
+            if waited and any(other.alive for other in self.members()):
+                losses += self._give_up_log(step, server, round_number)
+        return losses
+
+    def _find_adopter(self, step: Step, server: ServerMember, announced: tuple[ServerInfo, ...]) -> None:
+        adoption = self._adoptions.get(server.instance_id)
+        if adoption is not None:
+            adopter = self.servers.get(adoption.adopter)
+            if adopter is not None and adopter.is_member:  # it may have adopted the log already
+                return
+        if step.now < server.adoption_retry_at:
+            return
+        able = [other for other in self.members() if other.alive and not other.leaving]
+        near = [other for other in able if other.host.id == server.host.id and other.node_id != server.node_id]
+        keeper = replica_keeper(server.node_id, announced) if server.durability == "host" else None
+        keeping = [other for other in able if keeper is not None and other.node_id == keeper.node_id]
+        from_replica = bool(keeping) and (server.is_log_locked or not near)
+        chosen = keeping if from_replica else near
+        if chosen and server.log_directory:
+            self._adoptions[server.instance_id] = LogAdoption(
+                server.node_id, server.instance_id, server.log_directory, chosen[0].node_id, from_replica=from_replica
+            )
+
+    def _on_log_adopted(self, step: Step, instance_id: str, adopter: ServerMember, round_number: int) -> Losses:
+        """Remove the server whose log was adopted from the members."""
+        losses = NO_LOSSES
+        adoption = self._adoptions.pop(instance_id, None)
+        for lost in self.members():
+            if lost.instance_id != instance_id or lost.node_id == adopter.node_id:
+                continue
+            if lost.durability == "none":
+                losses += _loss_of_part(lost)
+            elif adoption is None or adoption.from_replica:  # replicas of this round only; its own log must not count too
+                losses += UPDATES_FORGOTTEN
+                self.voids[lost.node_id] = round_number
+                if lost.connection and not lost.leaving:  # it returned meanwhile: it learns this when it registers again
+                    step.out.close(lost.connection)
+                    lost = self._replace(lost, connection=0)
+            self._remove_member(step, lost, f"server {adopter.node_id} took over its log")
+        return losses
+
+    def _give_up_log(self, step: Step, server: ServerMember, round_number: int) -> Losses:
+        losses = _loss_of_part(server)
+        self.voids[server.node_id] = round_number
+        self._adoptions.pop(server.instance_id, None)
+        reason = f"it did not come back within {self.timeouts.return_timeout_s:g} s and nobody could read its log"
+        self._remove_member(step, server, reason)
+        updates = count_noun(server.totals_of(round_number).count, "update")
+        step.out.publish(
+            server.node_id, "given up", f"round {round_number} goes without its {updates}: {reason}", Level.WARNING
+        )
+        return losses
+
+    def _remove_member(self, step: Step, server: ServerMember, reason: str) -> ServerMember:
+        step.out.publish(server.node_id, "left", reason)
+        return self._replace(server, is_member=False, rank=-1 if server.leaving else server.rank)
+
+    # -- generations -------------------------------------------------------------------------------------------------
+
+    def form(self) -> list[ServerMember]:
+        """Make the first generation if enough servers are alive. Return its members, or an empty list."""
+        ready = [server for server in self.servers.values() if server.alive]
+        if len(ready) < self.wanted or not ready:
+            return []
+        for server in ready[: self.wanted]:
+            self._replace(server, is_member=True)
+        self._assign_ranks()
+        self.generation = 1
+        return self.members()
+
+    def start_generation_if_changed(self, step: Step, announced: tuple[ServerInfo, ...]) -> bool:
+        """Add waiting servers if there is room, and start a new generation if the members are not the announced ones."""
+        for server in list(self.servers.values()):
+            has_room = len([member for member in self.members() if not member.leaving]) < self.wanted
+            if server.alive and not server.is_member and not server.has_left and has_room:
+                self._replace(server, is_member=True)
+                self.voids.pop(server.node_id, None)  # it has started over: what it counts from now on is valid
+                step.out.publish(server.node_id, "joined", "the cluster has a place for it")
+        members = self.members()
+        is_changed = {info.node_id for info in announced} != {server.node_id for server in members}
+        if not is_changed and not any(server.has_returned and server.alive for server in members):
+            return False
+        self._assign_ranks()
+        for server in members:
+            self._replace(server, has_returned=server.has_returned and not server.alive)
+        self.generation += 1
+        self._finish_scaling_if_done(step)
+        return True
+
+    def _assign_ranks(self) -> None:
+        """A known server keeps its rank; an id that is a number claims that rank; any other gets the lowest that is free."""
+        taken = {server.rank for server in self.servers.values() if server.rank >= 0}
+        new = [server for server in self.members() if server.rank < 0]
+        for server in sorted(new, key=lambda server: server.node_id not in _RANK_IDS):
+            claimed = [int(server.node_id)] if server.node_id in _RANK_IDS else []
+            rank = next(rank for rank in (*claimed, *range(len(taken) + 1)) if rank not in taken)
+            self._replace(server, rank=rank)
+            taken.add(rank)
+
+    def send_instructions(self, step: Step, instructions: ServerInstructions) -> None:
+        """Send instructions to every living server that has not received them over its present connection."""
+        if instructions != self._instructions or self._instructions is None:
+            self._instructions = instructions
+        for server in list(self.servers.values()):
+            if server.alive and server.sent_instructions is not self._instructions:
+                self._replace(server, sent_instructions=self._instructions)
+                step.out.send(server.connection, self._instructions)
+
+    # -- scaling -----------------------------------------------------------------------------------------------------
+
+    def scale_out(self, step: Step, more: int) -> None:
+        if more < 1:
+            raise UsageError("The value should not be less than 0.")
+        if self.wanted + more > SERVERS_MAX:
+            raise UsageError(f"The cluster has {self.wanted} servers, and at most {SERVERS_MAX} are possible.")
+        self.operation, self.wanted_before, self.wanted = ScaleOperation.OUT, self.wanted, self.wanted + more
+        step.out.publish("cluster", "scale out", f"{count_noun(more, 'server')} {is_or_are(more)} to come")
+
+    def roll_back(self, step: Step) -> None:
+        if self.operation is not ScaleOperation.OUT:
+            raise UsageError("The cluster is not in CLUSTER_SCALE_OUT: there is nothing to roll back.")
+        self.operation, self.wanted = ScaleOperation.NONE, max(self.wanted_before, len(self.members()))
+        step.out.publish("cluster", "rolled back", f"{count_noun(self.wanted, 'server')}, as before")
+
+    def scale_in(self, step: Step, node_ids: Iterable[str]) -> None:
+        chosen = list(dict.fromkeys(node_ids))
+        if not chosen:
+            raise UsageError("The node ids should not be empty.")
+        for node_id in chosen:
+            if node_id not in self.servers or not self.servers[node_id].is_member:
+                raise UsageError(f"The node id:{node_id} is illegal.")
+        members = self.members()
+        if len(chosen) >= len(members):
+            raise UsageError(f"The cluster has {len(members)} servers, and one has to stay.")
+        for node_id in chosen:
+            self._replace(self.servers[node_id], leaving=True)
+        self.operation, self.wanted_before, self.wanted = ScaleOperation.IN, self.wanted, self.wanted - len(chosen)
+        count = len(chosen)
+        step.out.publish("cluster", "scale in", f"{count_noun(count, 'server')} {is_or_are(count)} to go: {', '.join(chosen)}")
+
+    def _finish_scaling_if_done(self, step: Step) -> None:
+        members = self.members()
+        if self.operation is ScaleOperation.OUT and len(members) >= self.wanted:
+            self.operation = ScaleOperation.NONE
+            step.out.publish("cluster", "scaled out", count_noun(len(members), "server"))
+        elif self.operation is ScaleOperation.IN and not any(server.leaving for server in members):
+            self.operation = ScaleOperation.NONE
+            step.out.publish("cluster", "scaled in", count_noun(len(members), "server"))
+
+    # -- records -----------------------------------------------------------------------------------------------------
+
+    def record_fields(self) -> dict[str, Any]:
+        return {
+            "generation": self.generation,
+            "servers": tuple(_to_record(server) for server in self.servers.values() if server.rank >= 0),
+            "wanted": self.wanted,
+            "wanted_before": self.wanted_before,
+            "operation": self.operation,
+            "voids": dict(self.voids),
+        }
+
+    def restore(self, record: FederationRecord, now: float) -> None:
+        """Take over the servers of the scheduler before this one. None of them is connected yet."""
+        self.generation = record.generation
+        self.wanted, self.wanted_before, self.operation = record.wanted, record.wanted_before, record.operation
+        self.voids = dict(record.voids)
+        for server in record.servers:
+            self.servers[server.node_id] = _from_record(server, now + REATTACH_GRACE_S)
+
+    def _replace(self, server: ServerMember, **changes: Any) -> ServerMember:
+        """Change fields of a server's current record, of which `server` may be an older copy. Return the new record."""
+        changed = msgspec.structs.replace(self.servers[server.node_id], **changes)
+        self.servers[server.node_id] = changed
+        return changed
+
+
+def _loss_of_part(server: ServerMember) -> Losses:
+    """Return the loss of all that a server has counted in this round: devices may send it again."""
+    return Losses((server.node_id,) if server.is_member else (), updates_forgotten=True)
+
+
+def _to_record(server: ServerMember) -> ServerRecord:
+    return ServerRecord(
+        server.node_id,
+        server.instance_id,
+        server.rank,
+        server.host,
+        server.http_address,
+        server.peer_address,
+        server.log_directory,
+        server.is_member,
+        server.leaving,
+        server.durability,
+    )
+
+
+def _from_record(record: ServerRecord, lost_at: float) -> ServerMember:
+    return ServerMember(
+        record.node_id,
+        record.life,
+        record.host,
+        record.http,
+        record.peer,
+        record.folder,
+        record.rank,
+        is_member=record.member,
+        leaving=record.leaving,
+        durability=record.durability,
+        lost_at=lost_at,
+    )

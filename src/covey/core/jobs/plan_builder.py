@@ -1,0 +1,47 @@
+"""A plan in the making: the actions in order, and when the job is to be reconciled again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from covey.core.jobs.actions import Action, DeletePod, RecordEvent
+from covey.core.jobs.pod_state import PodState
+
+
+class ReconcilePlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of one reconcile pass. `status` is written before the actions are carried out; None: it stays as it is."""
+
+    actions: tuple[Action, ...] = ()
+    status: dict[str, Any] | None = None
+    requeue_after: float | None = None
+    reason: str = ""
+
+
+class PlanBuilder:
+    """Collects the actions of one reconcile pass, and the earliest time at which the next one is needed."""
+
+    def __init__(self, now: float) -> None:
+        self._now = now
+        self._actions: list[Action] = []
+        self._requeue_after: float | None = None
+
+    def add(self, action: Action) -> None:
+        self._actions.append(action)
+
+    def record_event(self, reason: str, message: str, *, warn: bool = False) -> None:
+        self._actions.append(RecordEvent("Warning" if warn else "Normal", reason, message))
+
+    def delete_pod(self, pod: PodState, *, grace: int | None = None) -> None:
+        """Delete a pod, unless that is under way; `grace` 0 deletes it at once in either case. `grace` None: the pod's own."""
+        if not pod.is_terminating or grace == 0:
+            self._actions.append(DeletePod(pod.name, pod.uid, grace))
+
+    def requeue_at(self, at: float) -> None:
+        """Reconcile again at this time, or earlier."""
+        wait = max(0.0, at - self._now)
+        self._requeue_after = wait if self._requeue_after is None else min(self._requeue_after, wait)
+
+    def build(self, status: dict[str, Any] | None, reason: str) -> ReconcilePlan:
+        return ReconcilePlan(actions=tuple(self._actions), status=status, requeue_after=self._requeue_after, reason=reason)

@@ -1,0 +1,68 @@
+"""Admissions of devices to the present round: requests to the scheduler, and its replies."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from covey.core.federated.messages import IDS_PER_MESSAGE_MAX, AdmitDevices, DevicesAdmitted
+from covey.core.messages import Message
+from covey.federated.server.position import Position
+
+
+class Admissions:
+    """Devices that one server has asked for. A scheduler that restarts learns from `admitted` whom it had admitted."""
+
+    def __init__(self, position: Callable[[], Position], send_to_scheduler: Callable[[Message], None]) -> None:
+        self.admitted: dict[str, None] = {}  # in the present round
+        self._position = position
+        self._send_to_scheduler = send_to_scheduler
+        self._requested: list[str] = []
+        self._waiters: dict[str, list[asyncio.Future[tuple[bool, str]]]] = {}
+
+    def start_round(self) -> None:
+        self.admitted.clear()
+
+    async def request(self, device: str, until: float) -> tuple[bool, str]:
+        """Return whether the scheduler admits a device, and why not. Devices of one turn of the loop share a message."""
+        waiter: asyncio.Future[tuple[bool, str]] = asyncio.get_running_loop().create_future()
+        self._waiters.setdefault(device, []).append(waiter)
+        if not self._requested:
+            asyncio.get_running_loop().call_soon(self._send_requests)
+        self._requested.append(device)
+        try:
+            async with asyncio.timeout(max(0.5, min(2.0, until - time.monotonic()))):
+                return await waiter
+        except TimeoutError:
+            return False, "the scheduler does not answer at present"
+        finally:
+            self._remove_waiter(device, waiter)
+
+    def _send_requests(self) -> None:
+        devices, self._requested = self._requested, []
+        instructions = self._position().instructions
+        if instructions is None:
+            return
+        for start in range(0, len(devices), IDS_PER_MESSAGE_MAX):
+            ids = tuple(devices[start : start + IDS_PER_MESSAGE_MAX])
+            self._send_to_scheduler(AdmitDevices(instructions.round, ids))
+
+    def _remove_waiter(self, device: str, waiter: asyncio.Future[tuple[bool, str]]) -> None:
+        """Forget a request, also one that was lost with its scheduler."""
+        waiters = self._waiters.get(device, [])
+        if waiter in waiters:
+            waiters.remove(waiter)
+            if not waiters:
+                del self._waiters[device]
+
+    def on_reply(self, reply: DevicesAdmitted) -> None:
+        """Record the scheduler's reply and pass it to the requests that wait for it."""
+        instructions = self._position().instructions
+        if instructions is not None and reply.round == instructions.round:
+            self.admitted.update(dict.fromkeys(reply.admitted))
+        for devices, decision in ((reply.admitted, (True, "")), (reply.refused, (False, reply.reason))):
+            for device in devices:
+                for waiter in self._waiters.pop(device, ()):
+                    if not waiter.done():
+                        waiter.set_result(decision)

@@ -1,0 +1,105 @@
+"""The thread that moves slots between servers, until this server is in sync with the newest sharding."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from covey.core.parameter_server.sharding import Sharding
+from covey.parameter_server.discovery import FindServer
+from covey.parameter_server.messages import DetachSlots, Done, HandOverSlots, ReleaseSlots, ServerReply
+from covey.parameter_server.optimizers import Array
+from covey.parameter_server.replication import Replication, request_from_server
+from covey.parameter_server.rows import Rows, RowsState
+from covey.parameter_server.shard import Shard
+
+EMPTY_BODY: Final = np.empty(0, np.uint8)
+
+log = logging.getLogger("covey")
+
+
+class Rebalancer:
+    """Moves slots: detaches those of other servers, hands them over, has the replica on the right holder, and waits for the
+    slots that other servers hand over to this one.
+
+    `on_in_sync` is called with the version of a sharding when all of this is done, and again if the same sharding is set again.
+    """
+
+    def __init__(
+        self, rows: Rows, replication: Replication, find_server: FindServer, on_in_sync: Callable[[int], None]
+    ) -> None:
+        self._rows, self._replication = rows, replication
+        self._find_server, self._on_in_sync = find_server, on_in_sync
+        self._newest_sharding = rows.sharding
+        self._has_new_sharding = True  # the newest sharding is not adopted, or was set again after that
+
+    def start(self) -> None:
+        """Start the thread, once the rows are restored."""
+        threading.Thread(target=self._run, name="covey moves", daemon=True).start()
+
+    def set_sharding(self, sharding: Sharding) -> None:
+        """Move slots by this sharding from now on, unless it is older than another one. The caller does not hold the lock."""
+        with self._rows.condition:
+            if sharding.version >= self._newest_sharding.version:
+                self._newest_sharding, self._has_new_sharding = sharding, True
+                self._rows.condition.notify_all()
+
+    def take_slots(self, request: HandOverSlots, body: Array) -> ServerReply:
+        """Add slots that another server hands over, and reply once they are replicated. A repeated request changes nothing. The
+        caller holds the lock, which is released during waits."""
+        self._rows.condition.wait_for(lambda: self._rows.sharding.version >= request.sharding_version)
+        self._replication.apply(request, body)
+        self._wait_until_replicated()
+        return Done()
+
+    def _run(self) -> None:
+        condition = self._rows.condition
+        while True:
+            with condition:
+                condition.wait_for(lambda: self._has_new_sharding)
+                self._has_new_sharding = False
+                sharding = self._newest_sharding
+                detached = self._detach_slots(sharding)
+            for shard in detached:
+                self._hand_over_slots(shard, sharding)
+            self._replication.follow_ring()
+            with condition:
+                condition.wait_for(lambda: self._has_new_sharding or self._rows.state is RowsState.SERVING)
+                self._wait_until_replicated()
+                if self._has_new_sharding:
+                    continue
+            self._on_in_sync(sharding.version)
+
+    def _detach_slots(self, sharding: Sharding) -> list[Shard]:
+        """Adopt a sharding and detach the slots that it assigns to other servers; return all shards to hand over, with those
+        that are left from before. The caller holds the lock."""
+        self._rows.adopt(sharding)
+        for receiver in sorted(set(sharding.owners) - {self._rows.rank}):
+            slots = [slot for slot in sorted(self._rows.own.shard_set.slots) if sharding.owners[slot] == receiver]
+            if slots:
+                self._replication.apply(DetachSlots(slots), EMPTY_BODY)
+        return list(self._rows.own.shard_set.detached)
+
+    def _hand_over_slots(self, shard: Shard, sharding: Sharding) -> None:
+        """Send detached slots to their owner, and release them. The request is repeated until the owner has replied. The caller
+        does not hold the lock: detached slots do not change."""
+        slots = sorted(shard.slots)
+        receiver = sharding.owners[slots[0]]
+        state, arrays = shard.pack()
+        request = HandOverSlots(sharding.version, [slots, state], self._rows.newest_generations)
+        reply = request_from_server(self._find_server, receiver, request, arrays)
+        assert reply is not None and isinstance(reply[0], Done), (
+            f"server {receiver} did not take slots that are its own: {reply}"
+        )
+        with self._rows.condition:
+            self._replication.apply(ReleaseSlots(slots), EMPTY_BODY)
+        log.info("%d of 256 slots went to server %d", len(slots), receiver)
+
+    def _wait_until_replicated(self) -> None:
+        """Wait until the replica has all changes so far. The caller holds the lock, which is released during the wait."""
+        change_count = self._rows.own.change_count
+        self._rows.condition.wait_for(lambda: self._replication.is_replicated(change_count))

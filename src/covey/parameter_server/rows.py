@@ -1,0 +1,193 @@
+"""A parameter server's own rows: the lock around them, their state, and the sharding by which they are served.
+
+States: a restarted server is RESTORING until it has its rows back from their replica; it answers no worker before. Then it is
+SERVING, or MOVING while it has not exactly the slots that the sharding assigns to it. The first process of a server begins with
+initial values and is SERVING at once.
+"""
+
+from __future__ import annotations
+
+import enum
+import secrets
+import threading
+from collections.abc import Callable
+from typing import Final
+
+import numpy as np
+
+from covey.core.parameter_server.settings import ServingSettings
+from covey.core.parameter_server.sharding import SLOTS, Sharding
+from covey.parameter_server.messages import (
+    ALL,
+    DeclareParameter,
+    DetachSlots,
+    FullReplica,
+    HandOverSlots,
+    LoadRows,
+    ParameterRequest,
+    PushGradients,
+    ReplicatedChange,
+    RowSelection,
+)
+from covey.parameter_server.optimizers import Array
+from covey.parameter_server.shard_set import ShardSet
+
+
+class SlotsMovedError(Exception):
+    """There is a newer sharding than the request's: the worker must send its request again."""
+
+
+class VersionedRows:
+    """A server's rows, and the changes that made them: two with the same replication id and change count are equal.
+
+    A server applies each change to its own rows, and the replica holder applies the same change to the replica.
+    Not safe for threads.
+    """
+
+    def __init__(self, shard_set: ShardSet) -> None:
+        self.shard_set = shard_set
+        self.replication_id = secrets.token_hex(8)
+        self.change_count = 0
+
+    def apply(self, change: ReplicatedChange, body: Array, *, owned: bool) -> bool:
+        """Apply a change and count it; return False if it was applied before. Raises `UsageError`; nothing has changed then.
+
+        `owned`: nothing else reads the memory of `body`, so rows and sums may be kept there.
+        """
+        changed = True
+        if isinstance(change, PushGradients):
+            changed = self.shard_set.push(change, body, owned=owned)
+        elif isinstance(change, DeclareParameter):
+            changed = self.shard_set.declare(change.spec, body)
+        elif isinstance(change, HandOverSlots):
+            changed = not self.shard_set.slots >= set(change.state[0])
+            if changed:
+                self.shard_set.add_slots(change.state, body if owned else body.copy())
+        elif isinstance(change, DetachSlots):
+            self.shard_set.detach_slots(change.slots)
+        else:
+            self.shard_set.release_slots(change.slots)
+        self.change_count += changed
+        return changed
+
+    def shards_at_step(self, step: int) -> ShardSet:
+        """Return the rows with their values for a step, which must be readable. The step before it is applied if needed."""
+        self.shard_set.apply_until(step)
+        return self.shard_set
+
+    def replace(self, shard_set: ShardSet) -> None:
+        """Replace all rows, by others that no change led to."""
+        self.shard_set = shard_set
+        self.reset_replication_id()
+
+    def reset_replication_id(self) -> None:
+        """Make the replica of an earlier id invalid."""
+        self.replication_id = secrets.token_hex(8)
+
+    def pack(self) -> tuple[FullReplica, list[Array]]:
+        """Return all rows, for `restore`."""
+        state, arrays = self.shard_set.pack()
+        return FullReplica(self.replication_id, self.change_count, state), arrays
+
+    def restore(self, replica: FullReplica, body: Array) -> None:
+        """Become equal to the rows that `pack` returned."""
+        self.shard_set.unpack(replica.state, body)
+        self.replication_id, self.change_count = replica.replication_id, replica.change_count
+
+
+class RowsState(enum.Enum):
+    RESTORING = "restoring"  # the rows are still on the replica holder
+    SERVING = "serving"  # the slots here are those that the sharding assigns to this server
+    MOVING = "moving"  # slots must still come from another server, or go there
+
+
+TRANSITIONS: Final = {
+    RowsState.RESTORING: {RowsState.SERVING, RowsState.MOVING},  # MOVING: restarted while slots moved
+    RowsState.SERVING: {RowsState.MOVING},
+    RowsState.MOVING: {RowsState.SERVING},
+}
+
+
+class Rows:
+    """The rows that a server owns, and what it knows about requests for them.
+
+    `condition` is the lock around everything here and around the fields of `Replication` and `Rebalancer`. Every change
+    notifies it.
+    """
+
+    def __init__(self, serving: ServingSettings, rank: int, sharding: Sharding, *, restoring: bool = False) -> None:
+        self.serving, self.rank, self.sharding = serving, rank, sharding
+        self.condition = threading.Condition()
+        self.state = RowsState.RESTORING if restoring else RowsState.SERVING
+        self.own = VersionedRows(ShardSet(serving, rank, () if restoring else self.owned_slots()))
+        self.last_load: LoadRows | None = None  # the request that was answered by `replace`
+        self.newest_generations = [0] * serving.workers  # by rank: that of its newest push
+
+    def owned_slots(self) -> list[int]:
+        """Return the slots that the sharding assigns to this server. The caller holds the lock."""
+        return [slot for slot, owner in enumerate(self.sharding.owners) if owner == self.rank]
+
+    def has_rows(self, selections: list[RowSelection], body: Array) -> bool:
+        """Return whether all selected rows are here; other rows may still have to come. The caller holds the lock."""
+        is_serving = self.state is RowsState.SERVING
+        if is_serving or body.nbytes % 8 or any(selection.row_count == ALL for selection in selections):
+            return is_serving
+        selected = set(np.unique(body.view(np.int64) % SLOTS).tolist())
+        return (selected & set(self.owned_slots())) <= self.own.shard_set.slots
+
+    # -- waiting -----------------------------------------------------------------------------------------------------
+
+    def wait_unless_resharded(self, request: ParameterRequest, predicate: Callable[[], bool]) -> None:
+        """Wait until a predicate holds. Raises `SlotsMovedError` if the sharding is or becomes newer than the request's. The
+        caller holds the lock, which is released during the wait."""
+        self.condition.wait_for(lambda: predicate() or self.sharding.version > request.sharding_version)
+        if self.sharding.version > request.sharding_version:
+            raise SlotsMovedError
+
+    def wait_for_step(self, request: ParameterRequest, step: int) -> ShardSet:
+        """Wait until the values for a step can be read, and return them. Raises `SlotsMovedError`. The caller holds the lock,
+        which is released during the wait."""
+        self.wait_unless_resharded(request, lambda: self.own.shard_set.is_step_readable(step))
+        return self.own.shards_at_step(step)
+
+    # -- changes -----------------------------------------------------------------------------------------------------
+
+    def apply(self, change: ReplicatedChange, body: Array, *, owned: bool) -> bool:
+        """Apply a change; return False if it was applied before. Raises `UsageError`; nothing has changed then. The caller
+        holds the lock and is `Replication`, which sends the change to the replica."""
+        if not self.own.apply(change, body, owned=owned):
+            return False
+        if isinstance(change, HandOverSlots):
+            self.newest_generations = [max(pair) for pair in zip(self.newest_generations, change.generations, strict=True)]
+        self._update_state()
+        return True
+
+    def replace(self, shard_set: ShardSet, request: LoadRows) -> None:
+        """Replace all rows by those of a checkpoint. The caller holds the lock."""
+        self.own.replace(shard_set)
+        self.last_load = request
+        self._update_state()
+
+    def restore(self, replica: FullReplica, body: Array) -> None:
+        """Become equal to a replica of these rows, and leave RESTORING. The caller holds the lock."""
+        self.own.restore(replica, body)
+        self._update_state()
+
+    def adopt(self, sharding: Sharding) -> None:
+        """Serve by a newer sharding from now on. The caller holds the lock, and the rows are not RESTORING."""
+        self.sharding = sharding
+        self._update_state()
+
+    def record_generation(self, rank: int, generation: int) -> int:
+        """Record the generation of a rank's push; return the newest one of this rank's pushes. The caller holds the lock."""
+        self.newest_generations[rank] = max(self.newest_generations[rank], generation)
+        return self.newest_generations[rank]
+
+    def _update_state(self) -> None:
+        """Enter the state that slots and sharding make, and wake all that wait. The caller holds the lock."""
+        is_complete = len(self.own.shard_set.slots) == self.sharding.owners.count(self.rank)
+        state = RowsState.SERVING if is_complete else RowsState.MOVING
+        if state is not self.state:
+            assert state in TRANSITIONS[self.state], f"{self.state} to {state}"
+            self.state = state
+        self.condition.notify_all()

@@ -1,0 +1,82 @@
+"""Interface between the numbered collectives and a transport: `Transport` builds one `Group` per generation."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, Protocol
+
+from covey.training.worker_context import RankInfo, WorkerContext
+
+Work = object  # a handle of an operation in progress, compared by identity
+
+
+class ReduceOp(enum.Enum):
+    """Elementwise reductions that a group computes. A mean is a sum that the caller divides."""
+
+    SUM = enum.auto()
+    MAX = enum.auto()
+    MIN = enum.auto()
+    PRODUCT = enum.auto()
+
+
+class GroupBuilt:
+    """Notification in the inbox: a group is ready, or could not be built."""
+
+    def __init__(self, generation: int, error: str = "") -> None:
+        self.generation = generation
+        self.error = error
+
+
+class WorkDone:
+    """Notification in the inbox: a work has completed, with an error or without."""
+
+    def __init__(self, work: Work, error: str = "") -> None:
+        self.work = work
+        self.error = error
+
+
+class Group(Protocol):
+    """The ranks of one generation, as a transport connects them. The program's main thread calls it.
+
+    Contract of a transport:
+
+    - No call blocks. A group that is not ready yet puts `GroupBuilt` into the context's inbox when it is, or when it cannot be
+      built. Each operation returns a `Work` at once and puts one `WorkDone` into the inbox when that work ends.
+    - Operations may be called only while `is_ready`, in the same order on all ranks. `all_reduce` and `broadcast` write their
+      result into `tensor`, `all_gather` into `outputs`, in order of rank. All tensors are contiguous.
+    - The group references every buffer of a work until the work has ended. The caller does not touch the buffers before it
+      has received the `WorkDone`.
+    - After `abort` every pending work completes with an error, within milliseconds and without the other ranks. No operation is
+      called any more. The caller keeps an aborted group until `is_drained`, because pending works still access its memory.
+    - Errors are not raised but passed in `GroupBuilt.error` and `WorkDone.error`. Their text goes into the failure message that
+      the scheduler receives (`CollectiveFailed`), so it names the cause. A work that fails does not end the group.
+
+    A transport that offers more adds `reduce_scatter`, `all_to_all`, `send` and `recv` here, under the same contract.
+    """
+
+    @property
+    def generation(self) -> int: ...
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world(self) -> int: ...
+    @property
+    def is_ready(self) -> bool: ...
+    @property
+    def is_drained(self) -> bool: ...  # no work is pending: an aborted group may be freed, by the main thread
+    def all_reduce(self, tensor: Any, op: ReduceOp) -> Work: ...
+    def all_gather(self, outputs: list[Any], tensor: Any) -> Work: ...
+    def broadcast(self, tensor: Any, root: int) -> Work: ...
+    def abort(self) -> None: ...
+    def close_in_child(self) -> None: ...  # in a forked child: close its copies of the group's descriptors
+
+
+class Transport(Protocol):
+    """Builds the groups of a process."""
+
+    def build(self, context: WorkerContext, place: RankInfo) -> Group:
+        """Begin to build the group of `place.generation` and return at once; rank and world are those of `place`.
+
+        `context.assignment` may already belong to a newer generation, so it is not read. Ranks exchange addresses by the
+        rendezvous store of the context, whose waits end with the generation.
+        """

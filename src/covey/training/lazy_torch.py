@@ -1,0 +1,19 @@
+"""Import of torch on first use: a program that calls no collective and has no loop runs without it."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from covey.errors import UsageError
+
+
+@functools.cache
+def torch_module() -> Any:
+    """Return torch. Raise `UsageError` if it is not installed."""
+    try:
+        import torch
+        import torch.distributed
+    except ImportError:
+        raise UsageError("collectives need torch: pip install 'covey[torch]'") from None
+    return torch

@@ -1,0 +1,34 @@
+"""Limits of restarts: one default each, in every record, message and option."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from covey.agent.agent import AgentJob
+from covey.cli.run.options import help_text
+from covey.cli.run.plan import RunOptions, RunPlan
+from covey.core.messages import DesiredChildren, RegisterAgent
+from covey.core.restart_limits import MAX_RESTARTS, NO_HOST_LIMIT, REPLACEMENTS_MAX, replacement_limit
+from covey.core.types import AgentInfo, AgentRecord, ClusterSettings
+from covey.runtime.process_variables import SchedulerHandoff
+
+
+def test_the_option_limits_replacements_and_0_stands_for_the_default() -> None:
+    assert replacement_limit(5) == 5
+    assert replacement_limit(MAX_RESTARTS) == REPLACEMENTS_MAX == ClusterSettings(worker_num=1).replacements_max
+
+
+@pytest.mark.parametrize(
+    ("kind", "default"),
+    [
+        *((kind, MAX_RESTARTS) for kind in (ClusterSettings, DesiredChildren, RunOptions, RunPlan, SchedulerHandoff)),
+        *((kind, NO_HOST_LIMIT) for kind in (AgentInfo, AgentRecord, AgentJob, RegisterAgent)),
+    ],
+)
+def test_every_record_has_the_same_default(kind: type, default: int) -> None:
+    assert {field.name: field.default for field in msgspec.structs.fields(kind)}["max_restarts"] == default
+
+
+def test_the_help_names_both_defaults() -> None:
+    assert f"restarts of all ({MAX_RESTARTS}); replacements of one ({REPLACEMENTS_MAX})" in help_text()

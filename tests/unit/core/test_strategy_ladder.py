@@ -1,0 +1,19 @@
+"""The ladder of recovery strategies: its order and its names."""
+
+from __future__ import annotations
+
+import pytest
+
+from covey.core.strategy_ladder import RecoveryStrategy, parse_strategies
+from covey.errors import UsageError
+
+
+def test_the_ladder_has_one_order_ends_with_exit_and_knows_its_rungs() -> None:
+    assert parse_strategies([" dump", "retry", ""]) == (
+        RecoveryStrategy.RETRY,
+        RecoveryStrategy.DUMP,
+        RecoveryStrategy.EXIT,
+    )
+    with pytest.raises(UsageError) as refused:
+        parse_strategies(["hope"])
+    assert str(refused.value) == f"the strategy hope is not known: {', '.join(RecoveryStrategy)} are"
