@@ -85,8 +85,8 @@ class Checker:
         kept = self._disk.member(role, rank)
         if kept is None:
             raise Violation(f"{role} rank {rank} is promised, but the journal does not know it", life)
-        if not kept.agent and life and kept.life != life:
-            raise Violation(f"{role} rank {rank} is promised to {life}, but the journal holds {kept}", life, kept.life)
+        if not kept.agent and life and kept.instance_id != life:
+            raise Violation(f"{role} rank {rank} is promised to {life}, but the journal holds {kept}", life, kept.instance_id)
         if kept.agent and kept.incarnation != incarnation:
             raise Violation(f"incarnation {incarnation} of rank {rank} is promised, but the journal holds {kept}", life)
         if kept.state is not NodeState.ALIVE:
@@ -97,7 +97,7 @@ class Checker:
         wish = scheduler.registered.get(link.id)
         if not isinstance(wish, Register) or scheduler.machine.is_dumping:  # a dump ends by the end, which is written
             return
-        members = [r for r in self._disk.durable.values() if isinstance(r, MemberRecord) and r.life == wish.instance_id]
+        members = [r for r in self._disk.durable.values() if isinstance(r, MemberRecord) and r.instance_id == wish.instance_id]
         kept = self._disk.cluster
         if kept is not None and kept.phase not in (Phase.FORMING, Phase.ENDED):
             for record in members:
@@ -110,11 +110,13 @@ class Checker:
     def written(self, record: Record) -> None:
         """Before a record is written: it must not contradict what was told."""
         if isinstance(record, MemberRecord):
-            told = self._ranks.get(record.life)
+            told = self._ranks.get(record.instance_id)
             kept = self._disk.cluster
             moved = told and kept and told[0] == kept.cluster_id and told[1] != record.rank
             if told and moved and not self._resizes:
-                raise Violation(f"{record.life} was told rank {told[1]}, the journal is to hold {record.rank}", record.life)
+                raise Violation(
+                    f"{record.instance_id} was told rank {told[1]}, the journal is to hold {record.rank}", record.instance_id
+                )
         elif isinstance(record, ClusterRecord):
             before = self._disk.cluster
             if before and before.generation > record.generation:
@@ -135,7 +137,7 @@ class Checker:
         if formed and not right:
             raise Violation(f"{cluster.phase} with {workers} workers", scheduler.name)
         taken: set[tuple[str, int]] = set()
-        lives = [member.life for member in cluster.members.values() if member.life]
+        lives = [member.instance_id for member in cluster.members.values() if member.instance_id]
         if len(set(lives)) < len(lives):
             raise Violation(f"one life holds two places: {sorted(lives)}", *lives)
         for key, member in cluster.members.items():

@@ -70,7 +70,7 @@ class Disk:
     def life_of(self, rank: int) -> str:
         """Whose this worker's rank is."""
         record = self.member(Role.WORKER, rank)
-        return record.life if record is not None else ""
+        return record.instance_id if record is not None else ""
 
     def member(self, role: Role, rank: int) -> MemberRecord | None:
         record = self.durable.get(("member", group_of(role), str(rank)))

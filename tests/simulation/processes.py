@@ -501,14 +501,14 @@ def settled(node: NodeProcess, scheduler: SchedulerProcess) -> bool:
         spare = (
             member is not None
             and member.is_present
-            and (member.life, member.incarnation) == (wish.instance_id, wish.incarnation)
+            and (member.instance_id, member.incarnation) == (wish.instance_id, wish.incarnation)
         )
         return spare and wish.generation == cluster.generation
     if scheduler.world.meets and len(node.met) < cluster.size(wish.role):
         return False
     return (
         member is not None
-        and (member.life, member.rank, member.incarnation) == (wish.instance_id, wish.rank, wish.incarnation)
+        and (member.instance_id, member.rank, member.incarnation) == (wish.instance_id, wish.rank, wish.incarnation)
         and wish.generation == cluster.generation
     )
 

@@ -185,7 +185,7 @@ class Game:
         before, under_way = {m.node_id for m in cluster.members_in_role(Role.WORKER)}, bool(self.leavers)
         self.tell(MessageReceived(ScaleRequest(self.random.randint(1, 7)), 9))
         if not under_way:
-            self.leavers = before - {m.node_id for m in cluster.members_in_role(Role.WORKER)} | set(cluster.going)
+            self.leavers = before - {m.node_id for m in cluster.members_in_role(Role.WORKER)} | set(cluster.departing_ids)
 
     def restart_scheduler(self) -> None:
         self.machine = SchedulerMachine(self.settings, cluster_id="other", job="j", now=0.0)

@@ -188,9 +188,9 @@ class Game:
             return
         sharing = cluster.current_sharding
         here = {m.rank for m in cluster.members_in_role(Role.PSERVER)}
-        assert here == {*sharing.servers, *cluster.coming}, "nobody owns what it cannot hold, and nobody is left over"
+        assert here == {*sharing.servers, *cluster.joining_servers}, "nobody owns what it cannot hold, and nobody is left over"
         assert len(sharing.owners) == SLOTS and set(sharing.owners) == set(sharing.ring)
-        assert not (cluster.coming and sharing.leaving)
+        assert not (cluster.joining_servers and sharing.leaving)
 
     def play(self) -> None:
         for _ in range(120):

@@ -162,7 +162,7 @@ class World:
         """Whether all ranks of a group can be expected on the board: nobody left, and no word was reordered."""
         assert self.scheduler is not None
         members = self.scheduler.machine.cluster.members_without_spares()
-        attached = all(m.life and m.state is not NodeState.LEFT for m in members)
+        attached = all(m.instance_id and m.state is not NodeState.LEFT for m in members)
         return attached and len(members) <= TRAINING_MAX and self.plan.weather.reorder == 0
 
     # -- liveness ----------------------------------------------------------------------------------------------------
@@ -185,7 +185,9 @@ class World:
         if cluster.phase is not Phase.READY or not all(processes.settled(n, self.scheduler) for n in self.awake()):
             return False
         speaking = {node.wish.instance_id for node in self.awake()}
-        lives = [cluster.agents[m.agent].life if m.agent else m.life for m in cluster.members.values() if m.is_present]
+        lives = [
+            cluster.agents[m.agent].instance_id if m.agent else m.instance_id for m in cluster.members.values() if m.is_present
+        ]
         return speaking.issuperset(lives)
 
     def trainer(self, name: str) -> Trainer | None:

@@ -209,13 +209,13 @@ class Member(msgspec.Struct, frozen=True):
 
     role: Role
     node_id: str
-    life: str
+    instance_id: str
     host: Host
     incarnation: int = 1
     rank: int = -1  # claimed before the cluster forms, given from then on
     local_rank: int = -1  # among the members of its group on its host
-    seat: int = -1  # its number for life, where a rank may change with the world
-    since: int = 1  # the generation in which its place was made
+    member_index: int = -1  # its number for the whole run; the rank may change with the number of workers
+    since_generation: int = 1  # the generation in which it joined
     state: NodeState = NodeState.WAITING
     connection: int = 0  # the connection that speaks for it; 0 when there is none
     agent: str = ""  # the agent whose child it is
@@ -223,11 +223,11 @@ class Member(msgspec.Struct, frozen=True):
     handovers: int = 0  # restarts after a life that was asked to go: they use up no budget
     leave_reason: str = ""  # why this life is about to end without a failure
     pid: int = 0
-    lives: int = 0  # that are over, since everyone last started
+    ended_processes: int = 0  # since all workers last started
     deaths_without_progress: int = 0  # deaths since the last committed step
     died_at_step: int = -2
     error: ScriptError | None = None  # that ended its last process; None: none did, or the present one has made progress
-    process: str = ""  # the spare, in which of its lives, that became this life; "" where a process was started for it
+    promoted_from: str = ""  # the spare, and its incarnation, whose process this is; "" if a process was started for it
     uid: int = 0  # given by `Members`, never used twice, neither sent nor stored
 
     @property
@@ -243,7 +243,7 @@ class AgentInfo(msgspec.Struct, frozen=True):
     """covey's process on a host: the parent of that host's workers. `Members` replaces the record when something changes."""
 
     id: str
-    life: str
+    instance_id: str
     host: Host
     slots: int
     first_rank: int = -1  # claimed by --node-rank; -1: the scheduler decides
@@ -263,7 +263,7 @@ class MemberRecord(msgspec.Struct, frozen=True, tag="member"):
 
     role: Role
     node_id: str
-    life: str
+    instance_id: str
     host: Host
     incarnation: int
     rank: int
@@ -272,10 +272,10 @@ class MemberRecord(msgspec.Struct, frozen=True, tag="member"):
     restarts: int = 0
     handovers: int = 0
     local_rank: int = -1
-    seat: int = -1
-    since: int = 1
-    lives: int = 0
-    process: str = ""
+    member_index: int = -1
+    since_generation: int = 1
+    ended_processes: int = 0
+    promoted_from: str = ""
     error: ScriptError | None = None
 
     @classmethod
@@ -292,7 +292,7 @@ class AgentRecord(msgspec.Struct, frozen=True, tag="agent"):
     """One agent, as the journal keeps it."""
 
     id: str
-    life: str
+    instance_id: str
     host: Host
     slots: int
     first_rank: int
@@ -322,20 +322,20 @@ class ClusterRecord(msgspec.Struct, frozen=True, tag="cluster"):
     restarts: int = 0
     heals: bool = False
     world: int = -1  # how many workers there are since the world changed; members with higher ranks are of a larger one
-    resized: int = 0
-    next_seat: int = -1
+    resized_generation: int = 0
+    next_member_index: int = -1
     trains: bool = False
-    asked: int = 0
-    sharing: Sharding | None = None
-    coming: ServerRanks = ()
-    moved: bool = True
-    copied: bool | None = None
-    next_server: int = -1
+    requested_workers: int = 0
+    sharding: Sharding | None = None
+    joining_servers: ServerRanks = ()
+    rows_in_place: bool = True
+    has_row_copies: bool | None = None
+    next_server_number: int = -1
     ended: Ended | None = None
-    gone: tuple[str, ...] = ()
-    going: tuple[str, ...] = ()
-    dumping: Ended | None = None
-    arriving: tuple[str, ...] = ()
+    gone_hosts: tuple[str, ...] = ()
+    departing_ids: tuple[str, ...] = ()
+    planned_end: Ended | None = None
+    joining_ids: tuple[str, ...] = ()
     full_restart: FullRestart | None = None
 
 

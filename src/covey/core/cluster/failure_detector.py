@@ -73,7 +73,7 @@ class FailureDetector:
 
     def _is_judged_with_agent(self, member: Member) -> bool:
         """A child that has not registered sends no heartbeats; one whose agent is out of reach is judged with it."""
-        return bool(member.agent) and (not member.life or not self._members.agents[member.agent].connection)
+        return bool(member.agent) and (not member.instance_id or not self._members.agents[member.agent].connection)
 
     def check_blocked_collectives(self, step: Step) -> None:
         """End a run whose ranks wait for ever, and treat a rank as dead for which all others have waited too long."""

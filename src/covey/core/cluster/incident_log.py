@@ -106,7 +106,7 @@ class IncidentLog:
         """
         closing = [incident for incident in self.records if incident.number in self._open_times]
         if outcome not in (Outcome.ENDED, Outcome.FINISHED):
-            kept_open = "scale-in" if step.cluster.going and outcome in (Outcome.RESUMED, Outcome.RESTARTED) else ""
+            kept_open = "scale-in" if step.cluster.departing_ids and outcome in (Outcome.RESUMED, Outcome.RESTARTED) else ""
             closing = [i for i in closing if (i.node == SERVERS_NODE) == (node == SERVERS_NODE) and i.strategy != kept_open]
         if outcome is Outcome.ROLLED_BACK:
             closing = [msgspec.structs.replace(i, reason=f"{i.reason}; {reason}") for i in closing if i.strategy == "scale-out"]

@@ -196,23 +196,23 @@ class HostLayout:
         member, cluster, world = self._cluster.current(member), self._cluster, len(self._workers)
         if member.role is Role.SPARE:
             beside = self._local_worlds.get((Role.WORKER, member.host.id), 0)
-            return RankAssigned(cluster.generation, -1, world, -1, beside, sharding=cluster.sharing)
+            return RankAssigned(cluster.generation, -1, world, -1, beside, sharding=cluster.sharding)
         size = world if member.role is Role.WORKER else cluster.size(member.role)
         local_world = self._local_worlds[(member.role.group, member.host.id)]
-        seat = member.seat if member.seat != member.rank else -1
+        member_index = member.member_index if member.member_index != member.rank else -1
         is_server = member.role is Role.PSERVER
-        lives = member.lives if is_server else member.restarts
-        place = (member.rank, size, member.local_rank, local_world, lives, seat, member.since)
-        taken = (member.node_id, member.incarnation) if member.process else ("", 0)
+        restarts = member.ended_processes if is_server else member.restarts
+        place = (member.rank, size, member.local_rank, local_world, restarts, member_index, member.since_generation)
+        taken = (member.node_id, member.incarnation) if member.promoted_from else ("", 0)
         return RankAssigned(cluster.generation, *place, world if is_server else 0, self._sharding_for(member), *taken)
 
     def _sharding_for(self, member: Member) -> Sharding | None:
         """A server that is still to get rows learns the ring of which it will be a part."""
         cluster = self._cluster
-        if member.role is Role.PSERVER and member.rank in cluster.coming:
+        if member.role is Role.PSERVER and member.rank in cluster.joining_servers:
             sharding = cluster.current_sharding
-            return replace(sharding, ring=tuple(sorted({*sharding.ring, *cluster.coming})))
-        return cluster.sharing
+            return replace(sharding, ring=tuple(sorted({*sharding.ring, *cluster.joining_servers})))
+        return cluster.sharding
 
     def make_desired_children(self, agent: AgentInfo) -> DesiredChildren:
         """The processes that an agent shall run."""
@@ -222,7 +222,9 @@ class HostLayout:
             generation=cluster.generation,
             world=len(self._workers),
             assignments=[
-                Assignment(m.node_id, m.rank, m.incarnation, m.local_rank, m.role, m.process) for m in children if m.is_present
+                Assignment(m.node_id, m.rank, m.incarnation, m.local_rank, m.role, m.promoted_from)
+                for m in children
+                if m.is_present
             ],
             master_address=first.host.address,
             master_port=cluster.agents.get(first.agent, agent).meet_port,
@@ -244,8 +246,8 @@ class Members:
         self._settings, self._heartbeats = settings, heartbeats
         self.members: dict[MemberKey, Member] = {}
         self.agents: dict[str, AgentInfo] = {}
-        self.gone: tuple[str, ...] = ()  # host instances that were reported gone: their nodes are not admitted again
-        self.next_seat = -1  # for who joins after formation; -1: the first
+        self.gone_hosts: tuple[str, ...] = ()  # host instances that were reported gone: their nodes are not admitted again
+        self.next_member_index = -1  # for who joins after formation; -1: the first
         self._last_uid = 0
         self._keys: dict[int, MemberKey] = {}  # of members, by uid
         self._agent_ids: dict[int, str] = {}  # by uid
@@ -389,14 +391,14 @@ class Members:
         for member in list(self.members.values()):
             member, rank = self._unindex(member), ranks[member.name]
             node_id = str(rank) if member.agent else member.node_id
-            ranked.append(replace(member, rank=rank, seat=rank, state=NodeState.ALIVE, node_id=node_id))
+            ranked.append(replace(member, rank=rank, member_index=rank, state=NodeState.ALIVE, node_id=node_id))
         for member in ranked:
             self._index(member)
         for group in {member.role.group for member in ranked}:
             local = assign_local_ranks(self.members_in_role(group))
             for member in self.members_in_role(group):
                 self._change(member, local_rank=local[member.name])
-        self.next_seat = self.size(Role.WORKER)
+        self.next_member_index = self.size(Role.WORKER)
 
     def change_rank(self, member: Member, rank: int) -> Member:
         return self._index(replace(self._unindex(member), rank=rank))
@@ -413,36 +415,40 @@ class Members:
         return self._add_last_worker(_make_member(registration, node_id), generation, 0.0)
 
     def admit_joining_child(self, agent: str, generation: int, now: float) -> Member:
-        """Add a worker that an agent shall start: the last rank of this generation, named by its seat."""
-        member = Member(Role.WORKER, str(self._free_seat()), "", self.agents[agent].host, agent=agent)
+        """Add a worker that an agent shall start: the last rank of this generation, named by its member index."""
+        member = Member(Role.WORKER, str(self._free_member_index()), "", self.agents[agent].host, agent=agent)
         return self._add_last_worker(member, generation, now)
 
     def _add_last_worker(self, member: Member, generation: int, now: float) -> Member:
-        seat, rank = self._free_seat(), self.size(Role.WORKER)
+        index, rank = self._free_member_index(), self.size(Role.WORKER)
         local_rank = find_free_local_rank(self.members_in_role(Role.WORKER), member.host)
-        self.next_seat = seat + 1
-        member = replace(member, rank=rank, seat=seat, local_rank=local_rank, state=NodeState.ALIVE, since=generation)
+        self.next_member_index = index + 1
+        member = replace(
+            member, rank=rank, member_index=index, local_rank=local_rank, state=NodeState.ALIVE, since_generation=generation
+        )
         return self.add(member, now)
 
-    def _free_seat(self) -> int:
-        seat = max(self.next_seat, self._settings.worker_num)
-        while (Role.WORKER, str(seat)) in self.members:  # a node chose that as its id
-            seat += 1
-        return seat
+    def _free_member_index(self) -> int:
+        index = max(self.next_member_index, self._settings.worker_num)
+        while (Role.WORKER, str(index)) in self.members:  # a node chose that as its id
+            index += 1
+        return index
 
     def admit_server(self, agent: str, number: int, generation: int, now: float) -> Member:
         """Add a parameter server that an agent shall start."""
         host = self.agents[agent].host
         local_rank = find_free_local_rank(self.members_in_role(Role.PSERVER), host)
-        member = Member(Role.PSERVER, str(number), "", host, agent=agent, rank=number, seat=number, local_rank=local_rank)
-        member = self.add(replace(member, state=NodeState.ALIVE, since=generation), now)
+        member = Member(
+            Role.PSERVER, str(number), "", host, agent=agent, rank=number, member_index=number, local_rank=local_rank
+        )
+        member = self.add(replace(member, state=NodeState.ALIVE, since_generation=generation), now)
         self._heartbeats.begin_life(member, now)
         return member
 
     def admit_spare(self, agent: AgentInfo, now: float) -> Member:
         """Add a spare that an agent shall start."""
         number = self.size(Role.SPARE)
-        member = Member(Role.SPARE, str(number), "", agent.host, agent=agent.id, rank=number, seat=number)
+        member = Member(Role.SPARE, str(number), "", agent.host, agent=agent.id, rank=number, member_index=number)
         return self.add(replace(member, state=NodeState.ALIVE), now)
 
     def admit_children(self, agent: AgentInfo) -> None:
@@ -472,13 +478,13 @@ class Members:
             old,
             role=registration.role,
             node_id=node_id,
-            life=registration.instance_id,
+            instance_id=registration.instance_id,
             host=registration.host,
             pid=registration.pid,
             local_rank=local_rank,
             incarnation=old.incarnation + 1,
             restarts=old.restarts + 1,
-            lives=old.lives + 1,
+            ended_processes=old.ended_processes + 1,
             state=NodeState.ALIVE,
         )
         self._heartbeats.begin_life(new, now)
@@ -539,7 +545,7 @@ class Members:
                 self._heartbeats.note_heartbeat(member, now)
 
     def mark_host_gone(self, host_life: str) -> None:
-        self.gone = (*self.gone, host_life)[-GONE_HOSTS_MAX:]
+        self.gone_hosts = (*self.gone_hosts, host_life)[-GONE_HOSTS_MAX:]
 
     # -- processes ---------------------------------------------------------------------------------------------------
 
@@ -553,17 +559,17 @@ class Members:
             old,
             incarnation=old.incarnation + 1,
             restarts=old.restarts + 1,
-            lives=old.lives + 1,
-            life="",
+            ended_processes=old.ended_processes + 1,
+            instance_id="",
             connection=0,
             pid=0,
             leave_reason="",
-            process="",
+            promoted_from="",
             state=NodeState.ALIVE if is_agent_connected else NodeState.SUSPECT,  # until its agent is back
         )
 
     def reset_for_restart(self, member: Member, now: float) -> Member:
-        """Prepare a child for a restart of all: counts begin again, and its seat is its rank."""
+        """Prepare a child for a restart of all: counts begin again, and its member index is its rank."""
         old = self.current(member)
         self.prepare_next_incarnation(old, now)
         return self._change(
@@ -572,15 +578,15 @@ class Members:
             deaths_without_progress=0,
             died_at_step=-2,
             error=None,
-            lives=0,
-            seat=old.rank,
+            ended_processes=0,
+            member_index=old.rank,
         )
 
     def promote_spare(self, spare: Member, member: Member) -> int:
         """The process of a spare becomes the process of this member; returns its connection, which the caller attaches once
         the change is durable."""
         spare = self.current(spare)
-        self._change(member, process=f"{spare.name}.{spare.incarnation}", life=spare.life, pid=spare.pid)
+        self._change(member, promoted_from=f"{spare.name}.{spare.incarnation}", instance_id=spare.instance_id, pid=spare.pid)
         self._change(spare, handovers=spare.handovers + 1)
         self.vacate_spare(spare)
         return spare.connection
@@ -589,7 +595,7 @@ class Members:
         """The place of a spare is free."""
         self._by_connection.pop(self.current(spare).connection, None)
         self._heartbeats.clear_progress(spare)
-        return self._change(spare, life="", connection=0, pid=0, state=NodeState.LEFT)
+        return self._change(spare, instance_id="", connection=0, pid=0, state=NodeState.LEFT)
 
     def set_state(self, member: Member, state: NodeState) -> Member:
         return self._change(member, state=state)
@@ -633,11 +639,11 @@ class Members:
     def identify(self, member: Member, registration: Register) -> Member:
         """The process of a member names itself. It stays on its host, whose address may differ from the agent's."""
         host = replace(self.current(member).host, address=registration.host.address)
-        return self._change(member, life=registration.instance_id, pid=registration.pid, host=host)
+        return self._change(member, instance_id=registration.instance_id, pid=registration.pid, host=host)
 
     def forget_instance(self, member: Member) -> None:
         """The process of a child left; its agent will report the exit."""
-        self._change(member, life="")
+        self._change(member, instance_id="")
 
     def detach(self, connection: int) -> Member | AgentInfo | None:
         """The connection is lost; returns whom it spoke for."""
@@ -688,7 +694,7 @@ class Members:
                 self.add(replace(member, state=NodeState.SUSPECT if member.is_present else member.state), now)
 
     def restore_fields(self, record: ClusterRecord) -> None:
-        self.gone, self.next_seat = record.gone, record.next_seat
+        self.gone_hosts, self.next_member_index = record.gone_hosts, record.next_member_index
 
 
 def _make_member(registration: Register, node_id: str, rank: int = -1) -> Member:

@@ -411,7 +411,7 @@ class Recovery:
 
     def on_host_gone(self, step: Step, host_life: str, reason: str) -> None:
         """A host is gone for good: its nodes are dead, and none that may still run there is admitted again."""
-        if host_life in self._members.gone:
+        if host_life in self._members.gone_hosts:
             return
         self._members.mark_host_gone(host_life)
         step.out.persist_cluster()
@@ -495,7 +495,7 @@ class Recovery:
             return self._shutdown.note_death(step, member)
         if member.role is Role.PSERVER and self._resharding.roll_back_if_joining(step, member, failure.reason):
             return None
-        if step.cluster.arriving and self._resize.roll_back_if_joining(step, member, failure.reason):
+        if step.cluster.joining_ids and self._resize.roll_back_if_joining(step, member, failure.reason):
             return None
         action, reason = choose_action(step.cluster, member, failure.code, failure.error)
         member = self._members.set_error(member, failure.error)
@@ -714,7 +714,7 @@ class Recovery:
             step.out.persist_cluster()
             self._incidents.close(step, Outcome.RESTARTED)
         reports = self._barrier.safe_point.reports.values()
-        is_indexes_unknown = any(r.indexes_version < self._lifecycle.resized for r in reports)
+        is_indexes_unknown = any(r.indexes_version < self._lifecycle.resized_generation for r in reports)
         indexes = make_member_indexes(step.cluster) if is_indexes_unknown else None
         workers = {m.rank: m for m in self._members.members_in_role(Role.WORKER)}
         for rank, plan in plans.items():
@@ -749,9 +749,9 @@ class Recovery:
             for member in self._members.members_in_role(Role.WORKER):
                 if member.error is not None and member.error.step < 0:  # a script without steps makes progress by collectives
                     self._members.set_error(member, None)
-            if step.cluster.arriving:
+            if step.cluster.joining_ids:
                 self._resize.finish_growth()
-            if not (step.cluster.going and self._resize.release_next_leavers(step)):
+            if not (step.cluster.departing_ids and self._resize.release_next_leavers(step)):
                 self._incidents.close_if_resumed(step)
         self.update_readiness(step, "every rank goes on")
 

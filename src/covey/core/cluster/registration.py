@@ -60,7 +60,7 @@ def decide_node_admission(cluster: ClusterState, request: Register) -> Admission
     place = (member.role, member.node_id)
     if member.agent:
         return _decide_child(member, request, place)
-    if member.life == request.instance_id:
+    if member.instance_id == request.instance_id:
         return AdmissionDecision(Admission.REATTACH, "the same life again", place)
     return _decide_other_instance(cluster, member, request, place)
 
@@ -77,7 +77,7 @@ def decide_agent_admission(cluster: ClusterState, request: RegisterAgent) -> Adm
     if reason := _registration_blocker(cluster, request):
         return AdmissionDecision(Admission.REFUSE, reason)
     known = cluster.agents.get(request.agent)
-    if known is not None and known.life == request.instance_id:
+    if known is not None and known.instance_id == request.instance_id:
         return AdmissionDecision(Admission.REATTACH, "the same agent again")
     if known is not None and known.connection:
         return AdmissionDecision(Admission.REFUSE, f"an agent named {request.agent} is here already, on {known.host.name}")
@@ -137,7 +137,7 @@ def _registration_blocker(cluster: ClusterState, request: Register | RegisterAge
         return f"the cluster has ended: {cluster.reason}"
     if request.cluster_id and request.cluster_id != cluster.cluster_id:
         return f"it belongs to cluster {request.cluster_id}, and this is the scheduler of cluster {cluster.cluster_id}"
-    if request.host.life in cluster.gone:
+    if request.host.life in cluster.gone_hosts:
         return f"this life of the host {request.host.id} is over ({request.host.life})"
     ours = cluster.settings.fingerprint()
     differences = [
@@ -172,7 +172,9 @@ def _decide_promoted_spare(cluster: ClusterState, request: Register) -> Admissio
     if request.role is not Role.SPARE:
         return None
     process = f"{request.role}:{request.node_id}.{request.incarnation}"
-    member = next((m for m in cluster.members.values() if m.process == process and m.life == request.instance_id), None)
+    member = next(
+        (m for m in cluster.members.values() if m.promoted_from == process and m.instance_id == request.instance_id), None
+    )
     return AdmissionDecision(Admission.REATTACH, f"it is {member.name} now", (member.role, member.node_id)) if member else None
 
 
@@ -181,7 +183,9 @@ def _find_holder(cluster: ClusterState, request: Register) -> Member | None:
     if (member := cluster.members.get((request.role, choose_node_id(request)))) is not None:
         return member
     rank = parse_rank_claim(request.node_id)
-    if cluster.phase is not Phase.FORMING and (request.incarnation or cluster.resized or cluster.settings.worker_max):
+    if cluster.phase is not Phase.FORMING and (
+        request.incarnation or cluster.resized_generation or cluster.settings.worker_max
+    ):
         return None  # its place is gone, or it is new in a world that changes: that rank is another's
     return cluster.member_at_rank(request.role, rank) if rank is not None else None
 
@@ -224,7 +228,7 @@ def _decide_child(member: Member, request: Register, place: MemberKey) -> Admiss
     if request.incarnation != member.incarnation or not member.is_present:
         now = f"incarnation {member.incarnation} is {member.state}"
         return AdmissionDecision(Admission.REFUSE, f"incarnation {request.incarnation} of {member.name} is over: {now}")
-    if member.life in ("", request.instance_id):
+    if member.instance_id in ("", request.instance_id):
         return AdmissionDecision(Admission.REATTACH, "the process its agent started", place)
     return AdmissionDecision(Admission.REFUSE, f"{member.name} is already here, as process {member.pid} on {member.host.name}")
 
@@ -357,7 +361,7 @@ class Registration:
         """The known process, over a new connection: it keeps its rank and is told again what it may have missed."""
         if member.connection != connection:
             self._members.close_connection(member.connection, step.out)
-        is_known = member.life != ""
+        is_known = member.instance_id != ""
         self._members.identify(member, request)
         member = self._members.attach_member(connection, member, step.now)
         if not is_known:
@@ -430,7 +434,7 @@ class Registration:
         this cluster is told of the end instead."""
         known = self._members.member_at(connection) or self._members.agent_at(connection)
         reason = decision.reason
-        if known is not None and known.life != request.instance_id:
+        if known is not None and known.instance_id != request.instance_id:
             reason = "its connection speaks for another node already"
         elif decision.admission is Admission.DEFER:
             self._defer(step, connection, request.instance_id, who, reason)

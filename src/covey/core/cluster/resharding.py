@@ -89,10 +89,10 @@ class Resharding:
     def __init__(self, settings: ClusterSettings, lifecycle: Lifecycle, members: Members, incidents: IncidentLog) -> None:
         self._settings, self._lifecycle, self._members, self._incidents = settings, lifecycle, members, incidents
         self.state = ReshardingState.STABLE
-        self.sharing: Sharding | None = None  # the owners of the rows, once they have changed
-        self.coming: ServerRanks = ()  # ARRIVING: the new servers
-        self.copied: bool | None = None  # whether rows have a copy, once servers were added or removed
-        self.next_server = -1  # the number of the next server; -1: the first after formation
+        self.sharding: Sharding | None = None  # the owners of the rows, once they have changed
+        self.joining_servers: ServerRanks = ()  # ARRIVING: the new servers
+        self.has_row_copies: bool | None = None  # whether rows have a copy, once servers were added or removed
+        self.next_server_number = -1  # the number of the next server; -1: the first after formation
         self._in_sync: set[int] = set()  # servers that hold all their rows by the present sharding
         self._join_deadline = NEVER
 
@@ -102,26 +102,26 @@ class Resharding:
         return self.state is not ReshardingState.STABLE
 
     @property
-    def moved(self) -> bool:
+    def rows_in_place(self) -> bool:
         """Whether every row is with its owner."""
         return self.state is not ReshardingState.MOVING
 
     @property
     def current_sharding(self) -> Sharding:
-        return self.sharing or initial_sharding(self._settings.server_num)
+        return self.sharding or initial_sharding(self._settings.server_num)
 
     @property
     def rows_survive_death(self) -> bool:
         """Whether the rows of a parameter server survive its death: a single server has no other to hold their copy."""
-        if self.copied is None:
+        if self.has_row_copies is None:
             return self._settings.copies > 0 and self._settings.server_num > 1
-        return self.copied
+        return self.has_row_copies
 
     def server_ranks(self) -> set[int]:
         """The servers that belong to the cluster, those of a growth among them."""
-        if self.sharing is None and not self._settings.server_num:
+        if self.sharding is None and not self._settings.server_num:
             return set()
-        return {*self.current_sharding.servers, *self.coming}
+        return {*self.current_sharding.servers, *self.joining_servers}
 
     def _set_state(self, state: ReshardingState) -> None:
         assert state in TRANSITIONS[self.state], f"no transition from {self.state} to {state}"
@@ -154,10 +154,10 @@ class Resharding:
     def _start_growth(self, step: Step, agents: list[str]) -> None:
         self._set_state(ReshardingState.ARRIVING)
         for agent in agents:
-            number = max(self.next_server, self._settings.server_num)
-            self.next_server = number + 1
+            number = max(self.next_server_number, self._settings.server_num)
+            self.next_server_number = number + 1
             member = self._members.admit_server(agent, number, self._lifecycle.generation, step.now)
-            self.coming = (*self.coming, number)
+            self.joining_servers = (*self.joining_servers, number)
             step.out.persist(MemberRecord.from_member(member))
         step.out.persist_cluster()  # after its members: one that the record does not list does not count
         self._join_deadline = step.now + JOIN_TIMEOUT_S
@@ -181,27 +181,27 @@ class Resharding:
         ring = tuple(sorted(m.rank for m in self._members.members_in_role(Role.PSERVER) if m.rank not in leavers))
         sharding = self.current_sharding
         owners, moves = rebalance_slots(sharding.owners, ring)
-        self.coming = ()
-        self.copied = self._settings.copies > 0 and min(len(ring), len(sharding.ring)) > 1
-        self.sharing = Sharding(sharding.version + 1, owners, ring, leavers)
+        self.joining_servers = ()
+        self.has_row_copies = self._settings.copies > 0 and min(len(ring), len(sharding.ring)) > 1
+        self.sharding = Sharding(sharding.version + 1, owners, ring, leavers)
         self._in_sync = set()
         step.out.publish("servers", "shared anew", f"{len(moves)} of {SLOTS} slots move")
-        self._send_sharding(step, self.sharing)
+        self._send_sharding(step, self.sharding)
 
     def _finish(self, step: Step) -> None:
         """Every row is with its owner: the servers without rows leave."""
         self._set_state(ReshardingState.STABLE)
         sharding = self.current_sharding
         leavers = [m for m in self._members.members_in_role(Role.PSERVER) if m.rank in sharding.leaving]
-        self.sharing = msgspec.structs.replace(sharding, leaving=())
-        self.copied = self._settings.copies > 0 and len(sharding.ring) > 1
+        self.sharding = msgspec.structs.replace(sharding, leaving=())
+        self.has_row_copies = self._settings.copies > 0 and len(sharding.ring) > 1
         for member in leavers:
             self._members.ignore_connection(member)
             self._members.remove(member)
         servers = count_noun(len(sharding.ring), "parameter server")
         step.out.publish("servers", "settled", f"all rows are shared by {servers}")
         self._incidents.close(step, Outcome.RESUMED, node=SERVERS_NODE)
-        self._send_sharding(step, self.sharing)
+        self._send_sharding(step, self.sharding)
         for member in leavers:
             if member.connection:
                 step.out.send(member.connection, ClusterEnded(f"{member.name} leaves: its rows are with others"))
@@ -217,7 +217,7 @@ class Resharding:
     def roll_back_if_joining(self, step: Step, member: Member, reason: str) -> bool:
         """After the death of a server: roll the growth back if it was part of it; returns whether it did."""
         self._in_sync.discard(member.rank)
-        if member.rank not in self.coming:
+        if member.rank not in self.joining_servers:
             return False
         self._roll_back(step, f"{member.name} did not come: {reason}")
         return True
@@ -232,11 +232,11 @@ class Resharding:
     def _roll_back(self, step: Step, reason: str) -> None:
         """Remove the new servers; nothing has changed for anyone else."""
         self._set_state(ReshardingState.STABLE)
-        joining = [m for m in self._members.members_in_role(Role.PSERVER) if m.rank in self.coming]
+        joining = [m for m in self._members.members_in_role(Role.PSERVER) if m.rank in self.joining_servers]
         for member in joining:
             self._members.close_connection(member.connection, step.out)
             self._members.remove(member)
-        self.coming = ()
+        self.joining_servers = ()
         reason = f"{reason}; the growth is taken back"
         step.out.publish("servers", "rolled back", reason, Level.WARNING)
         self._incidents.close(step, Outcome.ROLLED_BACK, node=SERVERS_NODE, reason=reason)
@@ -251,9 +251,13 @@ class Resharding:
         self._join_deadline += by_s
 
     def restore(self, record: ClusterRecord, now: float) -> None:
-        self.sharing, self.coming, self.copied = record.sharing, record.coming, record.copied
-        self.next_server, self._join_deadline = record.next_server, now + JOIN_TIMEOUT_S
-        if record.coming:
+        self.sharding, self.joining_servers, self.has_row_copies = (
+            record.sharding,
+            record.joining_servers,
+            record.has_row_copies,
+        )
+        self.next_server_number, self._join_deadline = record.next_server_number, now + JOIN_TIMEOUT_S
+        if record.joining_servers:
             self.state = ReshardingState.ARRIVING
-        elif not record.moved:
+        elif not record.rows_in_place:
             self.state = ReshardingState.MOVING

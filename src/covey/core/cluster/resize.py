@@ -1,8 +1,9 @@
 """The number of workers changes: on request, because a worker or a host came, or because a lost rank is not replaced.
 
-A member's *seat* is its number for the whole run: its replacements keep it and no other member ever gets it. Its *rank* is its
-position in the world of the present generation. Ranks have no holes: when one leaves, the highest rank fills its place and all
-others keep theirs. Ranks in the middle of a step compute from the seats which ranks left and which samples were not used.
+A *member index* is a member's number for the whole run: its replacements keep it and no other member ever gets it. Its *rank*
+is its position in the world of the present generation. Ranks have no holes: when one leaves, the highest rank fills its place
+and all others keep theirs. Ranks in the middle of a step compute from the indexes which ranks left and which samples were not
+used.
 
 Every change is one new generation in which every member is told its rank. A growth succeeds or is rolled back as a whole.
 """
@@ -54,7 +55,7 @@ def plan_shrink(cluster: ClusterState, gone: Member) -> tuple[ShrinkPlan | None,
 def remaining_departing(cluster: ClusterState) -> list[Member]:
     """Who is still to leave on request. Where deaths have left nobody else, the lowest of them stays."""
     workers = sorted(cluster.members_in_role(Role.WORKER), key=lambda m: m.rank)
-    leavers = [m for m in workers if m.node_id in cluster.going]
+    leavers = [m for m in workers if m.node_id in cluster.departing_ids]
     return leavers if len(leavers) < len(workers) else leavers[1:]
 
 
@@ -65,8 +66,8 @@ def has_left_worker(cluster: ClusterState) -> bool:
 
 def can_roll_back(cluster: ClusterState) -> bool:
     """Whether a growth can be taken back: some must still be there from before, and have the state."""
-    before = [m for m in cluster.members_in_role(Role.WORKER) if m.node_id not in cluster.arriving]
-    return bool(cluster.arriving) and cluster.trains and any(m.is_present for m in before) and not has_left_worker(cluster)
+    before = [m for m in cluster.members_in_role(Role.WORKER) if m.node_id not in cluster.joining_ids]
+    return bool(cluster.joining_ids) and cluster.trains and any(m.is_present for m in before) and not has_left_worker(cluster)
 
 
 class ResizePlan(msgspec.Struct, frozen=True):
@@ -181,9 +182,9 @@ def plan_growth(cluster: ClusterState) -> tuple[ResizePlan | None, str]:
 
 
 def make_member_indexes(cluster: ClusterState) -> MemberIndexes:
-    """Everyone's seat, in order of rank."""
+    """The member index of every worker, in order of rank."""
     workers = sorted(cluster.members_in_role(Role.WORKER), key=lambda m: m.rank)
-    return MemberIndexes(cluster.resized, [m.seat for m in workers])
+    return MemberIndexes(cluster.resized_generation, [m.member_index for m in workers])
 
 
 # -- the part -----------------------------------------------------------------------------------------------------------
@@ -192,8 +193,8 @@ def make_member_indexes(cluster: ClusterState) -> MemberIndexes:
 class Resize:
     """Owns the running change of the number of workers.
 
-    A growth is under way while `arriving` is not empty: it ends when all ranks have resumed, or is rolled back. A scale-in is
-    under way while `going` is not empty: its members leave in turns. Both can be under way at once.
+    A growth is under way while `joining_ids` is not empty: it ends when all ranks have resumed, or is rolled back. A scale-in
+    is under way while `departing_ids` is not empty: its members leave in turns. Both can be under way at once.
     """
 
     def __init__(
@@ -207,9 +208,9 @@ class Resize:
     ) -> None:
         self._settings, self._lifecycle, self._heartbeats, self._members = settings, lifecycle, heartbeats, members
         self._barrier, self._incidents = barrier, incidents
-        self.asked = 0  # the number of workers that was requested last; 0: none was
-        self.arriving: tuple[str, ...] = ()  # node ids of the workers that a growth waits for
-        self.going: tuple[str, ...] = ()  # node ids of the workers that leave once all others have resumed
+        self.requested_workers = 0  # the number of workers that was requested last; 0: none was
+        self.joining_ids: tuple[str, ...] = ()  # node ids of the workers that a growth waits for
+        self.departing_ids: tuple[str, ...] = ()  # node ids of the workers that leave once all others have resumed
         self._join_deadline = NEVER
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -226,7 +227,7 @@ class Resize:
         plan, reason = plan_resize(step.cluster, request)
         if plan is None:
             return Refused(reason)
-        self.asked = self._members.size(Role.WORKER) + len(plan.agents) - len(plan.departing)
+        self.requested_workers = self._members.size(Role.WORKER) + len(plan.agents) - len(plan.departing)
         if plan.agents:
             number = self._grow_on_agents(step, plan.agents, reason, "asked for")
         else:
@@ -240,7 +241,7 @@ class Resize:
         wanted, reason = target_with_extra(step.cluster, more)
         if wanted is None:
             return Refused(reason)
-        self.asked = wanted
+        self.requested_workers = wanted
         step.out.persist_cluster()
         step.out.publish("cluster", "room", reason)
         self.grow_on_free_slots(step)
@@ -266,7 +267,7 @@ class Resize:
         Returns the number of the incident."""
         step.out.count("scale_out")
         number = self._incidents.open(step, "scale-out", reason, cause)
-        self.arriving = tuple(m.node_id for m in joining)
+        self.joining_ids = tuple(m.node_id for m in joining)
         self._join_deadline = step.now + JOIN_TIMEOUT_S
         for member in joining:
             self._heartbeats.begin_life(member, step.now)
@@ -275,7 +276,7 @@ class Resize:
 
     def finish_growth(self) -> None:
         """All ranks have resumed, or a growth has lost its meaning: nobody is waited for."""
-        self.arriving = ()
+        self.joining_ids = ()
 
     def roll_back_if_joining(self, step: Step, member: Member, reason: str) -> bool:
         """After a death: roll the growth back if this member was part of it; returns whether it did.
@@ -283,8 +284,8 @@ class Resize:
         A growth cannot be rolled back any more when no earlier member holds the state: then the joining members are ordinary.
         """
         if not can_roll_back(step.cluster):
-            self.arriving = ()
-        if member.role is not Role.WORKER or member.node_id not in self.arriving:
+            self.joining_ids = ()
+        if member.role is not Role.WORKER or member.node_id not in self.joining_ids:
             return False
         self.roll_back(step, f"{member.name} did not come: {reason}")
         return True
@@ -298,13 +299,13 @@ class Resize:
 
     def roll_back(self, step: Step, reason: str) -> int:
         """Remove all members of the growth; returns the number of the incident."""
-        joining = [m for m in self._members.members_in_role(Role.WORKER) if m.node_id in self.arriving]
-        self.arriving = ()
+        joining = [m for m in self._members.members_in_role(Role.WORKER) if m.node_id in self.joining_ids]
+        self.joining_ids = ()
         reason = f"{reason}; the growth is taken back"
         self._incidents.close(step, Outcome.ROLLED_BACK, reason=reason)
         number = self._incidents.open(step, "scale-in", reason, reason)
         remaining = self._members.size(Role.WORKER) - len(joining)
-        self.asked = min(self.asked, max(self._settings.default_target_workers, remaining))
+        self.requested_workers = min(self.requested_workers, max(self._settings.default_target_workers, remaining))
         self._start_generation(step, reason, reason, self._remove(step, joining))
         self._limit_slots(step, joining)
         for member in joining:
@@ -333,7 +334,7 @@ class Resize:
         at_once = [n for m in self._members.members_in_role(Role.WORKER) if (n := self._heartbeats.progress(m).departing_max)]
         leavers = sorted(leavers, key=lambda m: -m.rank)
         now, later = (leavers[: min(at_once)], leavers[min(at_once) :]) if at_once else (leavers, [])
-        self.going = tuple(m.node_id for m in later)
+        self.departing_ids = tuple(m.node_id for m in later)
         self._start_generation(step, reason, reason, self._remove(step, now))
         for member in now:
             if member.connection:
@@ -347,7 +348,7 @@ class Resize:
         """
         leavers = remaining_departing(step.cluster)
         if not leavers:
-            self.going = ()
+            self.departing_ids = ()
             return False
         if plan_shrink(step.cluster, leavers[0])[0] is None:
             return False
@@ -396,7 +397,11 @@ class Resize:
         self._join_deadline += by_s
 
     def restore_fields(self, record: ClusterRecord) -> None:
-        self.asked, self.going, self.arriving = record.asked, record.going, record.arriving
+        self.requested_workers, self.departing_ids, self.joining_ids = (
+            record.requested_workers,
+            record.departing_ids,
+            record.joining_ids,
+        )
 
     def resume(self, step: Step) -> None:
         """After a restart of the scheduler: a change that was under way ends when all ranks say again that they resumed;
@@ -404,5 +409,5 @@ class Resize:
         is_pending = self._lifecycle.trains and self._incidents.is_resizing
         self._barrier.restore(is_pending)
         if not is_pending:
-            self.arriving = ()
+            self.joining_ids = ()
         self._join_deadline = step.now + JOIN_TIMEOUT_S

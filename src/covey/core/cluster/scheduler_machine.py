@@ -251,7 +251,7 @@ class SchedulerMachine:
 
     def _on_scale_request(self, step: Step, connection: int, request: ScaleRequest) -> None:
         reply: ScaleAccepted | Refused
-        if request.roll_back and self._resharding.coming and not self._lifecycle.has_ended:
+        if request.roll_back and self._resharding.joining_servers and not self._lifecycle.has_ended:
             reply = self._resharding.request_roll_back(step)
         elif not request.roll_back and request.start_processes and is_server_request(self.cluster, request):
             reply = self._resharding.request(step, request)

@@ -65,7 +65,7 @@ class Shutdown:
         self._settings, self._lifecycle, self._heartbeats, self._members = settings, lifecycle, heartbeats, members
         self._incidents, self._resize = incidents, resize
         self.state = ShutdownState.RUNNING
-        self.dumping: Ended | None = None  # how the cluster will end after the dump
+        self.planned_end: Ended | None = None  # how the cluster will end after the dump
         self.ended: Ended | None = None  # how it ended
         self._dumping_ranks: set[int] = set()  # whose dump is awaited
         self._dump_deadline = NEVER
@@ -102,7 +102,7 @@ class Shutdown:
 
     def _start_dump(self, step: Step, planned_end: Ended, ranks: set[int]) -> None:
         self._set_state(ShutdownState.DUMPING)
-        reason, self.dumping = planned_end.reason, planned_end
+        reason, self.planned_end = planned_end.reason, planned_end
         self._dumping_ranks, self._dump_deadline = ranks, step.now + self._settings.dump_s
         self._lifecycle.begin_healing(reason, step.now)
         step.out.persist_cluster()  # a restarted scheduler asks again
@@ -114,8 +114,8 @@ class Shutdown:
     def repeat_dump_request(self, step: Step, member: Member) -> None:
         """A member is connected again: the request, or its answer, may be lost."""
         if self._is_awaited(member):
-            assert self.dumping is not None
-            step.out.send(self._members.current(member).connection, DumpRequest(self.dumping.reason))
+            assert self.planned_end is not None
+            step.out.send(self._members.current(member).connection, DumpRequest(self.planned_end.reason))
 
     def _is_awaited(self, member: Member) -> bool:
         return member.role is Role.WORKER and member.rank in self._dumping_ranks
@@ -138,11 +138,11 @@ class Shutdown:
 
     def end_if_dumped(self, step: Step) -> None:
         is_over = not self._dumping_ranks or step.now > self._dump_deadline
-        if self.state is not ShutdownState.DUMPING or self.dumping is None or not is_over:
+        if self.state is not ShutdownState.DUMPING or self.planned_end is None or not is_over:
             return
         saved, path = self._newest_dump
         outcome = f"; step {saved} is in {path}" if path else "; nobody could write down the state"
-        self.end(step, self.dumping.code, self.dumping.reason + outcome, self.dumping.failure)
+        self.end(step, self.planned_end.code, self.planned_end.reason + outcome, self.planned_end.failure)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -174,12 +174,12 @@ class Shutdown:
         for member in self._members.members.values():
             is_lost = member.is_present and not member.agent and not member.connection
             if is_lost and self._heartbeats.last_heartbeat_at(member) > since:
-                yield member.life, True
+                yield member.instance_id, True
         for agent in self._members.agents.values():
             children = self._members.children(agent.id)
             is_lost = not agent.connection and any(child.state is not NodeState.DEAD for child in children)
             if is_lost and self._heartbeats.last_heartbeat_at(agent) > since:
-                yield agent.life, any(child.is_present for child in children)
+                yield agent.instance_id, any(child.is_present for child in children)
 
     def _start_telling(self, step: Step, untold: set[str]) -> None:
         """Members out of reach reconnect soon: they are told then, so the scheduler stays until then."""
@@ -220,7 +220,7 @@ class Shutdown:
             self._dump_deadline = min(self._dump_deadline + slept_s, now + self._settings.dump_s)
 
     def restore_fields(self, record: ClusterRecord) -> None:
-        self.dumping = record.dumping
+        self.planned_end = record.planned_end
 
     def resume_end(self, step: Step, ended: Ended) -> None:
         """The scheduler was lost while it told its members the end: they are told as they reconnect. Nodes that waited for a
@@ -235,7 +235,7 @@ class Shutdown:
 
     def resume_dump(self, step: Step) -> None:
         """The scheduler was lost while the ranks saved their state: they are asked again as they reconnect."""
-        if self.dumping is not None:
+        if self.planned_end is not None:
             self._set_state(ShutdownState.DUMPING)
             workers = self._members.members_in_role(Role.WORKER)
             self._dumping_ranks = {member.rank for member in workers if member.is_present}

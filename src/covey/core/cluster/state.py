@@ -102,7 +102,7 @@ class Lifecycle:
         self.phase = Phase.FORMING
         self.reason = "waiting for the first node"
         self.generation = 0
-        self.resized = 0  # the generation in which the number of workers last changed
+        self.resized_generation = 0  # the generation in which the number of workers last changed
         self.restarts = 0  # restarts of all workers
         self.full_restart: FullRestart | None = None  # the newest; None if there was none
         self.heals = False  # the program calls covey.init(): workers can wait for a replacement, and be one
@@ -142,7 +142,7 @@ class Lifecycle:
 
     def note_resize(self) -> None:
         """The next generation has another number of workers."""
-        self.resized = self.generation + 1
+        self.resized_generation = self.generation + 1
 
     def note_init(self) -> bool:
         """A worker called covey.init(); returns whether it is the first."""
@@ -193,7 +193,7 @@ class Lifecycle:
     def restore(self, record: ClusterRecord) -> None:
         """Restore all but the phase, which the machine decides."""
         self.cluster_id, self.generation, self.restarts = record.cluster_id, record.generation, record.restarts
-        self.resized, self.heals, self.trains = record.resized, record.heals, record.trains
+        self.resized_generation, self.heals, self.trains = record.resized_generation, record.heals, record.trains
         self.full_restart = record.full_restart
 
 
@@ -249,8 +249,8 @@ class ClusterState:
         return self._lifecycle.generation
 
     @property
-    def resized(self) -> int:
-        return self._lifecycle.resized
+    def resized_generation(self) -> int:
+        return self._lifecycle.resized_generation
 
     @property
     def restarts(self) -> int:
@@ -271,12 +271,12 @@ class ClusterState:
     # -- of Members --------------------------------------------------------------------------------------------------
 
     @property
-    def gone(self) -> tuple[str, ...]:
-        return self._members.gone
+    def gone_hosts(self) -> tuple[str, ...]:
+        return self._members.gone_hosts
 
     @property
-    def next_seat(self) -> int:
-        return self._members.next_seat
+    def next_member_index(self) -> int:
+        return self._members.next_member_index
 
     def free_slots_by_agent(self, role: Role) -> dict[str, int]:
         """By agent: how many members of a role it could start beyond those it has, of the places it registered."""
@@ -298,47 +298,47 @@ class ClusterState:
     # -- of Resize ---------------------------------------------------------------------------------------------------
 
     @property
-    def asked(self) -> int:
-        return self._resize.asked
+    def requested_workers(self) -> int:
+        return self._resize.requested_workers
 
     @property
-    def going(self) -> tuple[str, ...]:
-        return self._resize.going
+    def departing_ids(self) -> tuple[str, ...]:
+        return self._resize.departing_ids
 
     @property
-    def arriving(self) -> tuple[str, ...]:
-        return self._resize.arriving
+    def joining_ids(self) -> tuple[str, ...]:
+        return self._resize.joining_ids
 
     @property
     def target_workers(self) -> int:
         """How many workers there should be, as soon as there are hosts for them."""
-        return self.asked or self.settings.default_target_workers
+        return self.requested_workers or self.settings.default_target_workers
 
     # -- of Resharding -----------------------------------------------------------------------------------------------
 
     @property
-    def sharing(self) -> Sharding | None:
-        return self._resharding.sharing
+    def sharding(self) -> Sharding | None:
+        return self._resharding.sharding
 
     @property
     def is_resharding(self) -> bool:
         return self._resharding.is_resharding
 
     @property
-    def coming(self) -> ServerRanks:
-        return self._resharding.coming
+    def joining_servers(self) -> ServerRanks:
+        return self._resharding.joining_servers
 
     @property
-    def moved(self) -> bool:
-        return self._resharding.moved
+    def rows_in_place(self) -> bool:
+        return self._resharding.rows_in_place
 
     @property
-    def copied(self) -> bool | None:
-        return self._resharding.copied
+    def has_row_copies(self) -> bool | None:
+        return self._resharding.has_row_copies
 
     @property
-    def next_server(self) -> int:
-        return self._resharding.next_server
+    def next_server_number(self) -> int:
+        return self._resharding.next_server_number
 
     @property
     def current_sharding(self) -> Sharding:
@@ -355,8 +355,8 @@ class ClusterState:
         return self._shutdown.ended
 
     @property
-    def dumping(self) -> Ended | None:
-        return self._shutdown.dumping
+    def planned_end(self) -> Ended | None:
+        return self._shutdown.planned_end
 
     # -- the journal -------------------------------------------------------------------------------------------------
 
@@ -365,7 +365,7 @@ class ClusterState:
         return ClusterRecord(
             worker_num=self.settings.worker_num,
             server_num=self.settings.server_num,
-            world=self.size(Role.WORKER) if self.resized else -1,
+            world=self.size(Role.WORKER) if self.resized_generation else -1,
             **{name: getattr(self, name) for name in RECORDED_FIELDS},
         )
 

@@ -151,7 +151,7 @@ def straggler_ratio(busy_s: float, usual_s: float) -> float:
 
 def _make_node_view(cluster: ClusterState, member: Member, now: float, usual_s: float) -> NodeView:
     agent = cluster.agents.get(member.agent)
-    sender, progress = member if member.life else agent, cluster.progress(member)
+    sender, progress = member if member.instance_id else agent, cluster.progress(member)
     heard = cluster.last_heartbeat_at(sender) if sender else 0.0
     return NodeView(
         role=member.role,

@@ -71,11 +71,11 @@ class EditableCluster(ClusterState):
         """Set fields of the parts by the names under which `ClusterState` shows them."""
         owners = (self.lifecycle, self.table, self.resize, self.resharding, self.shutdown, self.registration)
         for name, value in fields.items():
-            if name == "moved":
+            if name == "rows_in_place":
                 self.resharding.state = ReshardingState.STABLE if value else ReshardingState.MOVING
                 continue
             setattr(next(part for part in owners if name in vars(part)), name, value)
-            if name == "coming":
+            if name == "joining_servers":
                 self.resharding.state = ReshardingState.ARRIVING if value else ReshardingState.STABLE
 
     def add(self, member: Member, *, progress: Progress | None = None, last_heartbeat_at: float = 0.0) -> Member:
@@ -126,7 +126,7 @@ def training_cluster(*rungs: str, servers: int = 0, connected: bool = False, **s
     """Two hosts with two workers each, all in a training; servers on the first. The connections of the agents are 1 and 2;
     where members are connected, those of workers are 10, 11, ... and those of servers 20, 21, ..."""
     made = EditableCluster(ClusterSettings(4, servers, strategies=rungs, **settings), phase=Phase.READY, generation=1)
-    made.set(trains=True, heals=True, copied=True)
+    made.set(trains=True, heals=True, has_row_copies=True)
     made.barrier.open_generation(1)
     for name, host, connection in (("a", HERE, 1), ("b", THERE, 2)):
         offered = servers if name == "a" else 0
@@ -134,6 +134,6 @@ def training_cluster(*rungs: str, servers: int = 0, connected: bool = False, **s
     places = [(Role.WORKER, rank, *(("a", HERE) if rank < 2 else ("b", THERE))) for rank in range(4)]
     for role, rank, agent, host in places + [(Role.PSERVER, rank, "a", HERE) for rank in range(servers)]:
         connection, pid = (10 + rank, 1) if role is Role.WORKER else (20 + rank, 0)
-        member = Member(role, str(rank), f"life of {role}:{rank}", host, rank=rank, seat=rank, agent=agent, pid=pid)
+        member = Member(role, str(rank), f"life of {role}:{rank}", host, rank=rank, member_index=rank, agent=agent, pid=pid)
         member = made.add(msgspec.structs.replace(member, state=NodeState.ALIVE, connection=connection if connected else 0))
     return made

@@ -75,7 +75,7 @@ def test_room_is_told_and_is_no_operation() -> None:
     effects = made.step(MessageReceived(ScaleRequest(more_workers=1, start_processes=False), VISITOR), 1.0)
     accepted = reply(effects)
     assert isinstance(accepted, ScaleAccepted) and accepted.operation == 0 and accepted.reason
-    assert told(effects) == [f"cluster room: {accepted.reason}"] and records(effects)[-1].asked == 3
+    assert told(effects) == [f"cluster room: {accepted.reason}"] and records(effects)[-1].requested_workers == 3
 
 
 def test_a_dump_is_agreed_to_once_with_how_many_can() -> None:

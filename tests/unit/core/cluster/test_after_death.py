@@ -321,7 +321,7 @@ def test_before_the_end_the_others_write_down_what_they_hold_and_the_next_schedu
     assert members(effects) == [("2", 1, NodeState.DEAD)]
     assert f"cluster dump: {reason}; the others write down what they hold" in warnings(effects)
     failure = EditableCluster.of(made).recovery.first_failure
-    assert failure is not None and records(effects)[-1].dumping == Ended(139, reason, failure)
+    assert failure is not None and records(effects)[-1].planned_end == Ended(139, reason, failure)
     wrote = made.step(MessageReceived(DumpWritten(5, "there"), 10), 1.0)
     assert told(wrote) == ["worker:0 dumped: step 5 is in there"] and not ended(wrote)
     assert not ended(tick(made, 21.0, since=1.0)), "in its very last moment it may still come"
@@ -360,14 +360,14 @@ def test_the_last_host_that_leaves_has_everything_written_down_first() -> None:
     assert not sent(made.step(MessageReceived(Draining("asked to leave"), 1), 1.0), DumpRequest)
     effects = made.step(MessageReceived(Draining("asked to leave", scheduler_leaves=True), 2), 1.0)
     assert set(sent(effects, DumpRequest)) == {10, 11, 12}
-    assert records(effects)[-1].dumping == Ended(ExitCode.STOPPED, "asked to leave")
+    assert records(effects)[-1].planned_end == Ended(ExitCode.STOPPED, "asked to leave")
 
 
 def test_a_host_that_leaves_and_cannot_hand_over_ends_it_with_its_workers_code() -> None:
     made = training(strategies=parse_strategies(("recover", "dump")), extra_ranks=0)
     made.step(MessageReceived(Draining("asked to leave"), 2), 0.0)
     effects = made.step(MessageReceived(ChildExited("2", 1, 143), 2), 0.0)
-    dumping = records(effects)[-1].dumping
+    dumping = records(effects)[-1].planned_end
     assert dumping is not None and (dumping.code, dumping.failure) == (143, None)
 
 
@@ -404,7 +404,7 @@ def test_a_host_that_is_said_to_be_gone_takes_its_workers_along_for_that_reason(
     assert "worker:y died: its node is lost" in warnings(effects)
     first = effects[0]
     assert isinstance(first, Persist) and isinstance(first.record, ClusterRecord), "it is durable before anything follows"
-    assert first.record.gone == ("uid-1",)
+    assert first.record.gone_hosts == ("uid-1",)
     kept_by_an_agent = machine(1)
     kept_by_an_agent.step(MessageReceived(RegisterAgent("b", "life of b", pod, 1), 2), 0.0)
     end = ended(kept_by_an_agent.step(HostGone("uid-1", "its node is lost"), 1.0))
@@ -457,9 +457,9 @@ def test_a_server_that_died_has_its_rows_in_place_only_when_it_says_so_again() -
     made.step(MessageReceived(ChildExited("1", 1, 137, "killed", role=Role.PSERVER), 1), 1.0)
     serve(made, 1)
     made.step(MessageReceived(ServerInSync(0), 22), 2.0)
-    assert made.cluster.coming == (2,), "rows are not shared anew while one has not its own"
+    assert made.cluster.joining_servers == (2,), "rows are not shared anew while one has not its own"
     made.step(MessageReceived(ServerInSync(0), 21), 2.0)
-    assert not made.cluster.coming and made.cluster.sharing is not None
+    assert not made.cluster.joining_servers and made.cluster.sharding is not None
 
 
 def test_a_workers_death_leaves_the_servers_rows_in_place() -> None:
@@ -470,7 +470,7 @@ def test_a_workers_death_leaves_the_servers_rows_in_place() -> None:
     made.step(MessageReceived(RendezvousPut("met", b"", made.cluster.generation), 12), 1.0)
     made.step(MessageReceived(RankResumed(made.cluster.generation, 6), 12), 3.0)
     made.step(MessageReceived(ScaleRequest(more_servers=1), 9), 3.0)
-    assert made.cluster.coming == (2,), "no copy is missing"
+    assert made.cluster.joining_servers == (2,), "no copy is missing"
 
 
 def test_servers_begin_from_nothing_where_everyone_starts_anew() -> None:
@@ -496,9 +496,9 @@ def test_servers_that_were_to_come_have_their_time_anew_under_the_next_scheduler
     )
     again.step(MessageReceived(RegisterAgent("a", "life of a", BOX, 1, servers=2, cluster_id="c1"), 1), 100.0)
     tick(again, 101.0, since=100.0)
-    assert again.cluster.coming == (2,)
+    assert again.cluster.joining_servers == (2,)
     tick(again, 101.0 + JOIN_TIMEOUT_S, since=101.0)
-    assert not again.cluster.coming
+    assert not again.cluster.joining_servers
 
 
 def test_a_servers_return_is_over_when_it_has_its_rows_and_a_workers_when_all_go_on() -> None:

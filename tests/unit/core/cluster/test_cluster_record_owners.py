@@ -55,20 +55,20 @@ OWNED: dict[str, tuple[type, Any]] = {  # the owner, and a value that is not the
     "generation": (Lifecycle, 7),
     "restarts": (Lifecycle, 2),
     "heals": (Lifecycle, True),
-    "resized": (Lifecycle, 3),
+    "resized_generation": (Lifecycle, 3),
     "trains": (Lifecycle, True),
     "full_restart": (Lifecycle, FullRestart(2, "worker:0 died", 5)),
-    "next_seat": (Members, 9),
-    "gone": (Members, ("life of a host",)),
-    "asked": (Resize, 4),
-    "going": (Resize, ("3",)),
-    "arriving": (Resize, ("4",)),
-    "sharing": (Resharding, initial_sharding(3)),
-    "coming": (Resharding, (2,)),
-    "moved": (Resharding, False),
-    "copied": (Resharding, False),
-    "next_server": (Resharding, 5),
-    "dumping": (Shutdown, Ended(1, "worker:0 died")),
+    "next_member_index": (Members, 9),
+    "gone_hosts": (Members, ("life of a host",)),
+    "requested_workers": (Resize, 4),
+    "departing_ids": (Resize, ("3",)),
+    "joining_ids": (Resize, ("4",)),
+    "sharding": (Resharding, initial_sharding(3)),
+    "joining_servers": (Resharding, (2,)),
+    "rows_in_place": (Resharding, False),
+    "has_row_copies": (Resharding, False),
+    "next_server_number": (Resharding, 5),
+    "planned_end": (Shutdown, Ended(1, "worker:0 died")),
 }
 OF_SETTINGS = {"job", "worker_num", "server_num"}  # not restored: the settings decide
 DERIVED = {"world"}  # of the members that there are
@@ -105,7 +105,7 @@ def test_a_field_is_restored_by_its_owner_alone_and_comes_back(name: str) -> Non
     record = msgspec.structs.replace(DEFAULT, **{name: value})
     plain, changed = parts_of(restored(DEFAULT)), parts_of(restored(record))
     assert [part for part in PARTS if state_of(plain[part]) != state_of(changed[part])] == [owner]
-    expected = msgspec.structs.replace(record, world=0) if name == "resized" else record
+    expected = msgspec.structs.replace(record, world=0) if name == "resized_generation" else record
     assert restored(record).record() == expected
 
 
@@ -130,4 +130,4 @@ def test_an_end_in_the_journal_is_the_end() -> None:
 
 def test_the_size_of_the_world_is_that_of_the_members_once_it_has_changed() -> None:
     assert restored(msgspec.structs.replace(DEFAULT, world=4)).record().world == -1
-    assert restored(msgspec.structs.replace(DEFAULT, world=4, resized=2)).record().world == 0
+    assert restored(msgspec.structs.replace(DEFAULT, world=4, resized_generation=2)).record().world == 0

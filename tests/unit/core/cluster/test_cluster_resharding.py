@@ -45,11 +45,11 @@ def test_servers_come_and_go_only_while_all_is_in_its_place() -> None:
     assert resharding.plan_server_resize(made, {0}, ScaleRequest(servers=3))[1] == (
         "the rows of pserver:1 have no copy yet: ask again in a moment"
     )
-    made.set(coming=(2,))
+    made.set(joining_servers=(2,))
     assert resharding.plan_server_resize(made, {0, 1}, ScaleRequest(servers=3))[1].startswith(
         "parameter servers come or go already"
     )
-    made.set(coming=(), phase=Phase.HEALING, reason="worker:1 died")
+    made.set(joining_servers=(), phase=Phase.HEALING, reason="worker:1 died")
     assert (
         resharding.plan_server_resize(made, {0, 1}, ScaleRequest(servers=3))[1]
         == "The cluster is not ready. It is healing: worker:1 died"
@@ -138,7 +138,7 @@ def test_new_servers_are_durable_before_the_cluster_and_own_no_rows() -> None:
     records = [type(effect.record) for effect in effects if isinstance(effect, Persist)]
     assert records == [MemberRecord, ClusterRecord, Incident]
     assert sent_to(effects, DesiredChildren) == [2] and not sent_to(effects, ShardingAssigned)
-    assert (cluster.coming, cluster.moved, cluster.next_server) == ((2,), True, 3)
+    assert (cluster.joining_servers, cluster.rows_in_place, cluster.next_server_number) == ((2,), True, 3)
     assert set(cluster.current_sharding.owners) == {0, 1} and cluster.resharding.server_ranks() == {0, 1, 2}
 
 
@@ -147,7 +147,7 @@ def test_rows_move_once_all_servers_are_in_sync_and_are_settled_once_they_are_ag
     cluster.take_effects()
     assert in_sync(cluster, 0, 1) == [], "the new one is still to come"
     moving = in_sync(cluster, 2)
-    assert state(cluster) is ReshardingState.MOVING and cluster.coming == ()
+    assert state(cluster) is ReshardingState.MOVING and cluster.joining_servers == ()
     assert set(cluster.current_sharding.owners) == {0, 1, 2}
     durable = next(n for n, effect in enumerate(moving) if isinstance(effect, Persist))
     told = [n for n, effect in enumerate(moving) if isinstance(effect, Send)]
@@ -183,9 +183,9 @@ def test_a_growth_is_rolled_back_by_the_death_of_a_new_server_alone() -> None:
     cluster = growing()
     step = cluster.step(2.0)
     assert not cluster.resharding.roll_back_if_joining(step, cluster.members[(Role.PSERVER, "1")], "killed")
-    assert cluster.coming == (2,)
+    assert cluster.joining_servers == (2,)
     assert cluster.resharding.roll_back_if_joining(step, cluster.members[(Role.PSERVER, "2")], "killed")
-    assert (list(cluster.coming), state(cluster)) == ([], ReshardingState.STABLE) and cluster.size(Role.PSERVER) == 2
+    assert (list(cluster.joining_servers), state(cluster)) == ([], ReshardingState.STABLE) and cluster.size(Role.PSERVER) == 2
     incident = cluster.incidents.records[-1]
     assert incident.outcome is Outcome.ROLLED_BACK
     assert incident.reason.endswith("pserver:2 did not come: killed; the growth is taken back")
@@ -197,7 +197,7 @@ def test_a_growth_is_rolled_back_when_the_time_is_over_which_a_suspension_prolon
     assert not cluster.resharding.roll_back_if_overdue(cluster.step(1.0 + JOIN_TIMEOUT_S + 5.0))
     assert cluster.resharding.roll_back_if_overdue(cluster.step(1.1 + JOIN_TIMEOUT_S + 5.0))
     assert not cluster.resharding.roll_back_if_overdue(cluster.step(1000.0)), "there is none any more"
-    assert cluster.next_server == 3, "no number is given twice"
+    assert cluster.next_server_number == 3, "no number is given twice"
 
 
 @pytest.mark.parametrize(
@@ -206,5 +206,5 @@ def test_a_growth_is_rolled_back_when_the_time_is_over_which_a_suspension_prolon
 )
 def test_the_state_follows_from_the_record(coming: tuple[int, ...], moved: bool, expected: ReshardingState) -> None:
     cluster = training_cluster(servers=2)
-    cluster.resharding.restore(ClusterRecord("c", "", 4, 2, Phase.READY, 1, coming=coming, moved=moved), 5.0)
-    assert state(cluster) is expected and (cluster.coming, cluster.moved) == (coming, moved)
+    cluster.resharding.restore(ClusterRecord("c", "", 4, 2, Phase.READY, 1, joining_servers=coming, rows_in_place=moved), 5.0)
+    assert state(cluster) is expected and (cluster.joining_servers, cluster.rows_in_place) == (coming, moved)

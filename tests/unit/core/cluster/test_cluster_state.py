@@ -73,7 +73,7 @@ def test_of_a_journal_count_the_members_of_the_world_as_it_is_now() -> None:
 
     def taken_over(world: int, coming: tuple[int, ...] = ()) -> EditableCluster:
         made, record = books(servers=2), ClusterRecord("c", "job", 3, 2, Phase.READY, 1, world=world)
-        made.set(coming=coming)
+        made.set(joining_servers=coming)
         made.table.restore((record, *kept), record, made.resharding.server_ranks(), 7.0)
         return made
 
@@ -96,5 +96,5 @@ def test_of_a_journal_count_the_members_of_the_world_as_it_is_now() -> None:
 def test_the_record_says_how_large_a_world_is_that_has_changed() -> None:
     made = books(child(0), child(1))
     assert made.record().world == -1
-    made.set(resized=1)
+    made.set(resized_generation=1)
     assert made.record().world == 2

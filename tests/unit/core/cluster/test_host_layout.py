@@ -71,33 +71,45 @@ def test_a_spare_is_told_the_world_without_a_place_in_it() -> None:
         RankAssigned(3, -1, 2, -1, 2),
         RankAssigned(3, -1, 2, -1, 0),
     ]
-    made.set(sharing=initial_sharding(2))
+    made.set(sharding=initial_sharding(2))
     assert layout.make_rank_assigned(spares[0]).sharding == initial_sharding(2)
 
 
 def test_who_comes_again_is_told_how_often_and_who_was_promoted_as_whom() -> None:
-    again = Member(Role.WORKER, "5", "l", NEAR, rank=0, seat=5, since=2, local_rank=0, restarts=4, lives=1, incarnation=6)
-    server = Member(Role.PSERVER, "0", "l", NEAR, rank=0, seat=0, local_rank=0, restarts=4, lives=1)
+    again = Member(
+        Role.WORKER,
+        "5",
+        "l",
+        NEAR,
+        rank=0,
+        member_index=5,
+        since_generation=2,
+        local_rank=0,
+        restarts=4,
+        ended_processes=1,
+        incarnation=6,
+    )
+    server = Member(Role.PSERVER, "0", "l", NEAR, rank=0, member_index=0, local_rank=0, restarts=4, ended_processes=1)
     made, layout = laid_out(again, server, servers=1)
     again, server = made.members[(Role.WORKER, "5")], made.members[(Role.PSERVER, "0")]
     assert layout.make_rank_assigned(again) == RankAssigned(3, 0, 1, 0, 1, restarts=4, member_index=5, since_generation=2)
     assert layout.make_rank_assigned(server).restarts == 1, "of a server: since everyone last started"
-    made.change(again, process="spare:0.1")
+    made.change(again, promoted_from="spare:0.1")
     assert (layout.make_rank_assigned(again).node_id, layout.make_rank_assigned(again).incarnation) == ("5", 6)
 
 
 def test_a_server_that_is_coming_learns_with_whom_it_will_share_and_others_when_it_is_here() -> None:
-    new = [Member(Role.PSERVER, str(rank), "l", NEAR, rank=rank, seat=rank) for rank in range(3)]
+    new = [Member(Role.PSERVER, str(rank), "l", NEAR, rank=rank, member_index=rank) for rank in range(3)]
     made, layout = laid_out(worker("0"), *new, servers=2)
     servers = made.members_in_role(Role.PSERVER)
-    made.set(coming=(2,))
+    made.set(joining_servers=(2,))
     coming = layout.make_rank_assigned(servers[2]).sharding
     assert coming is not None and (coming.version, coming.ring, set(coming.owners)) == (0, (0, 1, 2), {0, 1})
     assert (
         layout.make_rank_assigned(servers[0]).sharding is None
         and layout.make_rank_assigned(made.members_in_role(Role.WORKER)[0]).sharding is None
     )
-    made.set(coming=(), sharing=initial_sharding(3))
+    made.set(joining_servers=(), sharding=initial_sharding(3))
     assert {layout.make_rank_assigned(member).sharding for member in made.members.values()} == {initial_sharding(3)}
 
 

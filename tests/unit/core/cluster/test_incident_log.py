@@ -139,7 +139,7 @@ def test_a_change_that_is_not_over_stays_open_when_the_rest_is() -> None:
     opened(log, 1.0, strategy="scale-in")
     opened(log, 1.0)
     assert log.is_resizing
-    leaving = EditableCluster(ClusterSettings(2), going=("1",))
+    leaving = EditableCluster(ClusterSettings(2), departing_ids=("1",))
     assert [i.strategy for i in closed_by(log, Outcome.RESUMED, 2.0, cluster=leaving)] == ["recover-in-place"]
     assert [i.strategy for i in closed_by(log, Outcome.RESUMED, 3.0)] == ["scale-in"] and not log.is_resizing
     opened(log, 4.0, node=SERVERS_NODE, strategy="scale-out")
@@ -162,7 +162,7 @@ def test_what_was_known_of_an_open_one_begins_when_it_was_known() -> None:
 
 
 def test_a_scale_in_with_members_to_release_is_closed_by_the_end_of_the_run() -> None:
-    log, leaving = IncidentLog(0.0), EditableCluster(ClusterSettings(2), going=("1",))
+    log, leaving = IncidentLog(0.0), EditableCluster(ClusterSettings(2), departing_ids=("1",))
     opened(log, 1.0, strategy="scale-in")
     assert closed_by(log, Outcome.RESTARTED, 2.0, cluster=leaving) == []
     assert [i.strategy for i in closed_by(log, Outcome.ENDED, 3.0, cluster=leaving)] == ["scale-in"]

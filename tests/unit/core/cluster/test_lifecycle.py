@@ -60,7 +60,7 @@ def test_the_generation_grows_by_one_and_a_resize_is_of_the_next_one() -> None:
     made = lifecycle()
     assert [made.advance_generation() for _ in range(3)] == [1, 2, 3]
     made.note_resize()
-    assert made.resized == 4 == made.advance_generation()
+    assert made.resized_generation == 4 == made.advance_generation()
 
 
 def test_the_first_call_of_init_and_the_first_finished_step_are_reported_once() -> None:
@@ -103,6 +103,6 @@ def test_a_lost_state_is_a_full_restart_that_counts_no_restart_of_all_workers() 
 
 def test_the_phase_of_the_journal_is_not_restored() -> None:
     made = lifecycle()
-    made.restore(ClusterRecord("d", "job", 2, 0, Phase.HEALING, 7, restarts=2, heals=True, resized=3, trains=True))
+    made.restore(ClusterRecord("d", "job", 2, 0, Phase.HEALING, 7, restarts=2, heals=True, resized_generation=3, trains=True))
     assert (made.phase, made.cluster_id, made.generation, made.restarts) == (Phase.FORMING, "d", 7, 2)
-    assert (made.heals, made.resized, made.trains) == (True, 3, True)
+    assert (made.heals, made.resized_generation, made.trains) == (True, 3, True)

@@ -126,7 +126,7 @@ def test_members_in_a_sentence_are_in_a_human_order_and_not_too_many() -> None:
 
 def test_a_newcomer_gets_no_name_that_somebody_chose() -> None:
     made = training_cluster()
-    made.set(next_seat=4)
+    made.set(next_member_index=4)
     made.add(Member(Role.WORKER, "4", "life", HERE, rank=4, state=NodeState.ALIVE))
     assert made.table.admit_joining_child("b", 2, 0.0).node_id == "5"
 
@@ -218,7 +218,7 @@ def test_a_connection_speaks_for_one_member_until_it_is_lost() -> None:
 def test_the_connection_of_an_earlier_process_speaks_for_nobody() -> None:
     made = records()
     made.prepare_next_incarnation(worker(made, 1), 0.0)
-    assert made.member_at(11) is None and worker(made, 1).connection == 0 and worker(made, 1).life == ""
+    assert made.member_at(11) is None and worker(made, 1).connection == 0 and worker(made, 1).instance_id == ""
 
 
 def test_a_connection_that_is_ignored_can_still_be_written_to() -> None:
@@ -247,9 +247,9 @@ def test_a_spare_hands_its_process_to_the_place_it_takes() -> None:
     spare = made.add(Member(Role.SPARE, "0", "spare life", HERE, 2, 0, agent="a", pid=9, state=NodeState.ALIVE))
     spare = made.attach_member(20, spare, 0.0)
     assert made.promote_spare(spare, worker(made, 1)) == 20
-    assert (worker(made, 1).process, worker(made, 1).life, worker(made, 1).pid) == ("spare:0.2", "spare life", 9)
+    assert (worker(made, 1).promoted_from, worker(made, 1).instance_id, worker(made, 1).pid) == ("spare:0.2", "spare life", 9)
     free = made.current(spare)
-    assert (free.life, free.connection, free.state, free.handovers) == ("", 0, NodeState.LEFT, 1)
+    assert (free.instance_id, free.connection, free.state, free.handovers) == ("", 0, NodeState.LEFT, 1)
     assert not made.is_connected(20), "the caller attaches it once the change is durable"
 
 

@@ -161,7 +161,7 @@ def test_lost_rows_start_everyone_anew_while_that_helps(changed: dict[str, Any],
 
 def test_rows_without_a_copy_are_lost_with_their_server() -> None:
     made = training_cluster(RecoveryStrategy.RECOVER, servers=1, copies=0)
-    made.set(copied=False)
+    made.set(has_row_copies=False)
     after, reason = recovery.choose_action(made, dies(made, Role.PSERVER, 0), 137)
     assert after is RecoveryAction.END
     assert reason == f"{LOST} with it, for they had no copy, and recover-in-place is not among the strategies"
@@ -310,7 +310,7 @@ def test_a_ready_spare_takes_the_place_over_its_own_connection() -> None:
     spare = cluster.add(spare, progress=Progress(is_spare_ready=True))
     effects = exits(cluster, 1)
     taken = cluster.worker("1")
-    assert (taken.connection, taken.life, taken.process, taken.incarnation) == (30, "spare life", "spare:0.1", 2)
+    assert (taken.connection, taken.instance_id, taken.promoted_from, taken.incarnation) == (30, "spare life", "spare:0.1", 2)
     assert cluster.table.member_at(30) == taken and cluster.table.current(spare).state is NodeState.LEFT
     assert sent(effects, RankAssigned) == [30] and cluster.out.counters["promotions"] == 1
     assert outcomes(cluster) == [("recover", Outcome.OPEN)]
@@ -330,10 +330,10 @@ def test_the_death_of_a_spare_is_no_failure_of_the_run() -> None:
 
 def test_all_workers_start_again_with_counts_that_begin_anew() -> None:
     cluster = met(max_restarts=1)
-    cluster.change(cluster.worker("2"), deaths_without_progress=2, seat=7)
+    cluster.change(cluster.worker("2"), deaths_without_progress=2, member_index=7)
     effects = exits(cluster, 1)
     workers = cluster.members_in_role(Role.WORKER)
-    assert [(m.incarnation, m.connection, m.seat) for m in workers] == [(2, 0, rank) for rank in range(4)]
+    assert [(m.incarnation, m.connection, m.member_index) for m in workers] == [(2, 0, rank) for rank in range(4)]
     assert [m.handovers for m in workers] == [1, 0, 1, 1], "a process that had not failed uses up no budget"
     assert cluster.worker("2").deaths_without_progress == 0 and (cluster.restarts, cluster.trains) == (1, False)
     assert sent(effects, DesiredChildren) == [1, 2] and outcomes(cluster) == [("restart all", Outcome.RESTARTED)]
@@ -390,7 +390,7 @@ def test_a_host_that_is_gone_for_good_is_remembered_and_its_nodes_are_dead() -> 
     pod = msgspec.structs.replace(THERE, life="uid-1")
     cluster.change_agent("b", host=pod)
     cluster.recovery.on_host_gone(cluster.step(1.0), "uid-1", "its pod is gone")
-    assert cluster.gone == ("uid-1",) and list(cluster.agents) == ["a"]
+    assert cluster.gone_hosts == ("uid-1",) and list(cluster.agents) == ["a"]
     effects = cluster.take_effects()
     assert isinstance(effects[0], Persist) and Close(2) in effects
     cluster.recovery.on_host_gone(cluster.step(2.0), "uid-1", "its pod is gone")

@@ -49,7 +49,7 @@ def formed(*members: Member, recovery: bool = True, phase: Phase = Phase.READY) 
 
 
 def worker(name: str, rank: int = -1, state: NodeState = NodeState.ALIVE, **more: Any) -> Member:
-    usual: dict[str, Any] = {"life": f"life of {name}", "connection": 1, "pid": 42}
+    usual: dict[str, Any] = {"instance_id": f"life of {name}", "connection": 1, "pid": 42}
     return Member(Role.WORKER, name, host=BOX, rank=rank, state=state, **(usual | more))
 
 
@@ -58,7 +58,7 @@ def wish(name: str, life: str = "new", **more: Any) -> Register:
 
 
 def child(state: NodeState = NodeState.ALIVE, **more: Any) -> Member:
-    return worker("1", 1, state, **({"agent": "a", "incarnation": 2, "life": ""} | more))
+    return worker("1", 1, state, **({"agent": "a", "incarnation": 2, "instance_id": ""} | more))
 
 
 # -- let in ----------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_a_rank_taken_by_a_node_that_got_it() -> None:
 def test_a_rank_taken_by_an_agents_worker() -> None:
     said = "rank 1 is taken by worker:1, which the agent on box runs"
     assert refusal(formed(worker("0", 0), child()), wish("1")) == said
-    claimed = forming(worker("a/1", 1, NodeState.WAITING, agent="a", life=""))
+    claimed = forming(worker("a/1", 1, NodeState.WAITING, agent="a", instance_id=""))
     assert refusal(claimed, wish("1")) == "rank 1 is taken by worker:a/1, which the agent on box runs"
 
 
@@ -230,7 +230,7 @@ def test_a_child_of_an_incarnation_that_is_over() -> None:
 
 def test_a_second_process_in_the_name_of_a_child() -> None:
     said = "worker:1 is already here, as process 42 on box"
-    assert refusal(formed(worker("0", 0), child(life="first")), wish("1", "second", incarnation=2)) == said
+    assert refusal(formed(worker("0", 0), child(instance_id="first")), wish("1", "second", incarnation=2)) == said
 
 
 # -- agents ----------------------------------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ def test_whoever_is_known_is_told_as_what() -> None:
 
 
 def test_a_spare_that_has_not_heard_of_its_promotion_is_the_worker_it_became() -> None:
-    cluster = formed(worker("0", 0), child(life="its life", process="spare:7.3"))
+    cluster = formed(worker("0", 0), child(instance_id="its life", promoted_from="spare:7.3"))
     asks = Register(Role.SPARE, "7", "its life", BOX, incarnation=3)
     assert decide_node_admission(cluster, asks) == AdmissionDecision(
         Admission.REATTACH, "it is worker:1 now", (Role.WORKER, "1")
@@ -368,9 +368,9 @@ def test_in_a_world_that_may_grow_a_number_is_no_claim_to_a_rank_that_somebody_h
     later = AdmissionDecision(Admission.DEFER, f"there is place for 3 workers, but not yet: {resize.resize_blocker(cluster)}")
     assert decide_node_admission(cluster, wish("1")) == later
     asked = growing()
-    asked.set(asked=3)
+    asked.set(requested_workers=3)
     assert refusal(asked, wish("1")) == "rank 1 is taken by worker:b on box (process 42)"
-    asked.set(resized=2)
+    asked.set(resized_generation=2)
     assert decide_node_admission(asked, wish("1")) == later
     asked.set(trains=True)
     assert decide_node_admission(asked, wish("1")) == AdmissionDecision(Admission.ADMIT, "there is place for 3 workers")
@@ -586,5 +586,5 @@ def test_a_worker_that_comes_after_formation_makes_the_world_grow() -> None:
     cluster = of_two(worker_max=3, last_call_s=0.0)
     cluster.set(trains=True)
     effects = register(cluster, 3, wish("c"))
-    assert (cluster.size(Role.WORKER), cluster.arriving, cluster.worker("c").rank) == (3, ("c",), 2)
+    assert (cluster.size(Role.WORKER), cluster.joining_ids, cluster.worker("c").rank) == (3, ("c",), 2)
     assert sent(effects, RankAssigned) == [1, 2, 3] and cluster.phase is Phase.HEALING

@@ -43,7 +43,7 @@ def formed(workers: int = 4, worker_max: int = 0) -> EditableCluster:
         cluster.add_agent(AgentInfo(name, f"life of {name}", host, workers // 2, connection=connection))
     for rank in range(workers):
         agent, host = ("a", HERE) if rank < workers // 2 else ("b", THERE)
-        cluster.add(Member(Role.WORKER, str(rank), "", host, rank=rank, seat=rank, agent=agent, state=NodeState.ALIVE))
+        cluster.add(Member(Role.WORKER, str(rank), "", host, rank=rank, member_index=rank, agent=agent, state=NodeState.ALIVE))
     return cluster
 
 
@@ -93,7 +93,7 @@ def test_the_world_grows_by_what_is_offered_up_to_its_goal() -> None:
     plan, reason = resize.plan_growth(cluster)
     assert plan is not None and plan.agents == ["c"]
     assert reason == "the world grows from 4 to 5 workers, as host-b came"
-    cluster.set(asked=4)
+    cluster.set(requested_workers=4)
     assert resize.plan_growth(cluster)[0] is None
 
 
@@ -175,14 +175,19 @@ def test_a_refused_request_changes_nothing() -> None:
 def test_a_growth_is_one_generation_in_which_agents_start_the_joining_workers() -> None:
     cluster = requested(ScaleRequest(6))
     effects = cluster.take_effects()
-    assert (cluster.asked, cluster.arriving, cluster.generation, cluster.resized) == (6, ("4", "5"), 2, 2)
+    assert (cluster.requested_workers, cluster.joining_ids, cluster.generation, cluster.resized_generation) == (
+        6,
+        ("4", "5"),
+        2,
+        2,
+    )
     assert cluster.phase is Phase.HEALING and cluster.barrier.is_pending and outcomes(cluster) == [("scale-out", Outcome.OPEN)]
     assert persisted(effects, ClusterRecord) == [cluster.record()] and len(persisted(effects, MemberRecord)) == 2
     assert sent(effects, RankAssigned) == [10, 11, 12, 13] and sent(effects, DesiredChildren) == [1, 2]
     last_write = max(n for n, effect in enumerate(effects) if isinstance(effect, Persist))
     assert last_write < min(n for n, effect in enumerate(effects) if isinstance(effect, Send))
     cluster.resize.finish_growth()
-    assert cluster.arriving == ()
+    assert cluster.joining_ids == ()
 
 
 def test_a_growth_that_is_rolled_back_leaves_the_world_as_it_was() -> None:
@@ -192,7 +197,12 @@ def test_a_growth_that_is_rolled_back_leaves_the_world_as_it_was() -> None:
     reply = cluster.resize.request(cluster.step(2.0), ScaleRequest(roll_back=True))
     assert reply == ScaleAccepted(2, "asked to; the growth is taken back")
     effects = cluster.take_effects()
-    assert (cluster.asked, cluster.arriving, cluster.generation) == (4, (), 3) and set(ranks(cluster)) == {"0", "1", "2", "3"}
+    assert (cluster.requested_workers, cluster.joining_ids, cluster.generation) == (4, (), 3) and set(ranks(cluster)) == {
+        "0",
+        "1",
+        "2",
+        "3",
+    }
     assert outcomes(cluster) == [("scale-out", Outcome.ROLLED_BACK), ("scale-in", Outcome.OPEN)]
     assert Close(14) in effects and cluster.table.member_at(14) is None and sent(effects, DesiredChildren) == [1, 2]
     assert isinstance(cluster.resize.request(cluster.step(2.0), ScaleRequest(roll_back=True)), Refused)
@@ -201,7 +211,7 @@ def test_a_growth_that_is_rolled_back_leaves_the_world_as_it_was() -> None:
 def test_only_the_death_of_a_joining_worker_rolls_a_growth_back() -> None:
     cluster = requested(ScaleRequest(5))
     dead = cluster.change(cluster.worker("1"), state=NodeState.DEAD)
-    assert not cluster.resize.roll_back_if_joining(cluster.step(2.0), dead, "killed") and cluster.arriving == ("4",)
+    assert not cluster.resize.roll_back_if_joining(cluster.step(2.0), dead, "killed") and cluster.joining_ids == ("4",)
     assert cluster.resize.roll_back_if_joining(cluster.step(2.0), cluster.worker("4"), "killed")
     assert cluster.reason == "worker:4 did not come: killed; the growth is taken back"
 
@@ -210,7 +220,7 @@ def test_a_growth_of_which_no_earlier_worker_holds_the_state_cannot_be_rolled_ba
     cluster = requested(ScaleRequest(5))
     cluster.set(trains=False)
     assert not cluster.resize.roll_back_if_joining(cluster.step(2.0), cluster.worker("4"), "killed")
-    assert cluster.arriving == () and cluster.size(Role.WORKER) == 5, "it is a worker like any other"
+    assert cluster.joining_ids == () and cluster.size(Role.WORKER) == 5, "it is a worker like any other"
 
 
 def test_joining_workers_have_a_limited_time_which_a_suspension_prolongs() -> None:
@@ -228,26 +238,26 @@ def test_workers_that_leave_are_told_and_the_highest_ranks_fill_their_places() -
     assert persisted(effects, MemberRecord) == [
         MemberRecord.from_member(member) for member in cluster.members_in_role(Role.WORKER)
     ], "whose ranks changed"
-    assert outcomes(cluster) == [("scale-in", Outcome.OPEN)] and cluster.asked == 2
+    assert outcomes(cluster) == [("scale-in", Outcome.OPEN)] and cluster.requested_workers == 2
 
 
 def test_workers_leave_in_turns_where_only_so_many_may_leave_at_once() -> None:
     cluster = training_cluster(connected=True)
     cluster.heartbeats.note_progress(cluster.worker("0"), Progress(5, in_loop=True, departing_max=1), 0.0)
     requested(ScaleRequest(2), cluster)
-    assert (cluster.going, set(ranks(cluster))) == (("2",), {"0", "1", "2"}), "the highest rank first"
+    assert (cluster.departing_ids, set(ranks(cluster))) == (("2",), {"0", "1", "2"}), "the highest rank first"
     for rank in range(3):
         cluster.barrier.add_resumed(rank)
     assert cluster.resize.release_next_leavers(cluster.step(2.0))
-    assert (cluster.going, set(ranks(cluster))) == ((), {"0", "1"})
+    assert (cluster.departing_ids, set(ranks(cluster))) == ((), {"0", "1"})
     assert not cluster.resize.release_next_leavers(cluster.step(3.0)), "none is left"
 
 
 def test_nobody_leaves_before_all_are_known_to_have_resumed() -> None:
     cluster = training_cluster(connected=True)
-    cluster.set(going=("3",))
+    cluster.set(departing_ids=("3",))
     assert cluster.resize.release_next_leavers(cluster.step(2.0))
-    assert cluster.going == ("3",) and cluster.barrier.is_agreeing and cluster.phase is Phase.HEALING
+    assert cluster.departing_ids == ("3",) and cluster.barrier.is_agreeing and cluster.phase is Phase.HEALING
     assert sent(cluster.take_effects(), NewGeneration) == [10, 11, 12, 13]
 
 
@@ -264,13 +274,15 @@ def test_a_lost_worker_that_is_given_up_leaves_no_slot_on_its_host() -> None:
 @pytest.mark.parametrize(("is_open", "trains"), [(True, True), (False, True), (True, False)])
 def test_a_restarted_scheduler_continues_a_change_that_was_under_way(is_open: bool, trains: bool) -> None:
     cluster = training_cluster(connected=True)
-    cluster.resize.restore_fields(ClusterRecord("c", "", 4, 0, Phase.HEALING, 1, asked=5, arriving=("3",), going=("2",)))
+    cluster.resize.restore_fields(
+        ClusterRecord("c", "", 4, 0, Phase.HEALING, 1, requested_workers=5, joining_ids=("3",), departing_ids=("2",))
+    )
     cluster.set(trains=trains)
     if is_open:
         cluster.incidents.open(cluster.step(0.0), "scale-out", "", "asked for")
     cluster.resize.resume(cluster.step(100.0))
     is_pending = is_open and trains
-    assert cluster.barrier.is_pending is is_pending and cluster.arriving == (("3",) if is_pending else ())
-    assert (cluster.asked, cluster.going) == (5, ("2",))
+    assert cluster.barrier.is_pending is is_pending and cluster.joining_ids == (("3",) if is_pending else ())
+    assert (cluster.requested_workers, cluster.departing_ids) == (5, ("2",))
     assert not cluster.resize.roll_back_if_overdue(cluster.step(100.0 + JOIN_TIMEOUT_S)), "they have the full time"
     assert cluster.resize.roll_back_if_overdue(cluster.step(100.1 + JOIN_TIMEOUT_S)) is is_pending

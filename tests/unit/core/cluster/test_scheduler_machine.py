@@ -163,7 +163,7 @@ def test_what_is_promised_is_durable_first_and_the_cluster_record_is_the_last() 
     promises = [n for n, e in enumerate(effects) if isinstance(e, Send) and isinstance(e.message, RankAssigned)]
     writes = [n for n, e in enumerate(effects) if isinstance(e, Persist)]
     assert max(writes) < min(promises)
-    assert kept(effects)[-1] == ClusterRecord("c1", "job", 2, 0, Phase.READY, 1, next_seat=2)
+    assert kept(effects)[-1] == ClusterRecord("c1", "job", 2, 0, Phase.READY, 1, next_member_index=2)
     assert [r.rank for r in kept(effects) if isinstance(r, MemberRecord)] == [0, 1]
 
 
@@ -271,7 +271,7 @@ def test_a_lost_link_is_a_death_and_without_recovery_the_end() -> None:
     assert failure.others == ["rank 0 on box: alive", "rank 2 on box: alive, step 12, backward"]
     assert ended(effects) == EndCluster(30, "worker:1 on box: its connection closed (connection reset by peer)", failure)
     told_end = Ended(30, "worker:1 on box: its connection closed (connection reset by peer)", failure)
-    assert kept(effects)[-1] == ClusterRecord("c1", "job", 3, 0, Phase.ENDED, 1, next_seat=3, ended=told_end)
+    assert kept(effects)[-1] == ClusterRecord("c1", "job", 3, 0, Phase.ENDED, 1, next_member_index=3, ended=told_end)
 
 
 def test_the_first_failure_is_the_one_that_is_reported() -> None:
@@ -545,7 +545,7 @@ def test_room_is_made_for_workers_that_come_by_themselves() -> None:
     extra = MessageReceived(register("c"), 7)
     assert "one worker too many" in sent(made.step(extra, 1.0), Refused)[7].reason
     effects = made.step(MessageReceived(ScaleRequest(more_workers=1, start_processes=False), 9), 1.0)
-    assert [r.asked for r in kept(effects) if isinstance(r, ClusterRecord)] == [3], "it is durable"
+    assert [r.requested_workers for r in kept(effects) if isinstance(r, ClusterRecord)] == [3], "it is durable"
     joined = made.step(MessageReceived(register("c"), 8), 1.0)
     assert sent(joined, RankAssigned)[8].world == 3 and made.cluster.target_workers == 3
 
@@ -584,13 +584,13 @@ def test_who_has_a_part_of_the_state_leaves_when_the_others_have_it() -> None:
     made = cut_in_four(together=1)
     effects = made.step(MessageReceived(ScaleRequest(workers=2), 9), 1.0)
     assert set(sent(effects, ClusterEnded)) == {4} and {f.world for f in sent(effects, RankAssigned).values()} == {3}
-    assert [r.going for r in kept(effects) if isinstance(r, ClusterRecord)] == [("c",)], "it is durable"
+    assert [r.departing_ids for r in kept(effects) if isinstance(r, ClusterRecord)] == [("c",)], "it is durable"
     effects = go_on(made, (1, 2, 3))
     assert set(sent(effects, ClusterEnded)) == {3} and {f.world for f in sent(effects, RankAssigned).values()} == {2}
     assert (phase(made), outcomes(made)) == (Phase.HEALING, [Outcome.OPEN]), "one operation until all have left"
     go_on(made, (1, 2))
     assert (phase(made), outcomes(made)) == (Phase.READY, [Outcome.RESUMED])
-    assert made.cluster.going == ()
+    assert made.cluster.departing_ids == ()
 
 
 def test_as_many_leave_at_once_as_there_are_copies() -> None:
@@ -605,7 +605,7 @@ def test_a_scheduler_that_comes_back_remembers_who_is_still_to_leave() -> None:
     cluster = next(r for r in records if isinstance(r, ClusterRecord))
     again = SchedulerMachine(made.cluster.settings, cluster_id="c2", job="job", now=0.0, wall=0.0)
     again.step(JournalRead((cluster,)), 0.0)
-    assert again.cluster.going == ("c",)
+    assert again.cluster.departing_ids == ("c",)
 
 
 def cut_under_an_agent(workers: int, together: int = 1) -> SchedulerMachine:
@@ -672,7 +672,7 @@ def test_after_a_return_to_the_checkpoint_the_remaining_leavers_leave() -> None:
     effects = tick(made, 2.0, since=1.5)
     assert set(sent(effects, ClusterEnded)) == {13} and workers_of(made) == ["0", "1"]
     all_go_on(made)
-    assert (phase(made), outcomes(made), made.cluster.going) == (Phase.READY, [Outcome.RESUMED], ())
+    assert (phase(made), outcomes(made), made.cluster.departing_ids) == (Phase.READY, [Outcome.RESUMED], ())
 
 
 def test_where_the_training_ends_first_the_operation_ends_with_the_run() -> None:
@@ -1115,7 +1115,7 @@ def test_the_next_pod_is_let_in_when_the_last_is_said_to_be_gone_and_not_before(
     )
     said = made.step(HostGone("uid-1", "the pod pod-1 is over"), 2.0)
     assert state(made, "2") is NodeState.DEAD and phase(made) is Phase.HEALING
-    assert {record.gone for record in kept(said) if isinstance(record, ClusterRecord)} == {("uid-1",)}, "it is durable"
+    assert {record.gone_hosts for record in kept(said) if isinstance(record, ClusterRecord)} == {("uid-1",)}, "it is durable"
     [start] = sent(made.step(MessageReceived(again, 4), 2.5), DesiredChildren).values()
     assert [(a.node_id, a.incarnation) for a in start.assignments] == [("2", 2)], "its place, its rank, the next life"
 

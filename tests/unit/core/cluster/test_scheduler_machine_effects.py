@@ -76,20 +76,25 @@ def test_a_growth_is_counted_told_and_kept_and_has_its_time() -> None:
     effects = made.step(MessageReceived(ScaleRequest(workers=4), 9), 1.0)
     reason = "the world grows from 3 to 4 workers, as asked"
     assert noted(made) == [("scale-out", "asked for", reason, Outcome.OPEN)]
-    assert made.counters == {"scale_out": 1} and made.cluster.asked == 4
+    assert made.counters == {"scale_out": 1} and made.cluster.requested_workers == 4
     assert f"cluster resized: {reason}; the world is now 4" in warnings(effects)
-    assert made.cluster.reason == reason and made.cluster.resized == made.cluster.generation
+    assert made.cluster.reason == reason and made.cluster.resized_generation == made.cluster.generation
     assert [a.node_id for a in sent(effects, DesiredChildren)[1].assignments] == ["0", "1", "2", "3"]
     assert {f.world for f in sent(effects, RankAssigned).values()} == {4} and set(sent(effects, RankAssigned)) == {11, 12, 13}
     newcomer = made.cluster.members[(Role.WORKER, "3")]
-    assert (newcomer.seat, newcomer.local_rank, newcomer.since, made.cluster.next_seat) == (3, 3, made.cluster.generation, 4)
+    assert (newcomer.member_index, newcomer.local_rank, newcomer.since_generation, made.cluster.next_member_index) == (
+        3,
+        3,
+        made.cluster.generation,
+        4,
+    )
     beats = [1, 11, 12, 13]
     tick(made, 1.0 + JOIN_TIMEOUT_S, beats=beats, since=1.0)
     assert len(workers_of(made)) == 4, "in its very last moment it may still come"
     effects = tick(made, 1.5 + JOIN_TIMEOUT_S, beats=beats, since=1.0 + JOIN_TIMEOUT_S)
     back = f"not all came within {JOIN_TIMEOUT_S:g} s; the growth is taken back"
     assert noted(made)[0][3] is Outcome.ROLLED_BACK and noted(made)[1] == ("scale-in", back, back, Outcome.OPEN)
-    assert workers_of(made) == ["0", "1", "2"] and made.cluster.asked == 3
+    assert workers_of(made) == ["0", "1", "2"] and made.cluster.requested_workers == 3
     assert f"cluster resized: {back}; the world is now 3" in warnings(effects)
     assert [r.slots for r in kept(effects) if isinstance(r, AgentRecord)] == [3], "its host offers no more than it has"
     assert [a.node_id for a in sent(effects, DesiredChildren)[1].assignments] == ["0", "1", "2"]
@@ -200,11 +205,11 @@ def test_servers_become_more_and_rows_move_when_all_are_there() -> None:
     reason = "the parameter servers become more, from 2 to 3, as asked"
     assert noted(made) == [("scale-out", "asked for", reason, Outcome.OPEN)] and made.incidents.records[0].node == "servers"
     assert made.counters == {"server_scale_out": 1} and f"servers scale-out: {reason}" in told(effects)
-    assert records(effects)[-1].coming == (2,), "it is durable"
+    assert records(effects)[-1].joining_servers == (2,), "it is durable"
     assert [(r.role, r.rank) for r in kept(effects) if isinstance(r, MemberRecord)] == [(Role.PSERVER, 2)]
     assert [a.node_id for a in sent(effects, DesiredChildren)[1].assignments] == ["0", "0", "1", "2"]
     newcomer = made.cluster.members[(Role.PSERVER, "2")]
-    assert (newcomer.rank, newcomer.local_rank, newcomer.agent, made.cluster.next_server) == (2, 2, "a", 3)
+    assert (newcomer.rank, newcomer.local_rank, newcomer.agent, made.cluster.next_server_number) == (2, 2, "a", 3)
     serve(made, 2)
     assert sent(made.step(MessageReceived(ServerInSync(0), 20), 2.0), ShardingAssigned) == {}, "not all are settled"
     made.step(MessageReceived(ServerInSync(0), 21), 2.0)
@@ -216,7 +221,7 @@ def test_servers_become_more_and_rows_move_when_all_are_there() -> None:
         21,
         22,
     }
-    assert records(effects)[-1].sharing == sharing and made.cluster.copied
+    assert records(effects)[-1].sharding == sharing and made.cluster.has_row_copies
     assert sorted(sharing.owners.count(number) for number in range(3)) == [85, 85, 86]
     assert "servers shared anew: 85 of 256 slots move" in told(effects)
     for link in (20, 21):
@@ -225,7 +230,7 @@ def test_servers_become_more_and_rows_move_when_all_are_there() -> None:
     assert noted(made)[0][3] is Outcome.OPEN, "what it says is of the sharing before"
     effects = made.step(MessageReceived(ServerInSync(1), 22), 3.0)
     assert "servers settled: all rows are shared by 3 parameter servers" in told(effects)
-    assert (noted(made)[0][3], made.cluster.moved, made.cluster.copied) == (Outcome.RESUMED, True, True)
+    assert (noted(made)[0][3], made.cluster.rows_in_place, made.cluster.has_row_copies) == (Outcome.RESUMED, True, True)
 
 
 def test_servers_become_fewer_and_who_has_nothing_left_goes() -> None:
@@ -235,13 +240,13 @@ def test_servers_become_fewer_and_who_has_nothing_left_goes() -> None:
     assert noted(made) == [("scale-in", "asked for", reason, Outcome.OPEN)] and made.counters == {"server_scale_in": 1}
     assert f"servers scale-in: {reason}" in told(effects) and "servers shared anew: 128 of 256 slots move" in told(effects)
     (sharing,) = {told.sharding for told in sent(effects, ShardingAssigned).values()}
-    assert (sharing.version, sharing.ring, sharing.leaving) == (1, (0,), (1,)) and not made.cluster.copied
+    assert (sharing.version, sharing.ring, sharing.leaving) == (1, (0,), (1,)) and not made.cluster.has_row_copies
     assert set(sharing.owners) == {0}
     made.step(MessageReceived(ServerInSync(1), 20), 2.0)
     effects = made.step(MessageReceived(ServerInSync(1), 21), 2.0)
     assert sent(effects, ClusterEnded) == {21: ClusterEnded("pserver:1 leaves: its rows are with others")}
     assert set(sent(effects, ShardingAssigned)) == {11, 20} and made.cluster.size(Role.PSERVER) == 1
-    assert made.cluster.sharing is not None and made.cluster.sharing.leaving == () and noted(made)[0][3] is Outcome.RESUMED
+    assert made.cluster.sharding is not None and made.cluster.sharding.leaving == () and noted(made)[0][3] is Outcome.RESUMED
 
 
 def test_servers_that_do_not_come_are_not_counted_on() -> None:
@@ -250,14 +255,14 @@ def test_servers_that_do_not_come_are_not_counted_on() -> None:
     made.step(MessageReceived(ScaleRequest(more_servers=1), 9), 1.0)
     beats = [1, 11, 20, 21]
     tick(made, 1.0 + JOIN_TIMEOUT_S, beats=beats, since=1.0)
-    assert made.cluster.coming == (2,), "in its very last moment it may still come"
+    assert made.cluster.joining_servers == (2,), "in its very last moment it may still come"
     effects = tick(made, 1.5 + JOIN_TIMEOUT_S, beats=beats, since=1.0 + JOIN_TIMEOUT_S)
     assert f"servers rolled back: not all came within {JOIN_TIMEOUT_S:g} s; the growth is taken back" in warnings(effects)
     assert noted(made)[0][3] is Outcome.ROLLED_BACK and made.cluster.size(Role.PSERVER) == 2
-    assert records(effects)[-1].coming == () and made.cluster.sharing is None
+    assert records(effects)[-1].joining_servers == () and made.cluster.sharding is None
     assert [a.node_id for a in sent(effects, DesiredChildren)[1].assignments] == ["0", "0", "1"]
     made.step(MessageReceived(ScaleRequest(more_servers=1), 9), 1.5 + JOIN_TIMEOUT_S)
-    assert made.cluster.coming == (3,), "no number is given twice"
+    assert made.cluster.joining_servers == (3,), "no number is given twice"
 
 
 # -- words on the way ------------------------------------------------------------------------------------------------
@@ -277,7 +282,7 @@ def test_who_was_away_for_a_change_of_the_world_learns_all_places() -> None:
     made = cut_under_an_agent(3)
     made.step(MessageReceived(ScaleRequest(workers=2), 9), 1.0)
     generation = made.cluster.generation
-    for old, expected in ((made.cluster.resized, False), (made.cluster.resized - 1, True)):
+    for old, expected in ((made.cluster.resized_generation, False), (made.cluster.resized_generation - 1, True)):
         again = cut_under_an_agent(3)
         again.step(MessageReceived(ScaleRequest(workers=2), 9), 1.0)
         effects: list[SchedulerEffect] = []
@@ -285,5 +290,5 @@ def test_who_was_away_for_a_change_of_the_world_learns_all_places() -> None:
             report = SafePointReport(generation, CollectiveNumber(5, 0), indexes_version=old, slot_count=2, held_slots=b"\x03")
             effects += again.step(MessageReceived(report, member.connection), 1.0)
         plans = sent(effects, HealPlan)
-        seating = MemberIndexes(again.cluster.resized, [0, 1]) if expected else None
+        seating = MemberIndexes(again.cluster.resized_generation, [0, 1]) if expected else None
         assert {link: plan.member_indexes for link, plan in plans.items()} == {11: seating, 12: seating}

@@ -122,7 +122,7 @@ def test_the_cluster_ends_when_all_have_saved_and_its_reason_names_the_highest_s
     cluster = in_loop("dump")
     cluster.shutdown.dump_or_end(cluster.step(2.0), 1, "worker:3 died")
     effects = cluster.take_effects()
-    assert sent(effects, DumpRequest) == [10, 11] and cluster.dumping == Ended(1, "worker:3 died")
+    assert sent(effects, DumpRequest) == [10, 11] and cluster.planned_end == Ended(1, "worker:3 died")
     assert isinstance(effects[0], Persist), "durable before it is asked for"
     cluster.shutdown.note_dump_written(cluster.step(3.0), cluster.worker("0"), DumpWritten(6, "here"))
     assert state(cluster) is ShutdownState.DUMPING
@@ -160,7 +160,7 @@ def test_a_dump_is_requested_once_and_repeated_to_who_comes_again() -> None:
 
 def test_a_restarted_scheduler_waits_again_for_the_dumps_of_all_who_are_present() -> None:
     cluster = training_cluster("dump", connected=True, dump_s=20.0)
-    cluster.shutdown.restore_fields(ClusterRecord("c", "", 4, 0, Phase.HEALING, 1, dumping=ENOUGH))
+    cluster.shutdown.restore_fields(ClusterRecord("c", "", 4, 0, Phase.HEALING, 1, planned_end=ENOUGH))
     cluster.shutdown.resume_dump(cluster.step(100.0))
     assert state(cluster) is ShutdownState.DUMPING
     cluster.shutdown.discount_suspension(5.0, 103.0)

@@ -94,7 +94,7 @@ def test_a_spare_that_stands_by_takes_the_place_and_everyone_is_told_once_it_is_
     assert start.assignments[1] == Assignment("1", 1, 2, 1, promoted_from="spare:0.1")
     assert [a.name for a in start.assignments] == ["worker:0", "worker:1"], "its own place is free, and is not filled now"
     member = next(record for record in kept(effects) if isinstance(record, MemberRecord) and record.role is Role.WORKER)
-    assert (member.life, member.incarnation, member.process) == ("spare 0.1", 2, "spare:0.1")
+    assert (member.instance_id, member.incarnation, member.promoted_from) == ("spare 0.1", 2, "spare:0.1")
     last_write = max(n for n, effect in enumerate(effects) if isinstance(effect, Persist))
     assert all(n > last_write for n, effect in enumerate(effects) if isinstance(effect, Send))
     assert bench.machine.incidents.records[-1].strategy == "recover"
@@ -202,7 +202,7 @@ def test_a_promotion_is_told_and_counted_and_a_spares_end_is_kept() -> None:
     effects = bench.die(1)
     assert "spare:0 promoted: it is worker:1 now" in told(effects) and bench.machine.counters["promotions"] == 1
     assert bench.spare().handovers == 4 and bench.machine.list_connections() == [10, 12, SPARE, 1, 2]
-    assert (bench.spare().life, bench.spare().pid, bench.spare().state) == ("", 0, NodeState.LEFT)
+    assert (bench.spare().instance_id, bench.spare().pid, bench.spare().state) == ("", 0, NodeState.LEFT)
     for link in (10, SPARE, 12):
         bench.hear(RankResumed(2, 3), link)
     again = [record for record in kept(bench.tell(Tick())) if isinstance(record, MemberRecord)]
@@ -237,7 +237,7 @@ def test_a_host_that_leaves_or_is_out_of_reach_gets_no_spares() -> None:
 
 def test_a_spare_has_its_number_for_life() -> None:
     bench = Bench(here=2).begin()
-    assert [(s.node_id, s.rank, s.seat) for s in bench.machine.cluster.members_in_role(Role.SPARE)] == [
+    assert [(s.node_id, s.rank, s.member_index) for s in bench.machine.cluster.members_in_role(Role.SPARE)] == [
         ("0", 0, 0),
         ("1", 1, 1),
     ]
