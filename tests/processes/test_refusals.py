@@ -218,11 +218,11 @@ STRANGERS = {
     "random bytes": (bytes(range(128, 256)) * 64, "not a covey peer"),
     "HTTP": (b"GET /nodes HTTP/1.1\r\nHost: x\r\n\r\n", "it speaks HTTP"),
     "an endless greeting": (b"covey/" + b"1" * 5000, "no end"),
-    "an endless second line": (b"covey/1\n" + b"a" * 5000, "no end"),
-    "a greeting of one word": (b"covey/1\nnonce\n", "wrong number of words"),
-    "a frame without end": (b"covey/1\n00 -\n\xff\xff\xff\xff", "4294967295 bytes was announced"),
-    "a frame of rubbish": (b"covey/1\n00 -\n\x00\x00\x00\x04rubb", "could not be read"),
-    "a message of ours it may not say": (b"covey/1\n00 -\n" + encode_frame(Message()), "could not be read"),
+    "an endless second line": (b"covey/2\n" + b"a" * 5000, "no end"),
+    "a greeting of one word": (b"covey/2\nnonce\n", "wrong number of words"),
+    "a frame without end": (b"covey/2\n00 -\n\xff\xff\xff\xff", "4294967295 bytes was announced"),
+    "a frame of rubbish": (b"covey/2\n00 -\n\x00\x00\x00\x04rubb", "could not be read"),
+    "a message of ours it may not say": (b"covey/2\n00 -\n" + encode_frame(Message()), "could not be read"),
 }
 
 

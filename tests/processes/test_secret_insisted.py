@@ -35,7 +35,7 @@ with socket.create_server((sys.argv[1], int(sys.argv[2]))) as server:
     print("listening", flush=True)
     while True:
         caller, _ = server.accept()
-        caller.sendall(b"covey/1 0123456789abcdef0123456789abcdef open\\n")
+        caller.sendall(b"covey/2 0123456789abcdef0123456789abcdef open\\n")
         heard = b""
         while piece := caller.recv(4096):
             heard += piece

@@ -82,7 +82,7 @@ def corpus() -> list[bytes]:
     said = [bytes([n % 4, 7]) + framing.encode_frame(message) for n, message in enumerate(valid())]
     bodies = [b'{"worker_num": 2, "server_num": 0}', b'{"node_ids": ["1"]}', b'{"reason": "enough"}']
     nonce = "0" * 32
-    return [*said, *bodies, b"covey/1\n", f"covey/1\n{nonce} -\n".encode(), b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02"]
+    return [*said, *bodies, b"covey/2\n", f"covey/2\n{nonce} -\n".encode(), b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02"]
 
 
 def mutate(data: bytes, draw: random.Random) -> bytes:

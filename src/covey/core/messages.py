@@ -21,7 +21,7 @@ from covey.core.parameter_server.sharding import Sharding
 from covey.core.restart_limits import MAX_RESTARTS, NO_HOST_LIMIT
 from covey.core.types import Failure, Host, Progress, Role, ScriptError
 
-PROTOCOL = 1
+PROTOCOL = 2
 NODE_ID_MAX = 100
 RELAYED_CONNECTIONS_MAX = 16_384  # connections of children behind one agent; it may have 4,096 workers and as many servers
 LOG_CHUNK_BYTES_MAX = 262_144  # bytes of a log in one answer

@@ -19,10 +19,16 @@ from covey.core.event_log import Event
 from covey.core.types import ClusterRecord, Record
 from covey.errors import ExitCode, StoreError
 from covey.storage.cas_store import CasStore
-from covey.storage.journal import FencedError, check_job, may_start_new_cluster, record_key
+from covey.storage.journal import FORMAT, FencedError, check_job, may_start_new_cluster, other_format_error, record_key
 
 JOURNAL_KEY: Final = "journal"
 EVENTS_MAX: Final = 200
+
+
+class _Header(msgspec.Struct):
+    """What is read first: the other fields depend on the format."""
+
+    format: int = 1  # the first format had no such field
 
 
 class _JournalContents(msgspec.Struct):
@@ -31,6 +37,7 @@ class _JournalContents(msgspec.Struct):
     token: int
     records: dict[str, Record]
     story: list[tuple[float, str, str, str, str]]
+    format: int
 
 
 class CasJournal:
@@ -89,13 +96,13 @@ async def open_cas_journal(
     """Take the journal over for the leader with this token: from now on its predecessors cannot write. `follows`: as in
     `open_journal`."""
     value, version = await cells.get(JOURNAL_KEY)
-    page = _decode_contents(value) if value else _JournalContents(0, {}, [])
+    page = _decode_contents(value) if value else _JournalContents(0, {}, [], FORMAT)
     kept = page.records.get("cluster")
     if page.token > token:
         raise FencedError(page.token, token)
     if isinstance(kept, ClusterRecord):
         if may_start_new_cluster(kept, follows=follows):
-            page = _JournalContents(token, {}, [])
+            page = _JournalContents(token, {}, [], FORMAT)
         else:
             check_job(kept, "the shared journal", job=job, worker_num=worker_num, server_num=server_num)
     page.token = token
@@ -106,7 +113,11 @@ async def open_cas_journal(
 
 def _decode_contents(value: bytes) -> _JournalContents:
     try:
-        return msgspec.msgpack.decode(zlib.decompress(value), type=_JournalContents)
+        packed = zlib.decompress(value)
+        found = msgspec.msgpack.decode(packed, type=_Header).format
+        if found != FORMAT:
+            raise other_format_error("the shared journal", found)
+        return msgspec.msgpack.decode(packed, type=_JournalContents)
     except (zlib.error, msgspec.MsgspecError) as error:
         sentence = f"the shared journal is damaged ({error}): remove it while no scheduler runs"
         raise StoreError(sentence, ExitCode.BAD_JOURNAL) from None

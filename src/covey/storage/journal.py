@@ -26,7 +26,7 @@ from covey.core.incidents import INCIDENTS_MAX, Incident
 from covey.core.types import AgentRecord, ClusterRecord, MemberRecord, Phase, Record, Role
 from covey.errors import ExitCode, StoreError
 
-FORMAT = 1
+FORMAT = 2
 EVENTS_MAX = 100_000  # events kept
 _SCHEMA = f"""
 create table facts (key text primary key, value blob not null) without rowid;
@@ -285,10 +285,19 @@ def _check_database(path: Path, mode: str) -> None:
         verdict = database.execute("pragma quick_check").fetchone()[0]
     finally:
         database.close()
+    if version < 1:
+        raise _damaged_error(path, "it is not a journal of covey")
     if version != FORMAT:
-        raise _damaged_error(path, f"format {version}, and this version of covey reads {FORMAT}")
+        raise other_format_error(f"the journal {path}", version)
     if verdict != "ok":
         raise _damaged_error(path, verdict)
+
+
+def other_format_error(journal: str, version: int) -> StoreError:
+    """Return the error for a journal that another version of covey wrote."""
+    advice = "finish that run with the version of covey that began it, or move the journal away to start a new cluster"
+    sentence = f"{journal} has format {version}, and this version of covey reads {FORMAT}: {advice}; it was not changed"
+    return StoreError(sentence, ExitCode.BAD_JOURNAL)
 
 
 def _damaged_error(path: Path, why: object) -> StoreError:

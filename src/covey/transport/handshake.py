@@ -1,7 +1,7 @@
 """The first lines of a connection: who speaks, which protocol, and the proof of a shared secret. No I/O.
 
-    first:          covey/1                     the node
-                    covey/1 NONCE secret        the scheduler ("open" instead of "secret" where none is asked for)
+    first:          covey/2                     the node
+                    covey/2 NONCE secret        the scheduler ("open" instead of "secret" where none is asked for)
     then the node:  NONCE PROOF
     the scheduler:  ok PROOF CLOCK TOKEN SILENCE    or: no SENTENCE
 

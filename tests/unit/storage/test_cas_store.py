@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import sqlite3
+import zlib
 from pathlib import Path
 
 import msgspec
@@ -12,9 +14,9 @@ import pytest
 from covey.core.event_log import Event
 from covey.core.types import ClusterRecord, Ended, Phase
 from covey.errors import StoreError, UsageError
-from covey.storage.cas_journal import CasJournal, open_cas_journal
+from covey.storage.cas_journal import JOURNAL_KEY, CasJournal, open_cas_journal
 from covey.storage.cas_store import CasStore, FileCasStore, open_cas_store
-from covey.storage.journal import FencedError, Journal, open_journal
+from covey.storage.journal import FORMAT, FencedError, Journal, open_journal
 
 
 def record(generation: int, phase: Phase = Phase.READY) -> ClusterRecord:
@@ -224,3 +226,31 @@ def test_a_journal_that_was_removed_is_written_anew(tmp_path: Path, what: str) -
     again = local(folder, token=0)
     assert again.read() == (record(2),)
     assert [event[2] for event in again.read_events()] == ["died"]
+
+
+def test_journal_of_another_format_is_refused_and_not_changed(tmp_path: Path) -> None:
+    local(tmp_path, token=1).close()
+    path = tmp_path / "scheduler.journal"
+    database = sqlite3.connect(path)
+    database.execute(f"pragma user_version = {FORMAT - 1}")
+    database.close()
+    before = path.read_bytes()
+    with pytest.raises(
+        StoreError, match=f"scheduler.journal has format {FORMAT - 1}, and this version of covey reads {FORMAT}"
+    ):
+        local(tmp_path, token=1)
+    assert path.read_bytes() == before
+
+
+def test_shared_journal_of_another_format_is_refused_and_not_changed(tmp_path: Path) -> None:
+    """The first format had no format number and other fields in its records."""
+    first_format = zlib.compress(msgspec.msgpack.encode({"token": 1, "records": {"member": {"type": "member"}}, "story": []}))
+
+    async def check() -> None:
+        store = FileCasStore(tmp_path)
+        await store.put(JOURNAL_KEY, first_format, 0)
+        with pytest.raises(StoreError, match=f"the shared journal has format 1, and this version of covey reads {FORMAT}"):
+            await shared(store, token=2)
+        assert await store.get(JOURNAL_KEY) == (first_format, 1)
+
+    asyncio.run(check())

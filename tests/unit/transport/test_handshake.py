@@ -65,8 +65,8 @@ def test_a_scheduler_that_does_not_know_the_secret_is_found_out() -> None:
     ("heard", "sentence"),
     [
         (b"covey/99\n", "protocol covey/99 is not spoken here"),
-        (b"covey/1\none\n", "the greeting has the wrong number of words"),
-        (b"covey/1\n" + b"x" * LINE_MAX, "the greeting has no end"),
+        (b"covey/2\none\n", "the greeting has the wrong number of words"),
+        (b"covey/2\n" + b"x" * LINE_MAX, "the greeting has no end"),
         (b"covey/" + b"x" * LINE_MAX, "its greeting has no end"),
         (b"\x16\x03\x01", "it speaks TLS, and this side does not"),
         (b"GET / HTTP/1.1\r\n", "it speaks HTTP: the REST API has a port of its own"),
@@ -89,12 +89,12 @@ def test_a_scheduler_says_what_a_stranger_looks_like(heard: bytes, sentence: str
 @pytest.mark.parametrize(
     ("heard", "sentence"),
     [
-        (b"covey/1 nonce\n", "greets like covey, but not in a way this version understands"),
-        (b"covey/2 nonce open\n", "the scheduler speaks covey/2, this is covey/1: use the same version everywhere"),
-        (b"covey/1 nonce open\nwhat\n", "the scheduler's answer to the greeting makes no sense"),
-        (b"covey/1 nonce open\nok - now 0 -1\n", "the scheduler's answer to the greeting makes no sense"),
-        (b"covey/1 nonce open\n" + b"x" * (LINE_MAX + 1), "the answer to the greeting has no end"),
-        (b"covey/1 nonce open\nno room\n", "room"),
+        (b"covey/2 nonce\n", "greets like covey, but not in a way this version understands"),
+        (b"covey/1 nonce open\n", "the scheduler speaks covey/1, this is covey/2: use the same version everywhere"),
+        (b"covey/2 nonce open\nwhat\n", "the scheduler's answer to the greeting makes no sense"),
+        (b"covey/2 nonce open\nok - now 0 -1\n", "the scheduler's answer to the greeting makes no sense"),
+        (b"covey/2 nonce open\n" + b"x" * (LINE_MAX + 1), "the answer to the greeting has no end"),
+        (b"covey/2 nonce open\nno room\n", "room"),
     ],
 )
 def test_a_node_says_what_is_wrong_with_who_answers(heard: bytes, sentence: str) -> None:
