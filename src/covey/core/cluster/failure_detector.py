@@ -7,12 +7,11 @@ but makes no progress, while all others wait for it in one collective, is stuck 
 from __future__ import annotations
 
 from covey.core.cluster.heal_barrier import HealBarrier
-from covey.core.cluster.members import Heartbeats, Members
 from covey.core.cluster.recovery import Recovery
 from covey.core.cluster.shutdown import Shutdown
-from covey.core.cluster.state import NEVER, Lifecycle, Step
+from covey.core.cluster.state import NEVER, BaseParts, Step
 from covey.core.effects import Level
-from covey.core.types import ClusterSettings, Member, NodeState, Role
+from covey.core.types import Member, NodeState, Role
 from covey.errors import ExitCode
 
 SUSPENSION_S = 1.0  # ticks come several times a second: after a longer gap this process was suspended
@@ -24,18 +23,9 @@ class FailureDetector:
     Silence counts only while the scheduler itself was running.
     """
 
-    def __init__(
-        self,
-        settings: ClusterSettings,
-        lifecycle: Lifecycle,
-        heartbeats: Heartbeats,
-        members: Members,
-        barrier: HealBarrier,
-        shutdown: Shutdown,
-        recovery: Recovery,
-        now: float,
-    ) -> None:
-        self._settings, self._lifecycle, self._heartbeats, self._members = settings, lifecycle, heartbeats, members
+    def __init__(self, base: BaseParts, barrier: HealBarrier, shutdown: Shutdown, recovery: Recovery, now: float) -> None:
+        self._settings, self._lifecycle = base.settings, base.lifecycle
+        self._heartbeats, self._members = base.heartbeats, base.members
         self._barrier, self._shutdown, self._recovery = barrier, shutdown, recovery
         self._last_tick_at = now
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from covey.core.cluster.members import Heartbeats, Members, describe_members
-from covey.core.cluster.state import NEVER, Lifecycle, Step
+from covey.core.cluster.members import describe_members
+from covey.core.cluster.state import NEVER, BaseParts, Step
 from covey.core.messages import (
     CollectiveFailed,
     CollectiveNumber,
@@ -223,8 +223,8 @@ class HealBarrier:
     A rank gets a plan only after every rank of this generation has reported.
     """
 
-    def __init__(self, lifecycle: Lifecycle, heartbeats: Heartbeats, members: Members) -> None:
-        self._lifecycle, self._heartbeats, self._members = lifecycle, heartbeats, members
+    def __init__(self, base: BaseParts) -> None:
+        self._lifecycle, self._heartbeats, self._members = base.lifecycle, base.heartbeats, base.members
         self.safe_point = SafePoint(0)
         self._rendezvous = RendezvousStore()
         self.is_pending = False  # READY waits until all ranks have resumed

@@ -16,12 +16,11 @@ import msgspec
 
 from covey.core.cluster.formation import decide_formation
 from covey.core.cluster.heal_barrier import COLLECTIVE_RETRIES_MAX, HealBarrier
-from covey.core.cluster.incident_log import IncidentLog
 from covey.core.cluster.members import Heartbeats, Members, describe_members, parse_rank_claim
 from covey.core.cluster.resharding import Resharding
 from covey.core.cluster.resize import Resize, has_left_worker, make_member_indexes, plan_shrink
 from covey.core.cluster.shutdown import Shutdown, ShutdownState
-from covey.core.cluster.state import NEVER, ClusterState, Lifecycle, Step
+from covey.core.cluster.state import NEVER, BaseParts, ClusterState, Step
 from covey.core.effects import Level
 from covey.core.incidents import Outcome, Stage
 from covey.core.messages import (
@@ -347,20 +346,12 @@ class Recovery:
     """
 
     def __init__(
-        self,
-        settings: ClusterSettings,
-        lifecycle: Lifecycle,
-        heartbeats: Heartbeats,
-        members: Members,
-        incidents: IncidentLog,
-        barrier: HealBarrier,
-        resize: Resize,
-        resharding: Resharding,
-        shutdown: Shutdown,
+        self, base: BaseParts, barrier: HealBarrier, resize: Resize, resharding: Resharding, shutdown: Shutdown
     ) -> None:
-        self._settings, self._lifecycle, self._heartbeats, self._members = settings, lifecycle, heartbeats, members
-        self._incidents, self._barrier, self._resize, self._resharding = incidents, barrier, resize, resharding
-        self._shutdown, self._spares = shutdown, Spares(heartbeats, members)
+        self._settings, self._lifecycle, self._heartbeats = base.settings, base.lifecycle, base.heartbeats
+        self._members, self._incidents = base.members, base.incidents
+        self._barrier, self._resize, self._resharding = barrier, resize, resharding
+        self._shutdown, self._spares = shutdown, Spares(base.heartbeats, base.members)
         self.first_failure: Failure | None = None  # since the cluster was last READY
         self._last_rollback_step = -2  # the highest step at the last return to a checkpoint
         self._shrink_deadline = NEVER  # a host must come for the lost ranks by then

@@ -14,15 +14,15 @@ import msgspec
 
 from covey.core.cluster.formation import decide_formation, describe_missing
 from covey.core.cluster.heal_barrier import HealBarrier
-from covey.core.cluster.members import Heartbeats, MemberKey, Members, describe_members, parse_rank_claim
+from covey.core.cluster.members import MemberKey, describe_members, parse_rank_claim
 from covey.core.cluster.recovery import Recovery
 from covey.core.cluster.resize import Resize, resize_blocker
 from covey.core.cluster.shutdown import Shutdown, ShutdownState
-from covey.core.cluster.state import NEVER, ClusterState, Lifecycle, Step
+from covey.core.cluster.state import NEVER, BaseParts, ClusterState, Step
 from covey.core.effects import Level
 from covey.core.messages import Refused, Register, RegisterAgent, Registered
 from covey.core.plurals import count_noun
-from covey.core.types import AgentRecord, ClusterSettings, Member, MemberRecord, NodeState, Phase, Role
+from covey.core.types import AgentRecord, Member, MemberRecord, NodeState, Phase, Role
 from covey.errors import ExitCode
 
 DEFER_S = 0.5  # after which a deferred node registers again
@@ -263,18 +263,10 @@ class Registration:
     """
 
     def __init__(
-        self,
-        settings: ClusterSettings,
-        lifecycle: Lifecycle,
-        heartbeats: Heartbeats,
-        members: Members,
-        barrier: HealBarrier,
-        resize: Resize,
-        shutdown: Shutdown,
-        recovery: Recovery,
-        now: float,
+        self, base: BaseParts, barrier: HealBarrier, resize: Resize, shutdown: Shutdown, recovery: Recovery, now: float
     ) -> None:
-        self._settings, self._lifecycle, self._heartbeats, self._members = settings, lifecycle, heartbeats, members
+        self._settings, self._lifecycle = base.settings, base.lifecycle
+        self._heartbeats, self._members = base.heartbeats, base.members
         self._barrier, self._resize, self._shutdown, self._recovery = barrier, resize, shutdown, recovery
         self.last_refusal = ""  # while the cluster forms: it may be the node that the others wait for
         self._deferred: set[str] = set()  # instance ids

@@ -13,16 +13,14 @@ from enum import StrEnum
 
 import msgspec
 
-from covey.core.cluster.incident_log import IncidentLog
-from covey.core.cluster.members import Members
 from covey.core.cluster.resize import JOIN_TIMEOUT_S, ResizePlan, least_loaded_agents, select_departing
-from covey.core.cluster.state import NEVER, ClusterState, Lifecycle, Step
+from covey.core.cluster.state import NEVER, BaseParts, ClusterState, Step
 from covey.core.effects import Level
 from covey.core.incidents import SERVERS_NODE, Outcome
 from covey.core.messages import ClusterEnded, Refused, ScaleAccepted, ScaleRequest, ServerInSync, ShardingAssigned
 from covey.core.parameter_server.sharding import SLOTS, ServerRanks, Sharding, initial_sharding, rebalance_slots
 from covey.core.plurals import count_noun, is_or_are
-from covey.core.types import ClusterRecord, ClusterSettings, Member, MemberRecord, Phase, Role
+from covey.core.types import ClusterRecord, Member, MemberRecord, Phase, Role
 
 
 class ReshardingState(StrEnum):
@@ -86,8 +84,9 @@ class Resharding:
     Servers learn a sharding only once it is durable; new servers own no rows until all servers are in sync.
     """
 
-    def __init__(self, settings: ClusterSettings, lifecycle: Lifecycle, members: Members, incidents: IncidentLog) -> None:
-        self._settings, self._lifecycle, self._members, self._incidents = settings, lifecycle, members, incidents
+    def __init__(self, base: BaseParts) -> None:
+        self._settings, self._lifecycle = base.settings, base.lifecycle
+        self._members, self._incidents = base.members, base.incidents
         self.state = ReshardingState.STABLE
         self.sharding: Sharding | None = None  # the owners of the rows, once they have changed
         self.joining_servers: ServerRanks = ()  # ARRIVING: the new servers

@@ -13,14 +13,13 @@ from __future__ import annotations
 import msgspec
 
 from covey.core.cluster.heal_barrier import HealBarrier
-from covey.core.cluster.incident_log import IncidentLog
-from covey.core.cluster.members import Heartbeats, Members, describe_members, natural_sort_key
-from covey.core.cluster.state import NEVER, ClusterState, Lifecycle, Step
+from covey.core.cluster.members import describe_members, natural_sort_key
+from covey.core.cluster.state import NEVER, BaseParts, ClusterState, Step
 from covey.core.effects import Level
 from covey.core.incidents import Outcome
 from covey.core.messages import ClusterEnded, MemberIndexes, Refused, ScaleAccepted, ScaleRequest
 from covey.core.plurals import count_noun, is_or_are
-from covey.core.types import AgentRecord, ClusterRecord, ClusterSettings, Member, NodeState, Phase, Role
+from covey.core.types import AgentRecord, ClusterRecord, Member, NodeState, Phase, Role
 
 WORLD_MAX = 4096  # workers
 JOIN_TIMEOUT_S = 300.0  # how long the workers or servers of a growth may take to come, before it is rolled back
@@ -197,17 +196,10 @@ class Resize:
     is under way while `departing_ids` is not empty: its members leave in turns. Both can be under way at once.
     """
 
-    def __init__(
-        self,
-        settings: ClusterSettings,
-        lifecycle: Lifecycle,
-        heartbeats: Heartbeats,
-        members: Members,
-        barrier: HealBarrier,
-        incidents: IncidentLog,
-    ) -> None:
-        self._settings, self._lifecycle, self._heartbeats, self._members = settings, lifecycle, heartbeats, members
-        self._barrier, self._incidents = barrier, incidents
+    def __init__(self, base: BaseParts, barrier: HealBarrier) -> None:
+        self._settings, self._lifecycle, self._heartbeats = base.settings, base.lifecycle, base.heartbeats
+        self._members, self._incidents = base.members, base.incidents
+        self._barrier = barrier
         self.requested_workers = 0  # the number of workers that was requested last; 0: none was
         self.joining_ids: tuple[str, ...] = ()  # node ids of the workers that a growth waits for
         self.departing_ids: tuple[str, ...] = ()  # node ids of the workers that leave once all others have resumed

@@ -26,7 +26,7 @@ from covey.core.cluster.registration import Registration
 from covey.core.cluster.resharding import Resharding, is_server_request
 from covey.core.cluster.resize import Resize
 from covey.core.cluster.shutdown import Shutdown, ShutdownState
-from covey.core.cluster.state import ClusterState, Lifecycle, Outbox, Step
+from covey.core.cluster.state import BaseParts, ClusterState, Lifecycle, Outbox, Step
 from covey.core.effects import Level, SchedulerEffect
 from covey.core.events import ConnectionLost, HostGone, JournalRead, MessageReceived, MindSporeDetected, SchedulerEvent, Tick
 from covey.core.incidents import Incident
@@ -92,18 +92,15 @@ class SchedulerMachine:
         self._heartbeats = beats = Heartbeats(settings)
         self._members = members = Members(settings, beats)
         self.incidents = incidents = IncidentLog(wall - now)
-        self._barrier = barrier = HealBarrier(lifecycle, beats, members)
-        self._resize = resize = Resize(settings, lifecycle, beats, members, barrier, incidents)
-        self._resharding = resharding = Resharding(settings, lifecycle, members, incidents)
-        self._shutdown = shutdown = Shutdown(settings, lifecycle, beats, members, incidents, resize)
-        self._recovery = recovery = Recovery(
-            settings, lifecycle, beats, members, incidents, barrier, resize, resharding, shutdown
-        )
-        self._detector = FailureDetector(settings, lifecycle, beats, members, barrier, shutdown, recovery, now)
-        self._registration = registration = Registration(
-            settings, lifecycle, beats, members, barrier, resize, shutdown, recovery, now
-        )
-        self.cluster = ClusterState(settings, job, lifecycle, beats, members, resize, resharding, shutdown, registration)
+        base = BaseParts(settings, lifecycle, beats, members, incidents)
+        self._barrier = barrier = HealBarrier(base)
+        self._resize = resize = Resize(base, barrier)
+        self._resharding = resharding = Resharding(base)
+        self._shutdown = shutdown = Shutdown(base, resize)
+        self._recovery = recovery = Recovery(base, barrier, resize, resharding, shutdown)
+        self._detector = FailureDetector(base, barrier, shutdown, recovery, now)
+        self._registration = registration = Registration(base, barrier, resize, shutdown, recovery, now)
+        self.cluster = ClusterState(base, job, resize, resharding, shutdown, registration)
         self._out = Outbox(self.cluster.record)
         self._handlers: dict[type, Handler] = {
             Register: registration.on_register,

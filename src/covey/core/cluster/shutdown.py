@@ -11,16 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from enum import StrEnum
 
-from covey.core.cluster.incident_log import IncidentLog
-from covey.core.cluster.members import Heartbeats, Members
 from covey.core.cluster.resize import Resize
-from covey.core.cluster.state import NEVER, ClusterState, Lifecycle, Step
+from covey.core.cluster.state import NEVER, BaseParts, ClusterState, Step
 from covey.core.effects import Level
 from covey.core.incidents import Outcome
 from covey.core.messages import ClusterEnded, DumpRequest, DumpWritten, Refused, RequestAccepted
 from covey.core.plurals import count_noun
 from covey.core.strategy_ladder import RecoveryStrategy
-from covey.core.types import ClusterRecord, ClusterSettings, Ended, Failure, Member, MemberRecord, NodeState, Phase, Role
+from covey.core.types import ClusterRecord, Ended, Failure, Member, MemberRecord, NodeState, Phase, Role
 from covey.errors import ExitCode
 
 END_DELIVERY_S = 30.0  # how long members out of reach may take to reconnect and be told, where MS_NODE_TIMEOUT has no limit
@@ -53,17 +51,10 @@ def dumpable_ranks(cluster: ClusterState) -> tuple[set[int], str]:
 class Shutdown:
     """Owns how the cluster ends: the dump that is under way, and who has yet to be told of the end."""
 
-    def __init__(
-        self,
-        settings: ClusterSettings,
-        lifecycle: Lifecycle,
-        heartbeats: Heartbeats,
-        members: Members,
-        incidents: IncidentLog,
-        resize: Resize,
-    ) -> None:
-        self._settings, self._lifecycle, self._heartbeats, self._members = settings, lifecycle, heartbeats, members
-        self._incidents, self._resize = incidents, resize
+    def __init__(self, base: BaseParts, resize: Resize) -> None:
+        self._settings, self._lifecycle, self._heartbeats = base.settings, base.lifecycle, base.heartbeats
+        self._members, self._incidents = base.members, base.incidents
+        self._resize = resize
         self.state = ShutdownState.RUNNING
         self.planned_end: Ended | None = None  # how the cluster will end after the dump
         self.ended: Ended | None = None  # how it ended

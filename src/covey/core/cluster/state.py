@@ -27,6 +27,7 @@ from covey.core.types import (
 )
 
 if TYPE_CHECKING:
+    from covey.core.cluster.incident_log import IncidentLog
     from covey.core.cluster.members import Heartbeats, MemberKey, Members
     from covey.core.cluster.registration import Registration
     from covey.core.cluster.resharding import Resharding
@@ -88,6 +89,16 @@ class Step(msgspec.Struct, frozen=True):
     now: float
     cluster: ClusterState
     out: Outbox
+
+
+class BaseParts(msgspec.Struct, frozen=True):
+    """The parts that every part above them may call."""
+
+    settings: ClusterSettings
+    lifecycle: Lifecycle
+    heartbeats: Heartbeats
+    members: Members
+    incidents: IncidentLog
 
 
 class Lifecycle:
@@ -201,19 +212,11 @@ class ClusterState:
     """What every decision may read of the cluster. It has no fields of its own: each belongs to the part it is read from."""
 
     def __init__(
-        self,
-        settings: ClusterSettings,
-        job: str,
-        lifecycle: Lifecycle,
-        heartbeats: Heartbeats,
-        members: Members,
-        resize: Resize,
-        resharding: Resharding,
-        shutdown: Shutdown,
-        registration: Registration,
+        self, base: BaseParts, job: str, resize: Resize, resharding: Resharding, shutdown: Shutdown, registration: Registration
     ) -> None:
-        self.settings, self.job = settings, job
-        self._lifecycle, self._members, self._resize = lifecycle, members, resize
+        members, heartbeats = base.members, base.heartbeats
+        self.settings, self.job = base.settings, job
+        self._lifecycle, self._members, self._resize = base.lifecycle, members, resize
         self._resharding, self._shutdown, self._registration = resharding, shutdown, registration
         self.members: Mapping[MemberKey, Member] = members.members
         self.agents: Mapping[str, AgentInfo] = members.agents

@@ -16,7 +16,7 @@ from covey.core.cluster.resharding import Resharding, ReshardingState
 from covey.core.cluster.resize import Resize
 from covey.core.cluster.scheduler_machine import SchedulerMachine
 from covey.core.cluster.shutdown import Shutdown
-from covey.core.cluster.state import ClusterState, Lifecycle, Outbox, Step
+from covey.core.cluster.state import BaseParts, ClusterState, Lifecycle, Outbox, Step
 from covey.core.effects import SchedulerEffect
 from covey.core.types import AgentInfo, ClusterSettings, Host, Member, NodeState, Phase, Progress, Role
 
@@ -43,22 +43,22 @@ class EditableCluster(ClusterState):
             self.lifecycle = Lifecycle(cluster_id, settings)
             self.heartbeats = Heartbeats(settings)
             self.table = Members(settings, self.heartbeats)
-            below = (settings, self.lifecycle, self.heartbeats, self.table)
             self.incidents = IncidentLog(wall_zero=0.0)
-            self.barrier = HealBarrier(self.lifecycle, self.heartbeats, self.table)
-            self.resize = Resize(*below, self.barrier, self.incidents)
-            self.resharding = Resharding(settings, self.lifecycle, self.table, self.incidents)
-            self.shutdown = Shutdown(*below, self.incidents, self.resize)
-            self.recovery = Recovery(*below, self.incidents, self.barrier, self.resize, self.resharding, self.shutdown)
-            self.detector = FailureDetector(*below, self.barrier, self.shutdown, self.recovery, now=0.0)
-            self.registration = Registration(*below, self.barrier, self.resize, self.shutdown, self.recovery, now=0.0)
+            base = BaseParts(settings, self.lifecycle, self.heartbeats, self.table, self.incidents)
+            self.barrier = HealBarrier(base)
+            self.resize = Resize(base, self.barrier)
+            self.resharding = Resharding(base)
+            self.shutdown = Shutdown(base, self.resize)
+            self.recovery = Recovery(base, self.barrier, self.resize, self.resharding, self.shutdown)
+            self.detector = FailureDetector(base, self.barrier, self.shutdown, self.recovery, now=0.0)
+            self.registration = Registration(base, self.barrier, self.resize, self.shutdown, self.recovery, now=0.0)
         else:
             self.lifecycle, self.heartbeats, self.table = machine._lifecycle, machine._heartbeats, machine._members
             self.barrier, self.resize, self.resharding = machine._barrier, machine._resize, machine._resharding
             self.incidents, self.shutdown, self.recovery = machine.incidents, machine._shutdown, machine._recovery
             self.detector, self.registration = machine._detector, machine._registration
-        parts = (self.lifecycle, self.heartbeats, self.table, self.resize, self.resharding, self.shutdown, self.registration)
-        super().__init__(settings, job, *parts)
+        base = BaseParts(settings, self.lifecycle, self.heartbeats, self.table, self.incidents)
+        super().__init__(base, job, self.resize, self.resharding, self.shutdown, self.registration)
         self.out = Outbox(self.record)
         self.set(**fields)
 

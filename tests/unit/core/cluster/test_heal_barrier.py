@@ -388,3 +388,16 @@ def test_a_rank_that_left_without_resuming_is_missed_after_the_limit_which_a_sus
     cluster.barrier.discount_suspension(5.0, 31.0)
     assert found(36.0) == ""
     assert found(36.1) == "worker:3 left before the work was done: all others wait to go on for over 30 s"
+
+
+def test_the_limit_begins_again_when_a_rank_that_left_is_missed_again() -> None:
+    cluster = training_cluster(connected=True)
+    cluster.barrier.require_all_to_resume()
+    reports(cluster, 0, 1, 2, 3)
+    left = cluster.change(cluster.worker("3"), state=NodeState.LEFT)
+    assert cluster.barrier.find_endless_wait(cluster.step(1.0), 0, "", 30.0) == ""
+    cluster.change(left, state=NodeState.ALIVE)
+    assert cluster.barrier.find_endless_wait(cluster.step(20.0), 0, "", 30.0) == ""
+    cluster.change(left, state=NodeState.LEFT)
+    assert cluster.barrier.find_endless_wait(cluster.step(40.0), 0, "", 30.0) == "", "the first time is over"
+    assert cluster.barrier.find_endless_wait(cluster.step(70.1), 0, "", 30.0) != ""

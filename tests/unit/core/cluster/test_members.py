@@ -262,3 +262,38 @@ def test_an_agent_of_the_same_name_takes_the_place_of_the_earlier_one() -> None:
     made.mark_agent_leaving(before)
     assert not made.agents["a"].is_leaving, "a change of the earlier one does not reach it"
     assert len(made.children("a")) == 3, "the children stay"
+
+
+def test_children_that_were_suspect_with_their_agent_are_alive_and_heard_when_it_is_back() -> None:
+    heartbeats = Heartbeats(SETTINGS)
+    made = Members(SETTINGS, heartbeats)
+    agent = made.add_agent(RegisterAgent("a", "life of a", HERE, 2))
+    states = (NodeState.SUSPECT, NodeState.SUSPECT, NodeState.DEAD)
+    for rank, state in enumerate(states):
+        made.add(Member(Role.WORKER, str(rank), "life", HERE, rank=rank, agent="a", state=state))
+    made.attach_member(11, worker(made, 1), 1.0)
+    made.mark_children_alive(agent, 5.0)
+    assert [m.state for m in made.children("a")] == [NodeState.ALIVE, NodeState.SUSPECT, NodeState.DEAD]
+    assert [heartbeats.last_heartbeat_at(m) for m in made.children("a")] == [5.0, 1.0, 0.0], "1 is heard for itself"
+
+
+def test_a_member_that_was_removed_leaves_no_heartbeat_and_a_detached_one_no_connection() -> None:
+    heartbeats = Heartbeats(SETTINGS)
+    made = Members(SETTINGS, heartbeats)
+    for rank in range(2):
+        made.attach_member(10 + rank, made.add(Member(Role.WORKER, str(rank), "life", HERE, rank=rank)), 3.0)
+    removed = made.remove(worker(made, 0))
+    assert heartbeats.last_heartbeat_at(removed) == 0.0 and heartbeats.last_heartbeat_at(worker(made, 1)) == 3.0
+    made.detach_member(worker(made, 1))
+    assert not made.is_connected(11) and worker(made, 1).connection == 0
+
+
+def test_the_layout_follows_a_member_to_another_host() -> None:
+    cluster = training_cluster(connected=True)
+    step, table = cluster.step(), cluster.table
+    before = table.layout(step).make_desired_children(cluster.agents["b"])
+    table.move_to_agent(cluster.worker("1"), cluster.agents["b"])
+    after = table.layout(step).make_desired_children(cluster.agents["b"])
+    assert [[a.rank for a in told.assignments] for told in (before, after)] == [[2, 3], [1, 2, 3]]
+    table.remove(cluster.worker("2"))
+    assert [a.rank for a in table.layout(step).make_desired_children(cluster.agents["b"]).assignments] == [1, 3]
