@@ -267,7 +267,8 @@ class HealBarrier:
     def finish_agreement(self) -> None:
         self.is_pending = False
 
-    def restore(self, is_pending: bool) -> None:
+    def resume(self, is_pending: bool) -> None:
+        """After a restart of the scheduler: whether all ranks must say again that they resumed."""
         self.is_pending = self.has_group_met = is_pending
 
     @property

@@ -378,10 +378,12 @@ class Members:
             self.members[key] = changed
         return changed
 
+    def _current_agent(self, agent: AgentInfo) -> AgentInfo:
+        return self.agents[agent.id] if agent.uid in self._agent_ids else agent
+
     def _change_agent(self, agent: AgentInfo, **changes: Any) -> AgentInfo:
-        known = agent.uid in self._agent_ids
-        changed = replace(self.agents[agent.id] if known else agent, **changes)
-        if known:
+        changed = replace(self._current_agent(agent), **changes)
+        if agent.uid in self._agent_ids:
             self.agents[agent.id] = changed
         return changed
 
@@ -535,7 +537,7 @@ class Members:
     def limit_slots(self, agent: AgentInfo) -> AgentInfo:
         """The agent offers no more workers than it has left: a member that was given up does not come again by itself."""
         workers = sum(m.role is Role.WORKER for m in self.children(agent.id))
-        return self._change_agent(agent, slots=min(agent.slots, workers))
+        return self._change_agent(agent, slots=min(self._current_agent(agent).slots, workers))
 
     def mark_children_alive(self, agent: AgentInfo, now: float) -> None:
         """An agent is back; it will report which of its children ended meanwhile."""
@@ -674,12 +676,12 @@ class Members:
             self._change(member, connection=0)
 
     def close_agent(self, agent: AgentInfo, out: Outbox) -> None:
-        self.close_connection(agent.connection, out)
+        self.close_connection(self._current_agent(agent).connection, out)
         self._change_agent(agent, connection=0)
 
     # -- the journal -------------------------------------------------------------------------------------------------
 
-    def restore(self, records: Sequence[Record], cluster: ClusterRecord, servers: Iterable[int], now: float) -> None:
+    def restore_members(self, records: Sequence[Record], cluster: ClusterRecord, servers: Iterable[int], now: float) -> None:
         """Restore members and agents: whoever was present is suspect until it is heard.
 
         Workers beyond the recorded world and parameter servers that are not among `servers` left before the scheduler did.
@@ -693,7 +695,7 @@ class Members:
                 member = record.to_member()
                 self.add(replace(member, state=NodeState.SUSPECT if member.is_present else member.state), now)
 
-    def restore_fields(self, record: ClusterRecord) -> None:
+    def restore(self, record: ClusterRecord) -> None:
         self.gone_hosts, self.next_member_index = record.gone_hosts, record.next_member_index
 
 

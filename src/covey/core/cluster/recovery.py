@@ -542,7 +542,6 @@ class Recovery:
             return
         connection = self._spares.promote(step, spare, member)
         self._barrier.regroup(step, cause, member, spare)
-        self._heartbeats.begin_life(member, step.now)
         self._members.attach_member(connection, member, step.now)
         self._members.send_rank(step, member)
         self._members.send_desired_children(step, {before, member.agent})  # the old process may still have to be ended

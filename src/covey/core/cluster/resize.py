@@ -388,7 +388,7 @@ class Resize:
     def postpone(self, by_s: float) -> None:
         self._join_deadline += by_s
 
-    def restore_fields(self, record: ClusterRecord) -> None:
+    def restore(self, record: ClusterRecord) -> None:
         self.requested_workers, self.departing_ids, self.joining_ids = (
             record.requested_workers,
             record.departing_ids,
@@ -399,7 +399,7 @@ class Resize:
         """After a restart of the scheduler: a change that was under way ends when all ranks say again that they resumed;
         the members of a growth have the full time to come, from now."""
         is_pending = self._lifecycle.trains and self._incidents.is_resizing
-        self._barrier.restore(is_pending)
+        self._barrier.resume(is_pending)
         if not is_pending:
             self.joining_ids = ()
         self._join_deadline = step.now + JOIN_TIMEOUT_S

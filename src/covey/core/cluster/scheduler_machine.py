@@ -284,14 +284,14 @@ class SchedulerMachine:
         if record is None:
             return step.out.persist_cluster()
         self._lifecycle.restore(record)
-        self._members.restore_fields(record)
-        self._resize.restore_fields(record)
+        self._members.restore(record)
+        self._resize.restore(record)
         self._resharding.restore(record, step.now)
-        self._shutdown.restore_fields(record)
+        self._shutdown.restore(record)
         self.incidents.restore([r for r in records if isinstance(r, Incident)])
         if record.phase is Phase.FORMING:
             return None
-        self._members.restore(records, record, self._resharding.server_ranks(), step.now)
+        self._members.restore_members(records, record, self._resharding.server_ranks(), step.now)
         if record.ended is not None:
             return self._shutdown.resume_end(step, record.ended)
         self._barrier.open_generation(self._lifecycle.generation)

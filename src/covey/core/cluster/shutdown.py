@@ -210,7 +210,7 @@ class Shutdown:
         if self.state is ShutdownState.DUMPING:
             self._dump_deadline = min(self._dump_deadline + slept_s, now + self._settings.dump_s)
 
-    def restore_fields(self, record: ClusterRecord) -> None:
+    def restore(self, record: ClusterRecord) -> None:
         self.planned_end = record.planned_end
 
     def resume_end(self, step: Step, ended: Ended) -> None:

@@ -74,7 +74,7 @@ def test_of_a_journal_count_the_members_of_the_world_as_it_is_now() -> None:
     def taken_over(world: int, coming: tuple[int, ...] = ()) -> EditableCluster:
         made, record = books(servers=2), ClusterRecord("c", "job", 3, 2, Phase.READY, 1, world=world)
         made.set(joining_servers=coming)
-        made.table.restore((record, *kept), record, made.resharding.server_ranks(), 7.0)
+        made.table.restore_members((record, *kept), record, made.resharding.server_ranks(), 7.0)
         return made
 
     made = taken_over(2)

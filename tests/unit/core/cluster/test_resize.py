@@ -274,7 +274,7 @@ def test_a_lost_worker_that_is_given_up_leaves_no_slot_on_its_host() -> None:
 @pytest.mark.parametrize(("is_open", "trains"), [(True, True), (False, True), (True, False)])
 def test_a_restarted_scheduler_continues_a_change_that_was_under_way(is_open: bool, trains: bool) -> None:
     cluster = training_cluster(connected=True)
-    cluster.resize.restore_fields(
+    cluster.resize.restore(
         ClusterRecord("c", "", 4, 0, Phase.HEALING, 1, requested_workers=5, joining_ids=("3",), departing_ids=("2",))
     )
     cluster.set(trains=trains)

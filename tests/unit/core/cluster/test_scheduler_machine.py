@@ -706,7 +706,7 @@ def test_a_scheduler_that_does_not_know_who_went_on_asks_before_the_next_leave()
     made.step(MessageReceived(ScaleRequest(workers=2), 9), 1.0)
     edited = EditableCluster.of(made)
     edited.barrier.safe_point.resumed.clear()
-    edited.barrier.restore(is_pending=False)
+    edited.barrier.resume(is_pending=False)
     edited.recovery.update_readiness(edited.step(1.0), "every member is heard again")  # as after a return
     effects = tick(made, 2.0, since=1.5)
     assert set(sent(effects, NewGeneration)) == {11, 12, 13} and phase(made) is Phase.HEALING

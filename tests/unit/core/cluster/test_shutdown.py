@@ -160,7 +160,7 @@ def test_a_dump_is_requested_once_and_repeated_to_who_comes_again() -> None:
 
 def test_a_restarted_scheduler_waits_again_for_the_dumps_of_all_who_are_present() -> None:
     cluster = training_cluster("dump", connected=True, dump_s=20.0)
-    cluster.shutdown.restore_fields(ClusterRecord("c", "", 4, 0, Phase.HEALING, 1, planned_end=ENOUGH))
+    cluster.shutdown.restore(ClusterRecord("c", "", 4, 0, Phase.HEALING, 1, planned_end=ENOUGH))
     cluster.shutdown.resume_dump(cluster.step(100.0))
     assert state(cluster) is ShutdownState.DUMPING
     cluster.shutdown.discount_suspension(5.0, 103.0)
