@@ -51,6 +51,8 @@ class FailureDetector:
         for known in [m for m in members if self._heartbeats.last_heartbeat_at(m) < suspect_since]:
             if self._lifecycle.has_ended:
                 return
+            if not self._members.contains(known):  # the death of another one rolled a growth back
+                continue
             member, heard_at = self._members.current(known), self._heartbeats.last_heartbeat_at(known)
             if not member.is_present or self._is_judged_with_agent(member):
                 continue
@@ -79,7 +81,8 @@ class FailureDetector:
         late = [m for m in workers if not progress(m).waiting_in and m.is_present and m.connection] if waiting else []
         if len(waiting) + len(late) == sum(m.is_present for m in workers):
             for member in late:
-                if (stuck_since := changed_at(member)) < since:  # after a death another may have a new process
+                stuck_since = changed_at(member)  # read now: after a death another may have a new process, or be removed
+                if self._members.contains(member) and stuck_since < since:
                     step.out.count("stuck")
                     self._recovery.declare_dead(step, member, f"stuck: all others wait for it {where}", since=stuck_since)
         return None

@@ -6,7 +6,7 @@ from tests.unit.core.cluster.editable_cluster import HERE, EditableCluster, trai
 
 from covey.core.cluster.failure_detector import SUSPENSION_S
 from covey.core.effects import Close, PublishEvent
-from covey.core.messages import SafePointReport
+from covey.core.messages import SafePointReport, ScaleRequest
 from covey.core.types import ClusterSettings, Member, NodeState, Phase, Progress, Role
 
 
@@ -54,6 +54,27 @@ def test_a_silent_member_is_suspect_after_half_the_timeout_and_dead_after_all_of
     assert states(cluster) == [NodeState.ALIVE, NodeState.DEAD] and cluster.out.counters["silent_deaths"] == 1
     assert Close(2) in cluster.take_effects() and cluster.phase is Phase.HEALING
     assert cluster.incidents.records[0].cause == "no beat for 10.1 s (MS_NODE_TIMEOUT is 10 s)"
+
+
+def test_member_that_a_rollback_removed_in_the_same_tick_is_not_judged() -> None:
+    """Found by seed 1173 of the cluster: the death of one joining worker removes all that join with it."""
+    cluster = training_cluster("elastic-training", connected=True, recovery=True, node_timeout_s=10.0)
+    for agent in cluster.agents.values():
+        cluster.heartbeats.note_heartbeat(agent, 20.0)
+    for member in cluster.members.values():
+        cluster.heartbeats.note_heartbeat(member, 20.0)
+    cluster.resize.request(cluster.step(0.0), ScaleRequest(workers=6))
+    first, second = (cluster.worker(node_id) for node_id in cluster.joining_ids)
+    for connection, member in ((50, first), (51, second)):
+        cluster.change(member, instance_id=f"process {connection}")
+        cluster.table.attach_member(connection, member, 0.0)
+    cluster.heartbeats.note_heartbeat(second, 12.0)
+    cluster.take_effects()
+    cluster.detector.check_heartbeats(cluster.step(20.0))
+    effects = cluster.take_effects()
+    assert cluster.joining_ids == () and cluster.out.counters["silent_deaths"] == 1
+    assert effects.count(Close(51)) == 1
+    assert not [e for e in effects if isinstance(e, PublishEvent) and (e.node, e.what) == (second.name, "suspect")]
 
 
 def test_nobody_is_judged_where_heartbeats_are_not_checked() -> None:
