@@ -18,4 +18,4 @@ parser.add_argument("--config_file_path", default="")
 
 started = launch("MS_SCHED", "scheduler", "scheduler.log", options(parser), node_id=20)
 if not says([started], SCHEDULING):
-    sys.exit(f"the scheduler is slow to start: {started[1]} will say '{SCHEDULING}'")
+    sys.exit(f"the scheduler has not started yet: wait for '{SCHEDULING}' in {started[1]}")
