@@ -302,7 +302,7 @@ def judged(benchmark: str, recorded: Mapping[str, Spread], found: list[dict[str,
 
 
 def confirmed(first: Verdict, again: Verdict | None) -> Verdict:
-    """Return WORSE only if both measurements say so, MISSING if the second one has not measured the ratio."""
+    """Return WORSE only if both measurements are worse, MISSING if the second one has not measured the ratio."""
     if first is not Verdict.WORSE:
         return first
     return again if again in (Verdict.WORSE, Verdict.MISSING) else Verdict.SAME

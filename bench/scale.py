@@ -213,7 +213,7 @@ def draw(found: list[Figures], peers: list[Figures]) -> Callable[[Any], None]:
     """Return a function that draws seconds to form, and the share of a core for heartbeats, by number of nodes."""
 
     def on(figure: Any) -> None:
-        form, beat = figure.subplots(1, 2)
+        form, heartbeats = figure.subplots(1, 2)
         formed, beating = [f for f in found if "form_s" in f], [f for f in found if "beat_share" in f]
         sizes = [f["nodes"] for f in formed]
         form.loglog(sizes, [f["form_s"]["median"] for f in formed], "o-", label="covey: all nodes have their rank")
@@ -225,11 +225,11 @@ def draw(found: list[Figures], peers: list[Figures]) -> Callable[[Any], None]:
         form.set_xlabel("nodes")
         form.set_ylabel("seconds")
         form.legend(loc="lower right", fontsize="small")
-        beat.plot([f["nodes"] for f in beating], [100 * f["beat_share"] for f in beating], "o-")
-        beat.axhline(100 * BEAT_AIM, linestyle="--", color="black")
-        beat.set_xlabel("nodes, each with a heartbeat every 3 to 5 s")
-        beat.set_ylabel("% of one core in the scheduler")
-        beat.set_ylim(bottom=0)
+        heartbeats.plot([f["nodes"] for f in beating], [100 * f["beat_share"] for f in beating], "o-")
+        heartbeats.axhline(100 * BEAT_AIM, linestyle="--", color="black")
+        heartbeats.set_xlabel("nodes, each with a heartbeat every 3 to 5 s")
+        heartbeats.set_ylabel("% of one core in the scheduler")
+        heartbeats.set_ylim(bottom=0)
 
     return on
 

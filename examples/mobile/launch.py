@@ -53,7 +53,7 @@ def launch(role, folder, log, options, node_id=None, index=0):
     return process, path, before
 
 
-def says(started, sentence, limit_s=30.0):
+def wait_for_log(started, sentence, limit_s=30.0):
     """Return whether every process has logged `sentence` within the limit; exit with an error message if one exits."""
     limit = time.monotonic() + limit_s
     while time.monotonic() < limit:

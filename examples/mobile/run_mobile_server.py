@@ -8,7 +8,7 @@ import argparse
 import os
 import sys
 
-from launch import STARTED, launch, options, says
+from launch import STARTED, launch, options, wait_for_log
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--device_target", default="CPU")
@@ -42,7 +42,7 @@ first = values.pop("fl_server_port")
 started = []
 for port in range(first, first + local):
     started.append(launch("MS_SERVER", f"server_{port}", "server.log", {**values, "fl_server_port": port}, index=port - first))
-if says(started, STARTED):
+if wait_for_log(started, STARTED):
     print(STARTED)
 else:  # the servers of other hosts may not have started
     print(f"other servers have not started yet: wait for '{STARTED}' in {', '.join(str(path) for _, path, _ in started)}")

@@ -61,12 +61,12 @@ def test_job_with_all_roles_succeeds(cluster: Kubernetes) -> None:
     [owner] = pod["metadata"]["ownerReferences"]
     assert owner["uid"] == applied["metadata"]["uid"] and owner["controller"] and owner["kind"] == "MSJob"
     assert pod["metadata"]["labels"]["replica-index"] == pod["metadata"]["labels"]["training.kubeflow.org/replica-index"] == "1"
-    said = dict(line.split("=", 1) for line in cluster.kubelet.log("train-worker-1").splitlines() if "=" in line)
+    printed = dict(line.split("=", 1) for line in cluster.kubelet.log("train-worker-1").splitlines() if "=" in line)
     service = cluster.services()["train-scheduler-0"]
     variables = {entry["name"]: entry.get("value") for entry in pod["spec"]["containers"][0]["env"]}
-    assert variables["MS_SCHED_HOST"] == service["spec"]["clusterIP"] and said["MS_SCHED_PORT"] == "2222"
-    assert (said["MS_ROLE"], said["MS_NODE_ID"], said["MS_WORKER_NUM"]) == ("MS_WORKER", "train-worker-1", "2")
-    assert said["MS_SERVER_NUM"] == "1" and len(said["COVEY_SECRET"]) == 48
+    assert variables["MS_SCHED_HOST"] == service["spec"]["clusterIP"] and printed["MS_SCHED_PORT"] == "2222"
+    assert (printed["MS_ROLE"], printed["MS_NODE_ID"], printed["MS_WORKER_NUM"]) == ("MS_WORKER", "train-worker-1", "2")
+    assert printed["MS_SERVER_NUM"] == "1" and len(printed["COVEY_SECRET"]) == 48
     assert "MS_ROLE=MS_PSERVER" in cluster.kubelet.log("train-ps-0")
     assert [port["name"] for port in service["spec"]["ports"]] == ["msjob-port"]
 

@@ -107,7 +107,7 @@ class PodState:
 
     @property
     def pending_reason(self) -> str:
-        """Why the pod is Pending: unschedulable, an image, a volume. "" if it is not Pending or gives no reason."""
+        """Reason why the pod is Pending: unschedulable, an image, a volume. "" if it is not Pending or gives no reason."""
         if self.phase != "Pending":
             return ""
         for status in [*(self._status.get("initContainerStatuses") or []), *(self._status.get("containerStatuses") or [])]:

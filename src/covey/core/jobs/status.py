@@ -76,7 +76,8 @@ class JobStatus:
     def set_condition(self, kind: str, reason: str, message: str) -> bool:
         """Set a condition to true, and conditions that exclude it to false. Return whether it was not true before.
 
-        A condition that becomes true is moved to the end of the list. A final condition also sets completionTime.
+        A condition that becomes true is moved to the end of the list. A final condition also sets completionTime
+        and drops the replacements.
         """
         was_false = not self.has_condition(kind)
         self._put_condition(kind, "True", reason, message)
