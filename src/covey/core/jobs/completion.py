@@ -12,7 +12,8 @@ from covey.core.jobs.status import FAILED, SUCCEEDED, JobStatus
 def check_success(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> str:
     """End the job as Succeeded if enough workers succeeded.
 
-    Enough are all workers, or worker 0 unless successPolicy is AllWorkers. Of dynamic workers one is enough if the rest failed.
+    All workers must have succeeded; worker 0 is sufficient unless successPolicy is AllWorkers. With dynamic workers one success
+    is sufficient if all other workers failed.
     """
     job, pods, finished = context.job, context.pods, status.finished_pods
     workers = context.expected_workers(status.world)
