@@ -1,9 +1,9 @@
-# The operator, and the image of jobs that `covey submit` starts: docker build --target operator|training
+# Images of the operator and of jobs that `covey submit` creates: docker build --target operator|training
 FROM python:3.11-slim AS base
 WORKDIR /covey
 COPY pyproject.toml README.md LICENSE constraints.txt ./
 COPY src src
-# the wheel carries the digits, with which `covey federated simulate` trains
+# the wheel contains the digits on which `covey federated simulate` trains
 COPY examples/data examples/data
 
 FROM base AS operator
@@ -14,7 +14,7 @@ CMD ["operator", "run"]
 
 FROM base AS training
 RUN pip install --no-cache-dir -c constraints.txt torch && pip install --no-cache-dir -c constraints.txt .
-# what a submitted example imports beside itself; it reads the digits in examples/data
+# the module that submitted examples import; it reads the digits in examples/data
 COPY examples/digits.py examples/
 ENV PYTHONPATH=/covey/examples
 WORKDIR /work

@@ -1,4 +1,4 @@
-# Each target installs what it needs into .venv and nothing elsewhere: make run installs torch and covey, the others also tools.
+# Each target installs its requirements into .venv only: make run installs torch and covey, the other targets also tools.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,21 +7,21 @@ INSTALLED_DEV := $(VENV)/.installed-dev
 QUICK ?=
 MINUTES ?= 10
 SEEDS ?= 100000
-unexport PYTHONUNBUFFERED PYTHONDONTWRITEBYTECODE  # the same Python for everyone, and compiled modules are kept
+unexport PYTHONUNBUFFERED PYTHONDONTWRITEBYTECODE  # the caller's settings have no influence, and compiled modules are cached
 
 IMG ?= covey-operator:latest
 .PHONY: run test test-fast test-fresh docs check bench peers soak audit coverage mutation format install clean kubernetes test-kubernetes test-kubelet operator-run docker-build deploy manifests
 
 install: $(INSTALLED)
 
-# A Debian without python3-venv has no ensurepip: its pip installs one into the environment.
+# Debian without python3-venv has no ensurepip: the system's pip installs pip into the environment.
 $(BIN)/pip:
 	@if $(PYTHON) -c 'import ensurepip' 2>/dev/null; then $(PYTHON) -m venv $(VENV); \
 		elif $(PYTHON) -m pip --version >/dev/null 2>&1; then \
 			$(PYTHON) -m venv --without-pip $(VENV) && $(PYTHON) -m pip --python $(BIN)/python install --quiet pip; \
 		else echo "$(PYTHON) has no pip and no venv: apt-get install python3-pip" >&2; exit 2; fi
 
-# To run covey: torch by its pin, then covey.
+# To run covey: the pinned torch, then covey.
 $(INSTALLED): pyproject.toml constraints.txt | $(BIN)/pip
 	@echo "installing torch and covey into $(VENV)"
 	@$(BIN)/pip install --disable-pip-version-check -c constraints.txt torch
@@ -39,15 +39,15 @@ run: $(INSTALLED)
 
 # -- tests: CONTRIBUTING.md says how long each target takes ------------------------------------------------------------
 
-# A test that lacks a part of the machine is skipped; the end of the output lists these parts. With NO_SKIPS=1 a skip is a failure.
+# A test whose requirements are missing is skipped; the end of the output lists them. With NO_SKIPS=1 a skip is a failure.
 test: $(INSTALLED_DEV)
 	@$(BIN)/python -m pytest -n 4 --dist worksteal --durations 20 $(if $(NO_SKIPS),--no-skips)
 
-# The parts that start no cluster of processes, and the first seeds of the simulation.
+# Tests that start no cluster of processes, and the first seeds of the simulation.
 test-fast: $(INSTALLED_DEV)
 	@$(BIN)/python -m pytest -n 2 --dist worksteal tests/unit tests/scenarios tests/simulation/test_seeds.py::test_world --seeds 40
 
-# On new machines, made with debootstrap: needs root. The file says what SUITES, USERS, COMMANDS and KEEP choose.
+# On new machines made with debootstrap; needs root. tests/fresh/run.py documents SUITES, USERS, COMMANDS and KEEP.
 test-fresh:
 	@SUITES="$(or $(SUITES),bookworm trixie)" USERS="$(or $(USERS),root user)" COMMANDS="$(or $(COMMANDS),make run; make test)" \
 		KEEP="$(KEEP)" $(PYTHON) tests/fresh/run.py
@@ -80,7 +80,7 @@ bench: $(INSTALLED_DEV)
 peers: $(INSTALLED_DEV)
 	$(BIN)/python -m bench.peers
 
-# -- the newest torch: what `pip install torch` brings, a CUDA build on Linux; the pin is in constraints-newest.txt --------
+# -- the newest torch: the version that `pip install torch` installs, a CUDA build on Linux; pinned in constraints-newest.txt
 
 NEWEST := .venv-newest
 NEWEST_INSTALLED := $(NEWEST)/.installed
@@ -92,18 +92,18 @@ TRAINING := tests/unit/training tests/unit/template_process $(addprefix tests/pr
 $(NEWEST_INSTALLED): pyproject.toml constraints-newest.txt | $(INSTALLED_DEV)
 	@free=$$(df -Pk . | awk 'NR == 2 {print int($$4 / 1048576)}'); \
 	if [ ! -e $@ ] && [ "$$free" -lt $(NEWEST_GB) ]; then \
-		echo "make test-newest-torch is skipped: $(NEWEST) needs $(NEWEST_GB) GB of free disk, and $$free GB are free here"; exit 0; fi; \
+		echo "make test-newest-torch is skipped: $(NEWEST) needs $(NEWEST_GB) GB of free disk, but only $$free GB are free"; exit 0; fi; \
 	echo "installing $$(grep ^torch constraints-newest.txt), covey and its tools into $(NEWEST) ..."; \
 	$(PYTHON) -m venv --clear --without-pip $(NEWEST) && \
 	$(BIN)/python -m pip --python $(NEWEST)/bin/python install --quiet --disable-pip-version-check -c constraints-newest.txt -e '.[dev]' && \
 	touch $@
 
-# The training tests. A failed test is not run again. Without the environment (too little disk) nothing is run.
+# The training tests. A failed test is not repeated. Without the environment (too little disk) no test is run.
 test-newest-torch: $(NEWEST_INSTALLED)
 	@[ ! -e $(NEWEST_INSTALLED) ] || \
 		$(NEWEST)/bin/python -m pytest -p no:cacheprovider -n 2 --dist worksteal --durations 10 $(TRAINING)
 
-# -- proof: docs/proof.md says what these have found -----------------------------------------------------------------
+# -- proof: docs/proof.md has the results ----------------------------------------------------------------------------
 
 # Each part takes MINUTES. FROM is the first seed of the simulation.
 soak: $(INSTALLED_DEV)
@@ -114,26 +114,26 @@ soak: $(INSTALLED_DEV)
 	$(BIN)/python -m tests.soak.federated_load --minutes $(MINUTES)
 	$(BIN)/python -m tests.soak.fuzz --seconds $$(( 60 * $(MINUTES) ))
 	$(BIN)/python -m tests.soak.abuse
-	@fuzz=.peers/fuzz/bin/python; test -x $$fuzz || { echo "atheris is left out: make peers brings it"; exit 0; }; \
+	@fuzz=.peers/fuzz/bin/python; test -x $$fuzz || { echo "atheris is skipped: not installed; run make peers"; exit 0; }; \
 		for part in frames greeting bodies; do \
 			PYTHONPATH=src:. $$fuzz -m tests.soak.atheris_bytes $$part -max_total_time=60 || exit 1; done
 	@$(MAKE) --no-print-directory audit
 
-# A service that cannot be reached is reported and is no failure.
+# An unreachable service is reported and is not a failure.
 audit: $(INSTALLED_DEV)
 	@$(BIN)/python -m bench.peers audit
 	@$(BIN)/pip freeze --exclude-editable | grep -v '^torch==' > .peers/audit/requirements.txt
 	@.peers/audit/bin/pip-audit --no-deps --disable-pip -r .peers/audit/requirements.txt 2>.peers/audit/errors; code=$$?; \
 		cat .peers/audit/errors >&2; test $$code -eq 0 || { ! grep -q 'Could not connect to' .peers/audit/errors || \
-			{ echo "pip-audit cannot reach its service from here: nothing was audited"; exit 0; }; exit $$code; }
+			{ echo "audit skipped: pip-audit cannot reach its service"; exit 0; }; exit $$code; }
 
 coverage: $(INSTALLED_DEV)
 	rm -rf .coverage && mkdir .coverage
-	-$(BIN)/python -m coverage run -m pytest -n 4 --dist worksteal --long  # make test judges them: being measured changes how a process ends
-	-$(BIN)/python -m coverage combine --quiet  # a process that was killed while it wrote leaves a file that cannot be read
+	-$(BIN)/python -m coverage run -m pytest -n 4 --dist worksteal --long  # failures are ignored: coverage changes how processes exit, and make test runs the same tests
+	-$(BIN)/python -m coverage combine --quiet  # a process that was killed while it wrote leaves an unreadable file
 	@rm -f .coverage/data.*
 	$(BIN)/python -m coverage report --fail-under 85 --sort cover
-	@printf 'of the core, in %%: '; $(BIN)/python -m coverage report --include 'src/covey/core/*' --fail-under 95 --format total
+	@printf 'core, in %%: '; $(BIN)/python -m coverage report --include 'src/covey/core/*' --fail-under 95 --format total
 
 mutation: $(INSTALLED_DEV)
 	$(BIN)/python -m bench.peers mutation
@@ -144,12 +144,12 @@ mutation: $(INSTALLED_DEV)
 kubernetes:
 	@tests/kubernetes/fetch.sh
 
-# the operator against a real API server, then on a whole Kubernetes with a real kubelet: the second part needs root
+# The operator with a real API server, then on a complete Kubernetes with a real kubelet; the second part needs root.
 test-kubernetes: $(INSTALLED_DEV) kubernetes
 	$(BIN)/python -m pytest -n 4 --dist worksteal tests/kubernetes
 	@$(MAKE) test-kubelet
 
-# needs root; everything runs in namespaces of its own and ends with them
+# Needs root; all processes run in new namespaces and end with them.
 test-kubelet: $(INSTALLED_DEV)
 	@tests/kubernetes/fetch.sh node
 	tests/kubernetes/full_kubernetes.sh $(BIN)/python -m pytest tests/kubernetes/full_kubernetes.py
@@ -169,7 +169,7 @@ manifests: $(INSTALLED_DEV)
 clean:
 	rm -rf $(VENV) $(NEWEST) .mypy_cache .ruff_cache .pytest_cache .kubernetes .coverage .traces mutants
 
-# -- the record of today's behaviour: docs/compatibility.md ----------------------------------------------------------
+# -- records of the present behaviour: docs/compatibility.md ---------------------------------------------------------
 
 .PHONY: snapshots traces traces-check bench-record bench-check
 
@@ -184,7 +184,7 @@ traces: $(INSTALLED_DEV)
 traces-check: $(INSTALLED_DEV)
 	$(BIN)/python -m tests.traces check
 
-# On a quiet machine: five runs of the quick benchmarks become the record.
+# Run it on a quiet machine: the record is made from five runs of the quick benchmarks.
 bench-record: $(INSTALLED_DEV)
 	$(BIN)/python -m bench.check --record
 

@@ -1,5 +1,5 @@
-"""Benchmarks: how fast a cluster forms and heals, how large it may be, and what each part of covey costs.
+"""Benchmarks: time to form and to heal a cluster, scalability, and the cost of each part of covey.
 
-Every figure stands beside that of a peer measured in the same invocation, because absolute times say more about the machine
-than about the program. `python -m bench.formation` and so on, each also with `--quick`.
+Every benchmark also measures a peer in the same invocation, because absolute times depend mostly on the machine. Run one with
+`python -m bench.formation`, for example; each has the option `--quick`.
 """

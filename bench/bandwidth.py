@@ -1,4 +1,4 @@
-"""How fast a state moves from one process to another: by covey's transfer, and by a plain loopback socket in turn with it."""
+"""Bandwidth of a state transfer between two processes: covey's transfer and a plain loopback socket, measured alternately."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIMIT_S = 60.0
 
 
 def raw(port: int, into: memoryview) -> None:
-    """What the kernel can do: whole buffers sent, received into memory that is there already."""
+    """Receive the state over a plain socket into allocated memory: the upper limit of the kernel."""
     with socket.create_connection((ADDRESS, port), LIMIT_S) as connection:
         filled = 0
         while filled < len(into):
@@ -35,10 +35,10 @@ def seconds(work: Callable[[], Any]) -> float:
 
 
 def measure(megabytes: int, rounds: int) -> dict[str, Any]:
-    """GB/s each way, and the ratio round by round; the first round is not counted.
+    """Return GB/s of both methods, and their ratio per round; the first round is discarded.
 
-    Both receive into memory that is there already: covey's transfer into the replacement's own model, the plain socket into one
-    buffer. `fresh` is the plain socket into memory that the kernel has yet to hand out.
+    Both receive into allocated memory: covey's transfer into the replacement's model, the plain socket into one buffer. `fresh`
+    is the plain socket into memory that the kernel has not allocated yet.
     """
     import numpy as np
     import torch
@@ -52,13 +52,13 @@ def measure(megabytes: int, rounds: int) -> dict[str, Any]:
     try:
         assert donor.stdout is not None
         port, token, raw_port = donor.stdout.readline().decode().split()
-        giver = Donor(0, ADDRESS, int(port), token)
-        homes = {tensor_path(name): torch.zeros_like(tensor) for name, tensor in a_state(megabytes).items()}
+        source = Donor(0, ADDRESS, int(port), token)
+        targets = {tensor_path(name): torch.zeros_like(tensor) for name, tensor in a_state(megabytes).items()}
         into = memoryview(bytearray(megabytes * 1_000_000 // 64 * 64))
         times = []
         for _ in range(rounds + 1):
             plain = seconds(lambda: raw(int(raw_port), into))
-            mine = seconds(lambda: fetch_from_donor(giver, "state", homes))
+            mine = seconds(lambda: fetch_from_donor(source, "state", targets))
             times.append((mine, plain, seconds(lambda: raw(int(raw_port), np.empty(into.nbytes, np.uint8).data))))
     finally:
         donor.communicate(timeout=LIMIT_S)

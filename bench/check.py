@@ -1,9 +1,9 @@
-"""Compares the quick benchmarks with their record: `make bench-check`. `make bench-record` writes it, on a quiet machine.
+"""Comparison of the quick benchmarks with their record (`make bench-check`). `make bench-record` writes the record.
 
-Every figure is a ratio against a peer, or against another way, in the same run (`RATIOS`). The record has the median, lowest
-and highest of several trials. A ratio is worse if its median lies beyond the recorded worst by more than half the recorded
-spread, and if further trials of that benchmark confirm it. A better one is printed and changes nothing: a new record is
-committed by itself, with the reason. A ratio that was not measured fails too, unless its benchmark needs a peer (`BRINGS`).
+Every figure is a ratio to a peer, or to another method, in the same run (`RATIOS`). The record has the median, lowest and
+highest of several trials. A ratio is worse if its median is beyond the recorded worst by more than half the recorded spread,
+and if further trials of that benchmark confirm it. A better ratio is printed and changes nothing: a new record is a separate
+commit that states the reason. A ratio that was not measured fails the check, unless its benchmark needs a peer (`BRINGS`).
 A check ends after `CHECK_LIMIT_S` at the latest.
 """
 
@@ -27,10 +27,10 @@ from bench.report import QUICK, RESULTS, Spread, spread
 RECORD = RESULTS / "quick-record.json"
 TRIALS = 5  # of a record
 CONFIRM = 3  # further trials of a benchmark that seems worse
-LEAST = 0.05  # the least distance that counts, as a part of the median: few trials may lie closer together than they should
+LEAST = 0.05  # minimum tolerance, as a fraction of the median: the spread of few trials can be too small by chance
 LIMIT_S = 600.0  # of one trial of one benchmark
 CHECK_LIMIT_S = 900.0  # of a whole check, with the trials that confirm
-QUIET = 0.5  # load per core below which a machine counts as quiet
+QUIET = 0.5  # load per core up to which a machine is considered quiet
 Data = Mapping[str, Any]
 
 
@@ -47,7 +47,7 @@ class Verdict(StrEnum):
 
 
 class Ratio(NamedTuple):
-    """One ratio of a benchmark. `read` takes it from the benchmark's JSON; None if the run has not measured it."""
+    """One ratio of a benchmark. `read` extracts it from the benchmark's JSON; None if the run has not measured it."""
 
     name: str
     benchmark: str
@@ -55,11 +55,11 @@ class Ratio(NamedTuple):
     read: Callable[[Data], float | None]
 
 
-# -- where the ratios are --------------------------------------------------------------------------------------------
+# -- extraction of the ratios ----------------------------------------------------------------------------------------
 
 
 def _formed(way: str, peer: str, peer_n: int) -> Callable[[Data], float | None]:
-    """Seconds until 8 ranks have a working group."""
+    """Read the seconds until 8 ranks have a working group."""
 
     def read(data: Data) -> float | None:
         ready = {(one["way"], one["n"]): [second["ready"] for second in one["seconds"]] for one in data["samples"]}
@@ -74,14 +74,14 @@ def _worker_memory(data: Data) -> float | None:
 
 
 def _joined(data: Data) -> float | None:
-    """Seconds until 1,000 nodes have joined."""
+    """Return the ratio of the seconds until 1,000 nodes have joined."""
     mine = [one["form_s"]["median"] for one in data["scales"] if one["nodes"] == 1000]
     theirs = [one["join_s"]["median"] for one in data["peer"] if one["clients"] == 1000]
     return _divided(mine, theirs)
 
 
 def _recovered(group: str, way: str, peer: str) -> Callable[[Data], float | None]:
-    """Seconds from kill -9 to the next step on all ranks."""
+    """Read the seconds from SIGKILL to the next step on all ranks."""
 
     def read(data: Data) -> float | None:
         return _divided(*([death["again"] for death in data[group].get(name, ())] for name in (way, peer)))
@@ -90,12 +90,12 @@ def _recovered(group: str, way: str, peer: str) -> Callable[[Data], float | None
 
 
 def _moved(megabytes: int) -> Callable[[Data], float | None]:
-    """State per second, against a plain socket."""
+    """Read the transfer rate of state, relative to a plain socket."""
     return lambda data: next((one["ratio"]["median"] for one in data["bandwidth"] if one["megabytes"] == megabytes), None)
 
 
 def _steps(name: str) -> Callable[[Data], float | None]:
-    """Steps per second of two ranks, round by round."""
+    """Read the steps per second of two ranks, as the median ratio of all rounds."""
 
     def read(data: Data) -> float | None:
         rounds = [one["rounds"] for one in data["results"] if (one["name"], one["world"]) == (name, 2)]
@@ -105,7 +105,7 @@ def _steps(name: str) -> Callable[[Data], float | None]:
 
 
 def _federated_round(clients: int) -> Callable[[Data], float | None]:
-    """The framework's part of a round."""
+    """Read the framework's share of a round."""
 
     def read(data: Data) -> float | None:
         found = [one for one in data["rounds"] if (one["model"], one["clients"]) == ("62 k", clients) and one.get("flower")]
@@ -115,14 +115,14 @@ def _federated_round(clients: int) -> Callable[[Data], float | None]:
 
 
 def _durable(data: Data) -> float | None:
-    """Updates per second of CPU with a log, against none."""
+    """Return the ratio of updates per second of CPU time with and without a log."""
     rates = {(one["model"], one["servers"], one["durability"]): one["per_cpu_second"] for one in data["updates"]}
     logged, bare = rates.get(("62 k", 1, "process")), rates.get(("62 k", 1, "none"))
     return logged / bare if logged and bare else None
 
 
 def _pods(peer: str, what: str) -> Callable[[Data], float | None]:
-    """Seconds, or CPU, until every pod of every job is made."""
+    """Read the seconds, or CPU seconds, until every pod of every job is created."""
 
     def read(data: Data) -> float | None:
         return _divided(*([run[what] for run in data["runs"].get(name, ())] for name in ("covey operator", peer)))
@@ -131,7 +131,7 @@ def _pods(peer: str, what: str) -> Callable[[Data], float | None]:
 
 
 def _served(what: str) -> Callable[[Data], float | None]:
-    """Whole parameters per second through two servers."""
+    """Read the transfer rate of complete parameters through two servers."""
 
     def read(data: Data) -> float | None:
         found = [one for one in data["whole"] if one["what"].startswith(f"{what}, ")]
@@ -141,12 +141,12 @@ def _served(what: str) -> Callable[[Data], float | None]:
 
 
 def _rows(data: Data) -> float | None:
-    """Rows of a table per second."""
+    """Return the ratio of table rows per second."""
     return _divided([data["rows"].get("copies 0", 0.0)], [data["rows"].get("torch.distributed.rpc", 0.0)])
 
 
 def _by_hand(data: Data) -> float | None:
-    """Seconds until ranks started with MS_* variables run."""
+    """Return the ratio of seconds until ranks started with MS_* variables run."""
     theirs: list[float] = next((found for way, found in data["samples"].items() if way.startswith("MindSpore")), [])
     return _divided(data["samples"].get("covey, by hand"), theirs)
 
@@ -184,7 +184,7 @@ RATIOS = (
     Ratio("ranks by MS_* variables, seconds / MindSpore's", "mindspore", LOWER, _by_hand),
 )
 BENCHMARKS = tuple(dict.fromkeys(ratio.benchmark for ratio in RATIOS))
-BRINGS = {  # what a ratio needs beside covey and torch, by its benchmark
+BRINGS = {  # by benchmark: commands that install its peers, beyond covey and torch
     "federated": "python -m bench.peers flower",
     "operator": "make kubernetes, and python -m bench.peers kopf",
     "mindspore": "python -m bench.peers mindspore",
@@ -213,7 +213,7 @@ def values(benchmark: str, data: Data) -> dict[str, float]:
 
 
 def run(benchmark: str, deadline: float = math.inf) -> dict[str, float]:
-    """Run a quick benchmark, at most until `deadline`; return its ratios. What it prints is shown only if it fails."""
+    """Run a quick benchmark, at most until `deadline`; return its ratios. Its output is shown only if it fails."""
     path = QUICK / f"{benchmark}.json"
     path.unlink(missing_ok=True)
     command = [sys.executable, "-m", f"bench.{benchmark}", "--quick"]
@@ -224,10 +224,10 @@ def run(benchmark: str, deadline: float = math.inf) -> dict[str, float]:
     except subprocess.TimeoutExpired:
         if limit < LIMIT_S:
             raise SystemExit(
-                f"the check did not end within {CHECK_LIMIT_S / 60:g} minutes and was stopped in bench.{benchmark}: "
-                "run it on a quiet machine, or a part of it with --only"
+                f"the check did not finish within {CHECK_LIMIT_S / 60:g} minutes and was stopped in bench.{benchmark}: "
+                "run it on a quiet machine, or select benchmarks with --only"
             ) from None
-        raise SystemExit(f"bench.{benchmark} --quick did not end within {LIMIT_S:g} s: run it alone to see why") from None
+        raise SystemExit(f"bench.{benchmark} --quick did not finish within {LIMIT_S:g} s: run it alone to see why") from None
     if done.returncode:
         raise SystemExit(f"bench.{benchmark} --quick failed with code {done.returncode}:\n{done.stderr[-2000:]}")
     print(f"bench.{benchmark}: {time.monotonic() - began:.0f} s", flush=True)
@@ -237,8 +237,8 @@ def run(benchmark: str, deadline: float = math.inf) -> dict[str, float]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--record", action="store_true", help="write the record instead of comparing with it")
-    parser.add_argument("--only", default=",".join(BENCHMARKS), help="some of the benchmarks, separated by commas")
-    parser.add_argument("--trials", type=int, default=0, help=f"of each benchmark ({TRIALS} for a record, else 1)")
+    parser.add_argument("--only", default=",".join(BENCHMARKS), help="benchmarks to run, separated by commas (default: all)")
+    parser.add_argument("--trials", type=int, default=0, help=f"trials of each benchmark ({TRIALS} for a record, else 1)")
     options = parser.parse_args()
     chosen = options.only.split(",")
     unknown = [name for name in chosen if name not in BENCHMARKS]
@@ -246,24 +246,24 @@ def main() -> int:
         raise SystemExit(f"--only {','.join(unknown)} is unknown: expected some of {', '.join(BENCHMARKS)}")
     load, cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
     if load > QUIET * cores:
-        print(f"this machine is not quiet: its load is {load:.1f} on {cores} cores", flush=True)
+        print(f"this machine is not quiet: load average {load:.1f} on {cores} cores", flush=True)
     return record(chosen, options.trials or TRIALS, cores) if options.record else check(chosen, options.trials or 1, cores)
 
 
 def record(chosen: list[str], trials: int, cores: int) -> int:
-    """Write the record: of each ratio the median, lowest and highest of the trials. Benchmarks not chosen keep theirs."""
-    kept = json.loads(RECORD.read_text())["ratios"] if RECORD.exists() else {}
+    """Write the record: median, lowest and highest trial of each ratio. The ratios of other benchmarks are not changed."""
+    ratios = json.loads(RECORD.read_text())["ratios"] if RECORD.exists() else {}
     before = os.getloadavg()[0]
     for benchmark in chosen:
         found = [run(benchmark) for _ in range(trials)]
         for ratio in RATIOS:
             measured = [one[ratio.name] for one in found if ratio.name in one]
             if ratio.benchmark == benchmark and measured:
-                kept[ratio.name] = spread(measured)._asdict()
+                ratios[ratio.name] = spread(measured)._asdict()
                 print(f"  {ratio.name}: {spread(measured).show('', 3)}", flush=True)
             elif ratio.benchmark == benchmark:
                 print(f"  {ratio.name}: not measured; it needs: {BRINGS.get(benchmark, 'nothing else')}", flush=True)
-    ordered = {ratio.name: kept[ratio.name] for ratio in RATIOS if ratio.name in kept}
+    ordered = {ratio.name: ratios[ratio.name] for ratio in RATIOS if ratio.name in ratios}
     load = [round(before, 1), round(os.getloadavg()[0], 1)]
     RECORD.write_text(json.dumps({"cores": cores, "load": load, "ratios": ordered}, indent=2) + "\n")
     return 0
@@ -273,7 +273,7 @@ def check(chosen: list[str], trials: int, cores: int) -> int:
     """Compare with the record; a ratio that seems worse is measured again. Return 1 if one is worse or missing."""
     deadline = time.monotonic() + CHECK_LIMIT_S
     if not RECORD.exists():
-        raise SystemExit(f"{RECORD.name} is missing: `make bench-record` writes it, on a quiet machine")
+        raise SystemExit(f"{RECORD.name} is missing: write it with `make bench-record` on a quiet machine")
     known = json.loads(RECORD.read_text())
     if known["cores"] != cores:
         print(f"the record was made on {known['cores']} cores, this machine has {cores}", flush=True)
@@ -302,7 +302,7 @@ def judged(benchmark: str, recorded: Mapping[str, Spread], found: list[dict[str,
 
 
 def confirmed(first: Verdict, again: Verdict | None) -> Verdict:
-    """Return WORSE only if both measurements say so, MISSING if the second one has not measured the ratio."""
+    """Return WORSE only if both measurements are worse, MISSING if the second one has not measured the ratio."""
     if first is not Verdict.WORSE:
         return first
     return again if again in (Verdict.WORSE, Verdict.MISSING) else Verdict.SAME
@@ -315,16 +315,16 @@ def _print(benchmark: str, recorded: Mapping[str, Spread], found: list[dict[str,
         measured = [one[ratio.name] for one in found if ratio.name in one]
         if not measured:
             needed = BRINGS.get(benchmark)
-            said = (
+            text = (
                 f"skipped: not measured; it needs: {needed}"
                 if needed
                 else f"not measured: {verdicts.get(ratio.name, 'not in the record')}"
             )
         elif ratio.name not in recorded:
-            said = f"{statistics.median(measured):.3f}, not in the record"
+            text = f"{statistics.median(measured):.3f}, not in the record"
         else:
-            said = f"{statistics.median(measured):.3f}, record {recorded[ratio.name].show('', 3)}: {verdicts[ratio.name]}"
-        print(f"  {ratio.name} ({ratio.better} is better): {said}", flush=True)
+            text = f"{statistics.median(measured):.3f}, record {recorded[ratio.name].show('', 3)}: {verdicts[ratio.name]}"
+        print(f"  {ratio.name} ({ratio.better} is better): {text}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""One real scheduler process with a flock of thin nodes, and three stories of it, each watched stage by stage.
+"""One real scheduler process with many simulated nodes, and three scenarios, each measured stage by stage.
 
-The scheduler is started by the MS_* variables, with its journal on where recovery is. Figures are put down as they are known,
-so that a stage that takes too long (`Late`) does not hide those before it.
+The scheduler is started by the MS_* variables, with its journal if recovery is enabled. Each figure is recorded as soon as it
+is known, so that a stage that times out (`Late`) does not discard those before it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.flock import ADDRESS, Flock, Late
+from bench.flock import ADDRESS, Late, NodePool
 from bench.process import cpu_seconds, resident_kb
 from covey.errors import ExitCode
 
@@ -29,30 +29,30 @@ DEATHS = 5
 Figures = dict[str, Any]
 
 
-async def form_and_leave(size: int, found: Figures, beat_s: float = 0.0, kind: type[Flock] = Flock) -> None:
-    """Everyone comes, everyone goes."""
+async def form_and_leave(size: int, found: Figures, beat_s: float = 0.0, kind: type[NodePool] = NodePool) -> None:
+    """Form the cluster; then all nodes leave."""
     with scheduler(size) as process:
-        flock = await _form(process, size, found, kind)
-        await _leave(process, flock, found)
+        pool = await _form(process, size, found, kind)
+        await _leave(process, pool, found)
 
 
-async def whole_life(size: int, found: Figures, beat_s: float, kind: type[Flock] = Flock) -> None:
-    """Form, beat, lose some nodes that come back, leave."""
+async def whole_life(size: int, found: Figures, beat_s: float, kind: type[NodePool] = NodePool) -> None:
+    """Form the cluster, send heartbeats, lose and restore some nodes, leave."""
     with scheduler(size) as process:
         memory = resident_kb(process.pid)
-        flock = await _form(process, size, found, kind)
-        await _watch_beats(process, flock, found, beat_s)
+        pool = await _form(process, size, found, kind)
+        await _watch_beats(process, pool, found, beat_s)
         found["kb_per_node"] = (resident_kb(process.pid) - memory) / size
-        await _lose_some(process, flock, found)
-        await _leave(process, flock, found)
+        await _lose_some(process, pool, found)
+        await _leave(process, pool, found)
 
 
-async def end_by_death(size: int, found: Figures, beat_s: float = 0.0, kind: type[Flock] = Flock) -> None:
-    """Without recovery the death of one ends all: how long until the last one is told to stop?"""
+async def end_by_death(size: int, found: Figures, beat_s: float = 0.0, kind: type[NodePool] = NodePool) -> None:
+    """Kill one node without recovery, which ends the cluster; measure the time until the last node received the end."""
     with scheduler(size, recovery=False) as process:
-        flock = await _form(process, size, found, kind)
+        pool = await _form(process, size, found, kind)
         cpu = cpu_seconds(process.pid)
-        _, found["stop_s"] = await flock.lose(size // 2, STAGE_LIMIT_S)
+        _, found["stop_s"] = await pool.lose(size // 2, STAGE_LIMIT_S)
         found["stop_cpu_s"] = cpu_seconds(process.pid) - cpu
         await _await_end(process, ExitCode.PEER_FAILED)
 
@@ -60,42 +60,42 @@ async def end_by_death(size: int, found: Figures, beat_s: float = 0.0, kind: typ
 # -- stages ----------------------------------------------------------------------------------------------------------
 
 
-async def _form(process: Scheduler, size: int, found: Figures, kind: type[Flock]) -> Flock:
-    flock = kind(process.port, size)
+async def _form(process: Scheduler, size: int, found: Figures, kind: type[NodePool]) -> NodePool:
+    pool = kind(process.port, size)
     cpu, own = cpu_seconds(process.pid), time.process_time()
-    found["form_s"] = await flock.form(FORM_LIMIT_S)
+    found["form_s"] = await pool.form(FORM_LIMIT_S)
     found["form_cpu_s"], found["nodes_cpu_s"] = cpu_seconds(process.pid) - cpu, time.process_time() - own
-    found["retries"] = flock.retries
-    return flock
+    found["retries"] = pool.retries
+    return pool
 
 
-async def _watch_beats(process: Scheduler, flock: Flock, found: Figures, seconds: float) -> None:
-    await flock.all_beating()
-    cpu, beats, began = cpu_seconds(process.pid), flock.beats, time.monotonic()
+async def _watch_beats(process: Scheduler, pool: NodePool, found: Figures, seconds: float) -> None:
+    await pool.all_beating()
+    cpu, beats, began = cpu_seconds(process.pid), pool.beats, time.monotonic()
     await asyncio.sleep(seconds)
     elapsed = time.monotonic() - began
-    found["beats_per_s"] = (flock.beats - beats) / elapsed
+    found["beats_per_s"] = (pool.beats - beats) / elapsed
     found["beat_share"] = (cpu_seconds(process.pid) - cpu) / elapsed
 
 
-async def _lose_some(process: Scheduler, flock: Flock, found: Figures) -> None:
-    """Kill nodes one after the other, each coming back before the next one goes."""
+async def _lose_some(process: Scheduler, pool: NodePool, found: Figures) -> None:
+    """Kill nodes one after the other; each returns before the next one is killed."""
     half: list[float] = []
     every: list[float] = []
-    back: list[float] = []
+    returned: list[float] = []
     cpu = cpu_seconds(process.pid)
-    for number in range(0, flock.size, flock.size // DEATHS)[:DEATHS]:
-        first, last = await flock.lose(number, STAGE_LIMIT_S)
+    for number in range(0, pool.size, pool.size // DEATHS)[:DEATHS]:
+        first, last = await pool.lose(number, STAGE_LIMIT_S)
         half.append(first)
         every.append(last)
-        back.append(await flock.bring_back(number, STAGE_LIMIT_S))
-    found |= {"news_half_s": half, "news_all_s": every, "back_s": back}
+        returned.append(await pool.bring_back(number, STAGE_LIMIT_S))
+    found |= {"news_half_s": half, "news_all_s": every, "back_s": returned}
     found["death_cpu_s"] = (cpu_seconds(process.pid) - cpu) / DEATHS
 
 
-async def _leave(process: Scheduler, flock: Flock, found: Figures) -> None:
+async def _leave(process: Scheduler, pool: NodePool, found: Figures) -> None:
     cpu = cpu_seconds(process.pid)
-    found["leave_s"] = await flock.leave(STAGE_LIMIT_S)
+    found["leave_s"] = await pool.leave(STAGE_LIMIT_S)
     found["leave_cpu_s"] = cpu_seconds(process.pid) - cpu
     await _await_end(process, ExitCode.OK)
 
@@ -104,23 +104,23 @@ async def _await_end(process: Scheduler, expected: ExitCode) -> None:
     try:
         code = await asyncio.to_thread(process.wait, STAGE_LIMIT_S)
     except subprocess.TimeoutExpired:
-        raise Late(f"the scheduler had not ended {STAGE_LIMIT_S:g} s after its last node") from None
+        raise Late(f"the scheduler did not exit within {STAGE_LIMIT_S:g} s after its last node") from None
     if code != expected:
-        raise SystemExit(f"the scheduler ended with code {code}, {expected} was expected")
+        raise SystemExit(f"the scheduler exited with code {code}, expected {expected}")
 
 
 # -- the scheduler ---------------------------------------------------------------------------------------------------
 
 
 class Scheduler(subprocess.Popen[bytes]):
-    """The process, and where it listens."""
+    """A scheduler process and its port."""
 
     port: int
 
 
 @contextlib.contextmanager
 def scheduler(size: int, *, recovery: bool = True) -> Iterator[Scheduler]:
-    """A scheduler that waits for `size` workers."""
+    """Run a scheduler of a cluster of `size` workers."""
     with tempfile.TemporaryDirectory(prefix="covey-bench-") as folder:
         port = _free_port()
         variables = {
@@ -139,7 +139,7 @@ def scheduler(size: int, *, recovery: bool = True) -> Iterator[Scheduler]:
             process = Scheduler(command, env=os.environ | variables, stdout=output, stderr=output)
         process.port = port
         try:
-            _await_door(process)
+            _wait_until_listening(process)
             yield process
         finally:
             if process.poll() is None:
@@ -153,10 +153,10 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _await_door(process: Scheduler) -> None:
+def _wait_until_listening(process: Scheduler) -> None:
     deadline = time.monotonic() + STAGE_LIMIT_S
     while time.monotonic() < deadline and process.poll() is None:
         with contextlib.suppress(OSError), socket.create_connection((ADDRESS, process.port), timeout=1):
             return
         time.sleep(0.02)
-    raise SystemExit(f"the scheduler did not listen at {ADDRESS}:{process.port} (its exit code: {process.poll()})")
+    raise SystemExit(f"the scheduler does not listen at {ADDRESS}:{process.port} (exit code: {process.poll()})")

@@ -1,10 +1,10 @@
-"""How many updates a server takes per second of its CPU, how long the framework's part of a round is, a thousand devices.
+"""Federated learning: updates per second of a server's CPU time, duration of a round, rounds of 1,000 simulated devices.
 
-Updates: devices join first; then their updates are sent over a few keep-alive connections, and the servers' own CPU time is
-read before and after. Rounds: devices are processes that add a constant, so all time is the framework's; the peer is Flower's
-persistent gRPC path (`start_server`, `start_client`) with the same clients, in an environment of its own; and, with 4
-clients and 3 rounds, its deployment path (SuperLink, SuperNodes, `flwr run`). Simulated: `covey federated simulate`'s rounds.
-Privacy is in `bench.private`, and alone with `--private`; memory in `bench.memory`, and alone with `--memory`.
+Updates: devices join first; then their updates are sent over a few keep-alive connections, and the servers' CPU time is read
+before and after. Rounds: devices are processes that only add a constant, so that the time is the framework's. The peer is
+Flower, in a separate environment: its persistent gRPC path (`start_server`, `start_client`) with the same clients and, with 4
+clients and 3 rounds, its deployment path (SuperLink, SuperNodes, `flwr run`). Simulated: rounds of `covey federated simulate`.
+`bench.private` measures privacy (`--private`: only that), `bench.memory` memory (`--memory`: only that).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ROLES = ("MS_SERVER", "MS_SCHED")
 
 
 class Running(msgspec.Struct):
-    """A cluster that is up."""
+    """A running cluster."""
 
     urls: list[str]
     servers: list[Any]
@@ -56,7 +56,7 @@ class Running(msgspec.Struct):
 
 @contextmanager
 def cluster(size: int, servers: int, threshold: int, durability: str, **settings: Any) -> Iterator[Running]:
-    """`covey federated up` with a model of so many values."""
+    """Run `covey federated up` with a model of `size` values."""
     with tempfile.TemporaryDirectory() as folder:
         save_file({"w": np.zeros(size, np.float32)}, f"{folder}/model.safetensors")
         first = _ports(servers)
@@ -92,7 +92,7 @@ def _ports(count: int) -> int:
 
 
 def measure_updates(size: int, servers: int, durability: str, count: int) -> dict[str, Any]:
-    """Updates per second of the servers' CPU, and per second of the clock."""
+    """Return updates per second of the servers' CPU time, updates per second, and CPU microseconds per update."""
     with cluster(size, servers, count + 1, durability) as running:
         sent = [_prepare(running.urls[n % servers], n) for n in range(count)]
         before = [_cpu(process) for process in running.servers]
@@ -111,7 +111,7 @@ def measure_updates(size: int, servers: int, durability: str, count: int) -> dic
 
 
 def _prepare(url: str, number: int) -> bytes:
-    """Join, and make the head of the update."""
+    """Join as a device and return the header of its update request."""
     with Device(url, f"device-{number}", data_size=10) as device:
         task = device.join()
         assert task is not None
@@ -130,8 +130,8 @@ def _send(url: str, heads: list[bytes]) -> None:
         for head in heads:
             sock.sendmsg([head])
             sock.sendall(data)
-            answer = sock.recv(4096)
-            assert b'"retcode":200' in answer, answer
+            response = sock.recv(4096)
+            assert b'"retcode":200' in response, response
 
 
 def _cpu(process: Any) -> float:
@@ -140,7 +140,7 @@ def _cpu(process: Any) -> float:
 
 
 def measure_rounds(size: int, clients: int, rounds: int) -> dict[str, float]:
-    """Milliseconds per round as the first client saw them."""
+    """Return median and p95 of the milliseconds per round, measured by the first client."""
     with cluster(size, 1, clients, "process") as running:
         words = [sys.executable, str(SCRIPTS / "federated_device.py"), ",".join(running.urls)]
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -157,7 +157,7 @@ def measure_rounds(size: int, clients: int, rounds: int) -> dict[str, float]:
 def measure_flower(
     size: int, clients: int, rounds: int, python: str, script: str = "federated_flower.py"
 ) -> dict[str, float] | None:
-    """The same with Flower: its persistent path, or the one that another script takes."""
+    """Return the same of Flower, by its persistent path or the path of another script; None if it fails."""
     done = subprocess.run([python, str(SCRIPTS / script), str(size), str(clients), str(rounds)], capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     found: dict[str, float] | None = json.loads(lines[-1]) if lines else None
@@ -165,12 +165,12 @@ def measure_flower(
 
 
 class Found(msgspec.Struct):
-    """What was measured, by model, servers and durability, or by model and clients."""
+    """Measurements, by model, servers and durability, or by model and clients."""
 
     updates: dict[tuple[str, int, str], dict[str, Any]]
     rounds: dict[tuple[str, int], dict[str, float]]
     flower: dict[tuple[str, int], dict[str, float] | None]
-    deployed: dict[str, float] | None  # Flower's other path
+    deployed: dict[str, float] | None  # Flower's deployment path
     simulated: Spread
     resident: list[dict[str, float]]
     secure: dict[str, Any]
@@ -179,10 +179,10 @@ class Found(msgspec.Struct):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--quick", action="store_true", help="small numbers of the small model; of Flower only its persistent path"
+        "--quick", action="store_true", help="few repetitions with the small model; of Flower only its persistent path"
     )
-    parser.add_argument("--private", action="store_true", help="only what privacy costs")
-    parser.add_argument("--memory", action="store_true", help="only what devices cost in memory")
+    parser.add_argument("--private", action="store_true", help="measure only the cost of privacy")
+    parser.add_argument("--memory", action="store_true", help="measure only the memory per device")
     options = parser.parse_args()
     about = {"machine": machine(), "quick": options.quick}
     resident = memory.measure(cluster, few=options.quick) if not options.private else []
@@ -193,7 +193,7 @@ def main() -> None:
         return _publish_private(about, secure)
     python = str(peers.python_of("flower", install=not options.quick) or "")
     found = _measure(options.quick, python, resident, secure)
-    return _publish(about, found, "" if python else "Flower is not installed here, so its column is empty.")
+    return _publish(about, found, "" if python else "Flower is not installed, so its column is empty.")
 
 
 def _measure(few: bool, python: str, resident: list[dict[str, float]], secure: dict[str, Any]) -> Found:
@@ -230,7 +230,7 @@ def _aims(found: Found) -> list[Aim]:
         Aim("1,000 simulated devices, framework per round", "at most 1 s", simulated.show(" s", 3), simulated.median <= 1),
         Aim(
             "two servers against one, updates per second",
-            "at least 1.6 x where two cores are free (the clients need one of this machine's)",
+            "at least 1.6 x if two cores are free (on this machine the clients need one)",
             f"{two['per_second'] / one['per_second']:.2f} x",
             two["per_second"] >= 1.6 * one["per_second"],
         ),

@@ -1,8 +1,7 @@
-"""Thousands of light-weight nodes in one process, each with its own TCP connection and the real protocol.
+"""Thousands of simulated nodes in one process, each with its own TCP connection and the real protocol.
 
-A node here is what a scheduler can see of a worker: it greets, registers, beats, hears, dies and leaves by the messages of
-`covey.core.messages` over `covey.transport.connection`. What it lacks is what a scheduler cannot see: a process and a training
-loop.
+A simulated node does what a scheduler can observe of a worker: handshake, registration, heartbeats, death and leaving, with the
+messages of `covey.core.messages` over `covey.transport.connection`. It has no process of its own and no training loop.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from covey.transport.connection import Connection, connect
 
 ADDRESS = "127.0.0.1"
 PER_HOST = 8  # nodes that share a host identity
-CONNECTING_MAX = 1000  # connections being made at once
+CONNECTING_MAX = 1000  # connection attempts at the same time
 RETRY_S = 0.2
-_BEAT = NodeSettings(address="")  # the default interval
+_BEAT = NodeSettings(address="")  # for the default heartbeat interval
 
 
 class Late(Exception):
-    """A stage did not come to its end within its limit."""
+    """A stage did not finish within its limit."""
 
 
 class Tally:
-    """When each expected thing happened, and an event for the last."""
+    """Times of an expected number of occurrences."""
 
     def __init__(self, wanted: int) -> None:
         self.wanted = wanted
@@ -54,99 +53,103 @@ class Tally:
             self._done.set()
 
     async def all(self, limit_s: float) -> float:
-        """The time of the last one. Raises `TimeoutError`."""
+        """Wait for the last occurrence and return its time. Raise `TimeoutError` after `limit_s`."""
         await asyncio.wait_for(self._done.wait(), limit_s)
         return self.times[-1]
 
 
 class Node:
-    """One node. Every second one claims the rank of its number; the others take what the scheduler gives."""
+    """One simulated node. Nodes with odd numbers claim their number as node id; the scheduler assigns the others'."""
 
-    __slots__ = ("flock", "link", "number", "timer", "wish")
+    __slots__ = ("connection", "number", "pool", "request", "timer")
 
-    def __init__(self, flock: Flock, number: int) -> None:
+    def __init__(self, pool: NodePool, number: int) -> None:
         host = number // PER_HOST
-        self.flock = flock
+        self.pool = pool
         self.number = number
-        self.link: Connection | None = None
+        self.connection: Connection | None = None
         self.timer: asyncio.TimerHandle | None = None
-        self.wish = Register(
+        self.request = Register(
             role=Role.WORKER,
             node_id=str(number) if number % 2 else "",
             instance_id=f"{random.getrandbits(128):032x}",
             host=Host(f"host-{host:06}", f"host-{host}", f"10.{host >> 16}.{host >> 8 & 255}.{host & 255}"),
-            fingerprint={"MS_WORKER_NUM": str(flock.size), "MS_SERVER_NUM": "0"},
+            fingerprint={"MS_WORKER_NUM": str(pool.size), "MS_SERVER_NUM": "0"},
             pid=number + 1,
         )
 
     async def join(self) -> None:
-        calls: dict[str, Callable[..., None]] = {"on_open": self._opened, "on_message": self._heard, "on_close": self._closed}
+        calls: dict[str, Callable[..., None]] = {
+            "on_open": self._on_open,
+            "on_message": self._on_message,
+            "on_close": self._on_close,
+        }
         while True:
             try:
-                self.link = await connect(ADDRESS, self.flock.port, "", None, **calls)
+                self.connection = await connect(ADDRESS, self.pool.port, "", None, **calls)
                 return
             except PeerError:
-                self.flock.retries += 1
+                self.pool.retries += 1
                 await asyncio.sleep(RETRY_S)
 
     def die(self) -> None:
-        """As a killed process does: the kernel closes its socket, and nothing is said."""
-        self._rest()
-        assert self.link is not None
-        self.link.abort("killed")
+        """Abort the connection without a message, as the kernel does for a killed process."""
+        self._cancel_heartbeat()
+        assert self.connection is not None
+        self.connection.abort("killed")
 
     def leave(self) -> None:
-        self._rest()
-        assert self.link is not None
-        self.link.send(Leave())
+        self._cancel_heartbeat()
+        assert self.connection is not None
+        self.connection.send(Leave())
 
-    def _opened(self, link: Connection) -> None:
-        link.send(self.wish)
+    def _on_open(self, connection: Connection) -> None:
+        connection.send(self.request)
 
-    def _heard(self, link: Connection, message: Any) -> None:
+    def _on_message(self, connection: Connection, message: Any) -> None:
         if isinstance(message, Registered):
             self._beat_later()
         elif isinstance(message, RankAssigned):
-            self.flock.formed.add()
+            self.pool.formed.add()
         elif isinstance(message, NewGeneration):
-            self.flock.news.add()
+            self.pool.notified.add()
         elif isinstance(message, LeaveAcknowledged):
-            self.flock.gone.add()
-            link.close()
+            self.pool.gone.add()
+            connection.close()
         elif isinstance(message, ClusterEnded):
-            self._rest()
-            self.flock.news.add()
-            link.close()
+            self._cancel_heartbeat()
+            self.pool.notified.add()
+            connection.close()
         elif isinstance(message, Refused):
-            self.flock.refusal = message.reason
+            self.pool.refusal = message.reason
 
-    def _closed(self, link: Connection, reason: str) -> None:
-        """One that came so late to its greeting that it was cut off calls again, as a real node does."""
-        self._rest()
-        if not link.has_finished_handshake:
-            self.flock.retries += 1
-            self.flock.calling.add(asyncio.get_running_loop().create_task(self.join()))
+    def _on_close(self, connection: Connection, reason: str) -> None:
+        """Connect again, like a real node, if the scheduler closed the connection before the handshake was complete."""
+        self._cancel_heartbeat()
+        if not connection.has_finished_handshake:
+            self.pool.retries += 1
+            self.pool.calling.add(asyncio.get_running_loop().create_task(self.join()))
 
     def _beat_later(self) -> None:
         wait = random.uniform(_BEAT.retry_lower_s, _BEAT.retry_upper_s)
         self.timer = asyncio.get_running_loop().call_later(wait, self._beat)
 
     def _beat(self) -> None:
-        assert self.link is not None
-        self.link.send(Heartbeat(Progress(step=1 + self.flock.beats // self.flock.size, phase="train")))
-        self.flock.beats += 1
+        assert self.connection is not None
+        self.connection.send(Heartbeat(Progress(step=1 + self.pool.beats // self.pool.size, phase="train")))
+        self.pool.beats += 1
         self._beat_later()
 
-    def _rest(self) -> None:
+    def _cancel_heartbeat(self) -> None:
         if self.timer is not None:
             self.timer.cancel()
 
 
-class Flock:
-    """All nodes of one cluster. Each stage takes a limit in seconds and raises `Late`."""
+class NodePool:
+    """All nodes of one cluster. Each stage has a limit in seconds and raises `Late`."""
 
-    nodes: list[Any]  # those that have a connection
-    tells_returns = True  # a return is a new generation, of which all others hear
+    nodes: list[Any]  # one per connection
+    tells_returns = True  # the return of a node starts a generation, which is sent to all other nodes
 
     def __init__(self, port: int, size: int) -> None:
         self.port = port
@@ -156,7 +159,7 @@ class Flock:
         self.calling: set[asyncio.Task[None]] = set()
         self.refusal = ""
         self.formed = Tally(size)
-        self.news = Tally(0)
+        self.notified = Tally(0)
         self.gone = Tally(size)
         self.populate()
 
@@ -168,7 +171,7 @@ class Flock:
         self.nodes = [Node(self, number) for number in range(self.size)]
 
     async def form(self, limit_s: float) -> float:
-        """Seconds from the first connect to the last node that knows its rank."""
+        """Return the seconds from the first connect until the last node has received its rank."""
         order = list(self.nodes)
         random.Random(self.size).shuffle(order)
         began = time.monotonic()
@@ -183,49 +186,49 @@ class Flock:
         try:
             return await tally.all(limit_s)
         except TimeoutError:
-            said = f" (the scheduler refused: {self.refusal})" if self.refusal else ""
-            raise Late(f"{len(tally.times)} of {tally.wanted} {what} within {limit_s:g} s{said}") from None
+            refused = f" (the scheduler refused: {self.refusal})" if self.refusal else ""
+            raise Late(f"{len(tally.times)} of {tally.wanted} {what} within {limit_s:g} s{refused}") from None
 
     async def _join(self, order: list[Any]) -> None:
-        gate = asyncio.Semaphore(CONNECTING_MAX)
+        slots = asyncio.Semaphore(CONNECTING_MAX)
 
-        async def through(node: Any) -> None:
-            async with gate:
+        async def join(node: Any) -> None:
+            async with slots:
                 await node.join()
 
         async with asyncio.TaskGroup() as tasks:
             for node in order:
-                tasks.create_task(through(node))
+                tasks.create_task(join(node))
 
     async def all_beating(self) -> None:
-        """Wait until the first beats are behind, and beats come evenly."""
+        """Wait until every node has sent a heartbeat, so that heartbeats are evenly distributed."""
         await asyncio.sleep(_BEAT.retry_upper_s + 0.5)
 
     def kill(self, number: int) -> None:
         self.nodes[number].die()
 
     async def lose(self, number: int, limit_s: float) -> tuple[float, float]:
-        """Kill one node; seconds until half of the others, and until all of them, heard the news."""
-        self.news = Tally(self.size - 1)
+        """Kill one node; return the seconds until half of the others, and until all of them, were notified."""
+        self.notified = Tally(self.size - 1)
         began = time.monotonic()
         self.kill(number)
-        last = await self._all("heard of the death", self.news, limit_s)
-        return self.news.times[len(self.news.times) // 2] - began, last - began
+        last = await self._all("were notified of the death", self.notified, limit_s)
+        return self.notified.times[len(self.notified.times) // 2] - began, last - began
 
     async def revive(self, number: int) -> None:
         node = self.nodes[number] = Node(self, number)
         await node.join()
 
     async def bring_back(self, number: int, limit_s: float) -> float:
-        """The next life of a lost node; seconds until it has its rank and all others heard."""
-        self.formed, self.news = Tally(1), Tally(self.size - 1)
+        """Start the next incarnation of a lost node; return the seconds until it has its rank and all others were notified."""
+        self.formed, self.notified = Tally(1), Tally(self.size - 1)
         began = time.monotonic()
         await self.revive(number)
         back = await self._all("formed again", self.formed, limit_s)
-        return (await self._all("heard of the return", self.news, limit_s) if self.tells_returns else back) - began
+        return (await self._all("were notified of the return", self.notified, limit_s) if self.tells_returns else back) - began
 
     async def leave(self, limit_s: float) -> float:
-        """Everyone says goodbye; seconds until the last one was answered."""
+        """Let all nodes leave; return the seconds until the last one was acknowledged."""
         began = time.monotonic()
         for node in self.nodes:
             node.leave()

@@ -1,8 +1,8 @@
-"""From the command to all ranks in a working gloo group: `covey run` against torchrun, and against one `import torch`.
+"""Time from the command until all ranks are in a working gloo group: `covey run`, torchrun, and one `import torch`.
 
-The clock starts before the command is spawned and stops when the last rank has finished its first all-reduce; each rank stamps
-that itself, on the monotonic clock all processes of a host share. The ways take turns, in alternating order, so that a slow
-minute of the machine hits all of them; ratios are taken within a round.
+The clock starts before the command is spawned and stops when the last rank has finished its first all-reduce. Each rank records
+that time itself, on the monotonic clock that all processes of a host share. The methods alternate, so that a slow period of the
+machine affects all of them; ratios are taken within a round.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import psutil
 from bench.process import proportional_mb, take_along
 from bench.report import Aim, Spread, aims_table, machine, publish, spread, table
 
-LIMIT_S = 120.0  # for one command, from start to end
+LIMIT_S = 120.0  # of one command
 SCRIPTS = Path(__file__).parent / "scripts"
 BIN = Path(sys.executable).parent
 LARGEST = 8
@@ -39,7 +39,7 @@ Samples = dict[tuple[str, int], list[dict[str, float]]]
 
 
 class Way(NamedTuple):
-    """One way to start N ranks of a script."""
+    """One method to start N ranks of a script."""
 
     script: str
     launcher: Callable[[int], list[str]]
@@ -62,7 +62,7 @@ WAYS = {
 
 @contextlib.contextmanager
 def running(command: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A command in a folder and with a user environment of its own; killed if it is still there at the end."""
+    """Run a command in a directory that is also its user environment; kill it at the end if it still runs."""
     environ = os.environ | {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(folder), "XDG_CONFIG_HOME": str(folder)}
     with (folder / "output").open("wb") as output:
         process = subprocess.Popen(
@@ -77,24 +77,24 @@ def running(command: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes
 
 
 def finish(process: subprocess.Popen[bytes], folder: Path) -> None:
-    """Wait for a command's good end; anything else ends the benchmark with what the command said."""
+    """Wait for a command to exit with 0; otherwise end the benchmark with the command's output."""
     try:
         code = process.wait(LIMIT_S)
     except subprocess.TimeoutExpired:
         code = -1
     if code != 0:
-        said = (folder / "output").read_text(errors="replace")[-2000:]
-        raise SystemExit(f"{process.args!r} ended with code {code} (-1: not within {LIMIT_S:g} s):\n{said}")
+        output = (folder / "output").read_text(errors="replace")[-2000:]
+        raise SystemExit(f"{process.args!r} exited with code {code} (-1: not within {LIMIT_S:g} s):\n{output}")
 
 
 def cpu() -> float:
-    """CPU seconds of all processes that have ended below this one: unlike the clock, hardly moved by what else runs."""
+    """Return the CPU seconds of all ended descendants; unlike elapsed time, hardly influenced by other processes."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def measure_import() -> dict[str, float]:
-    """One interpreter that imports torch and ends."""
+    """Measure one interpreter that imports torch and exits."""
     with tempfile.TemporaryDirectory(prefix="covey-bench-") as name:
         folder = Path(name)
         began, used = time.monotonic(), cpu()
@@ -104,7 +104,7 @@ def measure_import() -> dict[str, float]:
 
 
 def measure(way: Way, n: int) -> dict[str, float]:
-    """Seconds after the command at which the last rank had reached each stage, and at which the command had ended."""
+    """Return the seconds after the command until the last rank reached each stage, and until the command ended."""
     with tempfile.TemporaryDirectory(prefix="covey-bench-") as name:
         folder = Path(name)
         began, used = time.monotonic(), cpu()
@@ -113,7 +113,7 @@ def measure(way: Way, n: int) -> dict[str, float]:
             ended = time.monotonic() - began
         stamps = stamps_in(folder)
         if len(stamps) != n:
-            raise SystemExit(f"{process.args!r} left {len(stamps)} stamps, {n} ranks were asked for")
+            raise SystemExit(f"{process.args!r} wrote {len(stamps)} stamps, expected {n}")
         stages = ("started", "imported", "joined", "ready")
         return {stage: max(stamp[stage] for stamp in stamps) - began for stage in stages} | {
             "ended": ended,
@@ -126,7 +126,7 @@ def stamps_in(folder: Path) -> list[dict[str, Any]]:
 
 
 def measure_memory(way: Way, n: int) -> dict[str, Any]:
-    """Proportional set sizes in MB while all ranks hold still: of each worker, and of everything else the command started."""
+    """Return proportional set sizes in MB while all ranks wait: of each worker, and of all other processes of the command."""
     with tempfile.TemporaryDirectory(prefix="covey-bench-") as name:
         folder = Path(name)
         hold = folder / "hold"
@@ -148,7 +148,7 @@ def measure_memory(way: Way, n: int) -> dict[str, Any]:
 
 
 def take_turns(worlds: list[int], rounds: int) -> Samples:
-    """Every way at every N once per round, and one import in between; every other round backwards."""
+    """Measure one import and every method at every N once per round; every other round in reverse order."""
     order = [(IMPORT, 1), *((way, n) for n in worlds for way in WAYS)]
     samples: Samples = {key: [] for key in order}
     for number in range(rounds):
@@ -164,7 +164,7 @@ def column(samples: Samples, way: str, n: int, stage: str = "ready") -> list[flo
 
 
 def ratio(samples: Samples, n: int, way: str, peer: str, peer_n: int) -> Spread:
-    """How many times the peer's seconds this way needs, round by round."""
+    """Return the ratio of this method's seconds to the peer's, per round."""
     pairs = zip(column(samples, way, n), column(samples, peer, peer_n), strict=True)
     return spread(mine / theirs for mine, theirs in pairs)
 
@@ -202,11 +202,11 @@ def memory_table(memory: dict[str, dict[str, Any]], n: int) -> str:
         [way, f"{Spread(**found['worker_mb']).show(digits=0)}", f"{found['workers_mb']:.0f}", f"{found['others_mb']:.0f}"]
         for way, found in memory.items()
     ]
-    return table(["way", f"PSS per worker (MB), N={n}", "all workers", "everything else the command started"], rows)
+    return table(["way", f"PSS per worker (MB), N={n}", "all workers", "other processes of the command"], rows)
 
 
 def draw(samples: Samples, worlds: list[int], memory: dict[str, dict[str, Any]]) -> Callable[[Any], None]:
-    """Seconds by N, and megabytes per worker."""
+    """Return a function that draws seconds by N, and megabytes per worker."""
 
     def on(figure: Any) -> None:
         seconds, megabytes = figure.subplots(1, 2, width_ratios=[3, 1])
@@ -228,12 +228,12 @@ def draw(samples: Samples, worlds: list[int], memory: dict[str, dict[str, Any]])
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help=f"one round of N={LARGEST} alone")
-    parser.add_argument("--rounds", type=int, default=0, help="how often each way is measured (5; 1 with --quick)")
+    parser.add_argument("--quick", action="store_true", help=f"one round, only N={LARGEST}")
+    parser.add_argument("--rounds", type=int, default=0, help="measurements of each method (5; 1 with --quick)")
     options = parser.parse_args()
     worlds = [LARGEST] if options.quick else [2, 4, LARGEST]
     about = machine()
-    measure_import()  # so that nobody's first round reads from the disk
+    measure_import()  # fills the page cache, so that no first round reads from the disk
     samples = take_turns(worlds, options.rounds or (1 if options.quick else 5))
     memory = {way: measure_memory(WAYS[way], LARGEST) for way in (COVEY, TORCHRUN)}
     found = aims(samples, LARGEST)

@@ -1,7 +1,8 @@
-"""Thousands of light-weight agents in one process, each with one TCP connection for all the workers of its host.
+"""Thousands of simulated agents in one process, each with one TCP connection for all workers of its host.
 
-As `bench.flock`, through agents: a worker here is what the scheduler can see of it behind its agent's link. It registers when
-its agent was told to start it, beats with the others of its host, dies (its agent says so), is started again, and leaves.
+Like `bench.flock`, but through agents: a simulated worker does what the scheduler can observe of it behind its agent. It
+registers when its agent starts it, sends heartbeats with the other workers of its host, dies (the agent reports it), is started
+again, and leaves.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from bench.flock import PER_HOST, Flock, Node
+from bench.flock import PER_HOST, Node, NodePool
 from covey.core.messages import (
     Assignment,
     ChildDisconnected,
@@ -36,109 +37,109 @@ KILLED = 137
 
 
 class Agent(Node):
-    """One host. `children` are its workers by the number of their connection."""
+    """The simulated agent of one host. `children` are its workers by the number of their relayed connection."""
 
-    __slots__ = ("children", "held", "host", "last", "started")
+    __slots__ = ("children", "deferred", "host", "last", "started")
 
-    def __init__(self, flock: Hosts, number: int) -> None:
-        super().__init__(flock, number * PER_HOST)
-        self.host = self.wish.host
+    def __init__(self, pool: Hosts, number: int) -> None:
+        super().__init__(pool, number * PER_HOST)
+        self.host = self.request.host
         self.children: dict[int, Assignment] = {}
         self.started: dict[str, int] = {}  # by node id: the newest incarnation
         self.last = 0
-        self.held: list[Assignment] | None = None  # what is to be started, while that is put off
+        self.deferred: list[Assignment] | None = None  # assignments whose start is deferred; None: not deferred
 
     def kill_one(self) -> None:
-        """One worker dies; what takes its place is held back until `revive_one`."""
-        child, life = next(iter(self.children.items()))
+        """Report the death of one worker; defer the start of its replacement until `revive_one`."""
+        child, assignment = next(iter(self.children.items()))
         del self.children[child]
-        self.held = []
+        self.deferred = []
         self.send(ChildDisconnected(child, "closed by the other side"))
-        self.send(ChildExited(life.node_id, life.incarnation, KILLED, "killed by SIGKILL"))
+        self.send(ChildExited(assignment.node_id, assignment.incarnation, KILLED, "killed by SIGKILL"))
 
     def revive_one(self) -> None:
-        assert self.held is not None
-        held, self.held = self.held, None
-        self.start(held)
+        assert self.deferred is not None
+        deferred, self.deferred = self.deferred, None
+        self.start(deferred)
 
     def leave(self) -> None:
-        self._rest()
+        self._cancel_heartbeat()
         for child in self.children:
             self.send(FromChildEnvelope(child, Leave()))
 
     def start(self, assignments: list[Assignment]) -> None:
-        """As an agent does: what is new among what should run."""
-        for life in assignments:
-            if self.started.get(life.node_id, 0) >= life.incarnation:
+        """Start the assignments that are new, like an agent."""
+        for assignment in assignments:
+            if self.started.get(assignment.node_id, 0) >= assignment.incarnation:
                 continue
-            if self.held is not None:
-                self.held.append(life)
+            if self.deferred is not None:
+                self.deferred.append(assignment)
                 continue
-            self.started[life.node_id] = life.incarnation
+            self.started[assignment.node_id] = assignment.incarnation
             self.last += 1
-            self.children[self.last] = life
-            self.send(ChildStarted(life.node_id, life.incarnation, self.last))
-            self.send(FromChildEnvelope(self.last, self.registration(life)))
+            self.children[self.last] = assignment
+            self.send(ChildStarted(assignment.node_id, assignment.incarnation, self.last))
+            self.send(FromChildEnvelope(self.last, self.registration(assignment)))
 
-    def registration(self, life: Assignment) -> Register:
+    def registration(self, assignment: Assignment) -> Register:
         return Register(
             role=Role.WORKER,
-            node_id=life.node_id,
+            node_id=assignment.node_id,
             instance_id=f"{random.getrandbits(128):032x}",
             host=self.host,
-            fingerprint=self.wish.fingerprint,
-            incarnation=life.incarnation,
+            fingerprint=self.request.fingerprint,
+            incarnation=assignment.incarnation,
             pid=self.last,
         )
 
     def send(self, message: Any) -> None:
-        assert self.link is not None
-        self.link.send(message)
+        assert self.connection is not None
+        self.connection.send(message)
 
-    def _opened(self, link: Connection) -> None:
-        self.link = link
+    def _on_open(self, connection: Connection) -> None:
+        self.connection = connection
         name = f"agent-{self.number}"
-        link.send(RegisterAgent(name, name, self.host, PER_HOST, fingerprint=self.wish.fingerprint))
+        connection.send(RegisterAgent(name, name, self.host, PER_HOST, fingerprint=self.request.fingerprint))
 
-    def _heard(self, link: Connection, message: Any) -> None:
+    def _on_message(self, connection: Connection, message: Any) -> None:
         if isinstance(message, ToChildrenEnvelope):
             for child in message.children:
-                self._told(child, message.message)
+                self._on_child_message(child, message.message)
         elif isinstance(message, Registered):
             self._beat_later()
         elif isinstance(message, DesiredChildren):
             self.start(message.assignments)
         elif isinstance(message, ClusterEnded):
-            self._rest()
-            link.close()
+            self._cancel_heartbeat()
+            connection.close()
         elif isinstance(message, Refused):
-            self.flock.refusal = message.reason
+            self.pool.refusal = message.reason
 
-    def _told(self, child: int, message: Any) -> None:
+    def _on_child_message(self, child: int, message: Any) -> None:
         if isinstance(message, RankAssigned):
-            self.flock.formed.add()
+            self.pool.formed.add()
         elif isinstance(message, NewGeneration):
-            self.flock.news.add()
+            self.pool.notified.add()
         elif isinstance(message, LeaveAcknowledged):
-            life = self.children.pop(child)
+            assignment = self.children.pop(child)
             self.send(ChildDisconnected(child, "closed by the other side"))
-            self.send(ChildExited(life.node_id, life.incarnation, 0))
-            self.flock.gone.add()
+            self.send(ChildExited(assignment.node_id, assignment.incarnation, 0))
+            self.pool.gone.add()
         elif isinstance(message, Refused):
-            self.flock.refusal = message.reason
+            self.pool.refusal = message.reason
 
     def _beat(self) -> None:
-        progress = Progress(step=1 + self.flock.beats // self.flock.size, phase="train")
+        progress = Progress(step=1 + self.pool.beats // self.pool.size, phase="train")
         self.send(RelayedHeartbeats(dict.fromkeys(self.children, progress)))
-        self.flock.beats += len(self.children)
+        self.pool.beats += len(self.children)
         self._beat_later()
 
 
-class Hosts(Flock):
+class Hosts(NodePool):
     """All agents of one cluster of `size` workers."""
 
     nodes: list[Agent]
-    tells_returns = False  # who takes a dead worker's place belongs to the generation that began with the death
+    tells_returns = False  # a replacement belongs to the generation that began with the death
 
     @staticmethod
     def connections(size: int) -> int:

@@ -1,7 +1,7 @@
-"""Resident memory of a federated server and its scheduler while ever more devices, each with an id of its own, take part.
+"""Resident memory of a federated server and its scheduler as the number of distinct devices grows.
 
-Every device joins, sends one small update and is never heard of again; a round takes a thousand of them. What a process keeps
-per device must be cleared with the round, so its memory after all of them is that after the first thousand.
+Every device joins, sends one small update and does not return; a round has a thousand of them. State per device must be cleared
+with the round, so the memory after all devices should equal that after the first thousand.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST = 1.15  # times the memory after the first rounds
 
 
 def measure(cluster: Callable[..., Any], *, few: bool) -> list[dict[str, float]]:
-    """Megabytes after so many devices."""
+    """Return the memory in MB after increasing numbers of devices."""
     per_round, marks = (100, (200, 1000, 2000)) if few else (1000, (1000, 10_000, 50_000))
     rows, came = [], 0
     with cluster(VALUES, 1, per_round, "process", device_rate=100_000.0) as running:

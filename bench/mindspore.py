@@ -1,9 +1,9 @@
-"""MindSpore 2.10 on CPU as a peer: from the first process to all ranks known, and what a survivor of kill -9 does.
+"""MindSpore 2.10 on CPU as a peer: time until all ranks are assigned, and the reaction to SIGKILL of a worker.
 
-Formation is done in the seeds' way by both: N + 1 processes started by MS_* variables, each with its own import. `covey run`,
-which forks its workers, is given beside it. After the death of one of two workers MindSpore's survivor is watched until it goes
-on or ends; the same script under `covey run --framework mindspore` until all have ended; and covey's healing loop under
-`covey run -n 2` until both ranks do their next step.
+Both form a cluster of N + 1 processes started by MS_* variables, each with its own import; `covey run`, which forks its
+workers, is measured as well. After the death of one of two workers these times are measured: until MindSpore's survivor
+continues or exits; until the same script under `covey run --framework mindspore` has ended; and until both ranks of covey's
+healing loop under `covey run -n 2` do their next step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src"
 
 
 def start(command: list[str], n: int, folder: Path, *arguments: str) -> list[subprocess.Popen[bytes]]:
-    """A scheduler and n workers of one script, by MS_* variables; the scheduler first."""
+    """Start a scheduler and n workers of one script, by MS_* variables; return the processes, the scheduler first."""
     common = {"MS_WORKER_NUM": str(n), "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": str(find_free_port("127.0.0.1"))}
     base = os.environ | common | {"OMP_NUM_THREADS": "1", "XDG_RUNTIME_DIR": str(folder), "XDG_CONFIG_HOME": str(folder)}
     found = []
@@ -54,19 +54,19 @@ def end(processes: list[subprocess.Popen[bytes]]) -> None:
         process.wait()
 
 
-def await_(there: Callable[[], bool], processes: list[subprocess.Popen[bytes]], what: str) -> float:
-    """When it was there, on the monotonic clock; a process that ended badly, or too long a wait, ends the benchmark."""
+def await_(happened: Callable[[], bool], processes: list[subprocess.Popen[bytes]], what: str) -> float:
+    """Wait for an event and return its monotonic time. A failed process, or a timeout, ends the benchmark."""
     limit = time.monotonic() + LIMIT_S
-    while not there():
+    while not happened():
         bad = [process.returncode for process in processes if process.poll()]
         if bad or time.monotonic() > limit:
-            raise SystemExit(f"{what} did not come ({'codes ' + str(bad) if bad else f'not within {LIMIT_S:g} s'})")
+            raise SystemExit(f"{what} did not occur ({'exit codes ' + str(bad) if bad else f'not within {LIMIT_S:g} s'})")
         time.sleep(0.01)
     return time.monotonic()
 
 
 def stamped(folder: Path, kind: str) -> dict[int, list[float]]:
-    """By rank: when a kind of stamp was made."""
+    """Return the times of the stamps of a kind, by rank."""
     found: dict[int, list[float]] = {}
     for path in folder.glob("*.stamps"):
         lines = [line.split() for line in path.read_text().splitlines()]
@@ -75,7 +75,7 @@ def stamped(folder: Path, kind: str) -> dict[int, list[float]]:
 
 
 def form_mindspore(python: Path, n: int) -> float:
-    """Seconds from the first process to the last rank."""
+    """Return the seconds from the first process until the last rank is assigned."""
     with tempfile.TemporaryDirectory(prefix="covey-bench-", ignore_cleanup_errors=True) as name:
         folder, began = Path(name), time.monotonic()
         processes = start([str(python), str(SCRIPTS / "mindspore_ranks.py")], n, folder, "0")
@@ -87,7 +87,7 @@ def form_mindspore(python: Path, n: int) -> float:
 
 
 def form_by_hand(n: int) -> float:
-    """The same with covey."""
+    """Return the same with covey."""
     with tempfile.TemporaryDirectory(prefix="covey-bench-", ignore_cleanup_errors=True) as name:
         folder, began = Path(name), time.monotonic()
         processes = start([sys.executable, str(SCRIPTS / "with_covey.py")], n, folder)
@@ -99,7 +99,7 @@ def form_by_hand(n: int) -> float:
 
 
 def death(python: Path) -> dict[str, Any]:
-    """kill -9 of one of two workers: seconds until the other does its next step or ends, whichever it does."""
+    """Send SIGKILL to one of two workers; return the seconds until the other exits (at most LIMIT_S), and its later steps."""
     with tempfile.TemporaryDirectory(prefix="covey-bench-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         processes = start([str(python), str(SCRIPTS / "mindspore_ranks.py")], 2, folder, "100000")
@@ -116,7 +116,7 @@ def death(python: Path) -> dict[str, Any]:
 
 
 def death_under_covey(python: Path) -> float:
-    """kill -9 of one of two workers of MindSpore's: seconds until `covey run` has reported it and nobody is left."""
+    """Send SIGKILL to one of two MindSpore workers; return the seconds until `covey run` has reported it and ended."""
     with tempfile.TemporaryDirectory(prefix="covey-bench-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         words = ["-m", "covey.cli.main", "run", "-n", "2", "--framework", "mindspore"]
@@ -170,17 +170,16 @@ def main() -> None:
         data["death"] = found = death(python) | {"under_covey": death_under_covey(python)}
         command = [str(BIN / "covey"), "run", "-n", "2", str(SCRIPTS / "healing_loop.py")]
         mine = spread(d.again for d in deaths("covey", command, ["0", "0", "0"], world=2, count=5)).scaled(1000)
-        ended = "still runs" if found["code"] is None else f"ends with code {found['code']}"
+        ended = "still runs" if found["code"] is None else f"exits with code {found['code']}"
         sections.append(
-            f"kill -9 of one of two workers. MindSpore's survivor does {found['steps']} further steps and {ended} after "
-            f"{found['seconds']:.1f} s. The same script under `covey run --framework mindspore` has ended, with a report, "
-            f"after {found['under_covey']:.1f} s. With covey's own loop the next step on both ranks comes after "
-            f"{mine.show(' ms', 0)}."
+            f"SIGKILL of one of two workers: MindSpore's survivor does {found['steps']} further steps and {ended} after "
+            f"{found['seconds']:.1f} s. The same script under `covey run --framework mindspore` ends, with a report, after "
+            f"{found['under_covey']:.1f} s. With covey's own loop both ranks do their next step after {mine.show(' ms', 0)}."
         )
         part = found["under_covey"] / found["seconds"]
         what = "a death ends MindSpore's script under covey run, against MindSpore"
         aims.append(Aim(what, f"at most {END_PART} x", f"{part:.3f} x", part <= END_PART))
-        aims.append(Aim("after a death the others go on", "within 1 s", mine.show(" ms", 0), mine.high <= 1000))
+        aims.append(Aim("after a death the remaining ranks resume", "within 1 s", mine.show(" ms", 0), mine.high <= 1000))
     data["aims"] = [aim._asdict() for aim in aims]
     publish("mindspore", data, [aims_table(aims), *sections], draw(formed))
 

@@ -1,9 +1,9 @@
-"""The operator on a real API server: many jobs at once, many idle ones, and a pod that dies.
+"""The operator on a real API server: creation of many jobs, cost of idle jobs, and replacement of a failed pod.
 
-100 jobs of 10 worker pods are created; the time runs from the last create to the last pod's. covey's operator also makes a
-service and a secret for each job, writes status and events; the yardsticks, run in the same invocation, post pods and patch
-status only: a plain loop on aiohttp, and the same in kopf (both in an environment of their own, where it can be made).
-Nothing runs the pods: what is measured is the operator and the server, which share this machine.
+100 jobs of 10 worker pods are created; the time is measured from the last job to the last pod. covey's operator also creates a
+service and a secret for each job, and writes status and events. The peers, run in the same invocation, only create pods and
+patch the status: a plain loop on aiohttp, and the same in kopf, both in a separate environment if it can be installed. No
+kubelet runs the pods: the operator and the API server are measured, which share this machine.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ CREATE_S, CPU_S, IDLE_PART, IDLE_MIB, REPLACE_S = 1.5, 0.8, 0.01, 150.0, 0.1  # 
 
 
 class Run(NamedTuple):
-    """One operator and the 100 jobs."""
+    """Measurements of one operator with all jobs."""
 
-    seconds: float  # from the last create to the last pod
-    cpu: float
+    seconds: float  # from the last created job to the last created pod
+    cpu: float  # seconds
     mib: float
-    first: float  # from the first create to the first pod
+    first: float  # seconds from the first created job to the first created pod
 
 
 def job(name: str, pods: int, restart: str = "Never") -> KubeObject:
@@ -73,7 +73,7 @@ def commands(server: Server, kubeconfig: Path, namespace: str, python: str) -> d
 
 
 class Started:
-    """An operator as a process, with what it cost."""
+    """An operator process, with its CPU time and memory."""
 
     def __init__(self, command: list[str], server: Server) -> None:
         env = {
@@ -104,7 +104,7 @@ class Started:
 
 
 class Watched:
-    """The pods of a namespace, with the moment each was first seen."""
+    """The pods of a namespace, with the time at which each was created."""
 
     def __init__(self, api: Api, namespace: str) -> None:
         self.seen: dict[str, float] = {}  # by UID
@@ -129,7 +129,7 @@ class Watched:
 
 
 async def ready(api: Api, namespace: str, watched: Watched) -> None:
-    """The operator acts: a first job has its pod."""
+    """Wait until the operator acts: a first job has its pod."""
     await api.create(MSJOB, namespace, job("warm", 1))
     await watched.until(lambda: "warm-worker-0" in watched.names)
 
@@ -150,7 +150,7 @@ async def measure_create(api: Api, server: Server, command: list[str], namespace
         await watched.until(lambda: len(watched.seen) >= jobs * PODS + 1)
         last = max(watched.seen.values())
         first = sorted(watched.seen.values())[1]
-        await asyncio.sleep(1.0)  # let status and events settle: they are part of the cost
+        await asyncio.sleep(1.0)  # until status and events are written, which is part of the cost
         run = Run(last - created, operator.cpu - cpu, operator.mib, first - began)
     watching.cancel()
     return run
@@ -159,7 +159,7 @@ async def measure_create(api: Api, server: Server, command: list[str], namespace
 async def measure_idle(
     api: Api, server: Server, command: list[str], namespace: str, jobs: int, seconds: float
 ) -> tuple[float, float]:
-    """The part of a core and the memory that so many jobs take while nothing happens to them."""
+    """Return the fraction of a core and the memory in MiB that idle jobs need."""
     watched = Watched(api, namespace)
     watching = asyncio.create_task(watched.run())
     with Started(command, server) as operator:
@@ -175,7 +175,7 @@ async def measure_idle(
 
 
 async def measure_deaths(api: Api, server: Server, command: list[str], namespace: str, deaths: int) -> list[float]:
-    """From the report that a pod failed to its replacement's creation."""
+    """Return the seconds from the report of a failed pod to the creation of its replacement."""
     watched = Watched(api, namespace)
     watching = asyncio.create_task(watched.run())
     found = []
@@ -216,7 +216,7 @@ for x, y in covey.Loop(net, optimizer, data, steps=1_000_000, seed=1):
 
 
 def measure_training(server: Server, folder: Path, kills: int) -> list[float]:
-    """Three workers with covey inside: from kill -9 of a pod's process to the next step of another worker."""
+    """Return the seconds from SIGKILL of a pod's process to the next step of another of three covey workers."""
     (folder / "train.py").write_text(TRAINING)
     command = ["python", str(folder / "train.py")]
     kubernetes = Kubernetes(server, "training", folder)
@@ -225,29 +225,29 @@ def measure_training(server: Server, folder: Path, kills: int) -> list[float]:
     try:
         kubernetes.kubelet.environment = {"MS_SCHED_MANAGE_PORT": "0"}
         kubernetes.operator()
-        labels, notes = {"fault-scheduling": "grace"}, {"recover-strategy": "recover"}
+        labels, annotations = {"fault-scheduling": "grace"}, {"recover-strategy": "recover"}
         roles = {"Scheduler": replica(1, command), "Worker": replica(3, command)}
-        kubernetes.apply(msjob_of("train", roles=roles, labels=labels, annotations=notes))
+        kubernetes.apply(msjob_of("train", roles=roles, labels=labels, annotations=annotations))
         for number in range(kills):
             victim, other = f"train-worker-{number % 3}", f"train-worker-{(number + 1) % 3}"
             lines = len(kubernetes.kubelet.log(victim))
-            kubernetes.wait(partial(_said, kubernetes, victim, lines), "a step")
+            kubernetes.wait(partial(_has_step, kubernetes, victim, lines), "a step")
             killed = time.time()
             kubernetes.kubelet.kill(victim)
-            time.sleep(0.3)  # a step that was under way may still end
-            silent = _steps(kubernetes, other)
-            kubernetes.wait(partial(_more, kubernetes, other, len(silent)), "the next step")
-            found.append(_steps(kubernetes, other)[len(silent)] - killed)
+            time.sleep(0.3)  # a step in progress may still complete
+            before = _steps(kubernetes, other)
+            kubernetes.wait(partial(_has_more_steps, kubernetes, other, len(before)), "the next step")
+            found.append(_steps(kubernetes, other)[len(before)] - killed)
     finally:
         kubernetes.end()
     return found
 
 
-def _said(kubernetes: Kubernetes, pod: str, before: int) -> bool:
+def _has_step(kubernetes: Kubernetes, pod: str, before: int) -> bool:
     return "STEP" in kubernetes.kubelet.log(pod)[before:]
 
 
-def _more(kubernetes: Kubernetes, pod: str, steps: int) -> bool:
+def _has_more_steps(kubernetes: Kubernetes, pod: str, steps: int) -> bool:
     return len(_steps(kubernetes, pod)) > steps
 
 
@@ -273,20 +273,20 @@ async def measure(server: Server, folder: Path, quick: bool) -> dict[str, Any]:
     python = str(peers.python_of("kopf", install=not quick) or "")
     jobs, idle, deaths = (20, 50, 5) if quick else (100, 1000, 40)
 
-    async def space(name: str) -> str:
+    async def create_namespace(name: str) -> str:
         await api.create(NAMESPACE, "", {"metadata": {"name": name}})
         return name
 
     runs: dict[str, list[Run]] = {}
-    for turn in range(1 if quick else 3):
+    for trial in range(1 if quick else 3):
         for number, name in enumerate(commands(server, kubeconfig, "", python)):
-            namespace = await space(f"create-{turn}-{number}")
+            namespace = await create_namespace(f"create-{trial}-{number}")
             command = commands(server, kubeconfig, namespace, python)[name]
             runs.setdefault(name, []).append(await measure_create(api, server, command, namespace, jobs))
-    namespace = await space("deaths")
+    namespace = await create_namespace("deaths")
     ours = commands(server, kubeconfig, namespace, "")["covey operator"]
     times = await measure_deaths(api, server, ours, namespace, deaths)
-    namespace = await space("idle")
+    namespace = await create_namespace("idle")
     ours = commands(server, kubeconfig, namespace, "")["covey operator"]
     part, mib = await measure_idle(api, server, ours, namespace, idle, 5.0 if quick else 30.0)
     await api.close()
@@ -295,10 +295,10 @@ async def measure(server: Server, folder: Path, quick: bool) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--quick", action="store_true", help="a fifth of the jobs, once: to see that it works")
+    parser.add_argument("--quick", action="store_true", help="a fifth of the jobs, measured once")
     quick = parser.parse_args().quick
-    if not API_SERVER.available:  # no failure: the other benchmarks go on
-        print(f"the operator's benchmark is left out: {API_SERVER.reason}", file=sys.stderr)
+    if not API_SERVER.available:  # not an error: `make bench` continues with the other benchmarks
+        print(f"bench.operator is skipped: {API_SERVER.reason}", file=sys.stderr)
         return
     about = machine()
     with tempfile.TemporaryDirectory() as folder:
@@ -342,8 +342,8 @@ def report(about: dict[str, Any], found: dict[str, Any], quick: bool) -> None:
         f"{found['jobs']} jobs of {PODS} pods, the best of {len(runs['covey operator'])}; {found['idle_jobs']} idle jobs.",
         table(["operator", "last create → all pods", "CPU", "memory", "first pod"], rows),
         aims_table(aims),
-        "With covey inside (three workers, recover), kill -9 of a pod's process to the next step of the others, a new Python "
-        f"and its `import torch` included: {spread(found['training']).show(' s')}.",
+        "With covey in three workers (recover), from SIGKILL of a pod's process to the next step of the other workers, "
+        f"including the start of a Python process and its `import torch`: {spread(found['training']).show(' s')}.",
     ]
 
     def draw(figure: Any) -> None:

@@ -1,9 +1,9 @@
-"""What healing costs while nobody dies: steps per second of covey.Loop against plain DistributedDataParallel.
+"""Overhead of healing without failures: steps per second of covey.Loop and of plain DistributedDataParallel.
 
-Both models live in the same processes and take turns: a round is some steps of one, twice as many of the other, and again of
-the first, so that a slow minute of the machine hits both; a ratio is taken within a round. Gloo over loopback, one thread per
-rank, batch 32, batches in memory. The loop is whole: hooks, numbered collectives, seeding and commit of every step. What
-covey.Data's seeding of every batch costs is said apart. Heartbeats go on all the time, so they are in both.
+Both models are in the same processes and alternate: a round is some steps of one, twice as many of the other, and again of the
+first, so that a slow period of the machine affects both; a ratio is taken within a round. Gloo over loopback, one thread per
+rank, batch 32, batches in memory. The loop is complete: hooks, numbered collectives, seeding and commit of every step. The cost
+of covey.Data's seeding of every batch is given separately. Heartbeats are sent all the time, so they are included in both.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BATCHES = 200  # of data, to time its loading
 
 
 class Case(NamedTuple):
-    """A model of some size on N ranks, in blocks of so many steps: a round has two of each way."""
+    """A model size, a number of ranks, and the steps of a block; a round has two blocks of each method."""
 
     name: str
     widths: str
@@ -48,19 +48,19 @@ class Result(NamedTuple):
 
     @property
     def ratios(self) -> list[float]:
-        """covey's steps per second in units of DistributedDataParallel's, round by round."""
+        """covey's steps per second divided by DistributedDataParallel's, per round."""
         return [seconds["ddp"] / seconds["covey"] for seconds in self.rounds]
 
     def rate(self, way: str) -> float:
         return statistics.median(2 * self.case.steps / seconds[way] for seconds in self.rounds)
 
     def cpu_ms(self, way: str) -> float:
-        """CPU milliseconds of rank 0 per step: hardly moved by what else runs."""
+        """Return the CPU milliseconds of rank 0 per step, which other processes hardly influence."""
         return 1000 * statistics.median(seconds[f"{way} cpu"] for seconds in self.rounds) / (2 * self.case.steps)
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """Where the median would lie in 95 % of repetitions, by resampling."""
+    """Return the 95 % confidence interval of the median, by bootstrapping."""
     draw = random.Random(0)
     medians = sorted(statistics.median(draw.choices(values, k=len(values))) for _ in range(RESAMPLES))
     edge = int(RESAMPLES * (1 - CONFIDENCE) / 2)
@@ -68,7 +68,7 @@ def interval(values: list[float]) -> tuple[float, float]:
 
 
 def measure(case: Case, rounds: int) -> Result:
-    """Some rounds in one set of processes."""
+    """Measure some rounds in one set of processes."""
     with tempfile.TemporaryDirectory(prefix="covey-bench-") as name:
         folder = Path(name)
         script = [str(SCRIPTS / "two_models.py"), name, case.widths, str(rounds), str(case.steps)]
@@ -79,20 +79,20 @@ def measure(case: Case, rounds: int) -> Result:
 
 
 def take_turns(cases: list[Case], starts: int, rounds: int) -> list[Result]:
-    """Every case in some sets of processes, so many rounds in each."""
+    """Measure every case in `starts` sets of processes, `rounds` rounds in each."""
     results: dict[Case, Result] = {}
     for number in range(starts):
         for case in cases:
             found = measure(case, rounds)
             known = results.get(case)
             results[case] = found._replace(rounds=[*known.rounds, *found.rounds]) if known else found
-            said = f"start {number + 1} of {starts}: {case.name}, N={case.world}: {statistics.median(found.ratios):.3f}"
-            print(said, file=sys.stderr, flush=True)
+            text = f"start {number + 1} of {starts}: {case.name}, N={case.world}: {statistics.median(found.ratios):.3f}"
+            print(text, file=sys.stderr, flush=True)
     return list(results.values())
 
 
 def loading() -> dict[str, float]:
-    """Microseconds to load one batch of 32 from memory: by covey.Data, and by torch's DataLoader alone."""
+    """Return the microseconds to load a batch of 32 from memory, by covey.Data and by torch's DataLoader alone."""
     import torch
 
     import covey
@@ -147,13 +147,13 @@ def loading_line(found: dict[str, float], results: list[Result]) -> str:
     step = 1e6 / results[0].rate("ddp")
     return (
         f"Loading a batch of 32 from memory: covey.Data {found['covey']:.0f} us, torch's DataLoader {found['torch']:.0f} us;"
-        f" the difference, seeding it, is {100 * more / step:.1f} % of a step of the small model at"
+        f" the difference, the seeding, is {100 * more / step:.1f} % of a step of the small model at"
         f" N={results[0].case.world}."
     )
 
 
 def draw(results: list[Result]) -> Callable[[Any], None]:
-    """Every round's ratio, and the median's interval."""
+    """Return a function that draws every round's ratio, and the interval of the median."""
 
     def on(figure: Any) -> None:
         axes = figure.subplots()
@@ -172,7 +172,7 @@ def draw(results: list[Result]) -> Callable[[Any], None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="two ranks alone, three rounds in one set of processes")
+    parser.add_argument("--quick", action="store_true", help="only two ranks, three rounds in one set of processes")
     parser.add_argument("--starts", type=int, default=0, help="sets of processes (4; 1 with --quick)")
     parser.add_argument("--rounds", type=int, default=0, help="rounds in each set of processes (10; 3 with --quick)")
     options = parser.parse_args()

@@ -1,10 +1,10 @@
-"""Parameter servers: how fast whole parameters and rows go to and fro, and what rows weigh. Each beside its peer, in one run.
+"""Parameter servers: rate of push and pull for complete parameters and for rows, and memory, each with a peer in the same run.
 
     python -m bench.params [--quick] [--rounds 10] [--table 10000000]
 
-Whole: push and pull through two servers, against two processes that only receive and send back the same bytes. Rows: a
-batch's unique rows of 64 floats pulled and pushed, against torch.distributed.rpc doing the same. Memory: a server's, over
-that of its rows.
+Complete parameters: push and pull through two servers; the peer is two processes that receive and send back the same bytes.
+Rows: the unique rows of a batch, of 64 floats, are pulled and pushed; the peer is torch.distributed.rpc. Memory: that of a
+server, divided by that of its rows.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ LIMIT_S = 300.0
 
 
 @contextlib.contextmanager
-def flock(copies: int, servers: int = SERVERS) -> Iterator[tuple[ParameterClient, list[psutil.Process]]]:
-    """Servers in processes of their own, and a worker here."""
+def server_processes(copies: int, servers: int = SERVERS) -> Iterator[tuple[ParameterClient, list[psutil.Process]]]:
+    """Start servers as processes; yield a client in this process, and the processes."""
     words = [[sys.executable, str(SCRIPTS / "rows.py"), "server", str(n), str(servers), str(copies)] for n in range(servers)]
     started = [subprocess.Popen(word, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for word in words]
     try:
@@ -59,9 +59,9 @@ def flock(copies: int, servers: int = SERVERS) -> Iterator[tuple[ParameterClient
 
 
 def whole(copies: int, megabytes: int, rounds: int) -> list[float]:
-    """Seconds of each push and pull."""
+    """Return the seconds of each push and pull of a complete parameter."""
     count = megabytes * 250_000
-    with flock(copies) as (client, _):
+    with server_processes(copies) as (client, _):
         values = np.zeros(count, np.float32)
         client.declare(ParameterSpec("w", count, 1, "float32", False, SGD(0.1), InitialValues("given")), values, first=True)
         found = []
@@ -74,26 +74,26 @@ def whole(copies: int, megabytes: int, rounds: int) -> list[float]:
 
 
 def plain(megabytes: int, rounds: int) -> list[float]:
-    """Seconds of the same bytes over plain sockets, with the same number of processes."""
+    """Return the seconds for the same bytes over plain sockets, with the same number of processes."""
     words = [sys.executable, str(SCRIPTS / "rows.py"), "echo"]
     started = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(SERVERS)]
     size = megabytes * 1_000_000 // SERVERS
     found = []
     try:
         ports = [int(p.stdout.readline()) for p in started if p.stdout is not None]
-        links = [socket.create_connection(("127.0.0.1", port), LIMIT_S) for port in ports]
-        memory = [memoryview(bytearray(size)) for _ in links]
+        connections = [socket.create_connection(("127.0.0.1", port), LIMIT_S) for port in ports]
+        memory = [memoryview(bytearray(size)) for _ in connections]
 
-        def exchange(link: socket.socket, view: memoryview) -> None:
-            link.sendall(size.to_bytes(8, "big"))
-            link.sendall(view)
+        def exchange(connection: socket.socket, view: memoryview) -> None:
+            connection.sendall(size.to_bytes(8, "big"))
+            connection.sendall(view)
             filled = 0
             while filled < size:
-                filled += link.recv_into(view[filled:])
+                filled += connection.recv_into(view[filled:])
 
         for _ in range(rounds + 2):
             began = time.monotonic()
-            threads = [threading.Thread(target=exchange, args=pair) for pair in zip(links, memory, strict=True)]
+            threads = [threading.Thread(target=exchange, args=pair) for pair in zip(connections, memory, strict=True)]
             for thread in threads:
                 thread.start()
             for thread in threads:
@@ -107,8 +107,8 @@ def plain(megabytes: int, rounds: int) -> list[float]:
 
 
 def rows(copies: int, rounds: int) -> float:
-    """Rows per second of 64 floats, pulled and pushed."""
-    with flock(copies) as (client, _):
+    """Return the rows of 64 floats per second that are pulled and pushed."""
+    with server_processes(copies) as (client, _):
         client.declare(ParameterSpec("t", ROWS, WIDTH, "float32", True, SGD(0.1), InitialValues("zeros")), None, first=True)
 
         def step(number: int) -> int:
@@ -128,15 +128,15 @@ def rpc_rows(rounds: int) -> float:
         port = free.getsockname()[1]
     words = [[sys.executable, str(SCRIPTS / "rpc_rows.py"), *map(str, (n, port, ROWS, WIDTH, BATCH, rounds))] for n in range(3)]
     started = [subprocess.Popen(word, stdout=subprocess.PIPE, text=True) for word in words]
-    said = [process.communicate(timeout=LIMIT_S)[0] for process in started]
-    return float(said[0].split()[-1])
+    outputs = [process.communicate(timeout=LIMIT_S)[0] for process in started]
+    return float(outputs[0].split()[-1])
 
 
 def weight(count: int) -> tuple[float, float]:
-    """Of one server with a table of so many rows of 16, momentum beside it: what it takes over its rows, and GB in all."""
+    """Return the memory of a server with a table of `count` rows of 16 and momentum: divided by that of the data, and in GB."""
     from covey.parameter_server.optimizers import Momentum
 
-    with flock(0, servers=1) as (client, [server]):
+    with server_processes(0, servers=1) as (client, [server]):
         client.declare(ParameterSpec("t", count, 16, "float32", True, Momentum(0.1), InitialValues("normal")), None, first=True)
         client.pull_rows(0, "t", np.arange(4096))
         size = server.memory_info().rss
@@ -145,17 +145,18 @@ def weight(count: int) -> tuple[float, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true", help="few rounds, little to send, and a small table")
-    parser.add_argument("--rounds", type=int, default=0, help="of each measurement (10; 3 with --quick)")
+    parser.add_argument("--quick", action="store_true", help="few rounds, small parameters and a small table")
+    parser.add_argument("--rounds", type=int, default=0, help="rounds of each measurement (10; 3 with --quick)")
     parser.add_argument(
-        "--table", type=int, default=0, help="rows whose memory is looked at (10,000,000; 1,000,000 with --quick)"
+        "--table", type=int, default=0, help="rows of the table for the memory (10,000,000; 1,000,000 with --quick)"
     )
-    asked = parser.parse_args()
-    rounds, size = asked.rounds or (3 if asked.quick else 10), asked.table or (1_000_000 if asked.quick else 10_000_000)
+    options = parser.parse_args()
+    rounds = options.rounds or (3 if options.quick else 10)
+    size = options.table or (1_000_000 if options.quick else 10_000_000)
     lines: list[list[str]] = []
     aims: list[Aim] = []
-    data: dict[str, Any] = {"machine": machine(), "quick": asked.quick, "whole": []}
-    for megabytes in MEGABYTES[:2] if asked.quick else MEGABYTES:
+    data: dict[str, Any] = {"machine": machine(), "quick": options.quick, "whole": []}
+    for megabytes in MEGABYTES[:2] if options.quick else MEGABYTES:
         raw = spread(plain(megabytes, rounds))
         for copies, limit in ((0, 0.6), (1, 0.3)):
             mine = spread(whole(copies, megabytes, rounds))
@@ -169,12 +170,12 @@ def main() -> None:
     times, gigabytes = weight(size)
     data["memory"] = {"rows": size, "over rows and state": times, "GB": gigabytes}
     aims.append(Aim(f"memory of {size} x 16 and momentum", "≤ 1.3", f"{times:.2f} ({gigabytes:.2f} GB)", times <= 1.3))
-    by_row = [[who, f"{rate:,.0f}"] for who, rate in data["rows"].items()]
+    by_row = [[system, f"{rate:,.0f}"] for system, rate in data["rows"].items()]
     sections = [
-        "## A whole parameter, pushed and pulled through two servers",
+        "## A complete parameter, pushed and pulled through two servers",
         table(["MB", "copies", "covey, GB/s", "raw sockets, GB/s", "ratio"], lines),
         "## Rows of 64 floats, pulled and pushed, Zipf, batch 4096",
-        table(["who", "rows/s"], by_row),
+        table(["system", "rows/s"], by_row),
         aims_table(aims),
     ]
 

@@ -1,8 +1,8 @@
-"""What privacy costs: a secure round of many devices with real processes, and small uploads against accuracy.
+"""Cost of privacy: a secure round of many devices with real processes, and accuracy by size of compressed uploads.
 
-The round: devices are threads here, servers and scheduler are processes; a tenth of the devices goes away before its upload.
-Server time is the CPU time of scheduler and servers over the whole round. Bytes are all that a device sends and receives in
-the round apart from the model it is given, against the bare weights as float32. Compression: `covey federated simulate`.
+The round: devices are threads of this process, servers and scheduler are processes; a tenth of the devices disconnects before
+its upload. Server time is the CPU time of scheduler and servers in the round. Bytes are those that a device sends and receives
+in the round, without the model it receives, divided by the weights as float32. Compression: `covey federated simulate`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from covey.federated.simulation.privacy_pipeline import PrivacyOptions
 from covey.federated.simulation.simulator import simulate
 from covey.federated.update_compression import NO_COMPRESSION
 
-EXPANSION = 1.73  # of the paper (Bonawitz 2017) for 1,024 users with 2^20 values of 16 bits
+EXPANSION = 1.73  # limit; the value of the paper (Bonawitz 2017) for 1,024 users with 2^20 values of 16 bits
 SERVER_S = 5.0
 KINDS = [
     (NO_COMPRESSION, 1.0),
@@ -35,19 +35,19 @@ KINDS = [
 ]
 
 
-class Gone(Exception):
-    pass
+class Dropped(Exception):
+    """The device does not upload."""
 
 
-class Counting(Device):
-    """A device that counts its bytes, and may go away before its upload."""
+class CountingDevice(Device):
+    """A device that counts its bytes; if `leaves` is set, it raises `Dropped` instead of uploading."""
 
     sent = received = 0
     leaves = False
 
     def update(self, arrays: Mapping[str, Any], fields: dict[str, str], layout: ModelLayout | None = None) -> bool:
         if self.leaves:
-            raise Gone
+            raise Dropped
         return super().update(arrays, fields, layout)
 
     def _send_request(self, path: str, pieces: list[bytes | memoryview], content_type: str) -> tuple[str, memoryview]:
@@ -59,33 +59,33 @@ class Counting(Device):
 
 
 def measure_secure(cluster: Callable[..., AbstractContextManager[Any]], size: int, devices: int, gone: int) -> dict[str, float]:
-    """One secure round."""
+    """Measure one secure round in which `gone` of the devices do not upload."""
     ratio = (devices - gone) / devices
     with cluster(size, 1, devices, "process", encrypt_type="PW_ENCRYPT", update_model_ratio=ratio) as running:
-        crowd = [Counting(running.urls, f"device-{number}", data_size=10) for number in range(devices)]
+        all_devices = [CountingDevice(running.urls, f"device-{number}", data_size=10) for number in range(devices)]
         done: list[bool] = []
 
-        def live(device: Counting, leaves: bool) -> None:
+        def take_part(device: CountingDevice, leaves: bool) -> None:
             device.leaves = leaves
             task = device.join()
             assert task is not None
             try:
                 done.append(task.send(task.flat + np.float32(0.01)))
-            except Gone:
+            except Dropped:
                 return
 
         before, started = _cpu(running), time.perf_counter()
-        threads = [threading.Thread(target=live, args=(d, number < gone)) for number, d in enumerate(crowd)]
+        threads = [threading.Thread(target=take_part, args=(d, number < gone)) for number, d in enumerate(all_devices)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
         wall, cpu = time.perf_counter() - started, _cpu(running) - before
         assert sum(done) == devices - gone, f"{sum(done)} of {devices - gone} devices were counted"
-        with Device(running.urls, "judge", data_size=1) as judge:
-            values = judge.model(1)[1]["w"]
+        with Device(running.urls, "reader", data_size=1) as reader:
+            values = reader.model(1)[1]["w"]
         assert np.allclose(values, 0.01, atol=1e-5), "the sum is wrong"
-    stayed = crowd[gone:]
+    stayed = all_devices[gone:]
     traffic = [device.sent + device.received for device in stayed]
     return {"cpu_s": cpu, "wall_s": wall, "bytes": float(np.mean(traffic)), "expansion": float(np.mean(traffic)) / (4 * size)}
 
@@ -96,7 +96,7 @@ def _cpu(running: Any) -> float:
 
 
 def measure_small(devices: int, rounds: int) -> list[dict[str, Any]]:
-    """Bytes of values and accuracy of each compression, on the embedded digits."""
+    """Return bytes of values and accuracy for each compression, on the embedded digits."""
     found = []
     for kind, rate in KINDS:
         last = list(simulate(devices, rounds, FedAvg(), treatment=PrivacyOptions(compress=kind, sparse_rate=rate)))[-1]

@@ -1,4 +1,4 @@
-"""What the kernel says of another process: its CPU time, its memory. And the end of a benchmark that is asked to go."""
+"""CPU time and memory of other processes, from /proc, and the handling of SIGTERM in a benchmark."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _MEGABYTE_KB = 1024
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of all its threads, to 10 ms."""
+    """Return user and system time of all threads of a process; resolution 10 ms."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / _TICKS
 
 
 def resident_kb(pid: int) -> int:
-    """Resident set size in KB."""
+    """Return the resident set size in KB."""
     return _kb(Path(f"/proc/{pid}/status"), "VmRSS:")
 
 
 def proportional_mb(pid: int) -> float:
-    """Proportional set size in MB: pages shared with others count by their share."""
+    """Return the proportional set size in MB: shared pages are divided by the number of processes that share them."""
     return _kb(Path(f"/proc/{pid}/smaps_rollup"), "Pss:") / _MEGABYTE_KB
 
 
@@ -38,10 +38,10 @@ def _kb(path: Path, key: str) -> int:
 
 
 def take_along() -> None:
-    """Asked to go (SIGTERM), this process ends all that it started first: nothing would end it otherwise."""
+    """Install a SIGTERM handler that kills all descendants before this process exits, because they would keep running."""
 
     def end(number: int, _: Any) -> None:
-        family = psutil.Process().children(recursive=True)  # all of them, before the first death makes orphans of some
+        family = psutil.Process().children(recursive=True)  # listed before the first kill, which orphans its children
         for process in family:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()

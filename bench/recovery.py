@@ -1,13 +1,12 @@
-"""From `kill -9` of one worker of four to the next step on all ranks: covey, torchrun (each also with loader workers), torchft.
+"""Time from SIGKILL of one of four workers to the next step on all ranks: covey, torchrun (both also with loaders), torchft.
 
-A 784-256-10 perceptron, batch 32, gloo, one thread per rank. Each rank stamps every step it commits; the victim and the moment
-are random. "Next step" is the first one that all ranks commit after the kill: for torchrun that is one it had done before, so
-its way to the first new step is given beside it. torchrun gets the variable without which it hangs after a death, and a
-checkpoint every 100 steps. Then: how long it takes with more state, how fast state moves, and how soon a worker that stopped
-without dying is noticed.
+A 784-256-10 perceptron, batch 32, gloo, one thread per rank. Each rank records every step it commits; the killed rank and the
+time are random. "Next step" is the first one that all ranks commit after the kill. For torchrun that is a repeated step, so the
+time to its first new step is given as well. torchrun gets the variable without which it hangs after a death, and a checkpoint
+every 100 steps. Also measured: recovery with more state, bandwidth of the state transfer, and recovery of a stopped worker.
 
-torchft does not start dead replicas again itself: a launcher written for the purpose does, at once. Its lighthouse has its own
-defaults; it is installed into an environment of its own.
+torchft does not restart dead replicas: a launcher written for this benchmark does, immediately. Its lighthouse has the default
+settings. It is installed in a separate environment.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from bench.training import PHASES, Death, deaths, training
 WORLD = 4
 SPARE_MEDIAN_S = {0: 0.1, 100: 0.25}  # the aims with a spare, by megabytes
 SPARE_LOAD = 0.02
-SLOW_S = 3.0  # what a script with a slow start takes before its loop
+SLOW_S = 3.0  # seconds that a script with a slow start needs before its loop
 COVEY, LOADERS = "covey", "covey, num_workers=2"
 TORCHRUN, TORCHRUN_LOADERS, TORCHFT = "torchrun --max-restarts", "torchrun --max-restarts, num_workers=2", "torchft 0.2.0"
-PEERS = {COVEY: TORCHRUN, LOADERS: TORCHRUN_LOADERS}  # which is compared with which
+PEERS = {COVEY: TORCHRUN, LOADERS: TORCHRUN_LOADERS}  # the peer of each method
 SIZES_MB = (1, 100, 1000)
-SILENCE_S = 0.5  # the shortest sensible silence: below it, a busy machine makes the dead
+SILENCE_S = 0.5  # node timeout; with a shorter one, processes on a busy machine are declared dead
 MEDIAN_S, WORST_S, TIMES, PART = 0.15, 0.5, 50, 0.6  # the aims
 
 Found = dict[str, list[Death]]
@@ -71,7 +70,7 @@ def measure_sizes(sizes: tuple[int, ...], kills: int) -> dict[int, list[Death]]:
 
 
 def measure_spares(kills: int, *, quick: bool) -> dict[str, list[Death]]:
-    """The same training with a spare and without, in turn; with 100 MB more; and with a start that takes long."""
+    """Measure the training with and without a spare: with a small model, with 100 MB of state, and with a slow start."""
     found: dict[str, list[Death]] = {}
     cases = [("small", 0, 0.0), ("100 MB", 100, 0.0), (f"{SLOW_S:g} s before its loop", 0, SLOW_S)]
     for what, megabytes, slow_s in cases[:1] if quick else cases:
@@ -100,7 +99,7 @@ def seconds(found: list[Death]) -> Spread:
 
 
 def aims(kills: Found, moved: list[dict[str, Any]], spares: Found, load: float) -> list[Aim]:
-    found = [Aim("a spare that stands by: part of a core", f"at most {SPARE_LOAD:.0%}", f"{load:.2%}", load <= SPARE_LOAD)]
+    found = [Aim("a waiting spare: fraction of a core", f"at most {SPARE_LOAD:.0%}", f"{load:.2%}", load <= SPARE_LOAD)]
     for megabytes, limit_s in SPARE_MEDIAN_S.items():
         with_one = spares.get(f"{f'{megabytes} MB' if megabytes else 'small'}, a spare")
         if with_one is None:
@@ -137,13 +136,13 @@ def kills_table(kills: Found) -> str:
 
 
 def phases(found: list[Death]) -> list[float]:
-    """Median milliseconds after the kill at which the replacement reached each phase, and all ranks the next step."""
+    """Return the median milliseconds after the kill until the replacement reached each phase, and all ranks the next step."""
     medians = [statistics.median(d.phases[phase] for d in found if phase in d.phases) for phase in PHASES]
     return [1000 * value for value in [*medians, seconds(found).median]]
 
 
 def waterfalls(kills: Found, sizes: dict[int, list[Death]]) -> Found:
-    """Those of covey's, whose replacements stamp their phases."""
+    """Return the deaths of covey's trainings, whose replacements record their phases."""
     return {way: kills[way] for way in PEERS if way in kills} | {f"{size} MB": found for size, found in sizes.items()}
 
 
@@ -153,7 +152,7 @@ def phases_table(ways: dict[str, list[Death]]) -> str:
 
 
 def sizes_table(sizes: dict[int, list[Death]], small: list[Death]) -> str:
-    """The state arrives between "model built" and "state attached"; a small model needs that long for everything else."""
+    """Return a table by size. State arrives between "built" and "attached"; a small model's time there is the fixed cost."""
     base = statistics.median(d.phases["attached"] - d.phases["built"] for d in small)
     rows = []
     for size, found in sizes.items():
@@ -182,7 +181,7 @@ def moved_table(moved: list[dict[str, Any]]) -> str:
 
 
 def draw(kills: Found, sizes: dict[int, list[Death]]) -> Callable[[Any], None]:
-    """Every death on a logarithmic scale, and where a recovery's time goes."""
+    """Return a function that draws every death on a logarithmic scale, and the phases of a recovery."""
 
     def on(figure: Any) -> None:
         every, parts = figure.subplots(1, 2)
@@ -208,7 +207,7 @@ def draw(kills: Found, sizes: dict[int, list[Death]]) -> Callable[[Any], None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few kills, no loader workers, little state")
+    parser.add_argument("--quick", action="store_true", help="few kills, no loaders, little state")
     parser.add_argument("--kills", type=int, default=0, help="kills of each kind of covey's training (24; 4 with --quick)")
     options = parser.parse_args()
     about = machine()
@@ -232,9 +231,7 @@ def main() -> None:
         "aims": [aim._asdict() for aim in found],
     }
     after = seconds(hangs).show(" s")
-    hung = (
-        f"A worker that stops without dying (SIGSTOP), `--node-timeout {SILENCE_S:g}`: {after} to the next step on all ranks."
-    )
+    hung = f"A stopped worker (SIGSTOP), `--node-timeout {SILENCE_S:g}`: {after} to the next step on all ranks."
     sections = [
         aims_table(found),
         kills_table(kills),

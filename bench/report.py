@@ -1,7 +1,7 @@
-"""What every benchmark says in the same way: the machine, a median with its spread, a growth exponent, and three files.
+"""Common parts of benchmark reports: the machine, a median with its spread, a growth exponent, and the result files.
 
-A result is `NAME.json` (everything), `NAME.md` (the tables, also printed) and `NAME.png` (one picture). Those of a quick pass
-lie in a folder of their own, which is not kept: they say that a benchmark works, not how fast anything is.
+A result is `NAME.json` (all data), `NAME.md` (the tables, also printed) and `NAME.png` (one picture). Results of `--quick` are
+in a separate directory, which is not committed: they show that a benchmark works, not how fast covey is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ QUICK = RESULTS / "quick"
 
 
 class Spread(NamedTuple):
-    """Several measurements of one thing. `mad` is the median distance from the median."""
+    """Summary of several measurements. `mad` is the median absolute deviation from the median."""
 
     median: float
     low: float
@@ -31,16 +31,16 @@ class Spread(NamedTuple):
     n: int
 
     def show(self, unit: str = "", digits: int = 2) -> str:
-        """`median unit [low..high]`, as a cell of a table."""
+        """Return `median unit [low..high]`, for a table cell."""
         return f"{self.median:.{digits}f}{unit} [{self.low:.{digits}f}..{self.high:.{digits}f}]"
 
     def scaled(self, factor: float) -> Spread:
-        """The same in another unit."""
+        """Return the summary in another unit."""
         return Spread(factor * self.median, factor * self.low, factor * self.high, factor * self.mad, self.n)
 
 
 def spread(values: Iterable[float]) -> Spread:
-    """The median of some measurements, and how far they lie apart."""
+    """Return the summary of measurements; there must be at least one."""
     found = sorted(values)
     median = statistics.median(found)
     mad = statistics.median(abs(value - median) for value in found)
@@ -48,12 +48,12 @@ def spread(values: Iterable[float]) -> Spread:
 
 
 def exponent(sizes: Sequence[float], costs: Sequence[float]) -> float:
-    """The x of cost = c * size^x that fits best, by least squares on logarithms: 1 is linear, 2 quadratic."""
+    """Return the x of cost = c * size^x that fits best, by least squares on logarithms: 1 is linear, 2 quadratic."""
     return statistics.linear_regression([math.log(size) for size in sizes], [math.log(cost) for cost in costs]).slope
 
 
 class Aim(NamedTuple):
-    """What was hoped for, and what was found."""
+    """A target and the measured value; `held` is whether the target is met."""
 
     what: str
     limit: str
@@ -62,7 +62,7 @@ class Aim(NamedTuple):
 
 
 def machine() -> dict[str, Any]:
-    """What a reader needs to know before comparing with another machine; load averages say how quiet it was."""
+    """Return the properties of this machine that a comparison needs; the load averages show how quiet it was."""
     return {
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "cores": len(os.sched_getaffinity(0)),
@@ -75,18 +75,18 @@ def machine() -> dict[str, Any]:
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A markdown table."""
+    """Return a Markdown table."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def aims_table(aims: Iterable[Aim]) -> str:
-    """What was hoped for beside what was found."""
+    """Return a Markdown table of targets and measured values."""
     return table(["aim", "limit", "found", "held"], [[a.what, a.limit, a.found, "yes" if a.held else "NO"] for a in aims])
 
 
 def publish(name: str, data: dict[str, Any], sections: Sequence[str], draw: Callable[[Any], None]) -> None:
-    """Print the sections and write all three files; data["quick"] says where. `draw` gets matplotlib's Figure."""
+    """Print the sections and write all three files, into QUICK if data["quick"], else RESULTS. `draw` gets a Figure."""
     about = data["machine"]
     load = ", ".join(f"{value:.1f}" for value in about["load"])
     after = ", ".join(f"{value:.1f}" for value in os.getloadavg())

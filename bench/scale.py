@@ -1,8 +1,8 @@
-"""How large one scheduler may become: thousands of nodes over real TCP register, form, beat, lose one, and leave.
+"""Scalability of one scheduler: thousands of nodes over real TCP register, form, send heartbeats, lose one node, and leave.
 
-The scheduler is a process of its own (`bench.cluster`), the nodes live in this one (`bench.flock`, or eight to an agent with
-one connection: `bench.hosts`), so on a small machine the two compete for the cores: seconds are those of both together, CPU
-times the scheduler's own. In the same invocation torch's TCPStore takes as many clients (`bench.tcpstore`).
+The scheduler is a separate process (`bench.cluster`). The nodes are simulated in this process (`bench.flock`, or eight per
+agent with one connection: `bench.hosts`). On a small machine the two compete for the cores: seconds are those of both together,
+CPU times those of the scheduler. In the same invocation torch's TCPStore serves as many clients (`bench.tcpstore`).
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ import uvloop
 
 from bench import tcpstore
 from bench.cluster import FORM_LIMIT_S, STAGE_LIMIT_S, Figures, end_by_death, form_and_leave, whole_life
-from bench.flock import PER_HOST, Flock, Late
+from bench.flock import PER_HOST, Late, NodePool
 from bench.hosts import Hosts
 from bench.process import take_along
 from bench.report import Aim, Spread, aims_table, exponent, machine, publish, spread, table
 from covey.runtime.listeners import raise_file_limit
 
-PEER_BUDGET_S = 40.0  # for all repeats of one size of the peer: no new one begins after that
+PEER_BUDGET_S = 40.0  # per size of the peer: no further repeat begins after that
 FORM_AIM_S, BEAT_AIM, MEMORY_AIM_KB = 10.0, 0.20, 20.0
-LINEAR_AIM = 1.25  # caches that no longer hold everything cost a little more than linear; a loop in a loop would cost 2
+LINEAR_AIM = 1.25  # exponent; cache misses cost a little more than linear, nested loops would have 2
 INFINITE = float("inf")
 
-STORIES = {Flock: {0: end_by_death, 1: whole_life}, Hosts: {0: whole_life}}  # by number of the run
-REPEATED = ("form_s", "form_cpu_s", "nodes_cpu_s", "leave_s", "leave_cpu_s")  # in more than one run
-WATCHED = ("beats_per_s", "beat_share", "kb_per_node", "death_cpu_s", "stop_s", "stop_cpu_s")  # in one
-DEATH = ("news_half_s", "news_all_s", "back_s")  # several times in one
+SCENARIOS = {NodePool: {0: end_by_death, 1: whole_life}, Hosts: {0: whole_life}}  # by number of the run
+REPEATED = ("form_s", "form_cpu_s", "nodes_cpu_s", "leave_s", "leave_cpu_s")  # measured in several runs
+WATCHED = ("beats_per_s", "beat_share", "kb_per_node", "death_cpu_s", "stop_s", "stop_cpu_s")  # measured in one run
+DEATH = ("news_half_s", "news_all_s", "back_s")  # measured several times in one run
 
 
 class Plan(NamedTuple):
-    """Which sizes, how often, and how long the beats are watched."""
+    """Sizes and repeats of a measurement, and the seconds for which heartbeats are measured."""
 
     sizes: list[int]
-    agents: list[int]  # so many of eight workers each
+    agents: list[int]  # numbers of agents, of eight workers each
     peer_sizes: list[int]
     repeats: int
     beat_s: float
@@ -50,14 +50,14 @@ QUICK = Plan([1000, 3000], [125], [1000], 2, 5.0)
 WAYS = Plan([1000, 10_000], [125, 1000, 4000, 12_500], [], 2, 10.0)
 
 
-def measure(size: int, plan: Plan, kind: type[Flock] = Flock) -> Figures:
-    """Several formations of one size; the first ones have a story of their own."""
+def measure(size: int, plan: Plan, kind: type[NodePool] = NodePool) -> Figures:
+    """Measure several clusters of one size; the first runs have scenarios with more stages."""
     runs: list[Figures] = []
     for number in range(plan.repeats):
         runs.append({})
         try:
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(STORIES[kind].get(number, form_and_leave)(size, runs[-1], plan.beat_s, kind))
+                runner.run(SCENARIOS[kind].get(number, form_and_leave)(size, runs[-1], plan.beat_s, kind))
         except Late as late:
             runs[-1]["late"] = str(late)
         shown = ", ".join(f"{key} {value:.3g}" for key, value in runs[-1].items() if isinstance(value, float))
@@ -79,7 +79,7 @@ def measure(size: int, plan: Plan, kind: type[Flock] = Flock) -> Figures:
 
 
 def measure_peer(size: int, repeats: int) -> Figures:
-    """As often as the others, as far as the budget goes; without figures if it did not come to its end."""
+    """Measure the peer `repeats` times within its budget; without figures if a run fails or times out."""
     joined: list[tcpstore.Joined] = []
     began = time.monotonic()
     while len(joined) < repeats and time.monotonic() - began < PEER_BUDGET_S:
@@ -94,12 +94,12 @@ def measure_peer(size: int, repeats: int) -> Figures:
 
 
 def exponents(found: list[Figures]) -> dict[str, float]:
-    """How each cost grows with the number of nodes; 1 is linear."""
+    """Return the growth exponent of each cost by the number of nodes; 1 is linear."""
     costs = {
         "time to form": [_median(f, "form_s") for f in found],
-        "time until all know of a death": [_median(f, "news_all_s") for f in found],
+        "time until all are notified of a death": [_median(f, "news_all_s") for f in found],
         "scheduler CPU to form": [_median(f, "form_cpu_s") for f in found],
-        "scheduler CPU for beats": [f.get("beat_share", INFINITE) for f in found],
+        "scheduler CPU for heartbeats": [f.get("beat_share", INFINITE) for f in found],
         "scheduler memory": [f.get("kb_per_node", INFINITE) * f["nodes"] for f in found],
         "scheduler CPU for a death and a return": [f.get("death_cpu_s", INFINITE) for f in found],
         "scheduler CPU to stop all": [f.get("stop_cpu_s", INFINITE) for f in found],
@@ -118,11 +118,11 @@ def _median(figures: Figures, key: str) -> float:
 
 
 def aims(found: list[Figures], growth: dict[str, float]) -> list[Aim]:
-    """Judged at the largest size, lateness at all; what was not reached is not held."""
+    """Return the aims at the largest size, and timeouts at all sizes; a value that was not measured fails its aim."""
     f = found[-1]
     n = f["nodes"]
     form, share, memory = _median(f, "form_s"), f.get("beat_share", INFINITE), f.get("kb_per_node", INFINITE)
-    costs = [name for name in growth if name.startswith("scheduler")]  # wall-clock times are the machine's mood as well
+    costs = [name for name in growth if name.startswith("scheduler")]  # elapsed times depend on the load of the machine too
     steepest = max(costs, key=lambda name: growth[name], default="")
     power = growth.get(steepest, INFINITE)
     limits = f"{FORM_LIMIT_S:g} s to form, {STAGE_LIMIT_S:g} s for each other stage"
@@ -130,17 +130,17 @@ def aims(found: list[Figures], growth: dict[str, float]) -> list[Aim]:
     linear = f"at most {power:.2f} ({steepest})"
     return [
         Aim(f"{n} nodes form", f"within {FORM_AIM_S:g} s", f"{form:.2f} s", form <= FORM_AIM_S),
-        Aim(f"{n} nodes beat", f"under {BEAT_AIM:.0%} of one core", f"{share:.1%}", share < BEAT_AIM),
+        Aim(f"{n} nodes send heartbeats", f"under {BEAT_AIM:.0%} of one core", f"{share:.1%}", share < BEAT_AIM),
         Aim("memory of the scheduler", f"under {MEMORY_AIM_KB:g} KB per node", f"{memory:.1f} KB", memory < MEMORY_AIM_KB),
         Aim("the scheduler's costs are linear", f"exponent under {LINEAR_AIM:g}", linear, power < LINEAR_AIM),
-        Aim("every stage ends in time", limits, late or "yes", not late),
+        Aim("every stage finishes in time", limits, late or "yes", not late),
     ]
 
 
 def nodes_table(found: list[Figures]) -> str:
-    header = ["nodes", "form (s)", "scheduler CPU to form (s)", "beats/s", "% of one core for beats", "KB per node"]
-    header += ["half know of a death (ms)", "all know (ms)", "place filled again (ms)", "scheduler CPU for both (s)"]
-    header += ["all told to stop (ms)", "leave (s)", "scheduler CPU to leave (s)"]
+    header = ["nodes", "form (s)", "scheduler CPU to form (s)", "heartbeats/s", "% of one core for heartbeats", "KB per node"]
+    header += ["half notified of a death (ms)", "all notified (ms)", "node replaced (ms)", "scheduler CPU for both (s)"]
+    header += ["all stopped (ms)", "leave (s)", "scheduler CPU to leave (s)"]
     return table(header, [_nodes_row(figures) for figures in found])
 
 
@@ -170,9 +170,15 @@ def _nodes_row(f: Figures) -> list[str]:
 
 
 def ways_table(found: list[Figures]) -> str:
-    """What one worker costs the scheduler, with a link of its own and through its host's agent."""
-    header = ["workers", "connections", "form (s)", "CPU to form (µs per worker)", "beats (% of one core per 1000 workers)"]
-    header += ["KB per worker", "all know of a death (ms)", "CPU for a death and a return (µs per worker)"]
+    """Return a table of the scheduler's cost per worker, with direct connections and through agents."""
+    header = [
+        "workers",
+        "connections",
+        "form (s)",
+        "CPU to form (µs per worker)",
+        "heartbeats (% of one core per 1000 workers)",
+    ]
+    header += ["KB per worker", "all notified of a death (ms)", "CPU for a death and a return (µs per worker)"]
     header += ["CPU to leave (µs per worker)"]
     rows = []
     for f in found:
@@ -187,7 +193,7 @@ def ways_table(found: list[Figures]) -> str:
 
 
 def peer_table(found: list[Figures], peers: list[Figures]) -> str:
-    """TCPStore beside the same number of nodes, where there is one."""
+    """Return a table of TCPStore and, if measured, covey with the same number of nodes."""
     rows = []
     for peer in peers:
         if "late" in peer:
@@ -204,13 +210,13 @@ def peer_table(found: list[Figures], peers: list[Figures]) -> str:
 
 
 def draw(found: list[Figures], peers: list[Figures]) -> Callable[[Any], None]:
-    """Seconds to form, and the share of a core that beats take, both by number of nodes."""
+    """Return a function that draws seconds to form, and the share of a core for heartbeats, by number of nodes."""
 
     def on(figure: Any) -> None:
-        form, beat = figure.subplots(1, 2)
+        form, heartbeats = figure.subplots(1, 2)
         formed, beating = [f for f in found if "form_s" in f], [f for f in found if "beat_share" in f]
         sizes = [f["nodes"] for f in formed]
-        form.loglog(sizes, [f["form_s"]["median"] for f in formed], "o-", label="covey: all nodes know their rank")
+        form.loglog(sizes, [f["form_s"]["median"] for f in formed], "o-", label="covey: all nodes have their rank")
         form.loglog(sizes, [f["form_cpu_s"]["median"] for f in formed], "o--", label="covey: scheduler CPU")
         joined = [p for p in peers if "late" not in p]
         at = [p["clients"] for p in joined]
@@ -219,17 +225,17 @@ def draw(found: list[Figures], peers: list[Figures]) -> Callable[[Any], None]:
         form.set_xlabel("nodes")
         form.set_ylabel("seconds")
         form.legend(loc="lower right", fontsize="small")
-        beat.plot([f["nodes"] for f in beating], [100 * f["beat_share"] for f in beating], "o-")
-        beat.axhline(100 * BEAT_AIM, linestyle="--", color="black")
-        beat.set_xlabel("nodes, each with a beat every 3 to 5 s")
-        beat.set_ylabel("% of one core in the scheduler")
-        beat.set_ylim(bottom=0)
+        heartbeats.plot([f["nodes"] for f in beating], [100 * f["beat_share"] for f in beating], "o-")
+        heartbeats.axhline(100 * BEAT_AIM, linestyle="--", color="black")
+        heartbeats.set_xlabel("nodes, each with a heartbeat every 3 to 5 s")
+        heartbeats.set_ylabel("% of one core in the scheduler")
+        heartbeats.set_ylim(bottom=0)
 
     return on
 
 
 def compare_ways(plan: Plan, about: Figures) -> None:
-    """A worker with a link of its own beside one behind an agent, up to 100,000 of them: a few minutes."""
+    """Compare workers with direct connections and workers behind agents, up to 100,000; takes a few minutes."""
     found = [measure(size, plan) for size in plan.sizes]
     relayed = [measure(PER_HOST * agents, plan._replace(repeats=1), Hosts) for agents in plan.agents]
     data = {"machine": about, "quick": False, "scales": found, "agents": relayed}
@@ -237,11 +243,11 @@ def compare_ways(plan: Plan, about: Figures) -> None:
 
 
 def draw_ways(found: list[Figures], relayed: list[Figures]) -> Callable[[Any], None]:
-    """Microseconds of the scheduler for each worker that comes, by number of workers."""
+    """Return a function that draws the scheduler's microseconds per joining worker, by number of workers."""
 
     def on(figure: Any) -> None:
         axes = figure.subplots()
-        for name, ways in (("a link each", found), (f"{PER_HOST} behind an agent", relayed)):
+        for name, ways in (("direct connections", found), (f"{PER_HOST} behind an agent", relayed)):
             formed = [f for f in ways if "form_cpu_s" in f]
             axes.semilogx(
                 [f["nodes"] for f in formed], [1e6 * _median(f, "form_cpu_s") / f["nodes"] for f in formed], "o-", label=name
@@ -257,9 +263,9 @@ def draw_ways(found: list[Figures], relayed: list[Figures]) -> Callable[[Any], N
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="1,000 and 3,000 nodes")
-    parser.add_argument("--ways", action="store_true", help="only what a worker costs directly and through its agent")
-    parser.add_argument("--nodes", type=int, nargs="+", help="these sizes instead")
-    parser.add_argument("--agents", type=int, nargs="+", help=f"these numbers of agents, of {PER_HOST} workers each, instead")
+    parser.add_argument("--ways", action="store_true", help="only the cost of a worker, directly and through its agent")
+    parser.add_argument("--nodes", type=int, nargs="+", help="sizes to measure")
+    parser.add_argument("--agents", type=int, nargs="+", help=f"numbers of agents to measure, of {PER_HOST} workers each")
     options = parser.parse_args()
     plan = QUICK if options.quick else FULL
     plan = plan._replace(sizes=sorted(options.nodes)) if options.nodes else plan

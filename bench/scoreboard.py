@@ -1,6 +1,6 @@
-"""All benchmarks on one page: `bench/results/README.md`, made from the newest results of each.
+"""Scoreboard of all benchmarks: writes `bench/results/README.md` from the newest result of each.
 
-Every result has a table of aims; here they are one table, with when and where each was measured. Nothing is measured here.
+Every result has a table of aims; the scoreboard has all of them in one table, with time and machine of each measurement.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ PEERS = ("torch", "torchft", "flwr", "kopf", "mindspore")
 
 
 def rows(name: str, text: str) -> list[list[str]]:
-    """The aims of one result, each with its benchmark's name."""
+    """Return the aims of one result, each with its benchmark's name."""
     found = AIMS.search(text)
     lines = found[1].splitlines() if found else []
     return [[f"[{name}]({name}.md)", *(cell.strip() for cell in line.strip("|").split("|"))] for line in lines]
 
 
 def measured(name: str, folder: Path) -> list[str]:
-    """When, where and how quiet: one row."""
+    """Return a table row with the time, machine and load of a measurement."""
     data = json.loads((folder / f"{name}.json").read_text())
     about = data["machine"]
     load = f"{about['load'][0]:.1f} → {data['load_after'][0]:.1f}"
@@ -35,7 +35,7 @@ def measured(name: str, folder: Path) -> list[str]:
 
 
 def peer_versions() -> dict[str, str]:
-    """What is installed in the peers' environments, by name."""
+    """Return the versions installed in the peers' environments, by name."""
     found = {}
     for path in sorted(FOLDER.glob("*/lib/python*/site-packages/*.dist-info")):
         name, _, version = path.name.removesuffix(".dist-info").partition("-")
@@ -53,7 +53,7 @@ def page(folder: Path) -> str:
     parts = [
         "# Scoreboard",
         f"{held} of {len(aims)} aims held. Each number is from the newest run of its benchmark; a ratio is against a peer in"
-        " the same invocation, and spreads are [lowest..highest]. `make bench` measures all of it anew.",
+        " the same invocation, and spreads are [lowest..highest]. `make bench` runs all benchmarks.",
         table(["benchmark", "aim", "limit", "found", "held"], aims),
         table(["benchmark", "measured", "machine", "Python", "torch", "load, then"], [measured(n, folder) for n in there]),
         f"Peers: {versions}." + (f" Not measured: {', '.join(missing)}." if missing else ""),
@@ -64,7 +64,7 @@ def page(folder: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="of the quick results")
+    parser.add_argument("--quick", action="store_true", help="use the quick results")
     options = parser.parse_args()
     folder = QUICK if options.quick else RESULTS
     text = page(folder)

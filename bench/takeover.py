@@ -1,7 +1,7 @@
-"""From the loss of the leading scheduler until its standby leads and has found every member again: `covey run --standbys 1`.
+"""Time from the loss of the leading scheduler until its standby leads and all members are connected: `covey run --standbys 1`.
 
-Killed (SIGKILL), asked to go (SIGTERM) and stopped (SIGSTOP), with the lease in a file and, where it is installed, in etcd. The
-clock begins with the signal and ends with the first look at a cluster that another process leads and that is ready.
+The leader is killed (SIGKILL), terminated (SIGTERM) and stopped (SIGSTOP), with the lease in a file and, if it is installed, in
+etcd. The time begins with the signal and ends with the first view of a ready cluster that another process leads.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from covey.runtime.node_runtime import SchedulerAddress
 
 ROOT = Path(__file__).parents[1]
 WORLD, LEASE_S, SLACK_S, LIMIT_S = 4, 5.0, 1.0, 60.0
-TAIL = 40  # lines of each log, where nobody leads in time
+TAIL = 40  # lines of each log to print if no scheduler leads in time
 SECRET = "of this benchmark"
-HOW = {"killed": signal.SIGKILL, "asked to go": signal.SIGTERM, "stopped": signal.SIGSTOP}
+HOW = {"killed": signal.SIGKILL, "terminated": signal.SIGTERM, "stopped": signal.SIGSTOP}
 SCRIPT = "import time, covey\ncovey.init()\ntime.sleep(3600)\n"
 
 
 @contextlib.contextmanager
 def etcd(folder: Path) -> Iterator[str]:
-    """Where one listens; nothing if none is installed."""
+    """Run etcd and yield its URL for COVEY_LEASE; "" if it is not installed."""
     found = shutil.which("etcd", path=os.pathsep.join([str(ROOT / ".kubernetes"), os.environ.get("PATH", "")]))
     if found is None:
         yield ""
@@ -57,7 +57,7 @@ def etcd(folder: Path) -> Iterator[str]:
 
 @contextlib.contextmanager
 def cluster(folder: Path, lease: str) -> Iterator[SchedulerAddress]:
-    """Four workers, a leader and its standby."""
+    """Run a cluster of four workers, a leader and a standby."""
     (folder / "train.py").write_text(SCRIPT)
     port = _free_port()
     variables = {"COVEY_LEASE": lease, "COVEY_LEASE_TIME": f"{LEASE_S:g}", "COVEY_SECRET": SECRET, "COVEY_JOB": folder.name}
@@ -81,25 +81,25 @@ def cluster(folder: Path, lease: str) -> Iterator[SchedulerAddress]:
             run.wait()
 
 
-async def leader(door: SchedulerAddress, other_than: int = 0) -> int:
-    """The process that leads, once the cluster is ready and it is another one."""
+async def leader(address: SchedulerAddress, other_than: int = 0) -> int:
+    """Wait until the cluster is ready and its leader is not `other_than`; return the leader's pid."""
     async with asyncio.timeout(LIMIT_S):
         while True:
             with contextlib.suppress(PeerError):
-                view = await fetch_view(door)
+                view = await fetch_view(address)
                 pid = next(node.pid for node in view.nodes if node.role == "scheduler")
                 if view.phase is Phase.READY and pid != other_than:
                     return pid
             await asyncio.sleep(0.01)
 
 
-async def take_over(door: SchedulerAddress, how: signal.Signals) -> float:
-    pid = await leader(door)
-    await asyncio.sleep(2 * LEASE_S / 5)  # its standby has seen it
+async def take_over(address: SchedulerAddress, how: signal.Signals) -> float:
+    pid = await leader(address)
+    await asyncio.sleep(2 * LEASE_S / 5)  # until the standby has read the leader's lease
     began = time.monotonic()
     os.kill(pid, how)
     try:
-        await leader(door, other_than=pid)
+        await leader(address, other_than=pid)
         taken = time.monotonic() - began
         print(f"{how.name}: {taken:.2f} s", file=sys.stderr, flush=True)
         return taken
@@ -109,15 +109,15 @@ async def take_over(door: SchedulerAddress, how: signal.Signals) -> float:
 
 
 def measure(times: int, *, quick: bool) -> dict[str, dict[str, list[float]]]:
-    """Seconds, by store and by how the leader was lost."""
+    """Return seconds by lease store and by signal."""
     found: dict[str, dict[str, list[float]]] = {}
     with tempfile.TemporaryDirectory(prefix="covey-bench-", ignore_cleanup_errors=True) as name, etcd(Path(name)) as where:
         for store in filter(None, ("file", "" if quick else where)):
             folder = Path(name) / store[:4]
             folder.mkdir()
-            with cluster(folder, store) as door:
+            with cluster(folder, store) as address:
                 found[store[:4]] = {
-                    word: [asyncio.run(take_over(door, how)) for _ in range(times)] for word, how in HOW.items()
+                    word: [asyncio.run(take_over(address, how)) for _ in range(times)] for word, how in HOW.items()
                 }
     return found
 
@@ -125,7 +125,7 @@ def measure(times: int, *, quick: bool) -> dict[str, dict[str, list[float]]]:
 def show(found: dict[str, dict[str, list[float]]]) -> tuple[list[Aim], str]:
     worst = max(seconds for ways in found.values() for measured in ways.values() for seconds in measured)
     limit = LEASE_S + SLACK_S
-    aim = Aim("the next one leads, all are found again", f"within {limit:g} s", f"at worst {worst:.2f} s", worst <= limit)
+    aim = Aim("the standby leads, all members are connected", f"within {limit:g} s", f"at worst {worst:.2f} s", worst <= limit)
     rows = [[store, *(spread(ways[word]).show(" s") for word in HOW)] for store, ways in found.items()]
     return [aim], table(["lease in", *HOW], rows)
 
@@ -137,15 +137,15 @@ def draw(found: dict[str, dict[str, list[float]]]) -> Any:
         medians: list[Spread] = [spread(found[store][word]) for store in found for word in HOW]
         axes.barh(names, [s.median for s in medians])
         axes.axvline(LEASE_S, linestyle="--", color="black")
-        axes.set_xlabel(f"seconds until another leads and all are found again; the lease's time is {LEASE_S:g}")
+        axes.set_xlabel(f"seconds until the standby leads and all members are connected; the lease lasts {LEASE_S:g} s")
 
     return on
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="once in each way, with the lease in a file alone")
-    parser.add_argument("--times", type=int, default=0, help="how often the leader is lost, in each way (5; 1 with --quick)")
+    parser.add_argument("--quick", action="store_true", help="each signal once, with the lease in a file only")
+    parser.add_argument("--times", type=int, default=0, help="repeats of each signal (5; 1 with --quick)")
     options = parser.parse_args()
     times = options.times or (1 if options.quick else 5)
     about = machine()

@@ -1,6 +1,6 @@
-"""The peer for scale: torch's TCPStore, one server process, N clients that each connect, set, add, wait for all, and get.
+"""Peer of `bench.scale`: torch's TCPStore, one server process, N clients that each connect, set, add, wait for all, and get.
 
-That is what joining costs in torch's own rendezvous, without ranks, beats or deaths. The clients are threads of one process.
+This is the cost of joining in torch's rendezvous, without ranks, heartbeats or deaths. The clients are threads of one process.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class NotJoined(Exception):
 
 
 def join_all(size: int) -> Joined:
-    """One server and `size` clients, in processes of their own, so that no memory or thread of the caller counts."""
+    """Run one server and `size` clients in separate processes, so that the caller's memory and threads have no influence."""
     with _server() as (pid, port):
         before = cpu_seconds(pid)
         command = [sys.executable, "-m", "bench.tcpstore", "clients", str(port), str(size)]
@@ -57,16 +57,16 @@ def _server() -> Iterator[tuple[int, int]]:
     try:
         yield process.pid, int(process.stdout.readline())
     finally:
-        process.stdin.close()  # it ends with its input
+        process.stdin.close()  # the server exits at the end of its input
         process.wait()
         process.stdout.close()
 
 
 def _names_from_files() -> None:
-    """Keep this process's look-up of names to /etc/hosts.
+    """Restrict name resolution of this process to /etc/hosts.
 
-    A TCPStore client asks for the name of the address it reaches: without this the benchmark would measure the resolver,
-    and where that one drops questions asked at once, a hundred times the seconds.
+    A TCPStore client resolves the name of its peer's address. Without this the benchmark would measure the resolver, and a
+    hundred times the seconds with a resolver that drops concurrent queries.
     """
     ctypes.CDLL(None).__nss_configure_lookup(b"hosts", b"files")
 
@@ -86,7 +86,7 @@ def serve() -> None:
 def clients(port: int, size: int) -> None:
     from torch.distributed import TCPStore
 
-    stores = []  # kept until the end, as a member keeps its connection
+    stores = []  # kept open until the end, like the connection of a member
 
     def join(number: int) -> None:
         store = TCPStore(ADDRESS, port, is_master=False, wait_for_workers=False, timeout=LIMIT)

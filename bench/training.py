@@ -1,4 +1,4 @@
-"""A training under way whose workers are killed, and what their stamps say of each death."""
+"""A running training whose workers are killed, and the evaluation of the stamps that its ranks write."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ class Stamp(NamedTuple):
 
 
 class Death(NamedTuple):
-    """One kill, and how the training went on. Times are seconds after the kill."""
+    """One kill and the recovery from it. Times are seconds after the kill."""
 
     rank: int
-    step: int  # the last that any rank had committed
-    again: float  # all ranks have committed one and the same step after the kill, whichever
-    ahead: float  # all ranks have committed a step that nobody had committed before
-    redone: int  # steps that ranks other than the dead one did twice
+    step: int  # the last one that any rank had committed before the kill
+    again: float  # until all ranks have committed the same step, new or repeated
+    ahead: float  # until all ranks have committed a step that no rank had committed before the kill
+    redone: int  # steps that a rank other than the killed one committed twice, at most
     phases: dict[str, float]  # of the replacement
 
 
 class Training:
-    """N ranks that leave stamps in a folder."""
+    """A running training of N ranks that write stamps into a directory."""
 
     def __init__(self, process: subprocess.Popen[bytes], folder: Path, world: int) -> None:
         self._process, self._folder = process, folder
@@ -50,7 +50,7 @@ class Training:
         self.stamps: dict[int, list[Stamp]] = {rank: [] for rank in range(world)}
 
     def look(self) -> None:
-        """Take in the stamps that are new."""
+        """Read the new stamps."""
         for rank, offset in self._read.items():
             path = self._folder / f"{rank}.stamps"
             if not path.exists():
@@ -58,18 +58,18 @@ class Training:
             with path.open("rb") as file:
                 file.seek(offset)
                 text = file.read()
-            whole = text[: text.rfind(b"\n") + 1]
-            self._read[rank] = offset + len(whole)
-            for line in whole.decode().splitlines():
+            complete = text[: text.rfind(b"\n") + 1]
+            self._read[rank] = offset + len(complete)
+            for line in complete.decode().splitlines():
                 kind, step, at, pid = line.split()
                 self.stamps[rank].append(Stamp(kind, int(step), float(at), int(pid)))
 
     def steps(self, rank: int, since: float = 0.0) -> dict[int, float]:
-        """When a rank last committed each step."""
+        """Return the time at which a rank last committed each step after `since`."""
         return {s.step: s.at for s in self.stamps[rank] if s.kind == "step" and s.at > since}
 
     def await_steps(self, count: int) -> None:
-        """Until every rank has committed so many more steps."""
+        """Wait until every rank has written `count` more stamps, one for each step."""
         self.look()
         goal = {rank: len(stamps) + count for rank, stamps in self.stamps.items()}
         deadline = time.monotonic() + START_S
@@ -77,13 +77,13 @@ class Training:
             self._pause(deadline, f"{count} steps of every rank")
 
     def await_spare(self, count: int) -> None:
-        """Until a spare stands by, for the `count`th time."""
+        """Wait until a spare is ready for the `count`th time."""
         deadline = time.monotonic() + START_S
         while (self._folder / "scheduler.log").read_text().count(" stands by: ") < count:
-            self._pause(deadline, f"a spare that stands by for the {count}th time")
+            self._pause(deadline, f"a ready spare for the {count}th time")
 
     def spare_load(self, seconds: float) -> float:
-        """What part of a core a spare that stands by uses."""
+        """Return the fraction of a core that a waiting spare uses."""
         log = str(self._folder / "spare_0.log")
         [spare] = [p for p in psutil.Process(self._process.pid).children() if _output(p.pid) == log]
         before, at = sum(spare.cpu_times()[:2]), time.monotonic()
@@ -91,7 +91,7 @@ class Training:
         return (sum(spare.cpu_times()[:2]) - before) / (time.monotonic() - at)
 
     def strike(self, how: signal.Signals = signal.SIGKILL) -> Death:
-        """Signal a random rank, and watch until the training is ahead of where it was."""
+        """Send a signal to a random rank, and wait until all ranks have committed a new step."""
         rank = random.randrange(len(self.stamps))
         self.look()
         pid = self.stamps[rank][-1].pid
@@ -113,20 +113,20 @@ class Training:
         return Death(rank, before, again - at, min(ahead) - at, redone, phases)
 
     def _common(self, since: float) -> dict[int, float]:
-        """The steps that all ranks have committed since, and when the last one did."""
+        """Return the steps that all ranks have committed since, each with the time of the last rank."""
         found = [self.steps(rank, since) for rank in self.stamps]
         return {step: max(steps[step] for steps in found) for step in set.intersection(*(set(steps) for steps in found))}
 
     def _pause(self, deadline: float, awaited: str) -> None:
         if self._process.poll() is not None or time.monotonic() > deadline:
-            said = (self._folder / "output").read_text(errors="replace")[-3000:]
-            raise SystemExit(f"{self._process.args!r} (code {self._process.poll()}) did not reach {awaited}:\n{said}")
+            output = (self._folder / "output").read_text(errors="replace")[-3000:]
+            raise SystemExit(f"{self._process.args!r} (code {self._process.poll()}) did not reach {awaited}:\n{output}")
         time.sleep(LOOK_S)
         self.look()
 
 
 def _output(pid: int) -> str:
-    """The file that a process prints to."""
+    """Return the path of a process's standard output; "" if it cannot be read."""
     with contextlib.suppress(OSError):
         return str(Path(f"/proc/{pid}/fd/1").readlink())
     return ""
@@ -138,7 +138,7 @@ def _after(stamps: list[Stamp], at: float) -> set[int]:
 
 @contextlib.contextmanager
 def training(command: list[str], arguments: list[str], world: int) -> Iterator[Training]:
-    """Run a script's command with a folder for its stamps, and end it."""
+    """Run a command with a directory for its stamps as first argument; yield it after 20 steps, and end it afterwards."""
     with tempfile.TemporaryDirectory(prefix="covey-bench-", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         with running([*command, name, *arguments], folder) as process:
@@ -163,8 +163,10 @@ def deaths(
     how: signal.Signals = signal.SIGKILL,
     spare: bool = False,
 ) -> list[Death]:
-    """So many deaths of random ranks in one training, each at a random moment, `between` so many steps apart, and each when
-    there is a `spare`, if it is to have one."""
+    """Return `count` deaths of random ranks in one training, at random times, with a random number of steps in `between`.
+
+    With `spare`, each death waits until a spare is ready.
+    """
     found: list[Death] = []
     with training(command, arguments, world) as run:
         for number in range(count):

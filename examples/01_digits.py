@@ -1,7 +1,7 @@
-"""Train a small network on hand-written digits, with as many workers as there are.
+"""Train a small network on hand-written digits, with any number of workers.
 
-covey run -n 4 examples/01_digits.py     # four workers, each on its share of every batch
-python examples/01_digits.py             # the same script alone
+covey run -n 4 examples/01_digits.py     # four workers, each with its share of every batch
+python examples/01_digits.py             # the same script with one process
 """
 
 import numpy as np
@@ -14,8 +14,8 @@ import covey
 BATCH = 32  # per worker
 STEPS = 600
 
-covey.init()  # join the cluster; started alone, this is a world of one
-covey.set_seed(1)  # the same on every worker, so all begin with the same weights
+covey.init()  # join the cluster; started alone, the world size is 1
+covey.set_seed(1)  # the same on every worker, so that all start with the same weights
 torch.set_num_threads(1)
 rank, world = covey.get_rank(), covey.get_group_size()
 
@@ -34,7 +34,7 @@ loss_fn = nn.CrossEntropyLoss()
 
 
 def shards():
-    """This worker's part of every batch: all workers shuffle alike, and each takes its own rows."""
+    """Yield this worker's part of every batch: all workers shuffle alike, and each takes its own rows."""
     epoch = 0
     while True:
         order = np.random.default_rng(epoch).permutation(len(images))
@@ -45,11 +45,11 @@ def shards():
 
 
 for step, (epoch, rows) in zip(range(STEPS), shards(), strict=False):
-    covey.report(step, "train")  # what the live view and `covey status` show
+    covey.report(step, "train")  # shown by the live view and `covey status`
     loss = loss_fn(model(images[rows]), labels[rows])
     optimizer.zero_grad()
     loss.backward()
-    covey.reduce([p.grad for p in model.parameters()])  # the mean of all workers' gradients
+    covey.reduce([p.grad for p in model.parameters()])  # average the gradients over all workers
     optimizer.step()
     if rank == 0 and step % 50 == 0:
         print(f"epoch {epoch:3}  step {step:3}  loss {loss.item():.4f}", flush=True)
@@ -57,6 +57,6 @@ for step, (epoch, rows) in zip(range(STEPS), shards(), strict=False):
 images, labels = (torch.from_numpy(array[rank::world]) for array in load("test"))
 with torch.no_grad():
     right = sum((model(x).argmax(1) == y).sum() for x, y in zip(images.split(256), labels.split(256), strict=True))
-judged = covey.all_reduce(torch.tensor([right, len(labels)]))  # the sum of what every worker found in its share
+total = covey.all_reduce(torch.tensor([right, len(labels)]))  # the sum over all workers
 if rank == 0:
-    print(f"test accuracy {judged[0] / judged[1]:.3f} on {judged[1]} digits")
+    print(f"test accuracy {total[0] / total[1]:.3f} on {total[1]} digits")

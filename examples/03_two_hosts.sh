@@ -1,5 +1,5 @@
 #!/bin/bash
-# Two hosts, made of network namespaces at one cable, train together: sudo env PATH="$PATH" bash examples/03_two_hosts.sh
+# Two hosts, simulated by connected network namespaces, train together: sudo env PATH="$PATH" bash examples/03_two_hosts.sh
 # Each runs the same command; the one that has the address of --master starts the scheduler. Needs root and iproute2's ip.
 set -e
 [ "$(id -u)" = 0 ] || { echo "$0 makes network namespaces, which needs root: sudo env PATH=\"\$PATH\" bash $0" >&2; exit 1; }
@@ -17,7 +17,7 @@ for host in a b; do
     ip -n $name-$host link set lo up
 done
 
-export COVEY_SECRET=${COVEY_SECRET:-$(head -c 16 /dev/urandom | od -An -tx1 | tr -d ' \n')}   # both hosts must know it
+export COVEY_SECRET=${COVEY_SECRET:-$(head -c 16 /dev/urandom | od -An -tx1 | tr -d ' \n')}   # both hosts need the same secret
 for host in a b; do
     COVEY_HOST_ID=$host ip netns exec $name-$host covey run -n 4 --local 2 --master 10.92.7.1:8118 --no-live \
         --log-dir $logs/$host 01_digits.py &

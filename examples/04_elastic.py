@@ -1,7 +1,7 @@
-"""A training whose world changes while it runs: each sample of an epoch counts once all the same.
+"""A training that is resized while it runs; each sample of an epoch is still used exactly once.
 
 covey run -n 3 --strategy retry,elastic-training,exit examples/04_elastic.py
-covey scale --workers 5      # meanwhile, in another terminal; or covey kill 1, and the others go on without it
+covey scale --workers 5      # in another terminal, while it runs; or covey kill 1: the other workers continue without rank 1
 """
 
 import torch
@@ -19,12 +19,12 @@ model = nn.Sequential(nn.Flatten(), nn.Linear(train[0][0].numel(), 64), nn.ReLU(
 optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
 loss_fn = nn.CrossEntropyLoss()
 
-data = covey.Data(torch.utils.data.TensorDataset(*train), batch_size=16)  # never more than 16 samples at once in a process
+data = covey.Data(torch.utils.data.TensorDataset(*train), batch_size=16)  # at most 16 samples per micro-batch of a process
 loop = covey.Loop(model, optimizer, data, epochs=20, accumulate=2)
 for images, labels in loop:
-    loss = loss_fn(model(images), labels) * loop.weight  # a micro-batch counts for as many samples as it has
+    loss = loss_fn(model(images), labels) * loop.weight  # weighted by the number of samples in the micro-batch
     loss.backward()
-    if loop.boundary:  # the last micro-batch of the step: a smaller world has more of them
+    if loop.boundary:  # the last micro-batch of the step; a smaller world has more of them
         optimizer.step()
         optimizer.zero_grad()
         if covey.get_rank() == 0 and loop.step % 20 == 0:

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Every connection by mutual TLS: bash examples/05_tls.sh
+# Mutual TLS on every connection: bash examples/05_tls.sh
 set -e
 cd "$(dirname "$0")"
 folder=${CERTIFICATES:-covey_certificates}

@@ -1,9 +1,9 @@
-"""A federation: servers that add up, devices that keep their digits to themselves.
+"""Federated learning: servers aggregate updates, and devices keep their digits local.
 
 bash examples/07_federated.sh              # two servers and eight devices, on this machine
-bash examples/08_secure_aggregation.sh     # the same, and the servers never see the update of one device
+bash examples/08_secure_aggregation.sh     # the same with secure aggregation: servers see no update of a single device
 
-`covey federated up` runs this file in every server; with the servers' addresses as arguments it is the devices.
+`covey federated up` runs this file in every server. With the servers' addresses as argument it runs the devices.
 """
 
 import sys
@@ -25,7 +25,7 @@ def scores(weights, images):
 
 
 def train(weights, images, labels):
-    """A few steps of gradient descent on what this device has."""
+    """Return the weights after a few steps of gradient descent on this device's data."""
     w, b = weights["w"].copy(), weights["b"].copy()
     for _ in range(STEPS):
         wrong = scores({"w": w, "b": b}, images) - np.eye(10, dtype=np.float32)[labels]
@@ -35,7 +35,7 @@ def train(weights, images, labels):
 
 
 def device(servers, number):
-    """One device: a share of the digits, and a part in every iteration. Returns the last model it saw."""
+    """Run one device with its share of the digits in every iteration. Return the last model that it trained."""
     images, labels = (part[number::DEVICES] for part in load("train"))
     images = images.reshape(len(images), -1)
     with covey.federated.Device(servers, f"device-{number}", data_size=len(images)) as me:

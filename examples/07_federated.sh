@@ -1,6 +1,6 @@
 #!/bin/bash
 # A federated cluster and its devices on this machine: bash examples/07_federated.sh
-# Any further words are options of covey federated up.
+# Further arguments are options of covey federated up.
 set -e
 cd "$(dirname "$0")"
 port=${PORT:-6668}

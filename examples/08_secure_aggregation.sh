@@ -1,3 +1,3 @@
 #!/bin/bash
-# The federation of 07 where servers learn the sum of the updates and no single one: bash examples/08_secure_aggregation.sh
+# Example 07 with secure aggregation: servers see only the sum of the updates: bash examples/08_secure_aggregation.sh
 exec bash "$(dirname "$0")/07_federated.sh" --secure

@@ -1,4 +1,4 @@
-"""A script written for torchrun, as such scripts are: it knows nothing of covey, and runs under it unchanged.
+"""A script for torchrun that does not use covey and runs under `covey run` unchanged.
 
 covey run -n 4 examples/11_torchrun.py
 torchrun --nproc-per-node 4 examples/11_torchrun.py
@@ -43,12 +43,12 @@ def test(model):
 
 
 def main():
-    dist.init_process_group("gloo")  # rank, world and the meeting point come from the environment
+    dist.init_process_group("gloo")  # rank, world size and rendezvous address are environment variables
     rank = dist.get_rank()
     torch.set_num_threads(1)
     torch.manual_seed(1)
     print(f"rank {rank} of {dist.get_world_size()}, local rank {os.environ['LOCAL_RANK']}", flush=True)
-    # DDP's wrapper must be gone before its group: torch's gloo may hang when the wrapper is the last to hold the group.
+    # DDP's wrapper must be deleted before its group: torch's gloo may hang if the wrapper has the last reference to the group.
     model = train(rank)
     dist.destroy_process_group()
     if rank == 0:

@@ -1,6 +1,6 @@
-"""Hand-written digits for the examples: the ones in `data/`, or MNIST where DATA_PATH names a folder of its idx files.
+"""Hand-written digits for the examples: those in `data/`, or MNIST if DATA_PATH is a directory with its idx files.
 
-MNIST's four files may be plain or end in .gz, and lie in one folder or in neighbours called train and test.
+MNIST's four files may be plain or end in .gz, and be in one directory or in sibling directories named train and test.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import NamedTuple
 import numpy as np
 
 EMBEDDED = Path(__file__).parent / "data" / "digits.npz"
-HELD_OUT = 360  # of the embedded digits, for testing
-MNIST_NAMES = {"train": "train", "test": "t10k"}  # by part; the files begin with it
+HELD_OUT = 360  # number of the embedded digits that are used for testing
+MNIST_NAMES = {"train": "train", "test": "t10k"}  # prefix of the file names
 
 
 class Digits(NamedTuple):
-    images: np.ndarray  # float32, (count, 1, height, width), about zero mean and unit variance
+    images: np.ndarray  # float32, (count, 1, height, width), with approximately zero mean and unit variance
     labels: np.ndarray  # int64, (count,)
 
 
 def load(part: str) -> Digits:
-    """The digits to train on ("train") or to be judged by ("test")."""
+    """Return the digits for training ("train") or testing ("test")."""
     folder = os.environ.get("DATA_PATH")
     return _mnist(Path(folder), part) if folder else _embedded(part)
 
@@ -41,7 +41,9 @@ def _mnist(folder: Path, part: str) -> Digits:
     images = _idx(_find(folder, part, f"{name}-images-idx3-ubyte"), dimensions=3)
     labels = _idx(_find(folder, part, f"{name}-labels-idx1-ubyte"), dimensions=1)
     if len(images) != len(labels):
-        raise SystemExit(f"DATA_PATH={folder} has {len(images)} {part} images but {len(labels)} labels: get the files again.")
+        raise SystemExit(
+            f"DATA_PATH={folder} has {len(images)} {part} images but {len(labels)} labels: download the files again."
+        )
     return _normalised(images, labels, top=255, mean=0.1307, std=0.3081)
 
 
@@ -55,13 +57,13 @@ def _find(folder: Path, part: str, name: str) -> Path:
         if path.is_file():
             return path
     raise SystemExit(
-        f"DATA_PATH={folder} holds no {name}, plain or .gz: name a folder with MNIST's idx files, "
-        "or unset DATA_PATH to train on the digits that come with covey."
+        f"DATA_PATH={folder} has no {name}, plain or .gz: set it to a directory with MNIST's idx files, "
+        "or unset DATA_PATH to train on the digits that are shipped with covey."
     )
 
 
 def _idx(path: Path, dimensions: int) -> np.ndarray:
-    """An idx file: a magic number whose last byte counts the dimensions, their sizes, then the bytes."""
+    """Read an idx file: a magic number whose last byte is the number of dimensions, their sizes, then the bytes."""
     try:
         content = path.read_bytes()
         content = gzip.decompress(content) if path.suffix == ".gz" else content
@@ -72,4 +74,4 @@ def _idx(path: Path, dimensions: int) -> np.ndarray:
         magic, *shape = struct.unpack(f">{1 + dimensions}I", content[:start])
         if magic == 0x800 + dimensions and len(content) - start == np.prod(shape):
             return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
-    raise SystemExit(f"{path} is not a complete idx file of {dimensions} dimension(s): get it again.")
+    raise SystemExit(f"{path} is not a complete idx file of {dimensions} dimension(s): download it again.")

@@ -1,6 +1,6 @@
-"""Gives a state of some MB again and again, by covey's own transfer and by a plain socket: donor.py MB
+"""Serves a state of some MB, by covey's transfer and by a plain socket: donor.py MB
 
-Says `PORT TOKEN RAW_PORT` on its output, and ends with its input.
+Prints `PORT TOKEN RAW_PORT`, and exits at the end of its input.
 """
 
 import socket

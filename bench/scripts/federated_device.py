@@ -1,4 +1,4 @@
-"""A device that adds a constant and sends: `URLS ID ROUNDS`. All of its time is the framework's."""
+"""A device that adds a constant and sends the update, so that the measured time is the framework's: `URLS ID ROUNDS`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 # ruff: noqa: ANN001, ANN201, RUF012
-"""The peer: Flower's persistent gRPC path, `SIZE CLIENTS ROUNDS`. Clients are processes that add a constant and return.
+"""Peer of `bench.federated`: Flower's persistent gRPC path, `SIZE CLIENTS ROUNDS`. Clients are processes that add a constant.
 
-Prints one line of JSON: milliseconds per round, from round to round at the server.
+Prints one line of JSON: milliseconds per round, measured at the server.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 # ruff: noqa: ANN001, ANN002, ANN201, ANN202
-"""The peer: Flower's deployment path, `SIZE CLIENTS ROUNDS`: a SuperLink, SuperNodes and `flwr run`; clients add a constant.
+"""Peer of `bench.federated`: Flower's deployment path (SuperLink, SuperNodes, `flwr run`), `SIZE CLIENTS ROUNDS`.
 
-Prints one line of JSON: milliseconds per round, from round to round at the ServerApp. Its processes talk on loopback; its
-telemetry is off.
+Clients add a constant. Prints one line of JSON: milliseconds per round, measured at the ServerApp. All processes use loopback;
+Flower's telemetry is disabled.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def listens(port):
 
 
 def ours(home):
-    """Whoever was started with this home."""
+    """Yield the pids of all processes with this FLWR_HOME."""
     mark = f"FLWR_HOME={home}".encode()
     for entry in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
@@ -146,11 +146,11 @@ def main():
             for process in started:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(20)
-            for pid in ours(home):  # some of them start others in sessions of their own
+            for pid in ours(home):  # some programs start others in new sessions
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, 9)
     if any(int(count) != clients for _, count in lines):
-        raise SystemExit("a round went without a client")
+        raise SystemExit("a round did not include all clients")
     steps = sorted(1000 * (float(b[0]) - float(a[0])) for a, b in pairwise(lines))
     print(json.dumps({"median": statistics.median(steps), "p95": steps[int(0.95 * len(steps))]}))
 

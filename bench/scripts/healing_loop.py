@@ -1,8 +1,7 @@
-"""A training that heals, until it is ended from outside: healing_loop.py FOLDER LOADERS MEGABYTES SECONDS
+"""A training with healing that runs until it is killed: healing_loop.py FOLDER LOADERS MEGABYTES SECONDS
 
-It has so many loader workers, so many MB of frozen parameters, which are state that a replacement must receive, but no gradient
-that every step must carry; and it takes so many seconds before it has read what it needs. It does not ask for its rank before
-it has its loop, so a spare gets that far.
+LOADERS: number of loader workers. MEGABYTES: frozen parameters, which a replacement receives and which have no gradient.
+SECONDS: duration of its preparation. It does not query its rank before it has its loop, so that a spare can run up to there.
 """
 
 import sys
@@ -16,7 +15,7 @@ from torch import nn  # noqa: E402
 
 import covey  # noqa: E402
 
-PIECE = 16 << 20  # floats of one frozen parameter, at most
+PIECE = 16 << 20  # maximum number of floats of one frozen parameter
 
 folder, loaders, megabytes, slow_s = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), float(sys.argv[4])
 covey.init()

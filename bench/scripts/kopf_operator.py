@@ -1,4 +1,4 @@
-"""The same in kopf: pods are posted when a job is created or found again."""
+"""Peer of `bench.operator`, with kopf: creates the pods of a job when it is created or found at the start."""
 
 import os
 from typing import Any
@@ -27,8 +27,8 @@ async def create(name: str, namespace: str, spec: Any, memo: Any, **_: Any) -> N
     for index in range(worker["replicas"]):
         labels = {"training.kubeflow.org/job-name": name}
         body = {"metadata": {"name": f"{name}-worker-{index}", "labels": labels}, "spec": dict(worker["template"]["spec"])}
-        async with memo.session.post(f"/api/v1/namespaces/{namespace}/pods", json=body) as answer:
-            await answer.read()
+        async with memo.session.post(f"/api/v1/namespaces/{namespace}/pods", json=body) as response:
+            await response.read()
 
 
 @kopf.index("pods", labels={"training.kubeflow.org/job-name": kopf.PRESENT})

@@ -1,4 +1,4 @@
-"""One MindSpore process of a dynamic cluster: stamps when it has its rank, then all-reduces until it is ended."""
+"""One MindSpore process of a dynamic cluster: records when it has its rank, then does a number of all-reduces."""
 
 import os
 import sys

@@ -1,5 +1,7 @@
-"""The yardstick of bench.operator: the least that creates a job's pods, on plain aiohttp. No service, no secret, no events, no
-failures, no timers: list and watch jobs and pods, a queue of names, missing pods are posted, the status is patched.
+"""Peer of `bench.operator`: the minimal loop that creates the pods of jobs, on plain aiohttp.
+
+It lists and watches jobs and pods, queues names, creates missing pods and patches the status. It has no services, secrets,
+events, timers or handling of failures.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""A first all-reduce as any script for torchrun would do it; each rank leaves a stamp of when it was done."""
+"""A first all-reduce, like in any script for torchrun; each rank writes the times of its stages to a file."""
 
 import json
 import os
@@ -24,6 +24,6 @@ stamp = {"pid": os.getpid(), "started": started, "imported": imported, "joined":
 part = folder / f"{dist.get_rank()}.part"
 part.write_text(json.dumps(stamp))
 part.rename(part.with_suffix(".json"))
-while (folder / "hold").exists():  # while it is there, the bench looks at this process
+while (folder / "hold").exists():  # the benchmark measures this process while the file exists
     time.sleep(0.05)
 dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The same training as any script for torchrun has it: DistributedDataParallel, and a checkpoint every 100 steps.
+"""The training of healing_loop.py as a torchrun script: DistributedDataParallel, and a checkpoint every 100 steps.
 
 restarted_loop.py FOLDER LOADER_WORKERS
 """

@@ -1,7 +1,7 @@
-"""A process for `bench.params`: a parameter server, or one that only receives and sends back.
+"""A process of `bench.params`: a parameter server, or a server that sends back what it receives.
 
-rows.py server RANK SERVERS COPIES     prints where it is, reads where all are, serves until its input ends
-rows.py echo                           prints its port, then for each connection: a size, so many bytes, so many bytes back
+rows.py server RANK SERVERS COPIES     prints its endpoint, reads those of all servers, serves until the end of its input
+rows.py echo                           prints its port; on one connection: reads a size and that many bytes, sends them back
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The peer of `bench.params`' sparse run: the same rows on two processes of torch.distributed.rpc.
+"""Peer of `bench.params` for rows: the same rows on two processes of torch.distributed.rpc.
 
-rpc_rows.py RANK PORT ROWS WIDTH BATCH ROUNDS      rank 0 looks up and updates, and prints its rows per second
+rpc_rows.py RANK PORT ROWS WIDTH BATCH ROUNDS      rank 0 reads and updates rows, and prints its rows per second
 """
 
 from __future__ import annotations

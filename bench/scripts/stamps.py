@@ -1,4 +1,4 @@
-"""Stamps of what a rank does, on the clock all processes of a host share; one line each, written at once: a kill loses none."""
+"""Times of a rank's stages and steps, on the monotonic clock that all processes of a host share; written without a buffer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class Stamps:
-    """`RANK.stamps` in a folder. `started` is when this script began, before it knew its rank."""
+    """The file `RANK.stamps` in a directory. `started` is the time at which the script began, before it had a rank."""
 
     def __init__(self, folder: str, rank: int, started: float) -> None:
         self._file = os.open(Path(folder) / f"{rank}.stamps", os.O_WRONLY | os.O_CREAT | os.O_APPEND)

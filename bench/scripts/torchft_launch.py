@@ -1,4 +1,4 @@
-"""A lighthouse and N replicas, each started again at once when it dies, which torchft leaves to others.
+"""Starts a lighthouse and N replicas, and restarts a replica immediately when it dies, which torchft itself does not do.
 
 torchft_launch.py N FOLDER
 """

@@ -1,7 +1,8 @@
-"""The same training under torchft: one replica, whose gradients are averaged by its manager: torchft_loop.py FOLDER REPLICA
+"""The training of healing_loop.py with torchft: one replica, whose manager averages gradients: torchft_loop.py FOLDER REPLICA
 
-As in torchft's own examples: a quorum at each step's beginning, a vote at its end, and a replica that comes back takes its
-state from another. The gradients travel as one flat tensor: its wrapper of DistributedDataParallel does not survive all deaths.
+As in torchft's examples there is a quorum at the beginning of each step and a vote at its end, and a restarted replica receives
+its state from another. The gradients are sent as one flat tensor, because torchft's DistributedDataParallel does not survive
+all deaths.
 """
 
 import sys

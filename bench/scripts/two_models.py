@@ -1,7 +1,7 @@
-"""Two equal models in the same processes, trained in turns: one by covey.Loop, one by DistributedDataParallel.
+"""Two equal models in the same processes, trained alternately: one by covey.Loop, one by DistributedDataParallel.
 
-two_models.py FOLDER "784 256 10" ROUNDS STEPS: a round is so many steps of one, twice as many of the other, and again of the
-first; every other round begins with the other. Rank 0 leaves the seconds of each, and its own CPU seconds. Batches are made
+two_models.py FOLDER "784 256 10" ROUNDS STEPS: a round is STEPS steps of one, twice as many of the other, and STEPS of the
+first; every other round begins with the other. Rank 0 writes the seconds of each, and its CPU seconds. Batches are created
 beforehand, the same for both.
 """
 
@@ -20,7 +20,7 @@ from torch import nn
 
 import covey
 
-WARM = 5  # steps of each before the first round; DistributedDataParallel rebuilds its buckets in the second
+WARM = 5  # steps of each before the first round; DistributedDataParallel rebuilds its buckets in the second step
 
 folder, widths = Path(sys.argv[1]), [int(word) for word in sys.argv[2].split()]
 rounds, steps = int(sys.argv[3]), int(sys.argv[4])
@@ -28,19 +28,19 @@ covey.init()
 torch.set_num_threads(1)
 torch.manual_seed(1)
 rank = covey.get_rank()
-os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # as covey's own group, which is bound to the node's address
+os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # like covey's own group, which is bound to the node's address
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=covey.get_group_size())
 batches = [(torch.randn(32, widths[0]), torch.randint(0, 10, (32,))) for _ in range(16)]
 
 
 class Memory(covey.Data):
-    """Batches that are there already."""
+    """Batches that exist in memory."""
 
     def batches(self, share: Any, first: int) -> Iterator[Any]:
         return (batches[step % len(batches)] for step in count(first))
 
 
-def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+def make_model() -> tuple[nn.Module, torch.optim.Optimizer]:
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
@@ -49,7 +49,7 @@ def made() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def train(model: Any, optimizer: torch.optim.Optimizer, source: Iterator[Any]) -> Callable[[int], tuple[float, float]]:
-    """Seconds and CPU seconds of so many steps on batches from a source, from when all ranks are ready to begin."""
+    """Return a function that trains a number of steps and returns seconds and CPU seconds, after a barrier of all ranks."""
 
     def block(number: int) -> tuple[float, float]:
         dist.barrier()
@@ -63,9 +63,9 @@ def train(model: Any, optimizer: torch.optim.Optimizer, source: Iterator[Any]) -
     return block
 
 
-healing, optimizer = made()
+healing, optimizer = make_model()
 loop = covey.Loop(healing, optimizer, Memory(range(10**6), 32), steps=10**9)
-plain, plain_optimizer = made()
+plain, plain_optimizer = make_model()
 ways = {
     "covey": train(healing, optimizer, iter(loop)),
     "ddp": train(nn.parallel.DistributedDataParallel(plain), plain_optimizer, (b for _ in iter(int, 1) for b in batches)),

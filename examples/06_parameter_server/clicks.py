@@ -1,7 +1,7 @@
-"""A click log, generated: who saw what, and whether they clicked.
+"""A generated click log: users, items, and whether the user clicked.
 
-Made to behave as real logs do: a few users and items are in most of the lines (Zipf), clicks are rare, and they follow from a
-hidden taste of each user and item, from the hour, and from chance.
+It has properties of real logs: a few users and items are in most of the lines (Zipf), clicks are rare, and they depend on
+hidden preferences of each user and item, on the hour, and on chance.
 """
 
 import numpy as np
@@ -11,10 +11,10 @@ USERS, ITEMS, HOURS = 20_000, 5_000, 24
 
 
 class Clicks(torch.utils.data.Dataset):
-    """Lines (ids of user, item and hour in one numbering; three numbers; clicked or not)."""
+    """Lines of (ids of user, item and hour, in one numbering; three numbers; 1.0 if clicked, else 0.0)."""
 
     def __init__(self, lines: int, seed: int = 1):
-        tastes = np.random.default_rng(0)  # the same world for training and test
+        tastes = np.random.default_rng(0)  # the same preferences for training and test
         user_taste, item_taste = tastes.standard_normal((USERS, 4)), tastes.standard_normal((ITEMS, 4))
         popular = tastes.standard_normal(ITEMS) - 2.0
         draw = np.random.default_rng(seed)

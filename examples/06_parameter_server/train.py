@@ -1,9 +1,10 @@
-"""Wide and deep on a click log, its tables on the parameter servers:
+"""Wide and deep on a click log, with its tables on parameter servers:
 
     covey run -n 2 --servers 2 examples/06_parameter_server/train.py
 
-The wide table has one number for each id and is trained by FTRL, the deep one a vector, by LazyAdam; both lie on the servers.
-The layers above them are reduced over the workers, as in any other training. Kill -9 a server or a worker while it runs.
+The wide table has one number for each id and is trained by FTRL; the deep table has a vector for each id and is trained by
+LazyAdam. Both are on the servers. The gradients of the layers above them are averaged over the workers, as in any other
+training. A server or a worker may be killed with kill -9 while it runs.
 """
 
 import os
@@ -29,7 +30,7 @@ class WideDeep(nn.Module):
 
 
 def auc(score, clicked):
-    """How often a clicked line has a higher score than one that was not."""
+    """Return the probability that a clicked line has a higher score than one that was not clicked."""
     ranks = score.argsort().argsort().double() + 1
     hits = clicked.sum()
     return float((ranks[clicked > 0].sum() - hits * (hits + 1) / 2) / (hits * (len(clicked) - hits)))

@@ -1,5 +1,5 @@
 #!/bin/bash
-# Brings back the scheduler (bash recover.sh) or a worker (bash recover.sh 3) of a cluster that run.sh started and that lost it.
+# Restarts the scheduler (bash recover.sh) or a worker (bash recover.sh 3) that died in a cluster started by run.sh.
 EXEC_PATH=$(pwd)
 if [ -z "${DATA_PATH}" ] && [ -d "${EXEC_PATH}/MNIST_Data" ]; then
     export DATA_PATH=${EXEC_PATH}/MNIST_Data/train/
@@ -18,9 +18,9 @@ if [ -z "$1" ]; then
     export MS_NODE_ID=sched             # Set this node Node ID to 'sched'
     python ./train.py >> device/scheduler.log 2>&1 &     # Start training scripts
 else
-    # Start 1 Worker process, under the id it had
+    # Start 1 Worker process, with its former id
     export MS_ROLE=MS_WORKER            # Set the startup process to MS_WORKER role
-    export MS_NODE_ID=$1                # Set the process id of the Worker that is gone
+    export MS_NODE_ID=$1                # Set the process id of the Worker that died
     python ./train.py >> device/worker_$1.log 2>&1 &     # Start training scripts
     echo $! > device/worker_$1.pid
 fi

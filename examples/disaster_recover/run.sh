@@ -1,7 +1,7 @@
 #!/bin/bash
 # Starts 8 workers (WORKERS=3: three) and the scheduler on this machine, in the background, with disaster recovery: bash run.sh
-# Kill any of them, and bring it back with recover.sh. A second run.sh goes on from the newest checkpoint in ./ckpt_of_rank.
-# They train on MNIST where DATA_PATH names its folder, or where it lies in ./MNIST_Data, else on the digits in ../data.
+# Kill any of them and restart it with recover.sh. A second run.sh resumes from the newest checkpoint in ./ckpt_of_rank.
+# They train on MNIST if DATA_PATH is its directory or ./MNIST_Data exists, otherwise on the digits in ../data.
 EXEC_PATH=$(pwd)
 if [ -z "${DATA_PATH}" ] && [ -d "${EXEC_PATH}/MNIST_Data" ]; then
     export DATA_PATH=${EXEC_PATH}/MNIST_Data/train/

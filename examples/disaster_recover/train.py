@@ -1,4 +1,4 @@
-"""The training of the disaster recovery's tutorial: the same script for the scheduler and every worker."""
+"""The training of the tutorial on disaster recovery: the same script for the scheduler and every worker."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import covey
 
-covey.init()  # in the scheduler's process this never returns, so what follows costs it nothing: hence the imports below
+covey.init()  # does not return in the scheduler's process, which therefore does not import the modules below
 covey.set_seed(1)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -33,7 +33,7 @@ class Network(nn.Module):
 
 
 def create_dataset(batch_size):
-    """All the digits: which of them this worker trains on follows from its rank, so a replacement takes up its part."""
+    """Return a dataset of all digits. covey.Data selects the samples of this worker by its rank."""
     images, labels = (torch.from_numpy(array) for array in load("train"))
     return covey.Data(torch.utils.data.TensorDataset(images, labels), batch_size)
 
@@ -50,7 +50,7 @@ ckpt_config = covey.CheckpointConfig(save_checkpoint_steps=100, keep_checkpoint_
 # Configure the checkpoint storage path, and each process uses different paths
 ckpoint_cb = covey.ModelCheckpoint(prefix="train", directory="./ckpt_of_rank/" + str(covey.get_rank()), config=ckpt_config)
 model = covey.Model(net, loss_fn=loss_fn, optimizer=optimizer)
-# 10 epochs of MNIST; the digits that come with covey are fewer, and take more of them
+# 10 epochs of MNIST; the digits that are shipped with covey are fewer and need more epochs
 epochs = int(os.getenv("EPOCHS") or ("10" if os.getenv("DATA_PATH") else "600"))
 model.train(epochs, data_set, callbacks=[loss_cb, ckpoint_cb])
 print("done", flush=True)

@@ -1,4 +1,4 @@
-"""A script for Hugging Face Accelerate; the lines that changed are marked.
+"""A script for Hugging Face Accelerate; the changed lines are marked.
 
 covey run -n 4 examples/integrations/accelerate_script.py     # then covey kill 2: the last line stays the same
 """
@@ -6,7 +6,7 @@ covey run -n 4 examples/integrations/accelerate_script.py     # then covey kill 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1]))  # where the data is
+sys.path.append(str(Path(__file__).parents[1]))  # for the module digits
 
 import torch
 from digits import load

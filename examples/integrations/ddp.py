@@ -1,4 +1,4 @@
-"""11_torchrun.py, a script with DistributedDataParallel, with covey's in its place: the lines that changed are marked.
+"""11_torchrun.py with covey's DistributedDataParallel instead of torch's; the changed lines are marked.
 
 covey run -n 4 examples/integrations/ddp.py     # then covey kill 2: the last line stays the same
 """
@@ -6,7 +6,7 @@ covey run -n 4 examples/integrations/ddp.py     # then covey kill 2: the last li
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1]))  # where the data is
+sys.path.append(str(Path(__file__).parents[1]))  # for the module digits
 
 import torch
 from digits import load

@@ -1,4 +1,4 @@
-"""A Lightning script; the lines that were added for covey are marked.
+"""A Lightning script; the lines added for covey are marked.
 
 covey run -n 4 examples/integrations/lightning_trainer.py     # then covey kill 2: the last line stays the same
 """
@@ -6,7 +6,7 @@ covey run -n 4 examples/integrations/lightning_trainer.py     # then covey kill 
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1]))  # where the data is
+sys.path.append(str(Path(__file__).parents[1]))  # for the module digits
 
 import lightning
 import torch

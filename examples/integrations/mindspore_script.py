@@ -1,4 +1,4 @@
-"""A script for MindSpore 2.10 with nothing of covey in it, in the style of MindSpore's tutorial on dynamic clusters.
+"""A script for MindSpore 2.10 that does not use covey, in the style of MindSpore's tutorial on dynamic clusters.
 
 covey run -n 3 --framework mindspore examples/integrations/mindspore_script.py
 """
@@ -6,7 +6,7 @@ covey run -n 3 --framework mindspore examples/integrations/mindspore_script.py
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parents[1]))  # where the data is
+sys.path.append(str(Path(__file__).parents[1]))  # for the module digits
 
 import mindspore as ms
 import mindspore.dataset as ds

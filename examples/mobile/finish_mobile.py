@@ -1,4 +1,4 @@
-"""Ends the processes of a cluster that were started on this host from this folder: those in its pid file, and no others."""
+"""Kills the processes of a cluster that were started on this host from this directory: only those in its pid file."""
 
 import argparse
 import os

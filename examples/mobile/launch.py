@@ -1,4 +1,4 @@
-"""What the three scripts share: their options, starting a role in the background, and remembering its process."""
+"""Common functions of the three scripts: options, starting a role in the background, and the pid file."""
 
 import argparse
 import os
@@ -17,7 +17,7 @@ SCHEDULING = "federated scheduler of cluster"
 
 
 def options(parser):
-    """The options of a script, and any other key of the context; a word that is neither ends it with a sentence."""
+    """Return the options of a script and any other key of the context; exit with an error message for an unknown option."""
     for name in KEYS:
         if not any(action.dest == name for action in parser._actions):
             parser.add_argument(f"--{name}", default=argparse.SUPPRESS)
@@ -25,14 +25,14 @@ def options(parser):
 
 
 def pid_file(scheduler_port):
-    """One line per process of a cluster on this host: its pid, and when it started, since pids are used again."""
+    """Return the path of the pid file: one line per process, with its pid and start time, because pids are reused."""
     return Path.cwd() / f"pids_{scheduler_port}"
 
 
 def launch(role, folder, log, options, node_id=None, index=0):
-    """Run the training script in a role, in a folder of its own; returns the process, its log, and how long that was."""
+    """Run the training script in a role and directory; return the process, its log, and the size of the log before."""
     Path(folder).mkdir(exist_ok=True)
-    words = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    arguments = [f"--{name}={value}" for name, value in options.items() if value is not None]
     environ = {**os.environ, "COVEY_FL_INDEX": str(index)}
     if node_id is not None:
         environ["MS_NODE_ID"] = str(node_id)
@@ -40,7 +40,7 @@ def launch(role, folder, log, options, node_id=None, index=0):
     before = path.stat().st_size if path.exists() else 0
     with path.open("ab") as output:
         process = subprocess.Popen(
-            [sys.executable, str(HERE / "test_mobile_lenet.py"), f"--ms_role={role}", *words],
+            [sys.executable, str(HERE / "test_mobile_lenet.py"), f"--ms_role={role}", *arguments],
             cwd=folder,
             env=environ,
             stdin=subprocess.DEVNULL,
@@ -53,14 +53,14 @@ def launch(role, folder, log, options, node_id=None, index=0):
     return process, path, before
 
 
-def says(started, sentence, limit_s=30.0):
-    """Whether every process of this call has said it within a limit; one that ended is a sentence and the end."""
+def wait_for_log(started, sentence, limit_s=30.0):
+    """Return whether every process has logged `sentence` within the limit; exit with an error message if one exits."""
     limit = time.monotonic() + limit_s
     while time.monotonic() < limit:
         for process, path, before in started:
             if process.poll() is not None:
-                said = path.read_bytes()[before:].decode(errors="replace").splitlines() or ["it said nothing"]
-                sys.exit(f"{path.parent} ended with code {process.returncode}: {said[-1]}")
+                lines = path.read_bytes()[before:].decode(errors="replace").splitlines() or ["no output"]
+                sys.exit(f"{path.parent} exited with code {process.returncode}: {lines[-1]}")
         if all(sentence in path.read_bytes()[before:].decode() for _, path, before in started):
             return True
         time.sleep(0.05)

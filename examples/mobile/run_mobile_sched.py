@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from launch import SCHEDULING, launch, options, says
+from launch import SCHEDULING, launch, options, wait_for_log
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--device_target", default="CPU")
@@ -17,5 +17,5 @@ parser.add_argument("--scheduler_manage_port", type=int, default=11202)
 parser.add_argument("--config_file_path", default="")
 
 started = launch("MS_SCHED", "scheduler", "scheduler.log", options(parser), node_id=20)
-if not says([started], SCHEDULING):
-    sys.exit(f"the scheduler is slow to start: {started[1]} will say '{SCHEDULING}'")
+if not wait_for_log([started], SCHEDULING):
+    sys.exit(f"the scheduler has not started yet: wait for '{SCHEDULING}' in {started[1]}")

@@ -1,14 +1,14 @@
 """Starts servers in the background; their logs are server_PORT/server.log.
 
-A server's id is the scheduler's to give, so ids differ also on several hosts and when servers are added. A server that is
-started again at the same host and port gets the id it had; MS_NODE_ID, where set, is taken as it is.
+The scheduler assigns the ids of servers, so that they are distinct on several hosts and when servers are added. A server that
+is restarted at the same host and port gets its former id. If MS_NODE_ID is set, it is the server's id.
 """
 
 import argparse
 import os
 import sys
 
-from launch import STARTED, launch, options, says
+from launch import STARTED, launch, options, wait_for_log
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--device_target", default="CPU")
@@ -30,19 +30,19 @@ parser.add_argument("--client_learning_rate", type=float, default=0.1)
 parser.add_argument("--local_server_num", type=int, default=-1)
 parser.add_argument("--config_file_path", default="")
 
-given = options(parser)
-local = given.pop("local_server_num")
-local = given["server_num"] if local == -1 else local
-if not 0 < local <= given["server_num"]:
-    sys.exit(f"local_server_num={local} is not possible: 1 to server_num={given['server_num']} are")
+values = options(parser)
+local = values.pop("local_server_num")
+local = values["server_num"] if local == -1 else local
+if not 0 < local <= values["server_num"]:
+    sys.exit(f"local_server_num={local} is invalid: expected 1 to server_num={values['server_num']}")
 if local > 1 and os.environ.get("MS_NODE_ID"):
-    sys.exit("MS_NODE_ID names one server, and more are to be started: unset it, or start one at a time")
+    sys.exit(f"MS_NODE_ID is the id of one server, but {local} are started: unset it, or start one at a time")
 
-first = given.pop("fl_server_port")
+first = values.pop("fl_server_port")
 started = []
 for port in range(first, first + local):
-    started.append(launch("MS_SERVER", f"server_{port}", "server.log", {**given, "fl_server_port": port}, index=port - first))
-if says(started, STARTED):
+    started.append(launch("MS_SERVER", f"server_{port}", "server.log", {**values, "fl_server_port": port}, index=port - first))
+if wait_for_log(started, STARTED):
     print(STARTED)
-else:  # servers of other hosts may be yet to come
-    print(f"waiting for the other servers: {', '.join(str(path) for _, path, _ in started)} will say '{STARTED}'")
+else:  # the servers of other hosts may not have started
+    print(f"other servers have not started yet: wait for '{STARTED}' in {', '.join(str(path) for _, path, _ in started)}")

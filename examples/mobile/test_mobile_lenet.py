@@ -1,4 +1,4 @@
-"""The script that every role of the cluster runs: options become the context, and `run` becomes what `ms_role` says."""
+"""The script of every role in the cluster: its options set the context, and `ms_role` selects the role that `run` executes."""
 
 import argparse
 
@@ -9,7 +9,7 @@ import covey.federated
 from covey.federated.context import KEYS, from_text
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("--device_target", default="CPU", help="accepted, and without effect: servers add models on the CPU")
+parser.add_argument("--device_target", default="CPU", help="accepted without effect: servers aggregate on the CPU")
 for name, key in KEYS.items():
     parser.add_argument(f"--{name}", default=argparse.SUPPRESS, help=f"{key.allowed} ({key.default!r})")
 

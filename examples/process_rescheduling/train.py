@@ -1,4 +1,4 @@
-"""What torchrun starts: a training that goes on when one of its processes is killed."""
+"""The script that torchrun starts: a training that continues when one of its processes is killed."""
 
 import os
 import sys
@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from digits import load
 
-covey.init()  # the scheduler it joins is manager.py
+covey.init()  # joins the scheduler in manager.py
 covey.set_seed(1)
 torch.set_num_threads(1)
 

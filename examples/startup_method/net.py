@@ -1,4 +1,4 @@
-"""The network of the dynamic cluster's tutorial, and its training: the same script for the scheduler and every worker."""
+"""The training of the tutorial on dynamic clusters: the same script for the scheduler and every worker."""
 
 import os
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import covey
 
-covey.init()  # in the scheduler's process this never returns, so what follows costs it nothing: hence the imports below
+covey.init()  # does not return in the scheduler's process, which therefore does not import the modules below
 covey.set_seed(1)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -33,7 +33,7 @@ class Network(nn.Module):
 
 
 def create_dataset(batch_size):
-    """This worker's batches; every worker has as many, because every step is taken together."""
+    """Return this worker's batches; all workers have the same number, because every step is collective."""
     rank_id = covey.get_rank()
     rank_size = covey.get_group_size()
     images, labels = (torch.from_numpy(array) for array in load("train"))

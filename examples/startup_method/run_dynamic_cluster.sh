@@ -1,6 +1,6 @@
 #!/bin/bash
 # Starts 8 workers (WORKERS=4: four) and the scheduler on this machine, in the background: bash run_dynamic_cluster.sh
-# They train on MNIST where DATA_PATH names its folder, or where it lies in ./MNIST_Data, else on the digits in ../data.
+# They train on MNIST if DATA_PATH is its directory or ./MNIST_Data exists, otherwise on the digits in ../data.
 EXEC_PATH=$(pwd)
 if [ -z "${DATA_PATH}" ] && [ -d "${EXEC_PATH}/MNIST_Data" ]; then
     export DATA_PATH=${EXEC_PATH}/MNIST_Data/train/

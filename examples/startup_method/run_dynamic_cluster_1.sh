@@ -1,7 +1,7 @@
 #!/bin/bash
 # Starts the scheduler and workers 0 to 3 on node 1, in the background: bash run_dynamic_cluster_1.sh <node_1 ip address>
-# There are 8 on both nodes; WORKERS=4 makes it four, two on each.
-# They train on MNIST where DATA_PATH names its folder, or where it lies in ./MNIST_Data, else on the digits in ../data.
+# Both nodes together have 8 workers; with WORKERS=4 they have four, two on each.
+# They train on MNIST if DATA_PATH is its directory or ./MNIST_Data exists, otherwise on the digits in ../data.
 NODE_1_IP=${1:-${NODE_1_IP:?is not set: bash run_dynamic_cluster_1.sh <node_1 ip address>}}
 EXEC_PATH=$(pwd)
 if [ -z "${DATA_PATH}" ] && [ -d "${EXEC_PATH}/MNIST_Data" ]; then

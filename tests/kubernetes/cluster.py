@@ -1,11 +1,11 @@
-"""A namespace of a real API server with a kubelet of processes and an operator, for one test.
+"""A namespace of a real API server with a fake kubelet, which runs pods as processes, and operators; one per test.
 
     def test_it(kubernetes: Kubernetes) -> None:
         kubernetes.operator()
-        kubernetes.apply(job("train", workers=2))
-        kubernetes.until("train", "Succeeded")
+        kubernetes.apply(job("train", roles={"Worker": (2, "true")}))
+        kubernetes.wait_for_condition("train", "Succeeded")
 
-Everything asynchronous runs on a loop in a thread of its own; tests are plain functions that wait for events.
+Coroutines run on an event loop in a separate thread; tests are plain functions that wait for events.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ DEADLINE_S = 90.0
 
 
 class Kubernetes:
-    """One namespace."""
+    """One namespace, its fake kubelet and the operators that a test starts."""
 
     def __init__(self, server: Server, namespace: str, folder: Path) -> None:
         self.server = server
@@ -70,7 +70,7 @@ class Kubernetes:
         return Kubelet(self.api, self.namespace, self.folder / "pods")
 
     async def _prepare(self) -> None:
-        """The kinds, which all tests share, and a namespace, which none do."""
+        """Create the custom resource definitions, which all tests share, and the namespace of this test."""
         for definition, kind in ((make_msjob_crd(), MSJOB), (make_ascendjob_crd(), ASCENDJOB)):
             try:
                 await self.api.create(CRD, "", definition)
@@ -95,13 +95,13 @@ class Kubernetes:
         return self.begin(work).result(DEADLINE_S)
 
     def operator(self, *, url: str = "", token: str = "", **options: Any) -> Operator:
-        """An operator of this namespace, in this process; by another way to the server, or as another user, if told so."""
+        """Start an operator of this namespace in this process; `url` and `token` replace those of the API server."""
         kubeconfig = self.folder / f"kubeconfig-{len(self._running)}"
         self.server._replace(url=url or self.server.url).kubeconfig(kubeconfig, token=token, namespace=self.namespace)
 
         async def make() -> Operator:
-            chosen = {"leader_elect": False, "namespace": self.namespace, **options}
-            return Operator(connect(str(kubeconfig)), OperatorOptions(**chosen))
+            values = {"leader_elect": False, "namespace": self.namespace, **options}
+            return Operator(connect(str(kubeconfig)), OperatorOptions(**values))
 
         operator = self.do(make())
         self._running.append(self.begin(operator.run()))
@@ -117,16 +117,16 @@ class Kubernetes:
                 task.result(20)
         self.processes.end()
 
-        async def leave() -> None:
+        async def clean_up() -> None:
             for node in self.kubelet.nodes:
                 await self.api.delete(NODE, "", node)
             await self.api.close()
-            rest = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in rest:
+            remaining = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in remaining:
                 task.cancel()
-            await asyncio.gather(*rest, return_exceptions=True)
+            await asyncio.gather(*remaining, return_exceptions=True)
 
-        self.do(leave())
+        self.do(clean_up())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
 
@@ -156,37 +156,39 @@ class Kubernetes:
         return {s["metadata"]["name"]: s for s in self.do(self.api.list(SERVICE, self.namespace)).items}
 
     def events(self, job: str) -> dict[str, str]:
-        """The events of a job: reason → message of the last one."""
-        found = [e for e in self.do(self.api.list(EVENT, self.namespace)).items if e["involvedObject"]["name"] == job]
-        return {event["reason"]: event["message"] for event in found}
+        """Return the message of the last event of a job by reason."""
+        events = [e for e in self.do(self.api.list(EVENT, self.namespace)).items if e["involvedObject"]["name"] == job]
+        return {event["reason"]: event["message"] for event in events}
 
     # -- waiting -----------------------------------------------------------------------------------------------------
 
     def wait(self, happened: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S) -> Any:
-        return until(happened, what, deadline_s, self.story)
+        return until(happened, what, deadline_s, self.diagnostics)
 
-    def until(self, name: str, condition: str, kind: ResourceKind = MSJOB, deadline_s: float = DEADLINE_S) -> KubeObject:
-        """The job's status, as soon as a condition holds."""
+    def wait_for_condition(
+        self, name: str, condition: str, kind: ResourceKind = MSJOB, deadline_s: float = DEADLINE_S
+    ) -> KubeObject:
+        """Wait until a condition is true and return the job's status; fail early if the job ends with another condition."""
 
-        def holds() -> KubeObject | None:
+        def is_true() -> KubeObject | None:
             status = self.status(name, kind)
-            over = {"Succeeded", "Failed"} & set(conditions(status)) - {condition}
-            assert not over or condition in conditions(status), f"{name} is {over}, not {condition}\n{self.story()}"
+            final = {"Succeeded", "Failed"} & set(conditions(status)) - {condition}
+            assert not final or condition in conditions(status), f"{name} is {final}, not {condition}\n{self.diagnostics()}"
             return status if condition in conditions(status) else None
 
-        found: KubeObject = self.wait(holds, f"{name} to be {condition}", deadline_s)
+        found: KubeObject = self.wait(is_true, f"{name} to be {condition}", deadline_s)
         return found
 
-    def heard(self, pod: str, words: str, deadline_s: float = DEADLINE_S) -> None:
-        self.wait(lambda: words in self.kubelet.log(pod), f"{pod} to say {words!r}", deadline_s)
+    def wait_for_log(self, pod: str, text: str, deadline_s: float = DEADLINE_S) -> None:
+        self.wait(lambda: text in self.kubelet.log(pod), f"{text!r} in the log of {pod}", deadline_s)
 
-    def told(self, job: str, reason: str) -> str:
-        """The message of an event, as soon as it is there."""
+    def wait_for_event(self, job: str, reason: str) -> str:
+        """Wait for an event with this reason and return its message."""
         message: str = self.wait(lambda: self.events(job).get(reason), f"the event {reason}")
         return message
 
-    def story(self) -> str:
-        """Everything, for the sentence of a failure."""
+    def diagnostics(self) -> str:
+        """Return status, events and logs of all jobs and pods, for the message of a failed test."""
         lines = []
         for kind in (MSJOB, ASCENDJOB):
             for job in self.do(self.api.list(kind, self.namespace)).items:
@@ -198,17 +200,17 @@ class Kubernetes:
 
 
 def conditions(status: KubeObject) -> dict[str, KubeObject]:
-    """The conditions that hold."""
+    """Return the true conditions by type."""
     return {c["type"]: c for c in status.get("conditions") or [] if c["status"] == "True"}
 
 
 def job(
     name: str, *, roles: dict[str, Any] | None = None, labels: Any = None, annotations: Any = None, **spec: Any
 ) -> KubeObject:
-    """An MSJob of small shell scripts: roles maps a role to (replicas, command) or to a whole replica spec."""
+    """Return an MSJob; `roles` maps a role to (replicas, shell command) or to a complete replica spec."""
     specs = {}
-    for key, given in (roles or {"Worker": (1, "true")}).items():
-        specs[key] = given if isinstance(given, dict) else replica(*given)
+    for key, value in (roles or {"Worker": (1, "true")}).items():
+        specs[key] = value if isinstance(value, dict) else replica(*value)
     return {
         "apiVersion": "mindspore.gitee.com/v1",
         "kind": "MSJob",
@@ -218,14 +220,14 @@ def job(
 
 
 def replica(replicas: int, command: str | list[str], restart: str = "Never", **container: Any) -> KubeObject:
-    words = ["sh", "-c", command] if isinstance(command, str) else command
-    main = {"name": "mindspore", "image": "covey:test", "command": words, **container}
+    arguments = ["sh", "-c", command] if isinstance(command, str) else command
+    main = {"name": "mindspore", "image": "covey:test", "command": arguments, **container}
     template = {"spec": {"terminationGracePeriodSeconds": 1, "containers": [main]}}
     return {"replicas": replicas, "restartPolicy": restart, "template": template}
 
 
 def running(server: Server, namespace: str, folder: Path) -> Iterator[Kubernetes]:
-    """The body of the fixture."""
+    """Yield a `Kubernetes` and end it; the body of the fixture."""
     kubernetes = Kubernetes(server, namespace, folder)
     try:
         yield kubernetes

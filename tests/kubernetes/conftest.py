@@ -1,4 +1,4 @@
-"""The API server of the test run, and a namespace of it per test."""
+"""Fixtures: the API server of the test run, and a namespace of it per test."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Brings etcd and kube-apiserver into the folder .kubernetes: `make kubernetes`. With the word `node` also what a real node needs:
-# kubelet, kube-scheduler and kube-controller-manager (from the first two places only), containerd, runc and network plugins.
-# From $KUBEBUILDER_ASSETS if it has them (any version), else from ../shared/kubernetes if that is there, else built from Debian's
-# source package (about 20 minutes on two cores, 4 GB). The system's packages and apt's configuration are not touched.
+# Puts etcd and kube-apiserver into the directory .kubernetes: `make kubernetes`. With the argument `node` also the programs of a
+# real node: kubelet, kube-scheduler, kube-controller-manager (from the first two sources only), containerd, runc, network plugins.
+# Sources in this order: $KUBEBUILDER_ASSETS (any version), ../shared/kubernetes, a build of Debian's source package (about 20
+# minutes on two cores, 4 GB). The system's packages and apt's configuration are not changed.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 cache=$PWD/.kubernetes
@@ -16,7 +16,7 @@ from_assets() {
     [ -n "${KUBEBUILDER_ASSETS:-}" ] && [ -x "$path" ] && ln -sf "$path" "$cache/$name"
 }
 
-debian() { # download a package of the configured suite and unpack it: no installation
+debian() { # download a package of the configured suite and unpack it without installing it
     local folder
     folder=$(mktemp -d -p "$unpacked")
     (cd "$folder" && { apt-get download -qq "$1" || { apt-get update -qq && apt-get download -qq "$1"; }; } && dpkg-deb -x ./*.deb out)
@@ -64,7 +64,7 @@ get_node() {
     "$cache/containerd" --version
 }
 
-build_api_server() { # Kubernetes 1.20.2 of bookworm, with the two repairs it needs on a newer Go
+build_api_server() { # Kubernetes 1.20.2 of bookworm, with the two changes it needs for a newer Go
     echo "building kube-apiserver from Debian's source: this takes about 20 minutes" >&2
     local work tree mirror packages
     work=$cache/build tree=$cache/build/gopath/src/k8s.io/kubernetes

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs its arguments as the first process of namespaces of their own: network, mounts and processes all end with it, cgroups after it.
+# Runs its arguments in new network, mount and process namespaces, which end with it; the cgroups are removed afterwards.
 set -euo pipefail
 [ "$(id -u)" = 0 ] || { echo "a real kubelet needs root: run this as root, or use make test-kubernetes" >&2; exit 2; }
 export COVEY_CGROUP=/covey-test-$$
@@ -8,7 +8,7 @@ trap clean EXIT
 unshare --net --mount --pid --fork --kill-child --mount-proc bash -euc '
     ip link set lo up
     mount --make-rshared /
-    for folder in /run /var/log /var/lib/cni /etc/cni; do
-        [ ! -d $folder ] || mount -t tmpfs none $folder
+    for directory in /run /var/log /var/lib/cni /etc/cni; do
+        [ ! -d $directory ] || mount -t tmpfs none $directory
     done
-    "$@"' whole "$@"
+    "$@"' full_kubernetes "$@"

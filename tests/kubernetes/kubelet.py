@@ -1,12 +1,12 @@
-"""A kubelet of processes: binds each pod of a namespace to a node, runs its command as a local process, and reports its status.
+"""A fake kubelet: binds each pod of a namespace to a node, runs its command as a local process, and reports its status.
 
-    kubelet.kill("job-worker-1")                 kill -9 of the process in the pod
-    kubelet.evict("job-worker-1")                as when the node runs out of memory
-    kubelet.lose("node-1")                       the node falls silent; what runs there runs on
+    kubelet.kill("job-worker-1")                 SIGKILL to the processes of the pod
+    kubelet.evict("job-worker-1")                fail the pod as if its node had run out of memory
+    kubelet.lose_node("node-1")                  report the node as Unknown; its processes keep running
 
-What a real node gives and this does not: images (one named "missing" cannot be pulled), cgroups, a network per pod. A pod's
-address is a loopback address of its own, a service's address in a variable is replaced by that of its pod, and a path below a
-volume's mount in variables and commands is replaced by a folder.
+Not simulated: images (but an image named "missing" cannot be pulled), cgroups, a network per pod. Each pod has a loopback
+address. In variables the address of a service is replaced by that of its pod; in variables and commands a path below a
+volume's mount is replaced by a local directory.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def address(namespace: str, name: str) -> str:
-    """A pod's own address on loopback; a replacement has its predecessor's, so a service leads to it."""
+    """Return a pod's loopback address. It depends on the name only, so that a service leads to a replacement as well."""
     a, b, c = hashlib.blake2b(f"{namespace}/{name}".encode(), digest_size=3).digest()
     return f"127.{64 + a % 128}.{b}.{1 + c % 254}"
 
 
 class Container:
-    """A pod's process, over all its restarts."""
+    """The process of a pod, across restarts."""
 
     def __init__(self, uid: str, node: str) -> None:
         self.uid = uid
         self.node = node
         self.process: asyncio.subprocess.Process | None = None
         self.restarts = 0
-        self.verdict: KubeObject | None = None  # a status that stands whatever the process does
+        self.final_status: KubeObject | None = None  # overrides the exit code; {}: the pod is being deleted
         self.task: asyncio.Task[None] | None = None
         self.began = 0.0
 
@@ -55,14 +55,14 @@ class Container:
 
 
 class Kubelet:
-    """All nodes of one namespace."""
+    """The nodes of one namespace."""
 
     def __init__(self, api: Api, namespace: str, folder: Path, nodes: int = 3) -> None:
         self.nodes = [f"{namespace}-n{number}" for number in range(nodes)]
         self.lost: set[str] = set()
-        self.unschedulable = ""  # a reason: no pod is bound
+        self.unschedulable = ""  # if not empty, the reason why no pod is bound
         self.environment: dict[str, str] = {}
-        self.paths: dict[str, str] = {}  # host paths that lie elsewhere here
+        self.paths: dict[str, str] = {}  # local directories in place of host paths
         self.folder = folder
         self._api = api
         self._namespace = namespace
@@ -76,18 +76,18 @@ class Kubelet:
             await self._node_status(node, "True")
 
     async def run(self) -> None:
-        """Watch the pods, for ever."""
+        """Watch the pods until cancelled."""
         try:
             while True:
                 with contextlib.suppress(ApiError):
                     page = await self._api.list(POD, self._namespace)
                     for pod in page.items:
-                        await self._see(pod)
+                        await self._handle_change(pod)
                     async for kind, pod in self._api.watch(POD, page.version, self._namespace):
                         if kind == "DELETED":
-                            self._gone(pod)
+                            self._handle_deletion(pod)
                         elif kind != "BOOKMARK":
-                            await self._see(pod)
+                            await self._handle_change(pod)
                 await asyncio.sleep(0.05)
         finally:
             for container in self._containers.values():
@@ -96,10 +96,10 @@ class Kubelet:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    # -- what tests do to pods and nodes (from any thread) -----------------------------------------------------------
+    # -- faults that tests inject (from any thread) ------------------------------------------------------------------
 
     def kill(self, pod: str, number: int = signal.SIGKILL) -> None:
-        """A signal to every process in a pod."""
+        """Send a signal to all processes of a pod."""
         self._loop.call_soon_threadsafe(self._containers[pod].signal, number)
 
     def pid(self, pod: str) -> int:
@@ -109,21 +109,21 @@ class Kubelet:
     def evict(self, pod: str) -> None:
         def now() -> None:
             container = self._containers[pod]
-            container.verdict = {"phase": "Failed", "reason": "Evicted", "message": "The node was low on memory"}
+            container.final_status = {"phase": "Failed", "reason": "Evicted", "message": "The node was low on memory"}
             container.signal(signal.SIGKILL)
 
         self._loop.call_soon_threadsafe(now)
 
-    async def lose(self, node: str) -> None:
-        """The node is not heard of any more."""
+    async def lose_node(self, node: str) -> None:
+        """Set the node's Ready condition to Unknown; its pods are no longer reported."""
         self.lost.add(node)
         await self._node_status(node, "Unknown")
 
-    async def make_room(self) -> None:
-        """Pods that had no place have one now."""
+    async def allow_scheduling(self) -> None:
+        """Bind the pods that were unschedulable."""
         self.unschedulable = ""
         for pod in (await self._api.list(POD, self._namespace)).items:
-            await self._see(pod)
+            await self._handle_change(pod)
 
     def log(self, pod: str) -> str:
         path = self.folder / pod / "log"
@@ -137,7 +137,7 @@ class Kubelet:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _see(self, pod: KubeObject) -> None:
+    async def _handle_change(self, pod: KubeObject) -> None:
         metadata, spec = pod["metadata"], pod["spec"]
         name = metadata["name"]
         container = self._containers.get(name)
@@ -152,25 +152,25 @@ class Kubelet:
         if metadata.get("deletionTimestamp"):
             if container is None or container.process is None:
                 await self._remove(name, metadata["uid"])
-            elif container.verdict is None:
-                container.verdict = {}
-                self._spawn(self._end(container, metadata.get("deletionGracePeriodSeconds", 30)))
+            elif container.final_status is None:
+                container.final_status = {}
+                self._spawn(self._terminate(container, metadata.get("deletionGracePeriodSeconds", 30)))
             return
         if spec.get("activeDeadlineSeconds") == 1 and container is not None:
-            container.verdict = {"phase": "Failed", "reason": "DeadlineExceeded"}
+            container.final_status = {"phase": "Failed", "reason": "DeadlineExceeded"}
             container.signal(signal.SIGKILL)
         elif container is None:
             await self._bind(pod)
 
-    def _gone(self, pod: KubeObject) -> None:
+    def _handle_deletion(self, pod: KubeObject) -> None:
         container = self._containers.get(pod["metadata"]["name"])
         if container is not None and container.uid == pod["metadata"]["uid"]:
             if container.node not in self.lost:
                 container.signal(signal.SIGKILL)
-            container.verdict = {}
+            container.final_status = {}
             del self._containers[pod["metadata"]["name"]]
 
-    async def _end(self, container: Container, grace: int) -> None:
+    async def _terminate(self, container: Container, grace: int) -> None:
         container.signal(signal.SIGTERM)
         await asyncio.sleep(grace)
         container.signal(signal.SIGKILL)
@@ -191,33 +191,33 @@ class Kubelet:
             target = {"target": {"apiVersion": "v1", "kind": "Node", "name": node}, "metadata": {"name": name}}
             with contextlib.suppress(ApiError):
                 await self._api.create(POD, self._namespace, target, name, "binding")
-        container.task = self._spawn(self._live(pod, container))
+        container.task = self._spawn(self._run_container(pod, container))
 
-    async def _live(self, pod: KubeObject, container: Container) -> None:
-        """Run the pod's process, again and again where its policy says so, and report."""
+    async def _run_container(self, pod: KubeObject, container: Container) -> None:
+        """Run the pod's process, restart it as its restartPolicy says, and report its status."""
         name = pod["metadata"]["name"]
         main = pod["spec"]["containers"][0]
         if main["image"] == "missing":
             waiting = {"reason": "ErrImagePull", "message": "the image missing cannot be pulled"}
             await self._report(name, self._status(pod, container, "Pending", {"waiting": waiting}))
             return
-        while container.process is not None or container.verdict is None:
+        while container.process is not None or container.final_status is None:
             try:
                 container.process = await self._start(pod, main)
-            except ApiError as error:  # a secret or a ConfigMap that is not there yet
+            except ApiError as error:  # a secret or a ConfigMap does not exist yet
                 waiting = {"reason": "CreateContainerConfigError", "message": str(error)}
                 await self._report(name, self._status(pod, container, "Pending", {"waiting": waiting}), container)
                 await asyncio.sleep(0.2)
                 continue
-            if container.verdict is None:
+            if container.final_status is None:
                 await self._report(name, self._status(pod, container, "Running", {"running": {}}), container)
             code = await container.process.wait()
             code = 128 - code if code < 0 else code
             if container.node in self.lost:
                 return
-            if container.verdict is not None:
-                if container.verdict:
-                    await self._report(name, container.verdict, container)
+            if container.final_status is not None:
+                if container.final_status:
+                    await self._report(name, container.final_status, container)
                 else:
                     await self._remove(name, container.uid)
                 return
@@ -234,11 +234,14 @@ class Kubelet:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "home").mkdir(exist_ok=True)
         mounts = await self._mounts(pod, main, folder)
-        variables = {key: _moved(value, mounts) for key, value in (await self._variables(pod, main)).items()}
-        words = [_moved(_filled(word, variables), mounts) for word in [*(main.get("command") or []), *(main.get("args") or [])]]
+        variables = {key: _replace_paths(value, mounts) for key, value in (await self._variables(pod, main)).items()}
+        command = [
+            _replace_paths(_expand_variables(word, variables), mounts)
+            for word in [*(main.get("command") or []), *(main.get("args") or [])]
+        ]
         with (folder / "log").open("ab") as log:
             return await asyncio.create_subprocess_exec(
-                *words,
+                *command,
                 env={
                     "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
                     "LANG": "C.UTF-8",
@@ -258,19 +261,19 @@ class Kubelet:
             )
 
     async def _mounts(self, pod: KubeObject, main: KubeObject, folder: Path) -> dict[str, str]:
-        """Mount path → folder: a hostPath is itself, anything else a folder that lives as long as the pod."""
+        """Return the local directory of each mount path: that of a hostPath, or one per pod UID for other volumes."""
         volumes = {volume["name"]: volume for volume in pod["spec"].get("volumes") or []}
         found = {}
         for mount in main.get("volumeMounts") or []:
             volume = volumes[mount["name"]]
             path = (volume.get("hostPath") or {}).get("path")
-            place = Path(self.paths.get(path, path)) if path else folder / f"volume-{pod['metadata']['uid']}" / mount["name"]
-            place.mkdir(parents=True, exist_ok=True)
+            local = Path(self.paths.get(path, path)) if path else folder / f"volume-{pod['metadata']['uid']}" / mount["name"]
+            local.mkdir(parents=True, exist_ok=True)
             if "configMap" in volume:
                 content = await self._api.get(CONFIG_MAP, self._namespace, volume["configMap"]["name"])
                 for name, text in content["data"].items():
-                    (place / name).write_text(text)
-            found[mount["mountPath"]] = str(place)
+                    (local / name).write_text(text)
+            found[mount["mountPath"]] = str(local)
         return found
 
     async def _variables(self, pod: KubeObject, main: KubeObject) -> dict[str, str]:
@@ -297,19 +300,19 @@ class Kubelet:
 
     def _status(self, pod: KubeObject, container: Container, phase: str, state: KubeObject) -> KubeObject:
         main = pod["spec"]["containers"][0]
-        up = "running" in state
+        is_running = "running" in state
         return {
             "phase": phase,
             "podIP": address(self._namespace, pod["metadata"]["name"]),
             "startTime": format_timestamp(time.time()),
-            "conditions": [{"type": "PodScheduled", "status": "True"}, {"type": "Ready", "status": str(up)}],
+            "conditions": [{"type": "PodScheduled", "status": "True"}, {"type": "Ready", "status": str(is_running)}],
             "containerStatuses": [
                 {
                     "name": main["name"],
                     "image": main["image"],
                     "imageID": "",
-                    "ready": up,
-                    "started": up,
+                    "ready": is_running,
+                    "started": is_running,
                     "restartCount": container.restarts,
                     "state": state,
                 }
@@ -320,7 +323,7 @@ class Kubelet:
         body: KubeObject = {"status": status}
         if container is not None:
             body["metadata"] = {"uid": container.uid}
-        with contextlib.suppress(ApiError):  # it is gone, or another one now
+        with contextlib.suppress(ApiError):  # the pod was deleted or replaced
             await self._api.patch(POD, self._namespace, name, body, "status")
 
     async def _remove(self, name: str, uid: str) -> None:
@@ -339,12 +342,12 @@ def _excluded(pod: KubeObject) -> set[str]:
     return {value for term in terms for field in term.get("matchFields") or [] for value in field["values"]}
 
 
-def _filled(word: str, variables: dict[str, str]) -> str:
+def _expand_variables(word: str, variables: dict[str, str]) -> str:
     return re.sub(r"\$\((\w+)\)", lambda match: variables.get(match[1], match[0]), word)
 
 
-def _moved(text: str, mounts: dict[str, str]) -> str:
-    for path, place in mounts.items():
-        if path != place:
-            text = re.sub(rf"(?<![\w/]){re.escape(path)}(?=/|$|[\s;&|])", place, text)
+def _replace_paths(text: str, mounts: dict[str, str]) -> str:
+    for path, local in mounts.items():
+        if path != local:
+            text = re.sub(rf"(?<![\w/]){re.escape(path)}(?=/|$|[\s;&|])", local, text)
     return text

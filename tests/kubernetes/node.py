@@ -1,11 +1,12 @@
-"""A real node: kubelet, containerd and runc beside kube-scheduler and kube-controller-manager, for `make test-kubelet`.
+"""A real node for `make test-kubelet`: kubelet, containerd and runc, with kube-scheduler and kube-controller-manager.
 
-Runs only inside namespaces of its own (`full_kubernetes.sh` makes them): bridges, mounts, addresses and processes end with
-them. Two things stand in for what a cluster has:
+It runs only in Linux namespaces that `full_kubernetes.sh` creates: bridges, mounts, addresses and processes end with them. It
+differs from a cluster in two ways:
 
-* the image `covey:latest` is an empty root; the host's /usr, the Python that runs the tests and this tree are mounted into each
-  container by containerd, so that jobs are applied as they are;
-* there is no kube-proxy: a service's address is one of this machine, and connections to it are handed to its endpoint.
+* The image `covey:latest` is an empty root. containerd mounts the host's /usr, the Python that runs the tests and this source
+  tree into each container, so that jobs are applied unchanged.
+* There is no kube-proxy. A service's address is added to the loopback interface, and connections to it are forwarded to its
+  endpoint.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ NETWORK = {
 
 
 def image(path: Path) -> None:
-    """covey:latest as an archive: folders, names of folders, and one static program that waits, for the pod's sandbox."""
+    """Write covey:latest as an archive: directories, symbolic links, and static busybox, which sleeps as the pod's sandbox."""
     layer = io.BytesIO()
     with tarfile.open(fileobj=layer, mode="w") as tar:
         for name in ("usr", "etc", "tmp", "root", "var"):
@@ -104,10 +105,10 @@ def image(path: Path) -> None:
 
 
 class Node:
-    """One node, and the parts of the control plane that pods need to get there. In place of the kubelet of processes."""
+    """One node and the control plane that binds pods to it; replaces the fake kubelet."""
 
     def __init__(self, server: Server, api: Api, namespace: str, folder: Path) -> None:
-        self.nodes = [GATEWAY]  # named by its address: the API server asks for logs by that name
+        self.nodes = [GATEWAY]  # its name is its address: the API server reads logs from this name
         self._api = api
         self._namespace = namespace
         self._folder = folder
@@ -116,7 +117,7 @@ class Node:
         self._servers: dict[str, list[asyncio.Server]] = {}
 
     async def prepare(self) -> None:
-        """Start everything, and wait until pods may come."""
+        """Start all processes and wait until pods can be scheduled."""
         for command in ("ip link add cni0 type bridge", f"ip addr add {GATEWAY}/16 dev cni0", "ip link set cni0 up"):
             subprocess.run(command.split(), check=True)
         await asyncio.to_thread(self._containers)
@@ -162,16 +163,16 @@ class Node:
             self._processes.append(subprocess.Popen([KUBERNETES / name, *options], stdout=log, stderr=log, env=environment))
 
     async def _ready(self) -> bool:
-        """Ready, and the taint of a new node taken off."""
+        """Return whether the node is ready and no longer has the taint of a new node."""
         try:
             node = await self._api.get(NODE, "", self.nodes[0])
         except ApiError:
             return False
-        well = any(c["type"] == "Ready" and c["status"] == "True" for c in node["status"].get("conditions") or [])
-        return well and not node["spec"].get("taints")
+        is_ready = any(c["type"] == "Ready" and c["status"] == "True" for c in node["status"].get("conditions") or [])
+        return is_ready and not node["spec"].get("taints")
 
     def log(self, pod: str) -> str:
-        """What a pod's containers said, of all its restarts."""
+        """Return the output of a pod's containers, across restarts."""
         files = sorted(LOGS.glob(f"{self._namespace}_{pod}_*/*/*.log"))
         lines = [line for path in files for line in path.read_text(errors="replace").splitlines()]
         return "\n".join(line.split(" ", 3)[-1] for line in lines)
@@ -182,7 +183,7 @@ class Node:
     # -- services ----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Serve the addresses of services, for ever."""
+        """Serve the addresses of services until cancelled, then kill all processes."""
         try:
             while True:
                 page = await self._api.list(SERVICE, self._namespace)
@@ -210,8 +211,8 @@ class Node:
         with contextlib.suppress(OSError, ApiError, LookupError):
             subset = (await self._api.get(ENDPOINTS, self._namespace, service))["subsets"][0]
             number = next(p["port"] for p in subset["ports"] if p["name"] == port)
-            there, back = await asyncio.open_connection(subset["addresses"][0]["ip"], number)
-            await asyncio.gather(_copy(reader, back), _copy(there, writer))
+            pod_reader, pod_writer = await asyncio.open_connection(subset["addresses"][0]["ip"], number)
+            await asyncio.gather(_copy(reader, pod_writer), _copy(pod_reader, writer))
         writer.close()
 
 

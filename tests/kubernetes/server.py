@@ -1,7 +1,7 @@
 """A real etcd and kube-apiserver for tests: one pair for all workers of a test run.
 
-The first worker that needs it starts a keeper, a process of its own that starts both and ends them, with their folder, when the
-test run itself is over, however it ended. Without the binaries (tests/requirements.py) the tests are skipped.
+The first worker that needs it starts a keeper process, which starts both. It kills them and removes their directory when the
+process of the test run ends, in whatever way. Without the binaries (tests/requirements.py) the tests are skipped.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ READY_S = 100.0
 
 
 class Server(NamedTuple):
-    """Where it is, and how to get in. `pids`: etcd's and kube-apiserver's."""
+    """Address and credentials of an API server."""
 
     url: str
-    token: str
+    token: str  # of a cluster administrator
     folder: str
-    etcd: str
-    pids: tuple[int, int]
+    etcd: str  # URL
+    pids: tuple[int, int]  # of etcd and kube-apiserver
 
     def kubeconfig(self, path: Path, *, token: str = "", namespace: str = "default") -> Path:
-        """A file for kubectl, the operator and the client."""
+        """Write a kubeconfig and return its path."""
         user = {"name": "test", "user": {"token": token or self.token}}
         cluster = {"name": "test", "cluster": {"server": self.url, "insecure-skip-tls-verify": True}}
         context = {"name": "test", "context": {"cluster": "test", "user": "test", "namespace": namespace}}
@@ -58,7 +58,7 @@ class Server(NamedTuple):
 
 
 def shared(folder: Path, run: int) -> Server:
-    """The server of the test run with that process id; the first caller starts it."""
+    """Return the server of the test run with the process id `run`; the first caller starts it."""
     state = folder / "kubernetes.json"
     with (folder / "kubernetes.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -67,8 +67,8 @@ def shared(folder: Path, run: int) -> Server:
             log = (folder / "kubernetes.log").open("wb")
             subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdout=log, stderr=log, stdin=subprocess.DEVNULL)
             until(state.exists, "the API server", READY_S, lambda: (folder / "kubernetes.log").read_text()[-3000:])
-    said = json.loads(state.read_text())
-    return Server(**{**said, "pids": tuple(said["pids"])})
+    fields = json.loads(state.read_text())
+    return Server(**{**fields, "pids": tuple(fields["pids"])})
 
 
 def start(folder: Path) -> tuple[Server, list[subprocess.Popen[bytes]]]:
@@ -85,7 +85,7 @@ def start(folder: Path) -> tuple[Server, list[subprocess.Popen[bytes]]]:
     token = secrets.token_hex(16)
     tokens = [
         f"{token},admin,1,system:masters",
-        f"{token}-none,nobody,3,none",
+        f"{token}-none,unprivileged,3,none",
     ]
     (folder / "tokens.csv").write_text("\n".join(tokens) + "\n")
     etcd_url, peer_url, port = (f"http://127.0.0.1:{free_port()}", f"http://127.0.0.1:{free_port()}", free_port())
@@ -100,7 +100,7 @@ def start(folder: Path) -> tuple[Server, list[subprocess.Popen[bytes]]]:
         *(f"--service-account-signing-key-file={folder / 'sa.key'}", "--authorization-mode=RBAC"),
         *(f"--token-auth-file={folder / 'tokens.csv'}", "--disable-admission-plugins=ServiceAccount"),
         *("--endpoint-reconciler-type=none", "--watch-cache-sizes=configmaps#0"),
-        "--service-cluster-ip-range=10.96.0.0/12",  # the default has room for 254
+        "--service-cluster-ip-range=10.96.0.0/12",  # the default has only 254 addresses
     ]
     processes = []
     for name, command in (("etcd", etcd), ("api", api)):
@@ -116,8 +116,8 @@ def ready(server: Server) -> bool:
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     request = urllib.request.Request(f"{server.url}/readyz", headers={"Authorization": f"Bearer {server.token}"})
     try:
-        with urllib.request.urlopen(request, context=context, timeout=5) as answer:
-            return bool(answer.status == 200)
+        with urllib.request.urlopen(request, context=context, timeout=5) as response:
+            return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         time.sleep(0.1)
         return False
@@ -128,7 +128,7 @@ def _tail(folder: Path) -> str:
 
 
 def keep(folder: Path, state: Path, run: int) -> None:
-    """The keeper: start them, say where, and end them when the test run is over."""
+    """Run the keeper: start both servers, write their address to `state`, and kill them when the process `run` ends."""
     server, processes = start(folder)
     partial = state.with_suffix(".partial")
     partial.write_text(json.dumps(server._asdict()))

@@ -1,4 +1,4 @@
-"""What is shipped is what the code says, and a server takes it."""
+"""Manifests, `covey operator install`, and errors of `covey operator run` about the cluster."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from covey.kubernetes.api_client import CRD, ResourceKind
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_manifest_is_what_the_code_says() -> None:
+def test_manifest_file_is_up_to_date() -> None:
     written = (ROOT / "deploy" / "v1" / "covey-operator.yaml").read_text()
-    assert written == manifests.to_yaml(manifests.make_manifests()), "make manifests writes it anew"
+    assert written == manifests.to_yaml(manifests.make_manifests()), "run make manifests"
 
 
-def test_the_deployment_runs_a_command_that_exists() -> None:
-    """Its arguments are those of covey operator run, which says so with --help beside them."""
+def test_deployment_arguments_are_accepted_by_operator_run() -> None:
+    """With --help the command exits with 0 only if it accepts all other arguments."""
     [container] = manifests.make_deployment("some", "team")["spec"]["template"]["spec"]["containers"]
     command = [sys.executable, "-m", "covey.cli.main", *container["args"], "--help"]
     assert subprocess.run(command, capture_output=True, timeout=60).returncode == 0
 
 
-def test_no_right_is_wider_than_it_needs() -> None:
+def test_rbac_rules_have_no_wildcards_and_only_create_secrets() -> None:
     for rule in manifests.make_rbac_rules(cluster=True):
         assert "*" not in [*rule["verbs"], *rule["resources"], *rule["apiGroups"]]
     [secrets] = [rule for rule in manifests.make_rbac_rules(cluster=True) if "secrets" in rule["resources"]]
@@ -41,21 +41,21 @@ def test_no_right_is_wider_than_it_needs() -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["--namespace", "team", "--no-ascend"]])
-def test_a_dry_run_prints_what_would_be_applied(options: list[str]) -> None:
+def test_dry_run_prints_the_manifests(options: list[str]) -> None:
     command = [sys.executable, "-m", "covey.cli.main", "operator", "install", "--dry-run", "--image", "mine:1", *options]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    things = list(yaml.safe_load_all(said.stdout))
-    kinds = [thing["kind"] for thing in things]
-    assert kinds[-1] == "Deployment" and things[-1]["spec"]["replicas"] == 2
-    assert things[-1]["spec"]["template"]["spec"]["containers"][0]["image"] == "mine:1"
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    objects = list(yaml.safe_load_all(result.stdout))
+    kinds = [obj["kind"] for obj in objects]
+    assert kinds[-1] == "Deployment" and objects[-1]["spec"]["replicas"] == 2
+    assert objects[-1]["spec"]["template"]["spec"]["containers"][0]["image"] == "mine:1"
     assert ("ClusterRole" in kinds) == (not options) and kinds.count("CustomResourceDefinition") == (1 if options else 2)
 
 
-def test_install_applies_everything_and_again(kubernetes: Kubernetes) -> None:
+def test_install_is_repeatable(kubernetes: Kubernetes) -> None:
     command = [sys.executable, "-m", "covey.cli.main", "operator", "install", "--kubeconfig", str(kubernetes.kubeconfig)]
     for _ in range(2):
-        said = subprocess.run(command, capture_output=True, text=True, timeout=60)
-        assert said.returncode == 0 and "deployment/covey-operator applied" in said.stdout, said.stderr
+        result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert result.returncode == 0 and "deployment/covey-operator applied" in result.stdout, result.stderr
     deployments = ResourceKind("apis/apps/v1", "deployments", "Deployment")
     found = kubernetes.do(kubernetes.api.get(deployments, manifests.OPERATOR_NAMESPACE, manifests.OPERATOR_NAME))
     assert found["spec"]["replicas"] == 2
@@ -63,45 +63,45 @@ def test_install_applies_everything_and_again(kubernetes: Kubernetes) -> None:
 
 
 def kubeconfig(**change: str) -> str:
-    """A kubeconfig of a server that is not there."""
-    words = {"context": "a", "user": "u", "cluster": "c", **change}
+    """Return a kubeconfig for an address without a server; `change` replaces names in its context."""
+    names = {"context": "a", "user": "u", "cluster": "c", **change}
     content = {
         "current-context": "a",
         "clusters": [{"name": "c", "cluster": {"server": "https://127.0.0.1:1"}}],
         "users": [{"name": "u", "user": {"token": "x"}}],
-        "contexts": [{"name": words["context"], "context": {"cluster": words["cluster"], "user": words["user"]}}],
+        "contexts": [{"name": names["context"], "context": {"cluster": names["cluster"], "user": names["user"]}}],
     }
     return json.dumps(content)
 
 
 @pytest.mark.parametrize(
-    ("content", "options", "code", "said"),
+    ("content", "options", "code", "message"),
     [
-        (None, [], 10, "no Kubernetes cluster is known"),
-        ("a: [", [], 10, "cannot be read as one"),
-        ("hello", [], 10, "cannot be read as one"),
-        (kubeconfig(user="nobody"), [], 10, "cannot be read as one"),
-        (kubeconfig(), ["--context", "other"], 10, "no context other: --context may be a"),
-        (kubeconfig(context="b"), [], 10, "no Kubernetes cluster is known"),
+        (None, [], 10, "no Kubernetes cluster is configured"),
+        ("a: [", [], 10, "cannot be read"),
+        ("hello", [], 10, "cannot be read"),
+        (kubeconfig(user="missing"), [], 10, "cannot be read"),
+        (kubeconfig(), ["--context", "other"], 10, "--context other is not in the kubeconfig: expected one of a"),
+        (kubeconfig(context="b"), [], 10, "no Kubernetes cluster is configured"),
         (kubeconfig(), [], 22, "https://127.0.0.1:1 does not answer"),
     ],
 )
-def test_a_cluster_that_cannot_be_asked_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None, options: list[str], code: int, said: str
+def test_operator_run_prints_one_line_if_the_cluster_is_unusable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None, options: list[str], code: int, message: str
 ) -> None:
-    path, heard = tmp_path / "kubeconfig", io.StringIO()
+    path, stderr = tmp_path / "kubeconfig", io.StringIO()
     if content is not None:
         path.write_text(content)
-    words = ["covey", "operator", "run", "--no-leader-elect", "--metrics-port", "-1", "--kubeconfig", str(path), *options]
-    monkeypatch.setattr(sys, "argv", words)
-    with pytest.raises(SystemExit) as ended, contextlib.redirect_stderr(heard):
+    command = ["covey", "operator", "run", "--no-leader-elect", "--metrics-port", "-1", "--kubeconfig", str(path), *options]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit) as ended, contextlib.redirect_stderr(stderr):
         main()
-    assert ended.value.code == code and heard.getvalue().count("\n") == 1 and said in heard.getvalue()
+    assert ended.value.code == code and stderr.getvalue().count("\n") == 1 and message in stderr.getvalue()
 
 
-def test_an_operator_without_rights_ends_with_a_sentence(kubernetes: Kubernetes) -> None:
-    path = kubernetes.server.kubeconfig(kubernetes.folder / "nobody", token=f"{kubernetes.server.token}-none")
+def test_operator_without_permissions_exits_with_an_error_message(kubernetes: Kubernetes) -> None:
+    path = kubernetes.server.kubeconfig(kubernetes.folder / "unprivileged", token=f"{kubernetes.server.token}-none")
     command = [sys.executable, "-m", "covey.cli.main", "operator", "run", "--no-leader-elect", "--kubeconfig", str(path)]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert said.returncode == 21 and "Traceback" not in said.stderr
-    assert "covey: " in said.stderr.splitlines()[-1] and "cannot list resource" in said.stderr.splitlines()[-1]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 21 and "Traceback" not in result.stderr
+    assert "covey: " in result.stderr.splitlines()[-1] and "cannot list resource" in result.stderr.splitlines()[-1]

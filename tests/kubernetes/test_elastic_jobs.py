@@ -1,4 +1,4 @@
-"""A running training on a real API server changes its size, and says how far it is."""
+"""Resizing and elastic training of running jobs on a real API server."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def pids(kubernetes: Kubernetes, name: str) -> list[str]:
 
 
 def has_changed(kubernetes: Kubernetes, number: int, seen: int) -> bool:
-    """The others train in a world of that size, there are as many pods, and nothing is under way."""
-    trains = f"world {number}" in kubernetes.kubelet.log("more-worker-0")[seen:]
-    return trains and len(kubernetes.pods("more")) == number + 1 and "scaling" not in kubernetes.status("more")
+    """Return whether worker 0 trains in a world of this size, the job has as many pods, and no resize is in progress."""
+    has_resized = f"world {number}" in kubernetes.kubelet.log("more-worker-0")[seen:]
+    return has_resized and len(kubernetes.pods("more")) == number + 1 and "scaling" not in kubernetes.status("more")
 
 
 COVEY_RUN = ["covey", "run", "--no-live", "--tail_worker_log", "-1"]
@@ -42,52 +42,52 @@ COVEY_RUN = ["covey", "run", "--no-live", "--tail_worker_log", "-1"]
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("command", "numbers"), [(["python"], (3, 2)), (COVEY_RUN, (3, 2, 3))], ids=["init", "run"])
 @pytest.mark.long
-def test_a_running_world_grows_and_shrinks_and_says_how_far_it_is(
+def test_running_job_is_resized_without_restart_and_reports_progress(
     kubernetes: Kubernetes, command: list[str], numbers: tuple[int, ...]
 ) -> None:
     kubernetes.operator()
     kubernetes.apply(elastic(kubernetes, "more", 2, [*command, str(kubernetes.folder / "long.py")]))
     for index in range(2):
-        kubernetes.heard(f"more-worker-{index}", "step 4 world 2", SLOW_S)
+        kubernetes.wait_for_log(f"more-worker-{index}", "step 4 world 2", SLOW_S)
     before = kubernetes.pods("more")
     kubernetes.wait(lambda: kubernetes.status("more").get("progress", {}).get("step", -1) > 3, "progress in status")
-    shown = kubernetes.status("more")["progress"]
-    assert (shown["world"], shown["generation"], shown["restarts"]) == (2, 1, 0)
+    progress = kubernetes.status("more")["progress"]
+    assert (progress["world"], progress["generation"], progress["restarts"]) == (2, 1, 0)
     for number in numbers:
         kubernetes.patch("more", {"spec": {"replicas": number}}, sub="scale")
         seen = len(kubernetes.kubelet.log("more-worker-0"))
         kubernetes.wait(partial(has_changed, kubernetes, number, seen), f"a world of {number}", SLOW_S)
-    assert "nobody was restarted" in kubernetes.told("more", "MSJobScaled")
+    assert "without a restart" in kubernetes.wait_for_event("more", "MSJobScaled")
     after, last = kubernetes.pods("more"), numbers[-1]
-    assert all(after[name]["metadata"]["uid"] == before[name]["metadata"]["uid"] for name in before), "nobody was restarted"
-    assert all(len(pids(kubernetes, f"more-worker-{index}")) == 1 for index in range(2)), "they are in their processes"
+    assert all(after[name]["metadata"]["uid"] == before[name]["metadata"]["uid"] for name in before), "no pod was replaced"
+    assert all(len(pids(kubernetes, f"more-worker-{index}")) == 1 for index in range(2)), "no process was restarted"
     kubernetes.wait(lambda: kubernetes.status("more")["progress"]["world"] == last, "the world in status")
     assert "scale-" in kubernetes.status("more")["progress"]["recovery"]
     scale = kubernetes.do(kubernetes.api.get(MSJOB, kubernetes.namespace, "more", "scale"))
     assert scale["spec"]["replicas"] == scale["status"]["replicas"] == last
     (kubernetes.folder / "go").touch()
-    status = kubernetes.until("more", "Succeeded", deadline_s=SLOW_S)
+    status = kubernetes.wait_for_condition("more", "Succeeded", deadline_s=SLOW_S)
     assert status["restartsTotal"] == 0 and status["workers"].endswith(f"/{last}")
 
 
 @pytest.mark.timeout(300)
-def test_elastic_training_goes_on_without_a_pod_that_has_no_place_and_grows_back(kubernetes: Kubernetes) -> None:
+def test_elastic_training_continues_without_a_pending_replacement(kubernetes: Kubernetes) -> None:
     kubernetes.operator()
-    notes = {"recover-strategy": "elastic-training"}
-    asked = elastic(kubernetes, "small", 2, labels={"fault-scheduling": "grace"}, annotations=notes)
-    kubernetes.apply(asked)
+    annotations = {"recover-strategy": "elastic-training"}
+    source = elastic(kubernetes, "small", 2, labels={"fault-scheduling": "grace"}, annotations=annotations)
+    kubernetes.apply(source)
     for index in range(2):
-        kubernetes.heard(f"small-worker-{index}", "step 4 world 2", SLOW_S)
-    kubernetes.wait(lambda: kubernetes.status("small").get("progress", {}).get("step", -1) > 3, "the operator to look inside")
+        kubernetes.wait_for_log(f"small-worker-{index}", "step 4 world 2", SLOW_S)
+    kubernetes.wait(lambda: kubernetes.status("small").get("progress", {}).get("step", -1) > 3, "progress in status")
     kubernetes.kubelet.unschedulable = "0/3 nodes are available: 3 Insufficient nvidia.com/gpu."
     kubernetes.kubelet.kill("small-worker-1")
-    kubernetes.heard("small-worker-0", "world 1", SLOW_S)
-    assert "small-worker-1" in kubernetes.told("small", "MSJobShrunk")
+    kubernetes.wait_for_log("small-worker-0", "world 1", SLOW_S)
+    assert "small-worker-1" in kubernetes.wait_for_event("small", "MSJobShrunk")
     kubernetes.wait(lambda: "Running" in conditions(kubernetes.status("small")), "the job to be Running")
-    assert "Insufficient" in kubernetes.told("small", "Pending")
+    assert "Insufficient" in kubernetes.wait_for_event("small", "Pending")
     seen = len(kubernetes.kubelet.log("small-worker-0"))
-    kubernetes.do(kubernetes.kubelet.make_room())
+    kubernetes.do(kubernetes.kubelet.allow_scheduling())
     kubernetes.wait(lambda: "world 2" in kubernetes.kubelet.log("small-worker-0")[seen:], "the world to grow back", SLOW_S)
-    assert "small-worker-1" in kubernetes.told("small", "MSJobGrows") and len(pids(kubernetes, "small-worker-0")) == 1
+    assert "small-worker-1" in kubernetes.wait_for_event("small", "MSJobGrows") and len(pids(kubernetes, "small-worker-0")) == 1
     (kubernetes.folder / "go").touch()
-    assert kubernetes.until("small", "Succeeded", deadline_s=SLOW_S)["restartsTotal"] == 1
+    assert kubernetes.wait_for_condition("small", "Succeeded", deadline_s=SLOW_S)["restartsTotal"] == 1

@@ -1,4 +1,4 @@
-"""The operator's page in real Chromium, on a real API server: its jobs, and into one of them."""
+"""The operator's console in Chromium with a real API server: the list of jobs, and the view of one job."""
 
 from __future__ import annotations
 
@@ -36,30 +36,30 @@ def console(kubernetes: Kubernetes, operator: Operator) -> Iterator[int]:
 
 
 @pytest.mark.timeout(300)
-def test_a_job_is_looked_into_killed_in_scaled_suspended_and_resumed(
-    kubernetes: Kubernetes, browser: Any, tmp_path: Path
-) -> None:
+def test_console_shows_kills_scales_suspends_and_resumes_a_job(kubernetes: Kubernetes, browser: Any, tmp_path: Path) -> None:
     operator = kubernetes.operator()
-    asked = elastic(kubernetes, "more", 2, [*COVEY_RUN, str(kubernetes.folder / "long.py")])
-    asked["metadata"] |= {"labels": {"fault-scheduling": "grace"}, "annotations": {"recover-strategy": "recover-in-place"}}
-    kubernetes.apply(asked)
+    source = elastic(kubernetes, "more", 2, [*COVEY_RUN, str(kubernetes.folder / "long.py")])
+    source["metadata"] |= {"labels": {"fault-scheduling": "grace"}, "annotations": {"recover-strategy": "recover-in-place"}}
+    kubernetes.apply(source)
     name = f"{kubernetes.namespace}/more"
     with console(kubernetes, operator) as port:
-        where = f"http://127.0.0.1:{port}"
+        url = f"http://127.0.0.1:{port}"
         tab = Tab(browser)
         page = tab.page
-        page.goto(f"{where}/?job=team/none")
-        page.locator("main .trouble", has_text="there is no job team/none here").wait_for()
+        page.goto(f"{url}/?job=team/none")
+        page.locator("main .trouble", has_text="job team/none not found").wait_for()
         for index in range(2):
-            kubernetes.heard(f"more-worker-{index}", "step 4 world 2", SLOW_S)
-        page.goto(f"{where}/")
+            kubernetes.wait_for_log(f"more-worker-{index}", "step 4 world 2", SLOW_S)
+        page.goto(f"{url}/")
         page.click(f".jobs >> text={name}")
         for rank in range(2):
             tab.row(f"worker:{rank}").wait_for()
         picture(page, tmp_path, "console-job")
 
         tab.row("worker:1").click()
-        assert page.locator(".panel >> text=Drain").count() == 0, "in a job the last pods go, not whom one likes"
+        assert page.locator(".panel >> text=Drain").count() == 0, (
+            "a job scales in by its last pods, so no Drain for a chosen worker"
+        )
         page.click(".panel >> text=Kill…")
         page.click("dialog button.danger")
         page.locator(".note", has_text="recover-in-place resumed").locator("a").click()
@@ -82,17 +82,17 @@ def test_a_job_is_looked_into_killed_in_scaled_suspended_and_resumed(
         page.click("#actions >> text=Scale…")
         page.fill('dialog input[name="wanted"]', "3")
         page.click("dialog button.primary")
-        page.locator(".note", has_text="is to have 3 workers").wait_for()
+        page.locator(".note", has_text="scaling to 3 workers").wait_for()
         assert kubernetes.job("more")["spec"]["msReplicaSpecs"]["Worker"]["replicas"] == 3
 
         page.click("#actions >> text=Stop…")
         page.click("dialog button.danger")
         page.locator("main .trouble", has_text=f"{name} is Suspended").wait_for()
-        kubernetes.wait(lambda: not kubernetes.pods("more"), "the pods to go")
+        kubernetes.wait(lambda: not kubernetes.pods("more"), "the pods to be deleted")
         picture(page, tmp_path, "console-job-suspended")
         page.click("text=Resume…")
         page.click("dialog >> text=Resume >> nth=-1")
-        kubernetes.wait(lambda: len(kubernetes.pods("more")) == 4, "pods of the new number")
-        assert [said for said in tab.complaints if "Failed to load" not in said] == []
-        refused = httpx2.post(f"{where}/jobs/{name}/suspend", json={"suspend": True}, headers={"X-Forwarded-For": "192.0.2.7"})
+        kubernetes.wait(lambda: len(kubernetes.pods("more")) == 4, "the new number of pods")
+        assert [message for message in tab.complaints if "Failed to load" not in message] == []
+        refused = httpx2.post(f"{url}/jobs/{name}/suspend", json={"suspend": True}, headers={"X-Forwarded-For": "192.0.2.7"})
         assert refused.status_code == 401

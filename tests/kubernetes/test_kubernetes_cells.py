@@ -1,4 +1,4 @@
-"""Cells in Kubernetes, on a real API server: who writes from an old version does not, and a Lease shows who leads."""
+"""The compare-and-swap store in Kubernetes, on a real API server."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from covey.kubernetes.cas_store import KubernetesCasStore
 from covey.storage.cas_journal import open_cas_journal
 
 
-def test_cells_compare_versions_and_the_lease_is_readable(kubernetes: Kubernetes) -> None:
+def test_put_compares_versions_and_lease_shows_the_holder(kubernetes: Kubernetes) -> None:
     async def check() -> None:
         one, two = (KubernetesCasStore(kubernetes.api, kubernetes.namespace, "sched") for _ in range(2))
         assert await one.get("lease") == (b"", 0)
-        mine, theirs = (msgspec.json.encode(LeaseRecord(token, name, 0)) for token, name in ((1, "a"), (2, "b")))
-        first = await one.put("lease", mine, 0)
-        assert first is not None and await two.put("lease", theirs, 0) is None
-        second = await two.put("lease", theirs, first)
-        assert second is not None and await one.put("lease", mine, first) is None
-        assert await one.get("lease") == (theirs, second)
+        value_a, value_b = (msgspec.json.encode(LeaseRecord(token, name, 0)) for token, name in ((1, "a"), (2, "b")))
+        first = await one.put("lease", value_a, 0)
+        assert first is not None and await two.put("lease", value_b, 0) is None
+        second = await two.put("lease", value_b, first)
+        assert second is not None and await one.put("lease", value_a, first) is None
+        assert await one.get("lease") == (value_b, second)
         spec = (await kubernetes.api.get(LEASE, kubernetes.namespace, "sched-lease"))["spec"]
         assert (spec["holderIdentity"], spec["leaseTransitions"]) == ("b", 2)
         journal = await open_cas_journal(one, token=2, job="j", worker_num=1, server_num=0)

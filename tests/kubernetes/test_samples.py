@@ -1,4 +1,4 @@
-"""Every sample of config/samples, applied as it is and run to its end."""
+"""Every sample of config/samples, applied unchanged, succeeds."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ covey run --no-live --local 1 $1/$3
 """
 
 
-def prepared(kubernetes: Kubernetes) -> None:
-    """The folders that the samples mount, with what they run."""
-    folder = kubernetes.folder / "host"
-    (folder / "scripts").mkdir(parents=True)
+def prepare(kubernetes: Kubernetes) -> None:
+    """Create the directories that the samples mount, with the scripts that they run."""
+    directory = kubernetes.folder / "host"
+    (directory / "scripts").mkdir(parents=True)
     for name in ("train.py", "train_and_eval_distribute.py", "pretrain_gpt.py"):
-        (folder / name).write_text(JOIN)
-    (folder / "scripts" / "train_start.sh").write_text(START)
-    kubernetes.kubelet.paths = {"/absolute_path": str(folder), "/job/code": str(folder)}
+        (directory / name).write_text(JOIN)
+    (directory / "scripts" / "train_start.sh").write_text(START)
+    kubernetes.kubelet.paths = {"/absolute_path": str(directory), "/job/code": str(directory)}
     kubernetes.kubelet.environment = {"MS_SCHED_MANAGE_PORT": "0"}
 
 
 @pytest.mark.parametrize("path", sorted(SAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
-def test_a_sample_runs_to_its_end(kubernetes: Kubernetes, path: Path) -> None:
-    prepared(kubernetes)
+def test_sample_succeeds(kubernetes: Kubernetes, path: Path) -> None:
+    prepare(kubernetes)
     kubernetes.operator()
     sample: dict[str, Any] = yaml.safe_load(path.read_text())
     name, kind = sample["metadata"]["name"], ASCENDJOB if sample["kind"] == "AscendJob" else MSJOB
     kubernetes.apply(sample)
-    kubernetes.until(name, "Succeeded", kind)
+    kubernetes.wait_for_condition(name, "Succeeded", kind)
     roles = sample["spec"].get("msReplicaSpecs") or sample["spec"]["replicaSpecs"]
     per_pod = int(sample["metadata"].get("annotations", {}).get("covey/processes-per-pod", 1))
     world = per_pod * sum(role["replicas"] for key, role in roles.items() if key in ("Worker", "Master"))
     expected = 1 if "enableDynamicWorker" in sample["spec"] else world
-    kubernetes.heard(f"{name}-worker-0", f"world={expected}")
-    kubernetes.heard(f"{name}-worker-0", "done")
+    kubernetes.wait_for_log(f"{name}-worker-0", f"world={expected}")
+    kubernetes.wait_for_log(f"{name}-worker-0", "done")

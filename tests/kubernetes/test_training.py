@@ -1,4 +1,4 @@
-"""covey inside the pods: what runs, and what a death of a pod or of a process leads to."""
+"""Jobs whose pods run covey: recovery after the failure of a pod or of a process."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from covey.kubernetes.api_client import KubeObject
 
 GRACE = {"fault-scheduling": "grace"}
 WORKERS = 2
-SLOW_S = 150.0  # every process imports torch, and they share what processors there are
+SLOW_S = 150.0  # every process imports torch, on few processors
 
 
 def scripts(kubernetes: Kubernetes) -> dict[str, str]:
-    """The scripts as files, and what their processes need to know."""
+    """Write the scripts, set the environment of the pods, and return the paths by name."""
     for name, text in (("count.py", COUNT), ("loop.py", LOOP), ("stays.py", STAYS)):
         (kubernetes.folder / name).write_text(text)
     kubernetes.kubelet.environment = {"GO": str(kubernetes.folder / "go"), "MS_SCHED_MANAGE_PORT": "0"}
@@ -47,28 +47,28 @@ def hashes(kubernetes: Kubernetes, name: str) -> list[str]:
     return [match for log in logs for match in re.findall(r"HASH (\w+)", log)]
 
 
-def test_a_script_in_every_role(kubernetes: Kubernetes) -> None:
+def test_same_script_runs_in_every_role(kubernetes: Kubernetes) -> None:
     script = scripts(kubernetes)["count"]
     kubernetes.operator()
     kubernetes.apply(training("count", ["python", script], ["python", script]))
-    kubernetes.until("count", "Succeeded")
+    kubernetes.wait_for_condition("count", "Succeeded")
     logs = [kubernetes.kubelet.log(f"count-worker-{index}") for index in range(WORKERS)]
     assert sorted(re.findall(r"rank=(\d)", "".join(logs))) == ["0", "1"] and all("total 30.0" in log for log in logs)
 
 
 @pytest.mark.timeout(300)
-def test_recover_replaces_a_pod_and_the_others_go_on(kubernetes: Kubernetes) -> None:
+def test_recover_replaces_the_pod_of_rank_0_within_the_step(kubernetes: Kubernetes) -> None:
     script = scripts(kubernetes)["loop"]
     kubernetes.operator()
     kubernetes.apply(training("loop", ["python", script], ["python", script], "recover", workers=3))
     for index in range(3):
-        kubernetes.heard(f"loop-worker-{index}", "step 4", SLOW_S)
+        kubernetes.wait_for_log(f"loop-worker-{index}", "step 4", SLOW_S)
     before = kubernetes.pods("loop")
     first = next(name for name in before if "rank=0" in kubernetes.kubelet.log(name))  # rank 0 is not special
     kubernetes.kubelet.kill(first)
     kubernetes.wait(lambda: _uid(kubernetes, first) not in ("", before[first]["metadata"]["uid"]), "a replacement")
     (kubernetes.folder / "go").touch()
-    status = kubernetes.until("loop", "Succeeded", deadline_s=SLOW_S)
+    status = kubernetes.wait_for_condition("loop", "Succeeded", deadline_s=SLOW_S)
     after = kubernetes.pods("loop")
     assert after[first]["spec"]["nodeName"] != before[first]["spec"]["nodeName"]
     others = [name for name in before if name != first and "worker" in name]
@@ -78,19 +78,21 @@ def test_recover_replaces_a_pod_and_the_others_go_on(kubernetes: Kubernetes) -> 
     assert status["restartsTotal"] == 1
 
 
-def test_a_scheduler_that_dies_is_started_again_in_its_pod_and_everybody_stays(kubernetes: Kubernetes) -> None:
+def test_restarted_scheduler_container_keeps_all_workers(kubernetes: Kubernetes) -> None:
     command = ["python", scripts(kubernetes)["stays"]]
     kubernetes.operator()
     roles = {"Scheduler": replica(1, command, "OnFailure"), "Worker": replica(2, command)}
-    notes = {"recover-strategy": "recover"}
-    kubernetes.apply(job("stays", roles=roles, labels=GRACE, annotations=notes, successPolicy="AllWorkers"))
+    annotations = {"recover-strategy": "recover"}
+    kubernetes.apply(job("stays", roles=roles, labels=GRACE, annotations=annotations, successPolicy="AllWorkers"))
     for index in range(2):
-        kubernetes.heard(f"stays-worker-{index}", "rank=", SLOW_S)
+        kubernetes.wait_for_log(f"stays-worker-{index}", "rank=", SLOW_S)
     before = kubernetes.pods("stays")
     kubernetes.kubelet.kill("stays-scheduler-0")
-    kubernetes.wait(lambda: kubernetes.kubelet.log("stays-scheduler-0").count("re-attached") == 2, "both to be back", SLOW_S)
+    kubernetes.wait(
+        lambda: kubernetes.kubelet.log("stays-scheduler-0").count("re-attached") == 2, "both workers to reconnect", SLOW_S
+    )
     (kubernetes.folder / "go").touch()
-    status = kubernetes.until("stays", "Succeeded", deadline_s=SLOW_S)
+    status = kubernetes.wait_for_condition("stays", "Succeeded", deadline_s=SLOW_S)
     after = kubernetes.pods("stays")
     assert all(after[name]["metadata"]["uid"] == before[name]["metadata"]["uid"] for name in after)
     assert all(kubernetes.kubelet.log(f"stays-worker-{index}").count("rank=") == 1 for index in range(2))
@@ -105,19 +107,19 @@ def _uid(kubernetes: Kubernetes, name: str) -> str:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("command", [["covey", "run", "--no-live", "--tail_worker_log", "-1"], ["python"]], ids=["run", "init"])
 @pytest.mark.long
-def test_recover_in_place_does_not_touch_the_pod(kubernetes: Kubernetes, command: list[str]) -> None:
-    """With `covey run` in the container, or a script whose covey.init() stays behind."""
+def test_recover_in_place_restarts_the_process_in_its_pod(kubernetes: Kubernetes, command: list[str]) -> None:
+    """The supervisor in the container is `covey run`, or the script's covey.init()."""
     script = scripts(kubernetes)["loop"]
     kubernetes.operator()
     worker = [*command, script]
     kubernetes.apply(training("place", ["python", "-c", "import covey; covey.init()"], worker, "recover-in-place"))
     for index in range(WORKERS):
-        kubernetes.heard(f"place-worker-{index}", "step 4", SLOW_S)
+        kubernetes.wait_for_log(f"place-worker-{index}", "step 4", SLOW_S)
     before = kubernetes.pods("place")
     [victim] = re.findall(r"pid=(\d+)", kubernetes.kubelet.log("place-worker-1"))
     os.kill(int(victim), signal.SIGKILL)
     (kubernetes.folder / "go").touch()
-    status = kubernetes.until("place", "Succeeded", deadline_s=SLOW_S)
+    status = kubernetes.wait_for_condition("place", "Succeeded", deadline_s=SLOW_S)
     after = kubernetes.pods("place")
     assert {name: pod["metadata"]["uid"] for name, pod in after.items()} == {
         name: pod["metadata"]["uid"] for name, pod in before.items()
@@ -127,51 +129,51 @@ def test_recover_in_place_does_not_touch_the_pod(kubernetes: Kubernetes, command
 
 @pytest.mark.timeout(300)
 @pytest.mark.long
-def test_a_process_that_comes_back_from_a_lost_node_is_fenced(kubernetes: Kubernetes) -> None:
-    """The node falls silent with its process (stopped); the replacement finishes the training; then the process wakes up."""
+def test_process_returning_from_a_lost_node_is_refused(kubernetes: Kubernetes) -> None:
+    """The node is lost and its process stopped; after the replacement has joined, the process is continued."""
     script = scripts(kubernetes)["loop"]
     kubernetes.kubelet.environment["MS_NODE_TIMEOUT"] = "3"
     kubernetes.operator()
-    asked = training("fence", ["python", script], ["python", script], "recover")
-    asked["metadata"]["annotations"]["covey/node-lost-seconds"] = "0.2"
-    kubernetes.apply(asked)
+    source = training("fence", ["python", script], ["python", script], "recover")
+    source["metadata"]["annotations"]["covey/node-lost-seconds"] = "0.2"
+    kubernetes.apply(source)
     for index in range(WORKERS):
-        kubernetes.heard(f"fence-worker-{index}", "step 4", SLOW_S)
+        kubernetes.wait_for_log(f"fence-worker-{index}", "step 4", SLOW_S)
     pods = kubernetes.pods("fence")
-    crowded = Counter(pod["spec"]["nodeName"] for pod in pods.values())
-    lost = next(name for name, pod in pods.items() if "worker" in name and crowded[pod["spec"]["nodeName"]] == 1)
+    pods_per_node = Counter(pod["spec"]["nodeName"] for pod in pods.values())
+    lost = next(name for name, pod in pods.items() if "worker" in name and pods_per_node[pod["spec"]["nodeName"]] == 1)
     old = kubernetes.kubelet.pid(lost)
     os.killpg(old, signal.SIGSTOP)
-    kubernetes.do(kubernetes.kubelet.lose(pods[lost]["spec"]["nodeName"]))
+    kubernetes.do(kubernetes.kubelet.lose_node(pods[lost]["spec"]["nodeName"]))
     kubernetes.wait(lambda: _uid(kubernetes, lost) not in ("", pods[lost]["metadata"]["uid"]), "a replacement")
     (kubernetes.folder / "go").touch()
     kubernetes.wait(lambda: kubernetes.kubelet.log(lost).count("pid=") == 2, "the replacement to join", SLOW_S)
     os.killpg(old, signal.SIGCONT)
-    kubernetes.until("fence", "Succeeded", deadline_s=SLOW_S)
-    kubernetes.wait(lambda: not psutil.pid_exists(old) or psutil.Process(old).status() == psutil.STATUS_ZOMBIE, "it to end")
+    kubernetes.wait_for_condition("fence", "Succeeded", deadline_s=SLOW_S)
+    kubernetes.wait(lambda: not psutil.pid_exists(old) or psutil.Process(old).status() == psutil.STATUS_ZOMBIE, "it to exit")
     assert len(set(hashes(kubernetes, "fence"))) == 1 and len(hashes(kubernetes, "fence")) == WORKERS
 
 
 @pytest.mark.timeout(300)
-def test_a_pod_of_covey_run_that_is_killed_is_replaced_and_the_others_go_on(kubernetes: Kubernetes) -> None:
-    """The operator tells the scheduler inside that the pod is over: nobody waits for the node timeout, which is long here."""
+def test_killed_covey_run_pod_is_replaced_within_the_step(kubernetes: Kubernetes) -> None:
+    """The operator reports the pod as gone to the job's scheduler, which therefore does not wait for the long node timeout."""
     script = scripts(kubernetes)["loop"]
     kubernetes.kubelet.environment["MS_NODE_TIMEOUT"] = "600"
     kubernetes.operator()
     scheduler = replica(1, ["python", "-c", "import covey; covey.init()"])
     scheduler["template"]["spec"]["containers"][0]["env"] = [{"name": "MS_SCHED_MANAGE_PORT", "value": str(free_port())}]
     roles = {"Scheduler": scheduler, "Worker": replica(2, ["covey", "run", "--no-live", "--tail_worker_log", "-1", script])}
-    notes = {"recover-strategy": "recover-in-place,recover"}
-    kubernetes.apply(job("again", roles=roles, labels=GRACE, annotations=notes, successPolicy="AllWorkers"))
+    annotations = {"recover-strategy": "recover-in-place,recover"}
+    kubernetes.apply(job("again", roles=roles, labels=GRACE, annotations=annotations, successPolicy="AllWorkers"))
     for index in range(2):
-        kubernetes.heard(f"again-worker-{index}", "step 4", SLOW_S)
-    kubernetes.wait(lambda: kubernetes.status("again").get("progress", {}).get("step", 0) >= 4, "the operator to look inside")
+        kubernetes.wait_for_log(f"again-worker-{index}", "step 4", SLOW_S)
+    kubernetes.wait(lambda: kubernetes.status("again").get("progress", {}).get("step", 0) >= 4, "progress in status")
     before = kubernetes.pods("again")
     kubernetes.kubelet.kill("again-worker-1")
     kubernetes.wait(lambda: kubernetes.kubelet.log("again-worker-1").count("rank=1") == 2, "rank 1 in the next pod", SLOW_S)
     (kubernetes.folder / "go").touch()
-    status = kubernetes.until("again", "Succeeded", deadline_s=SLOW_S)
+    status = kubernetes.wait_for_condition("again", "Succeeded", deadline_s=SLOW_S)
     after = kubernetes.pods("again")
     assert {name for name in after if after[name]["metadata"]["uid"] != before[name]["metadata"]["uid"]} == {"again-worker-1"}
-    assert kubernetes.kubelet.log("again-worker-0").count("pid=") == 1, "rank 0 is in its process"
+    assert kubernetes.kubelet.log("again-worker-0").count("pid=") == 1, "rank 0 keeps its process"
     assert status["restartsTotal"] == 1 and len(set(hashes(kubernetes, "again"))) == 1

@@ -1,8 +1,8 @@
-"""Scripts that pods run: small, of covey, with a file that holds them back so that a test can act in the middle."""
+"""Small covey scripts for pods; some wait for a file, so that a test can act during the training."""
 
 from __future__ import annotations
 
-# Joins and is done: no collective, so no torch.
+# Joins and exits; without a collective, so without torch.
 JOIN = """
 import covey
 
@@ -11,7 +11,7 @@ print(f"rank={covey.get_rank()} world={covey.get_group_size()}", flush=True)
 print("done", flush=True)
 """
 
-# Joins, and stays until the file GO exists.
+# Joins and waits until the file GO exists.
 STAYS = """
 import os, pathlib, time
 import covey
@@ -22,7 +22,7 @@ while not pathlib.Path(os.environ["GO"]).exists():
     time.sleep(0.05)
 """
 
-# Trains on numpy arrays: the mean over all workers of a number, step by step.
+# 20 steps of an all-reduce on numpy arrays.
 COUNT = """
 import os, pathlib, sys, time
 import covey, numpy
@@ -37,7 +37,7 @@ for step in range(20):
 print(f"total {total}", flush=True)
 """
 
-# A loop that heals; it waits at step 5 until the file GO exists, and prints a hash of its parameters at the end.
+# A covey.Loop that waits at step 5 until the file GO exists, and prints a hash of its parameters at the end.
 LOOP = """
 import hashlib, os, pathlib, time
 import covey, torch
@@ -62,7 +62,7 @@ for x, y in loop:
 print("HASH", hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters())).hexdigest(), flush=True)
 """
 
-# A loop that goes on, a step every few hundredths of a second, until the file GO exists; it says how large its world is.
+# A covey.Loop with a step of at least 30 ms that runs until the file GO exists and prints its world size.
 LONG = """
 import os, pathlib, time
 import covey, numpy, torch

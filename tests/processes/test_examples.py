@@ -210,8 +210,9 @@ def test_a_folder_without_mnist_is_one_sentence(examples: Examples, tmp_path: Pa
     missing = load(examples, tmp_path / "empty")
     assert missing.code == 1
     assert missing.text() == (
-        f"DATA_PATH={tmp_path / 'empty'} holds no train-images-idx3-ubyte, plain or .gz: name a folder with MNIST's idx files, "
-        "or unset DATA_PATH to train on the digits that come with covey.\n"
+        f"DATA_PATH={tmp_path / 'empty'} has no train-images-idx3-ubyte, plain or .gz: "
+        "set it to a directory with MNIST's idx files, "
+        "or unset DATA_PATH to train on the digits that are shipped with covey.\n"
     )
 
 
@@ -220,8 +221,8 @@ def test_damaged_mnist_is_one_sentence(examples: Examples, tmp_path: Path) -> No
     images = tmp_path / "mnist/train-images-idx3-ubyte"
     images.write_bytes(images.read_bytes()[:-1])
     short = load(examples, tmp_path / "mnist")
-    assert (short.code, short.text()) == (1, f"{images} is not a complete idx file of 3 dimension(s): get it again.\n")
+    assert (short.code, short.text()) == (1, f"{images} is not a complete idx file of 3 dimension(s): download it again.\n")
     write_idx(images, np.zeros((3, 28, 28)))
     unequal = load(examples, tmp_path / "mnist")
     assert unequal.code == 1
-    assert unequal.text() == f"DATA_PATH={tmp_path / 'mnist'} has 3 train images but 480 labels: get the files again.\n"
+    assert unequal.text() == f"DATA_PATH={tmp_path / 'mnist'} has 3 train images but 480 labels: download the files again.\n"

@@ -68,7 +68,7 @@ def test_check_ends_at_its_deadline_with_a_message(tmp_path: Path, monkeypatch: 
     write_record("scale", tmp_path / "record.json", monkeypatch)
     monkeypatch.setattr(check, "QUICK", tmp_path)
     monkeypatch.setattr(check, "CHECK_LIMIT_S", 0.0)
-    with pytest.raises(SystemExit, match=r"the check did not end within .* stopped in bench\.scale"):
+    with pytest.raises(SystemExit, match=r"the check did not finish within .* stopped in bench\.scale"):
         check.check(["scale"], trials=1, cores=2)
 
 

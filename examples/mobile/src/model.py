@@ -1,6 +1,7 @@
-"""LeNet-5 for 62 classes of 32 x 32 colour images (digits and letters), as arrays: a server adds models, it does not run them.
+"""LeNet-5 for 62 classes of 32 x 32 colour images (digits and letters), as arrays: a server aggregates models without running
+them.
 
-A torch module would do as well: `covey.federated.run(LeNet5())`.
+A torch module is possible as well: `covey.federated.run(LeNet5())`.
 """
 
 import numpy as np
@@ -20,7 +21,7 @@ SHAPES = {
 
 
 def lenet5(seed=1):
-    """Fresh weights: normal, with a spread that keeps activations steady; biases are zero."""
+    """Return initial weights: normally distributed (He initialization); biases are zero."""
     draw = np.random.default_rng(seed)
     model = {}
     for name, shape in SHAPES.items():

@@ -1,8 +1,8 @@
-"""The Kubernetes API in the few verbs the operator uses, on plain dicts. The only module that knows the client library.
+"""Client of the Kubernetes API on plain dicts, with the few verbs that the operator uses.
 
-lightkube finds the cluster and proves who we are (kubeconfig, service account, tokens that change, exec plugins). Objects stay
-dicts, because the plan works on what the server says and not on a model of it; requests go through `http`, because lightkube's
-own client cost four times the rest of the operator.
+lightkube finds the cluster and provides the credentials: kubeconfig, service account, rotating tokens, exec plugins. No other
+module uses it. Objects stay dicts, because a plan works on the server's data and not on a model of it. Requests go through
+`http_client`, because lightkube's client needed four times the CPU time of the rest of the operator.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ KubeObject = dict[str, Any]
 
 PAGE_SIZE = 500
 REQUEST_TIMEOUT_S = 20.0
-WATCH_DURATION_S = 60  # after which the server ends a watch by itself, and it goes on from the last version
-WATCH_SILENCE_MAX_S = 75.0  # a longer silence is a dead connection
-CONCURRENT_REQUESTS_MAX = 8  # requests at once: more of them cost the server more and bring nothing sooner
+WATCH_DURATION_S = 60  # the server ends a watch after this time; the next one continues from the last version
+WATCH_SILENCE_MAX_S = 75.0  # a watch without data for longer has a dead connection
+CONCURRENT_REQUESTS_MAX = 8  # more cost the server more and complete no sooner
 UNAUTHORIZED = 401
-ERROR_TEXT_MAX = 200  # characters of another library's complaint
+ERROR_TEXT_MAX = 200  # characters quoted of another library's error message
 METADATA_ONLY_HEADERS = {"Accept": "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1,application/json"}
 
 
 class ResourceKind(NamedTuple):
-    """A kind of object: where it lives in the API."""
+    """A kind of object and its path in the API."""
 
     root: str
     plural: str
@@ -62,11 +62,11 @@ ASCENDJOB = ResourceKind("apis/mindxdl.gitee.com/v1", "ascendjobs", "AscendJob")
 POD_GROUP = ResourceKind("apis/scheduling.volcano.sh/v1beta1", "podgroups", "PodGroup")
 
 NOT_FOUND = 404
-CONFLICT = 409  # it is there already, or is no longer as it was
+CONFLICT = 409  # the object exists already, or has another resourceVersion or UID
 
 
 class ApiError(PeerError):
-    """The API server said no, or did not answer (code 0)."""
+    """Error response of the API server; `code` is the HTTP status, 0 if there was no response."""
 
     def __init__(self, code: int, reason: str, message: str) -> None:
         super().__init__(message, ExitCode.UNREACHABLE if code == 0 else ExitCode.REFUSED)
@@ -79,21 +79,21 @@ class ApiError(PeerError):
 
 
 class Page(NamedTuple):
-    """All objects of a list, and the version of the world they are from."""
+    """All objects of a list, and the resourceVersion from which a watch can continue."""
 
     items: list[KubeObject]
     version: str
 
 
 class ApiCredentials:
-    """Who we are to the server: the headers that say so, found by lightkube's way, and found anew when they no longer hold."""
+    """Authorization header, obtained from lightkube's auth flow and cached until the server refuses it."""
 
     def __init__(self, auth: httpx2.Auth | None) -> None:
         self._auth = auth
         self._headers: dict[str, str] | None = None if auth is not None else {}
 
     async def auth_headers(self, *, refused: bool = False) -> dict[str, str]:
-        """`refused`: the ones given last were not accepted."""
+        """Return the authorization header, {} if the user has none. `refused`: the last one got 401, so obtain a new one."""
         if self._auth is not None and (self._headers is None or refused):
             flow = self._auth.async_auth_flow(httpx2.Request("GET", "https://kubernetes"))
             request = await anext(flow)
@@ -120,7 +120,7 @@ class Api:
         self._http.close()
 
     async def get_api_resources(self, group: str, version: str) -> KubeObject:
-        """What the server serves of a group; code 404 where it does not know it."""
+        """Return the resources of an API group; `ApiError` 404 if the server does not have it."""
         return await self._request("GET", f"/apis/{group}/{version}")
 
     async def get(self, kind: ResourceKind, namespace: str, name: str, sub: str = "") -> KubeObject:
@@ -136,21 +136,21 @@ class Api:
         *,
         brief: bool = False,
     ) -> KubeObject:
-        """`brief`: the answer has the object's metadata only, which costs the server and us less."""
+        """Create an object; `ApiError` 409 if it exists. With `brief` the response has its metadata only, which is cheaper."""
         return await self._request("POST", kind.path(namespace, name, sub), body=obj, brief=brief)
 
     async def replace(
         self, kind: ResourceKind, namespace: str, obj: Mapping[str, Any], sub: str = "", *, brief: bool = False
     ) -> KubeObject:
-        """Put an object in the place of the version it names; another writer in between is code 409."""
+        """Replace the version of an object that `obj` names; `ApiError` 409 if another writer was faster."""
         return await self._request("PUT", kind.path(namespace, obj["metadata"]["name"], sub), body=obj, brief=brief)
 
     async def patch(self, kind: ResourceKind, namespace: str, name: str, patch: Mapping[str, Any], sub: str = "") -> KubeObject:
-        """A merge patch."""
+        """Send a JSON merge patch; return the patched object."""
         return await self._request("PATCH", kind.path(namespace, name, sub), body=patch, content="application/merge-patch+json")
 
     async def apply(self, kind: ResourceKind, namespace: str, obj: Mapping[str, Any], manager: str) -> KubeObject:
-        """Server-side apply."""
+        """Send a server-side apply, which takes over conflicting fields of other managers."""
         return await self._request(
             "PATCH",
             kind.path(namespace, obj["metadata"]["name"]),
@@ -162,7 +162,11 @@ class Api:
     async def delete(
         self, kind: ResourceKind, namespace: str, name: str, *, uid: str = "", grace: int | None = None
     ) -> KubeObject:
-        """What it owns goes in the background. With `uid`, nothing else of that name is hit."""
+        """Delete an object; the server deletes the objects it owns in the background.
+
+        With `uid`, an object of the same name with another UID gets `ApiError` 409. `grace` is in seconds; None: the object's
+        default.
+        """
         options: KubeObject = {"propagationPolicy": "Background"}
         if uid:
             options["preconditions"] = {"uid": uid}
@@ -171,13 +175,13 @@ class Api:
         return await self._request("DELETE", kind.path(namespace, name), body=options)
 
     async def stream_log(self, namespace: str, pod: str, container: str, *, follow: bool) -> AsyncIterator[str]:
-        """The lines of a container's log."""
+        """Yield the lines of a container's log; with `follow`, until the container ends."""
         query = {"container": container, "follow": str(follow).lower()}
         async for line in self._stream_lines(POD.path(namespace, pod, "log"), query, None):
             yield line.decode(errors="replace")
 
     async def list(self, kind: ResourceKind, namespace: str = "", selector: str = "") -> Page:
-        """Every object of a kind, in pages."""
+        """Return all objects of a kind, requested in pages of PAGE_SIZE. "" as namespace: all namespaces."""
         items: list[KubeObject] = []
         query: dict[str, str] = {"limit": str(PAGE_SIZE), **({"labelSelector": selector} if selector else {})}
         while True:
@@ -191,7 +195,10 @@ class Api:
     async def watch(
         self, kind: ResourceKind, version: str, namespace: str = "", selector: str = ""
     ) -> AsyncIterator[tuple[str, KubeObject]]:
-        """What changes after a version: ADDED, MODIFIED, DELETED, BOOKMARK. Too old a version is code 410."""
+        """Yield the changes after a version: ADDED, MODIFIED, DELETED or BOOKMARK with the object.
+
+        The server ends the watch after WATCH_DURATION_S. `ApiError` 410 if the version is too old.
+        """
         query = {
             "watch": "true",
             "allowWatchBookmarks": "true",
@@ -206,7 +213,7 @@ class Api:
                 raise ApiError(int(status.get("code", 500)), str(status.get("reason", "")), str(status.get("message", "")))
             yield event["type"], event["object"]
 
-    # -- bytes -------------------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------------------------
 
     async def _request(
         self,
@@ -222,18 +229,18 @@ class Api:
         extra = {**({"Content-Type": content} if data is not None else {}), **(METADATA_ONLY_HEADERS if brief else {})}
         try:
             async with self._request_slots:
-                answer = await self._http.request(
+                response = await self._http.request(
                     method, path, query, {**await self._credentials.auth_headers(), **extra}, data
                 )
-                if answer.status == UNAUTHORIZED:
+                if response.status == UNAUTHORIZED:
                     headers = {**await self._credentials.auth_headers(refused=True), **extra}
-                    answer = await self._http.request(method, path, query, headers, data)
+                    response = await self._http.request(method, path, query, headers, data)
         except (OSError, TimeoutError, ConfigError) as error:
             raise self._unreachable_error(error) from None
-        if answer.status >= 400:
-            raise _error_from_response(answer.status, answer.body, f"{method} {path}")
-        found: KubeObject = msgspec.json.decode(answer.body)
-        return found
+        if response.status >= 400:
+            raise _error_from_response(response.status, response.body, f"{method} {path}")
+        obj: KubeObject = msgspec.json.decode(response.body)
+        return obj
 
     async def _stream_lines(self, path: str, query: Mapping[str, str], silence_s: float | None) -> AsyncIterator[bytes]:
         try:
@@ -242,7 +249,7 @@ class Api:
                     yield part
                 elif part.status >= 400:
                     if part.status == UNAUTHORIZED:
-                        await self._credentials.auth_headers(refused=True)  # for the next try
+                        await self._credentials.auth_headers(refused=True)  # obtain a new one for the next attempt
                     raise _error_from_response(part.status, part.body, f"GET {path}")
         except (OSError, TimeoutError, ConfigError) as error:
             raise self._unreachable_error(error) from None
@@ -259,24 +266,27 @@ def _error_from_response(code: int, content: bytes, what: str) -> ApiError:
     except (msgspec.DecodeError, AttributeError):
         reason, message = "", content[:200].decode(errors="replace")
     if code == UNAUTHORIZED:
-        message = "the API server does not accept the kubeconfig's user (its token or certificate may have run out)"
+        message = "the API server does not accept the kubeconfig's user: its token or certificate may have expired"
     return ApiError(code, reason, f"{message} ({what}: {code} {reason})")
 
 
 def connect(kubeconfig: str = "", context: str = "") -> Api:
-    """The API server that a file, the service account of this pod, $KUBECONFIG or ~/.kube/config names."""
+    """Return a client for the API server of a kubeconfig. Raise `UsageError` if there is none.
+
+    Without `kubeconfig` the first of these is used: the pod's service account, $KUBECONFIG, ~/.kube/config.
+    """
     try:
         found = KubeConfig.from_file(Path(kubeconfig)) if kubeconfig else KubeConfig.from_env()
         if context and context not in found.contexts:
             known = ", ".join(sorted(found.contexts)) or "none"
-            raise UsageError(f"the kubeconfig has no context {context}: --context may be {known}")
+            raise UsageError(f"--context {context} is not in the kubeconfig: expected one of {known}")
         single = found.get(context_name=context or None)
         if single is None or single.user is None:
-            raise UsageError("the kubeconfig names no current context with a user: kubectl config use-context NAME sets one")
+            raise UsageError("the kubeconfig has no current context with a user: set one with kubectl config use-context NAME")
         return Api(single)
     except (ConfigError, FileNotFoundError) as error:
-        raise UsageError(f"no Kubernetes cluster is known: {error}; set KUBECONFIG or give --kubeconfig FILE") from None
+        raise UsageError(f"no Kubernetes cluster is configured: {error}; set KUBECONFIG or give --kubeconfig FILE") from None
     except (OSError, yaml.YAMLError, LookupError, AttributeError, TypeError, ValueError) as error:
         where = kubeconfig or os.environ.get("KUBECONFIG") or "~/.kube/config"
         why = " ".join(str(error).split())[:ERROR_TEXT_MAX]
-        raise UsageError(f"the kubeconfig {where} cannot be read as one: {type(error).__name__}: {why}") from None
+        raise UsageError(f"the kubeconfig {where} cannot be read: {type(error).__name__}: {why}") from None

@@ -1,7 +1,7 @@
-"""Cells in Kubernetes, for schedulers that agree there who leads: the lease is a Lease, everything else a ConfigMap.
+"""Compare-and-swap store in Kubernetes, with which schedulers elect their leader.
 
-The object's resourceVersion is the cell's version, which Kubernetes compares at each change. A Lease shows its holder to
-`kubectl get leases`; the cell itself is in an annotation.
+The key `lease` is a Lease object, every other key a ConfigMap. The version of a value is the object's resourceVersion, which
+the API server compares in each write. A Lease shows its holder in `kubectl get leases`; the value itself is in an annotation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ VALUE_ANNOTATION = "covey.io/cell"
 
 
 class KubernetesCasStore:
-    """Objects named NAME-KEY in a namespace."""
+    """Store whose values are objects named NAME-KEY in a namespace. All methods raise `StoreError` if a request fails."""
 
     def __init__(self, api: Api, namespace: str, name: str) -> None:
         self._api = api
@@ -29,12 +29,13 @@ class KubernetesCasStore:
 
     @classmethod
     def from_name(cls, where: str) -> KubernetesCasStore:
-        """From `[NAMESPACE/]NAME`, in the cluster this process is in or that its kubeconfig names."""
+        """Return the store `[NAMESPACE/]NAME` in the cluster of this pod or of the kubeconfig."""
         namespace, _, name = where.rpartition("/")
         api = connect()
         return cls(api, namespace or api.namespace, name)
 
     async def get(self, key: str) -> tuple[bytes, int]:
+        """Return value and version; b"" and 0 if the key does not exist."""
         try:
             obj = await self._api.get(_resource_kind(key), self._namespace, self._object_name(key))
         except ApiError as error:
@@ -44,6 +45,7 @@ class KubernetesCasStore:
         return _read_value(key, obj), int(obj["metadata"]["resourceVersion"])
 
     async def put(self, key: str, value: bytes, version: int) -> int | None:
+        """Write a value if the key has this version (0: does not exist). Return the new version; None if it has another."""
         obj = self._make_object(key, value, version)
         try:
             if version:
@@ -67,10 +69,10 @@ class KubernetesCasStore:
         if kind is CONFIG_MAP:
             data = {key: base64.b64encode(value).decode()}
             return {"apiVersion": "v1", "kind": kind.name, "metadata": metadata, "binaryData": data}
-        cell = msgspec.json.decode(value, type=LeaseRecord)
+        record = msgspec.json.decode(value, type=LeaseRecord)
         metadata["annotations"] = {VALUE_ANNOTATION: value.decode()}
         now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
-        spec = {"holderIdentity": cell.holder, "renewTime": now, "leaseTransitions": cell.token}
+        spec = {"holderIdentity": record.holder, "renewTime": now, "leaseTransitions": record.token}
         return {"apiVersion": "coordination.k8s.io/v1", "kind": kind.name, "metadata": metadata, "spec": spec}
 
     def _object_name(self, key: str) -> str:

@@ -1,7 +1,7 @@
-"""One job at a time: read what is, ask for a plan, carry it out.
+"""Controller of one kind of job: observe a job in the caches, compute its plan, write the status, carry out the actions.
 
-Nothing is decided here. Whatever goes wrong on the way (a conflict, a lost reply, a server that is away) ends this turn, and
-the name comes up again, later each time.
+`covey.core.jobs` makes the decisions. Any error (a conflict, a lost response, an unreachable server) ends the reconcile of that
+job, which is retried with exponential backoff.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ from covey.kubernetes.scheduler_client import SchedulerClients, SchedulerEndpoin
 from covey.kubernetes.work_queue import WorkQueue
 from covey.log import log
 
-CONCURRENT_ACTIONS_MAX = 16  # actions of one kind of one job
-RECOUNT_DELAY_S = 1.0  # how soon pods that were just created are counted, if nothing else happens to their job
+CONCURRENT_ACTIONS_MAX = 16  # per job
+RECOUNT_DELAY_S = 1.0  # a job is reconciled again this soon after it created pods, to update its counters
 
 
 class OwnedObjects:
-    """The pods and services of jobs of every kind, watched once."""
+    """Caches of the pods and services of all kinds of jobs, indexed by job and by node."""
 
     def __init__(self, pods: Reflector, services: Reflector) -> None:
         self.pods = pods
@@ -71,7 +71,7 @@ class OwnedObjects:
         services.listeners.append(self.services_by_job.update)
 
     def add_created_pod(self, pod: KubeObject) -> None:
-        """A pod of our own making: nobody need be woken for it."""
+        """Add a pod that this operator created, without notifying listeners."""
         self.pods.put(pod, notify=False)
         self._index_pod(pod)
 
@@ -81,13 +81,13 @@ class OwnedObjects:
 
 
 class Caches:
-    """What the operator sees of the world for one kind of job. `nodes` and `groups` None: not looked at."""
+    """Caches that the controller of one kind of job reads."""
 
     def __init__(self, jobs: Reflector, owned: OwnedObjects) -> None:
         self.jobs = jobs
         self.owned = owned
-        self.nodes: Reflector | None = None
-        self.pod_groups: Reflector | None = None
+        self.nodes: Reflector | None = None  # None: the operator may not list nodes
+        self.pod_groups: Reflector | None = None  # None: without a gang scheduler
 
 
 def _job_key(obj: KubeObject) -> ObjectKey:
@@ -96,12 +96,15 @@ def _job_key(obj: KubeObject) -> ObjectKey:
 
 
 def _scheduler_role(job: Job) -> ReplicaSpec:
-    """The role whose first pod the others call."""
+    """Return the role whose first pod the other pods connect to."""
     return next(iter(job.roles_with_duty(ReplicaDuty.SCHEDULER) or job.roles_with_duty(ReplicaDuty.WORKER)))
 
 
 class Controller:
-    """Jobs of one kind. `convert` turns an object of that kind into an MSJob."""
+    """Controller of the jobs of one kind. `convert` turns an object of that kind into an MSJob.
+
+    Without a `secret_key` the schedulers of jobs are not polled. `clock` returns seconds since 1970.
+    """
 
     def __init__(
         self,
@@ -118,7 +121,7 @@ class Controller:
         self.queue: WorkQueue[ObjectKey] = WorkQueue()
         self.scheduler_clients = SchedulerClients(self.queue.add)
         self._secret_key = secret_key
-        self.caches_filled = asyncio.Event()  # the caches are filled
+        self.caches_filled = asyncio.Event()  # no job is reconciled before
         self._api = api
         self.kind = kind
         self._caches = caches
@@ -133,7 +136,7 @@ class Controller:
         return self._caches.jobs
 
     async def run(self, workers: int) -> None:
-        """For ever, with so many jobs at once."""
+        """Reconcile jobs until cancelled, at most `workers` at the same time."""
         await self.caches_filled.wait()
         async with asyncio.TaskGroup() as group:
             group.create_task(self.events.run())
@@ -147,20 +150,20 @@ class Controller:
             try:
                 plan = await self.reconcile(key)
                 if plan is not None and any(isinstance(action, CreateService) for action in plan.actions):
-                    await self.reconcile(key)  # pods waited for its address: they need not wait for a turn as well
+                    await self.reconcile(key)  # the service has its address now, so pods can be created
                 self.queue.forget(key)
             except ApiError as error:
                 delay = self.queue.retry(key)
                 level = log.debug if error.code == CONFLICT else log.warning
-                level("%s/%s: %s; again in %.2f s", *key, error, delay)
+                level("%s/%s: reconcile failed: %s; retrying in %.2f s", *key, error, delay)
             except Exception:
                 self._metrics.errors.inc()
-                log.exception("%s/%s: the turn broke off; again in %.2f s", *key, self.queue.retry(key))
+                log.exception("%s/%s: reconcile failed with a defect; retrying in %.2f s", *key, self.queue.retry(key))
             finally:
                 self.queue.done(key)
 
     async def reconcile(self, key: ObjectKey) -> ReconcilePlan | None:
-        """One turn. None where there is no such job."""
+        """Reconcile one job and return its plan; None if the job does not exist. Raise `ApiError` if a request fails."""
         obj = self._caches.jobs.get(key)
         if obj is None:
             self.queue.drop(key)
@@ -197,7 +200,7 @@ class Controller:
         )
 
     def _update_polling(self, key: ObjectKey, obj: KubeObject, plan: ReconcilePlan) -> None:
-        """Look into the job's cluster while the pod of its scheduler runs."""
+        """Poll the job's scheduler while the job is Running or Restarting and the scheduler's pod runs."""
         status = plan.status if plan.status is not None else obj.get("status") or {}
         is_urgent = bool(status.get("scaling") or status.get("replacing"))
         self.scheduler_clients.set_endpoint(key, self._scheduler_endpoint(key, obj, status), is_urgent=is_urgent)
@@ -225,15 +228,18 @@ class Controller:
     async def _write_status(self, obj: KubeObject, status: Mapping[str, Any]) -> KubeObject:
         body = {**obj, "status": status}
         namespace = obj["metadata"]["namespace"]
-        answer = await self._api.replace(self.kind, namespace, body, "status", brief=True)
-        written = {**body, "metadata": answer["metadata"]}
+        response = await self._api.replace(self.kind, namespace, body, "status", brief=True)
+        written = {**body, "metadata": response["metadata"]}
         self._caches.jobs.put(written)
         return written
 
-    # -- carrying out ------------------------------------------------------------------------------------------------
+    # -- actions -----------------------------------------------------------------------------------------------------
 
     async def _apply_plan(self, obj: KubeObject, job: KubeObject, plan: ReconcilePlan) -> None:
-        """First what pods need, then pods, then the job itself. All are tried; the first that failed is told."""
+        """Carry out the actions of a plan in three batches: objects that pods need, pods, deletion of the job.
+
+        A batch is completed even if an action fails; then the first error is raised, and later batches are not begun.
+        """
         for action in plan.actions:
             if isinstance(action, RecordEvent):
                 self.events.record_event(obj, action)
@@ -241,16 +247,16 @@ class Controller:
             spec = parse_job(job)
         except InvalidJob:
             return
-        first = [a for a in plan.actions if not isinstance(a, RecordEvent | CreatePod | DeletePod | TerminatePod | DeleteJob)]
-        then = [a for a in plan.actions if isinstance(a, CreatePod | DeletePod | TerminatePod)]
-        last = [a for a in plan.actions if isinstance(a, DeleteJob)]
+        other = [a for a in plan.actions if not isinstance(a, RecordEvent | CreatePod | DeletePod | TerminatePod | DeleteJob)]
+        pods = [a for a in plan.actions if isinstance(a, CreatePod | DeletePod | TerminatePod)]
+        deletion = [a for a in plan.actions if isinstance(a, DeleteJob)]
         slots = asyncio.Semaphore(CONCURRENT_ACTIONS_MAX)
 
         async def apply(action: Action) -> None:
             async with slots:
                 await self._apply_action(obj, spec, action)
 
-        for batch in (first, then, last):
+        for batch in (other, pods, deletion):
             results = await asyncio.gather(*(apply(action) for action in batch), return_exceptions=True)
             for action, result in zip(batch, results, strict=True):
                 if isinstance(result, ApiError) and not result.is_transient and result.code != CONFLICT:
@@ -280,9 +286,7 @@ class Controller:
             )
         elif isinstance(action, DeletePod):
             deletion = api.delete(POD, namespace, action.name, uid=action.uid, grace=action.grace_period_s)
-            await self._ignore_status_codes(
-                deletion, NOT_FOUND, CONFLICT
-            )  # another pod of that name is not meant: as good as gone
+            await self._ignore_status_codes(deletion, NOT_FOUND, CONFLICT)  # CONFLICT: a newer pod has the name
         elif isinstance(action, TerminatePod):
             await self._ignore_status_codes(
                 api.patch(POD, namespace, action.name, {"spec": {"activeDeadlineSeconds": 1}}), NOT_FOUND
@@ -310,19 +314,19 @@ class Controller:
                 await self.scheduler_clients.release_workers(key, action.node_ids)
             else:
                 await self.scheduler_clients.announce_workers(key, action.additional_workers)
-        except PeerError as error:  # it is asked again, as long as it is wanted
+        except PeerError as error:  # the plan repeats the request while it is needed
             self.events.record_event(obj, RecordEvent("Warning", "ScaleRefused", str(error)))
 
     async def _report_pod_gone(self, job: Job, action: ReportPodGone) -> None:
         try:
             await self.scheduler_clients.report_pod_gone(
-                (job.namespace, job.name), action.uid, f"the pod {action.name} is over"
+                (job.namespace, job.name), action.uid, f"the pod {action.name} is gone"
             )
-        except PeerError as error:  # it finds out by itself, later
-            log.info("%s/%s: its scheduler was not told that %s is over: %s", job.namespace, job.name, action.name, error)
+        except PeerError as error:  # without the report the scheduler detects it by its node timeout
+            log.info("%s/%s: cannot report the pod %s as gone: %s", job.namespace, job.name, action.name, error)
 
     async def _ignore_status_codes(self, request: Awaitable[Any], *codes: int) -> None:
-        """What is already so need not be made so."""
+        """Await a request; ignore an `ApiError` with one of these codes."""
         try:
             await request
         except ApiError as error:
@@ -332,9 +336,10 @@ class Controller:
     async def _create_or_get(
         self, kind: ResourceKind, add_to_cache: Callable[[KubeObject], None], body: KubeObject, job: Job, *, brief: bool = False
     ) -> None:
-        """Create; what is there already, because the reply to an earlier try was lost, is looked at.
+        """Create an object and add it to a cache. If it exists, because an earlier response was lost, get it instead.
 
-        `brief`: of what the server adds, its metadata is all that is known until the watch tells the rest.
+        Raise `ApiError` 409 if it exists and has another owner. With `brief` the cache gets `body` with the server's metadata
+        until the watch delivers the complete object.
         """
         try:
             created = await self._api.create(kind, job.namespace, body, brief=brief)
@@ -344,9 +349,7 @@ class Controller:
                 raise
             created = await self._api.get(kind, job.namespace, body["metadata"]["name"])
             if controller_uid_of(created) != job.uid:
-                raise ApiError(
-                    CONFLICT, "NameTaken", f"the {kind.name} {body['metadata']['name']} is another owner's"
-                ) from None
+                raise ApiError(CONFLICT, "NameTaken", f"the {kind.name} {body['metadata']['name']} has another owner") from None
         add_to_cache(created)
 
     def _scheduler_address(self, job: Job) -> str:
@@ -354,7 +357,7 @@ class Controller:
         return str((service or {}).get("spec", {}).get("clusterIP") or "")
 
     async def _adopt_orphan(self, obj: KubeObject, action: AdoptOrphan) -> None:
-        """Only after a fresh look at the job: the cached one may be gone, with another in its place."""
+        """Adopt an object, unless a read from the API server shows that the cached job is deleted or has another UID."""
         metadata = obj["metadata"]
         fresh = await self._api.get(self.kind, metadata["namespace"], metadata["name"])
         if fresh["metadata"]["uid"] != metadata["uid"] or fresh["metadata"].get("deletionTimestamp"):

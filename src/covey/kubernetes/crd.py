@@ -1,4 +1,4 @@
-"""The custom resource as it is installed: schema, columns, status and scale."""
+"""Custom resource definitions of MSJob and AscendJob: schema, printer columns, status and scale subresources."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COUNT_SCHEMA: KubeObject = {"type": "integer", "format": "int32", "minimum": 0}
 
 
 def _pod_template_schema() -> KubeObject:
-    """A pod template: what must be there is checked, the rest is the API server's when the pod is created."""
+    """Return the schema of a pod template: required fields only. The API server checks the rest when it creates the pod."""
     name: KubeObject = {"type": "string", "pattern": "^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", "maxLength": 63}
     container = {
         **_ANY_OBJECT_SCHEMA,
@@ -91,7 +91,7 @@ def _spec_schema(roles: str) -> KubeObject:
 
 PRINTER_COLUMNS: list[KubeObject] = [
     {"name": "State", "type": "string", "jsonPath": ".status.state"},
-    {"name": "Workers", "type": "string", "jsonPath": ".status.workers", "description": "running / wanted"},
+    {"name": "Workers", "type": "string", "jsonPath": ".status.workers", "description": "running / desired"},
     {"name": "Restarts", "type": "integer", "jsonPath": ".status.restartsTotal"},
     {"name": "Age", "type": "date", "jsonPath": ".metadata.creationTimestamp"},
 ]
@@ -99,7 +99,7 @@ PRINTER_COLUMNS: list[KubeObject] = [
 
 def _make_crd(group: str, plural: str, kind: str, roles: str, short: list[str]) -> KubeObject:
     spec = _spec_schema(roles)
-    if kind == "AscendJob":  # fields of its own that mean nothing here may stay
+    if kind == "AscendJob":  # it has fields that covey ignores
         spec["x-kubernetes-preserve-unknown-fields"] = True
     return {
         "apiVersion": "apiextensions.k8s.io/v1",

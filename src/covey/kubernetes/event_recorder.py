@@ -1,4 +1,4 @@
-"""What is told of a job to whoever asks Kubernetes about it, written on the side: no job waits for its events."""
+"""Kubernetes events of jobs, written by a background task so that no reconcile waits for them."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from covey.kubernetes.reflector import ObjectKey
 from covey.kubernetes.work_queue import WorkQueue
 from covey.log import log
 
-PENDING_EVENTS_MAX = 1000  # waiting to be written; more are dropped, the newest first
-WRITE_DELAY_MAX_S = 2.0  # how long an event may wait for jobs that have a turn: pods are more urgent
+PENDING_EVENTS_MAX = 1000  # events waiting to be written; further ones are dropped
+WRITE_DELAY_MAX_S = 2.0  # maximum delay of an event while jobs are reconciled, which is more urgent
 
 
 class EventRecorder:
-    """Writes the events of jobs of one kind, and passes each to `on_event`."""
+    """Recorder for the events of jobs of one kind. Each event is also passed to `on_event`, immediately."""
 
     def __init__(self, api: Api, queue: WorkQueue[ObjectKey], clock: Callable[[], float]) -> None:
         self.on_event: Callable[[KubeObject, RecordEvent], None] = lambda obj, action: None
         self._api = api
         self._queue = queue
         self._clock = clock
-        self._pending: asyncio.Queue[tuple[float, KubeObject]] = asyncio.Queue(
-            PENDING_EVENTS_MAX
-        )  # with when to write it at the latest
+        # with the time of the event loop by which each must be written
+        self._pending: asyncio.Queue[tuple[float, KubeObject]] = asyncio.Queue(PENDING_EVENTS_MAX)
 
     def record_event(self, obj: KubeObject, action: RecordEvent) -> None:
-        """Events are written on the side: a job does not wait for them."""
+        """Queue an event of a job for writing; log and drop it if PENDING_EVENTS_MAX events are waiting."""
         self.on_event(obj, action)
         metadata = obj["metadata"]
         identity = "\n".join([metadata["uid"], action.reason, action.message])
@@ -60,17 +59,18 @@ class EventRecorder:
         try:
             self._pending.put_nowait((asyncio.get_running_loop().time() + WRITE_DELAY_MAX_S, event))
         except asyncio.QueueFull:
-            log.warning("%s/%s: an event was dropped: %s", metadata["namespace"], metadata["name"], action.message)
+            name = f"{metadata['namespace']}/{metadata['name']}"
+            log.warning("%s: event dropped, %d are waiting: %s", name, PENDING_EVENTS_MAX, action.message)
 
     async def run(self) -> None:
-        """For ever: while jobs have a turn, events wait, up to a limit."""
+        """Write events until cancelled, each when no job is being reconciled or WRITE_DELAY_MAX_S after it was recorded."""
         while True:
-            by, event = await self._pending.get()
-            await self._queue.wait_until_idle(by)
+            deadline, event = await self._pending.get()
+            await self._queue.wait_until_idle(deadline)
             try:
                 await self._write(event)
             except ApiError as error:
-                log.warning("an event could not be written: %s", error)
+                log.warning("cannot write an event: %s", error)
 
     async def _write(self, event: KubeObject) -> None:
         namespace, name = event["metadata"]["namespace"], event["metadata"]["name"]
@@ -80,5 +80,5 @@ class EventRecorder:
             if error.code != CONFLICT:
                 raise
             old = await self._api.get(EVENT, namespace, name)
-            again = {"count": int(old.get("count") or 1) + 1, "lastTimestamp": event["lastTimestamp"]}
-            await self._api.patch(EVENT, namespace, name, again)
+            repetition = {"count": int(old.get("count") or 1) + 1, "lastTimestamp": event["lastTimestamp"]}
+            await self._api.patch(EVENT, namespace, name, repetition)

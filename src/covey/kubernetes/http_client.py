@@ -1,7 +1,8 @@
-"""HTTP/1.1 to one server over a few kept connections: just what the Kubernetes API needs, parsed by httptools.
+"""HTTP/1.1 client for one server with keep-alive connections, parsed by httptools.
 
-A general client spends a millisecond of CPU on each request, more than everything else the operator does for it; this spends a
-fifth. No redirects, no compression, no cookies. A connection that breaks is an OSError; nothing is sent twice here.
+It has only the features that the Kubernetes API needs: no redirects, no compression, no cookies. A general client needs about
+1 ms of CPU time per request, more than all other work of the operator for that request; this one needs a fifth. A connection
+error is an OSError; requests are not retried.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from urllib.parse import urlencode, urlsplit
 
 import httptools
 
-IDLE_CONNECTIONS_MAX = 32  # connections kept for the next request
-UNREAD_BYTES_MAX = 16_000_000  # bytes of a stream that nobody has read yet; then the sender has to wait
-LINE_MAX = 16_000_000
-BODY_MAX = 256_000_000  # bytes of one answer
+IDLE_CONNECTIONS_MAX = 32  # further connections are closed after their request
+UNREAD_BYTES_MAX = 16_000_000  # of a stream; above it, reading from the socket is paused
+LINE_MAX = 16_000_000  # bytes of one line of a stream
+BODY_MAX = 256_000_000  # bytes of one response
 
 
 class HttpResponse:
@@ -31,7 +32,7 @@ class HttpResponse:
 
 
 class _Connection(asyncio.Protocol):
-    """One request at a time. The parser calls the `on_...` methods."""
+    """A connection that carries one request at a time. The parser calls the `on_...` methods."""
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None
@@ -40,7 +41,7 @@ class _Connection(asyncio.Protocol):
         self.status = 0
         self._parser = httptools.HttpResponseParser(self)
         self._body: list[bytes] = []
-        self._chunks: deque[bytes] | None = None  # of a stream
+        self._chunks: deque[bytes] | None = None  # unread parts of a stream; None: not a stream
         self._unread_bytes = 0
         self._is_complete = False
         self._error: Exception | None = None
@@ -53,7 +54,7 @@ class _Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self.connection_lost(ConnectionError(f"not understood: {error}"))
+            self.connection_lost(ConnectionError(f"invalid HTTP response: {error}"))
 
     def connection_lost(self, error: Exception | None) -> None:
         self.keep_alive = False
@@ -62,7 +63,7 @@ class _Connection(asyncio.Protocol):
         if self.transport is not None:
             self.transport.abort()
 
-    # -- the parser's words ------------------------------------------------------------------------------------------
+    # -- callbacks of the parser -------------------------------------------------------------------------------------
 
     def on_headers_complete(self) -> None:
         self.status = self._parser.get_status_code()
@@ -74,7 +75,7 @@ class _Connection(asyncio.Protocol):
         if self._chunks is None:
             self._body.append(body)
             if self._unread_bytes > BODY_MAX:
-                self.connection_lost(ConnectionError(f"an answer of more than {BODY_MAX} bytes"))
+                self.connection_lost(ConnectionError(f"the response has more than {BODY_MAX} bytes"))
             return
         self._chunks.append(body)
         if self._unread_bytes > UNREAD_BYTES_MAX and self.transport is not None:
@@ -117,7 +118,7 @@ class _Connection(asyncio.Protocol):
             await self._wait_for_data()
 
     def abort(self) -> None:
-        """Let go of it. Bytes that still come in are not read: uvloop would complain that nobody is there for them."""
+        """Close the connection without reading further bytes, about which uvloop would log an error."""
         if self.transport is not None and not self.transport.is_closing():
             self.transport.pause_reading()
             self.transport.abort()
@@ -134,7 +135,10 @@ class _Connection(asyncio.Protocol):
 
 
 class HttpClient:
-    """One server, at most so many requests at once."""
+    """Client of one server; `context` is used for https URLs. The number of concurrent requests is not limited here.
+
+    A request, and the wait for the status of a stream, raise TimeoutError after `timeout_s`.
+    """
 
     def __init__(self, server: str, context: ssl.SSLContext | None, *, timeout_s: float) -> None:
         parts = urlsplit(server)
@@ -149,24 +153,27 @@ class HttpClient:
     async def request(
         self, method: str, path: str, query: Mapping[str, str] | None, headers: Mapping[str, str], body: bytes | None
     ) -> HttpResponse:
-        """One request and its whole answer."""
+        """Send a request and return the complete response, of any status."""
         async with asyncio.timeout(self._timeout_s):
             connection = await self._acquire_connection()
             try:
                 connection.send(self._encode_request(method, path, query, headers, body), stream=False)
                 await connection.wait_for_status()
-                answer = HttpResponse(connection.status, await connection.read_body())
+                response = HttpResponse(connection.status, await connection.read_body())
             except BaseException:
                 connection.keep_alive = False
                 raise
             finally:
                 self._release_connection(connection)
-        return answer
+        return response
 
     async def stream_lines(
         self, path: str, query: Mapping[str, str], headers: Mapping[str, str], silence_s: float | None
     ) -> AsyncIterator[HttpResponse | bytes]:
-        """First the status (with the body, where it is an error), then line by line, for as long as they come."""
+        """Send a GET request; yield the response (with its body only if the status is an error), then each line of the body.
+
+        Raise TimeoutError if no data arrives for `silence_s` seconds; None: no limit.
+        """
         async with asyncio.timeout(self._timeout_s):
             connection = await self._acquire_connection()
             connection.send(self._encode_request("GET", path, query, headers, None), stream=True)
@@ -185,15 +192,15 @@ class HttpClient:
                         chunk = await anext(chunks)
                 except StopAsyncIteration:
                     break
-                *whole, rest = (rest + chunk).split(b"\n")
-                for line in whole:
+                *lines, rest = (rest + chunk).split(b"\n")
+                for line in lines:
                     yield line
                 if len(rest) > LINE_MAX:
-                    raise ConnectionError(f"a line of more than {LINE_MAX} bytes")
+                    raise ConnectionError(f"a line of the response has more than {LINE_MAX} bytes")
             if rest:
                 yield rest
         finally:
-            connection.keep_alive = False  # what is left of a stream is not waited for
+            connection.keep_alive = False  # the rest of the stream is not read
             self._release_connection(connection)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Applying the manifests: each object by server-side apply, in order."""
+"""Installation of the manifests by server-side apply."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ FIELD_MANAGER = "covey"
 
 
 def resource_kind(obj: KubeObject) -> ResourceKind:
-    """Where an object of a manifest lives in the API."""
+    """Return the kind of an object of a manifest, from its apiVersion and kind."""
     group = obj["apiVersion"]
     root = f"apis/{group}" if "/" in group else f"api/{group}"
     return ResourceKind(root, f"{obj['kind'].lower()}s", obj["kind"])
 
 
 async def apply_objects(api: Api, objects: list[KubeObject]) -> AsyncIterator[str]:
-    """Apply and say so, one line per object."""
+    """Apply objects in order; yield a line to print after each. Raise `ApiError` at the first that fails."""
     for obj in objects:
         metadata = obj["metadata"]
         await api.apply(resource_kind(obj), metadata.get("namespace", ""), obj, FIELD_MANAGER)

@@ -1,8 +1,8 @@
 """Leader election of the operator's replicas, by a Lease object of Kubernetes.
 
-`core/leader_election.py` has the rules: who may take the lease, how often it is renewed, when a holder that cannot renew it
-stops acting. This module reads and writes the object. For leases that are longer than `LEASE_DURATION_S`, the interval and the
-deadline of renewals stay those of `LEASE_DURATION_S`.
+`core/leader_election.py` has the rules: when a replica may take the lease, how often it is renewed, and when a holder that
+cannot renew it stops acting. This module reads and writes the object. For leases longer than `LEASE_DURATION_S`, interval and
+deadline of renewals are those of `LEASE_DURATION_S`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RENEW_INTERVAL_S = renew_interval_s(LEASE_DURATION_S)
 
 
 class OperatorLease:
-    """`identity` names this replica."""
+    """A Lease object, and the identity with which this replica acquires it (default: host name, pid and random digits)."""
 
     def __init__(
         self, api: Api, namespace: str, *, name: str = LEASE_NAME, identity: str = "", duration_s: float = LEASE_DURATION_S
@@ -37,17 +37,20 @@ class OperatorLease:
         self._name = name
         self._duration_s = duration_s
         self._renew_interval_s = min(RENEW_INTERVAL_S, renew_interval_s(duration_s))
-        self._last_version = ""  # the version of the lease, and since when it has not changed
-        self._version_changed_at = 0.0
+        self._last_version = ""  # resourceVersion of the lease when it was last read
+        self._version_changed_at = 0.0  # monotonic time at which this replica first read that version
         self._holder = ""
         self._last_warning = ""
 
     async def run_while_held(self, act: Callable[[], Awaitable[None]]) -> None:
-        """Wait for the lease, then `act` for as long as it is held; for ever. Cancelled, it is given back."""
+        """Acquire the lease and run `act`; cancel it when the lease is lost, and repeat. Return when `act` returns.
+
+        The lease is released when `act` ends and when this task is cancelled.
+        """
         while True:
             while not await self._acquire_or_renew():  # noqa: ASYNC110 - the event is on the other side of the network
                 await asyncio.sleep(self._renew_interval_s)
-            log.info("this replica (%s) acts", self.identity)
+            log.info("lease acquired: this replica (%s) acts", self.identity)
             acting = asyncio.ensure_future(act())
             renewing = asyncio.ensure_future(self._renew_until_lost())
             try:
@@ -55,7 +58,7 @@ class OperatorLease:
                 if acting in done:
                     acting.result()
                     return
-                log.warning("the lease was lost: this replica no longer acts")
+                log.warning("lease lost: this replica no longer acts")
             finally:
                 for task in (acting, renewing):
                     task.cancel()
@@ -63,7 +66,7 @@ class OperatorLease:
                 await self._release()
 
     async def _renew_until_lost(self) -> None:
-        """Renew until it fails for too long."""
+        """Renew the lease; return when another replica holds it or no renewal succeeded within the deadline."""
         limit = min(RENEW_DEADLINE_S, step_down_after_s(self._duration_s))
         until = time.monotonic() + limit
         while (left := until - time.monotonic()) > 0:
@@ -80,12 +83,12 @@ class OperatorLease:
                 return
 
     async def _acquire_or_renew(self) -> bool:
-        """Take or renew the lease; whether it is ours now."""
+        """Acquire or renew the lease. Return whether this replica holds it now."""
         try:
             lease = await self._api.get(LEASE, self._namespace, self._name)
         except ApiError as error:
             if error.code != NOT_FOUND:
-                self._warn_once(f"the lease cannot be read: {error}")
+                self._warn_once(f"cannot read the lease: {error}")
                 return False
             lease = {"metadata": {"name": self._name, "namespace": self._namespace}, "spec": {}}
         self._holder = str(lease["spec"].get("holderIdentity") or "")
@@ -117,23 +120,23 @@ class OperatorLease:
                 await self._api.create(LEASE, self._namespace, body)
         except ApiError as error:
             if error.code != CONFLICT:
-                self._warn_once(f"the lease cannot be written: {error}")
+                self._warn_once(f"cannot write the lease: {error}")
             return False
         self._holder, self._last_warning = holder, ""
         return True
 
     def _warn_once(self, message: str) -> None:
-        """Once, however often it is tried."""
+        """Log a warning unless it repeats the last one."""
         if message != self._last_warning:
-            log.warning("%s; it is tried again", message)
+            log.warning("%s; retrying", message)
         self._last_warning = message
 
     async def _release(self) -> None:
-        """So that the next one need not wait."""
+        """Give up the lease if this replica holds it, so that another one need not wait until it expires."""
         try:
             async with asyncio.timeout(2.0):
                 lease = await self._api.get(LEASE, self._namespace, self._name)
                 if lease["spec"].get("holderIdentity") == self.identity:
                     await self._write(lease, "")
         except (ApiError, TimeoutError) as error:
-            log.info("the lease was not given back, it runs out by itself: %s", error)
+            log.info("cannot release the lease, it will expire: %s", error)

@@ -1,6 +1,6 @@
-"""What is installed: namespace, custom resources, the rights it needs and no more, and a deployment of two replicas.
+"""Objects of an installation: namespace, custom resources, minimal roles, and a deployment of two replicas.
 
-`deploy/v1/covey-operator.yaml` is this, written down: `python -m covey.kubernetes.manifests > deploy/v1/covey-operator.yaml`.
+`deploy/v1/covey-operator.yaml` is generated: `python -m covey.kubernetes.manifests > deploy/v1/covey-operator.yaml`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ METRICS_PORT = 8080
 
 
 def make_rbac_rules(*, cluster: bool) -> list[KubeObject]:
-    """What the operator may do in the namespaces it looks after; `cluster` adds what belongs to no namespace."""
+    """Return the permissions of the operator in the watched namespaces; `cluster` adds those of cluster-scoped objects."""
 
     def rule(groups: list[str], resources: list[str], verbs: str) -> KubeObject:
         return {"apiGroups": groups, "resources": resources, "verbs": verbs.split()}
@@ -31,7 +31,7 @@ def make_rbac_rules(*, cluster: bool) -> list[KubeObject]:
     rules = [
         rule(jobs, ["msjobs", "ascendjobs"], "get list watch patch delete"),
         rule(jobs, ["msjobs/status", "ascendjobs/status"], "update"),
-        # Owner references with blockOwnerDeletion need this where that admission plugin is on.
+        # Required for blockOwnerDeletion if the admission plugin OwnerReferencesPermissionEnforcement is enabled.
         rule(jobs, ["msjobs/finalizers", "ascendjobs/finalizers"], "update"),
         rule([""], ["pods"], "get list watch create patch delete"),
         rule([""], ["services"], "get list watch create patch delete"),
@@ -109,7 +109,10 @@ def make_deployment(image: str, watched: str = "") -> KubeObject:
 
 
 def make_manifests(image: str = DEFAULT_IMAGE, watched: str = "", *, ascend: bool = True) -> list[KubeObject]:
-    """In the order in which it is applied. `watched`: one namespace only, with a role in it instead of a cluster's."""
+    """Return all objects in the order in which they are applied.
+
+    With `watched` the operator watches only that namespace and has a Role in it instead of a ClusterRole.
+    """
     lease = [
         {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["get", "create", "update"]},
         {"apiGroups": [""], "resources": ["secrets"], "verbs": ["create"]},
@@ -131,14 +134,14 @@ def make_manifests(image: str = DEFAULT_IMAGE, watched: str = "", *, ascend: boo
 
 
 class _NoAliasDumper(yaml.SafeDumper):
-    """Without anchors: a person reads this."""
+    """YAML dumper without anchors and aliases, for readability."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def to_yaml(objects: list[KubeObject]) -> str:
-    """One document per object."""
+    """Return YAML with one document per object."""
     return yaml.dump_all(objects, Dumper=_NoAliasDumper, sort_keys=False, width=120, explicit_start=True)
 
 

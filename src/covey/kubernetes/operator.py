@@ -1,4 +1,4 @@
-"""The operator as a process: caches, controllers, lease and metrics, put together."""
+"""The operator process: caches, controllers, leader election and metrics."""
 
 from __future__ import annotations
 
@@ -42,20 +42,20 @@ OWNED_SELECTOR = f"{OPERATOR_LABEL}={OPERATOR_NAME}"
 
 
 class OperatorOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How an operator runs. `namespace` "": all of them."""
+    """Options of an operator process."""
 
-    namespace: str = ""
-    lease_namespace: str = "default"
+    namespace: str = ""  # watched namespace; "": all
+    lease_namespace: str = "default"  # of the lease and of the operator's key
     leader_elect: bool = True
     lease_duration_s: float = leader_election.LEASE_DURATION_S
-    gang_scheduler: str = ""
+    gang_scheduler: str = ""  # schedulerName of pods; "": no gang scheduling
     metrics_host: str = "127.0.0.1"
-    metrics_port: int = 0  # negative: none
-    workers: int = DEFAULT_WORKERS
+    metrics_port: int = 0  # 0: any free port; negative: no metrics
+    workers: int = DEFAULT_WORKERS  # jobs of each kind reconciled at the same time
 
 
 def slim_pod(pod: KubeObject) -> KubeObject:
-    """What the plan reads of a pod."""
+    """Return a pod with only the fields that a plan reads, to save memory."""
     metadata, spec = pod["metadata"], pod.get("spec") or {}
     fields = (
         "name",
@@ -75,7 +75,7 @@ def slim_pod(pod: KubeObject) -> KubeObject:
 
 
 def slim_node(node: KubeObject) -> KubeObject:
-    """What the plan reads of a node."""
+    """Return a node with only the fields that a plan reads, to save memory."""
     metadata = node["metadata"]
     conditions = (node.get("status") or {}).get("conditions") or []
     relevant = [c for c in conditions if c.get("type") == "Ready" or c.get("status") == "True"]
@@ -87,7 +87,7 @@ def slim_node(node: KubeObject) -> KubeObject:
 
 
 class Operator:
-    """Runs until it is cancelled."""
+    """One replica of the operator. `run` returns only by cancellation or an error."""
 
     def __init__(self, api: Api, options: OperatorOptions) -> None:
         self.api = api
@@ -95,51 +95,55 @@ class Operator:
         self.metrics = operator_metrics.OperatorMetrics()
         self.metrics_port = 0
         self.leading = asyncio.Event()
-        self.event_log = EventLog()  # what was told of jobs, of late
+        self.event_log = EventLog()  # recent events of jobs, for the console
         self._controllers: list[Controller] = []  # one per kind of job, while this replica acts
         self._is_ready = False
         self._secret_key = b""
 
     def list_jobs(self) -> list[KubeObject]:
-        """All jobs as the API server has them; none while another replica acts."""
+        """Return all cached jobs of all kinds; [] while another replica acts."""
         return [obj for controller in self._controllers for obj in controller.jobs]
 
-    # -- a person's wishes (`covey.management.jobs_api`) ---------------------------------------------------------------------
+    # -- requests of users (`covey.management.jobs_api`) -------------------------------------------------------------
 
     async def forward_request(self, key: ObjectKey, method: str, target: str, body: bytes | None) -> tuple[int, bytes]:
-        """Ask the scheduler inside a job."""
+        """Forward a REST request to a job's scheduler; return status and body.
+
+        Raise `PeerError` if the job does not exist, its scheduler is not known, or it does not answer.
+        """
         return await self._scheduler_clients(key).forward_request(key, method, target, body)
 
     def stream(self, key: ObjectKey) -> AsyncIterator[bytes]:
+        """Yield the lines that a job's scheduler streams to the console."""
         return self._scheduler_clients(key).stream(key)
 
     async def scale(self, key: ObjectKey, workers: int) -> str:
-        """Write another number of workers into the job: what follows is what follows `kubectl scale`."""
+        """Set the Worker replicas of a job's spec, like `kubectl scale`, and return a sentence for the user."""
         controller, job = self._find_job(key)
         field = "replicaSpecs" if controller.kind is ASCENDJOB else "msReplicaSpecs"
         role = next((role for role in job["spec"].get(field) or {} if role.lower() == "worker"), None)
         if role is None:
-            raise PeerError(f"{'/'.join(key)} has no role Worker: its size cannot be changed")
+            raise PeerError(f"{'/'.join(key)} cannot be scaled: it has no role Worker")
         await self.api.patch(controller.kind, *key, {"spec": {field: {role: {"replicas": workers}}}})
-        return f"{'/'.join(key)} is to have {count_noun(workers, 'worker')}"
+        return f"{'/'.join(key)}: scaling to {count_noun(workers, 'worker')}"
 
     async def suspend(self, key: ObjectKey, suspended: bool) -> str:
-        """Take the job's pods away, or let it start anew."""
+        """Set runPolicy.suspend of a job and return a sentence for the user."""
         controller, _ = self._find_job(key)
         await self.api.patch(controller.kind, *key, {"spec": {"runPolicy": {"suspend": suspended}}})
-        return f"{'/'.join(key)} is suspended: its pods go" if suspended else f"{'/'.join(key)} starts anew"
+        return f"{'/'.join(key)}: suspending, its pods are deleted" if suspended else f"{'/'.join(key)}: resuming with new pods"
 
     def _find_job(self, key: ObjectKey) -> tuple[Controller, KubeObject]:
         for controller in self._controllers:
             if (job := controller.jobs.get(key)) is not None:
                 return controller, job
-        raise PeerError(f"there is no job {'/'.join(key)} here")
+        raise PeerError(f"job {'/'.join(key)} not found")
 
     def _scheduler_clients(self, key: ObjectKey) -> scheduler_client.SchedulerClients:
         controller, job = self._find_job(key)
         if not controller.scheduler_clients.is_polling(key):
-            state = (job.get("status") or {}).get("state") or "not looked at yet"
-            raise PeerError(f"{'/'.join(key)} is {state}: its scheduler can be asked once it runs, where covey's is in it")
+            state = (job.get("status") or {}).get("state") or "not reconciled yet"
+            raise PeerError(f"{'/'.join(key)} is {state}: only a running job with covey's scheduler answers requests")
         return controller.scheduler_clients
 
     def _append_event(self, obj: KubeObject, action: RecordEvent) -> None:
@@ -158,7 +162,7 @@ class Operator:
             if not self.options.leader_elect:
                 await self._run_controllers()
                 return
-            self._is_ready = True  # a replica that waits for its turn is ready to
+            self._is_ready = True  # a replica that waits for the lease counts as ready
             lease = leader_election.OperatorLease(
                 self.api, self.options.lease_namespace, duration_s=self.options.lease_duration_s
             )
@@ -168,7 +172,7 @@ class Operator:
                 server.close()
 
     async def _run_controllers(self) -> None:
-        """List, watch and reconcile."""
+        """List, watch and reconcile until cancelled."""
         kinds = [MSJOB, *([ASCENDJOB] if await self._is_served("mindxdl.gitee.com", "v1") else [])]
         gang = self.options.gang_scheduler
         self._secret_key = await scheduler_client.load_or_create_key(self.api, self.options.lease_namespace)
@@ -194,12 +198,12 @@ class Operator:
     def _make_controller(
         self, kind: ResourceKind, owned: OwnedObjects, nodes: Reflector | None, gang: str, group: asyncio.TaskGroup
     ) -> Controller:
-        """The caches of one kind of job, and who is woken when they change."""
+        """Create the caches and the controller of one kind of job; changes in the caches queue the job they belong to."""
         api, namespace = self.api, self.options.namespace
         controllers: list[Controller] = []
 
         def queue_job_of(obj: KubeObject) -> None:
-            """The job a thing is of, unless it is known to be of another kind."""
+            """Queue the job that an object belongs to, unless the object's controller is of another kind."""
             metadata = obj["metadata"]
             job = (metadata.get("labels") or {}).get(JOB_LABEL)
             is_other_kind = any(o.get("controller") and o["kind"] != kind.name for o in metadata.get("ownerReferences") or [])
@@ -241,19 +245,19 @@ class Operator:
         return controller
 
     async def _start_when_synced(self, controller: Controller, reflectors: list[Reflector]) -> None:
-        """No turn before every cache is filled: a pod that is only not seen yet must not be created."""
+        """Start the controller when every cache is filled, so that it never creates a pod that exists."""
         for reflector in reflectors:
             await reflector.ready.wait()
         controller.caches_filled.set()
 
     async def _watch_nodes(self, group: asyncio.TaskGroup) -> Reflector | None:
-        """Nodes, where we may look at them: a role of one namespace may not."""
+        """Start and return a cache of nodes; None if the operator may not list nodes, as with a Role of one namespace."""
         try:
             await self.api.list(NODE)
         except ApiError as error:
             if error.code != 403:
                 raise
-            log.warning("nodes may not be looked at, so pods on lost nodes are not noticed: %s", error)
+            log.warning("nodes cannot be listed, so pods on lost nodes are not detected: %s", error)
             return None
         nodes = Reflector(self.api, NODE, transform=slim_node)
         group.create_task(nodes.run())
@@ -273,7 +277,10 @@ class Operator:
 async def run_operator(
     api: Api, options: OperatorOptions, serve_console: Callable[[Operator], Awaitable[None]] | None = None
 ) -> None:
-    """The body of `covey operator run`: until SIGTERM or Ctrl-C, then in order. `serve_console`: runs beside it."""
+    """Run an operator, and `serve_console` with it, until SIGTERM or SIGINT; then release the lease and return.
+
+    This is the body of `covey operator run`. An error of either is raised.
+    """
     operator = Operator(api, options)
     work = [operator.run(), *([serve_console(operator)] if serve_console is not None else [])]
     task = asyncio.gather(*work)
@@ -291,7 +298,7 @@ async def run_operator(
 
 
 def _on_loop_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """uvloop complains of bytes that come in on a connection that was let go of: whoever waited for them knows better."""
+    """Log uvloop's SSL errors about aborted connections at debug level: the request that used the connection reports them."""
     if "SSL protocol" in str(context.get("message")):
         log.debug("%s: %s", context["message"], context.get("exception"))
     else:
@@ -299,7 +306,7 @@ def _on_loop_exception(loop: asyncio.AbstractEventLoop, context: dict[str, Any])
 
 
 def _first_error(error: BaseException) -> BaseException:
-    """What went wrong, of several things that did so together."""
+    """Return the first exception in nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

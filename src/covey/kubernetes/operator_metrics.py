@@ -1,4 +1,4 @@
-"""What Prometheus reads of the operator: the five counters of jobs, recoveries, and how its turns go."""
+"""Prometheus metrics of the operator: counters of jobs and recoveries, errors and duration of reconciles."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 
 REQUEST_BYTES_MAX = 8192
 REQUEST_TIMEOUT_S = 5.0
-CONNECTIONS_MAX = 128  # beyond them the oldest makes room
+CONNECTIONS_MAX = 128  # a further connection closes the oldest
 
 
 class OperatorMetrics:
-    """One per operator."""
+    """Metrics of one operator, in a registry of their own."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -30,13 +30,15 @@ class OperatorMetrics:
             counters["failed"],
             counters["restarted"],
         )
-        self.recoveries = Counter("covey_operator_recoveries", "Pods whose replacement runs.", registry=self.registry)
-        self.errors = Counter("covey_operator_errors", "Turns that broke off by a defect.", registry=self.registry)
-        self.reconcile_seconds = Histogram("covey_operator_turn_seconds", "How long a turn took.", registry=self.registry)
-        self.leader = Gauge("covey_operator_leader", "1 where this replica acts.", registry=self.registry)
+        self.recoveries = Counter("covey_operator_recoveries", "Replaced pods whose replacement runs.", registry=self.registry)
+        self.errors = Counter("covey_operator_errors", "Reconciles that failed because of a defect.", registry=self.registry)
+        self.reconcile_seconds = Histogram(
+            "covey_operator_turn_seconds", "Duration of a reconcile in seconds.", registry=self.registry
+        )
+        self.leader = Gauge("covey_operator_leader", "1 if this replica acts, else 0.", registry=self.registry)
 
     def count_status_change(self, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-        """Count what a written status says for the first time."""
+        """Count the conditions, restarts and completed replacements by which a job's status changed."""
         old, new = ({c["type"] for c in s.get("conditions") or [] if c["status"] == "True"} for s in (before, after))
         for kind, counter in (
             ("Created", self.jobs_created),
@@ -54,14 +56,14 @@ class OperatorMetrics:
 
 
 async def serve_metrics(metrics: OperatorMetrics, host: str, port: int, ready: Callable[[], bool]) -> asyncio.Server:
-    """GET /metrics, /healthz (this process turns) and /readyz (its caches are filled)."""
-    callers: dict[asyncio.StreamWriter, None] = {}
+    """Serve /metrics, /healthz (200 while the event loop runs) and /readyz (503 until `ready()`); port 0: any free port."""
+    connections: dict[asyncio.StreamWriter, None] = {}
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        callers[writer] = None
-        if len(callers) > CONNECTIONS_MAX:
-            oldest = next(iter(callers))
-            del callers[oldest]
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        connections[writer] = None
+        if len(connections) > CONNECTIONS_MAX:
+            oldest = next(iter(connections))
+            del connections[oldest]
             oldest.transport.abort()
         with contextlib.suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), REQUEST_TIMEOUT_S)
@@ -71,10 +73,10 @@ async def serve_metrics(metrics: OperatorMetrics, host: str, port: int, ready: C
             head_lines = (f"HTTP/1.1 {status}", f"Content-Type: {kind}", f"Content-Length: {len(body)}", "Connection: close")
             writer.write("\r\n".join([*head_lines, "", ""]).encode() + body)
             await writer.drain()
-        callers.pop(writer, None)
+        connections.pop(writer, None)
         writer.close()
 
-    return await asyncio.start_server(answer, host, port, limit=REQUEST_BYTES_MAX)
+    return await asyncio.start_server(handle, host, port, limit=REQUEST_BYTES_MAX)
 
 
 def _make_response(path: bytes, metrics: OperatorMetrics, ready: bool) -> tuple[str, bytes]:
@@ -83,5 +85,5 @@ def _make_response(path: bytes, metrics: OperatorMetrics, ready: bool) -> tuple[
     if path == b"/healthz" or (path == b"/readyz" and ready):
         return "200 OK", b"ok\n"
     if path == b"/readyz":
-        return "503 Service Unavailable", b"the caches are not filled yet\n"
-    return "404 Not Found", b"/metrics, /healthz and /readyz are here\n"
+        return "503 Service Unavailable", b"not ready: the operator has not started its controllers\n"
+    return "404 Not Found", b"not found: expected /metrics, /healthz or /readyz\n"

@@ -1,7 +1,7 @@
-"""What a job's pods, services and secret look like: the template as the user wrote it, and what is added to it.
+"""Pods, services and secret of a job: the user's template with ports, labels and variables added.
 
-A variable that the template sets itself is left alone, with two exceptions that keep runs apart: the job's UID is put below
-MS_RECOVERY_PATH, so that another run's recovery files never match, and the pod's name below GLOG_log_dir.
+Variables that the template sets have priority. Two of them get a subdirectory appended, so that runs do not share files: the
+job's UID to MS_RECOVERY_PATH, and the pod's name to GLOG_log_dir.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ RECOVERY_PATH = "/var/lib/covey/recovery"
 MANAGE_PORT_VARIABLE = "MS_SCHED_MANAGE_PORT"
 DEFAULT_MANAGE_PORT = 11202
 MS_ROLES = {ReplicaDuty.SCHEDULER: "MS_SCHED", ReplicaDuty.SERVER: "MS_PSERVER", ReplicaDuty.WORKER: "MS_WORKER"}
-# What MindSpore's own fault tolerance is told for each strategy.
+# Entries of MS_ENABLE_TFT, MindSpore's fault tolerance, for each strategy.
 TFT_OPTIONS = {"retry": ("UCE:1", "HCCE:1"), "recover-in-place": ("ARF:1",), "recover": ("ARF:1",), "dump": ("TTP:1",)}
 
 
 def make_labels(job: Job, key: str = "", index: int = -1) -> dict[str, str]:
-    """Of everything that belongs to a job; with `key`, of one role; with `index`, of one pod."""
-    found = {OPERATOR_LABEL: OPERATOR_NAME, JOB_LABEL: job.name, "group-name": API_GROUP, "job-name": job.name}
+    """Return the labels of all objects of a job; with `key`, of one role's; with `index`, of one pod."""
+    labels = {OPERATOR_LABEL: OPERATOR_NAME, JOB_LABEL: job.name, "group-name": API_GROUP, "job-name": job.name}
     if key:
-        found |= {TYPE_LABEL: key.lower(), "replica-type": key.lower()}
+        labels |= {TYPE_LABEL: key.lower(), "replica-type": key.lower()}
     if index >= 0:
-        found |= {INDEX_LABEL: str(index), "replica-index": str(index)}
-    return found
+        labels |= {INDEX_LABEL: str(index), "replica-index": str(index)}
+    return labels
 
 
 def make_metadata(job: Job, name: str, owner: Mapping[str, Any], **more: Any) -> KubeObject:
@@ -41,7 +41,7 @@ def make_metadata(job: Job, name: str, owner: Mapping[str, Any], **more: Any) ->
 
 
 def owner_reference(obj: Mapping[str, Any]) -> KubeObject:
-    """The reference that makes an object go with its job."""
+    """Return the owner reference by which Kubernetes deletes an object with its job."""
     return {
         "apiVersion": obj["apiVersion"],
         "kind": obj["kind"],
@@ -53,7 +53,7 @@ def owner_reference(obj: Mapping[str, Any]) -> KubeObject:
 
 
 def make_service(job: Job, key: str, owner: Mapping[str, Any]) -> KubeObject:
-    """The address of a role's first pod, with all ports of its container."""
+    """Return the service of a role's first pod, with all ports of its main container."""
     role = job.find_role(key)
     assert role is not None
     ports = [
@@ -69,8 +69,11 @@ def make_service(job: Job, key: str, owner: Mapping[str, Any]) -> KubeObject:
 
 
 def make_secret(job: Job, value: str, token: str, owner: Mapping[str, Any]) -> KubeObject:
-    """What every process of the job is told: which job it is, the secret to join it, and the `token` by which the operator asks
-    its scheduler. Each pod refers to it once, because the API server's work for a pod grows with the number of its fields."""
+    """Return the secret with the variables that all pods share: the job's identity, the secret `value` with which processes
+    join, and the operator's REST `token`.
+
+    Each pod refers to it once, because the API server's work for a pod grows with the number of its fields.
+    """
     variables = {"COVEY_JOB": f"{job.name}-{job.uid}", "MINDX_TASK_ID": job.uid, "COVEY_SECRET": value}
     return {
         "apiVersion": "v1",
@@ -81,17 +84,16 @@ def make_secret(job: Job, value: str, token: str, owner: Mapping[str, Any]) -> K
 
 
 def _secret_name(job: Job) -> str:
-    """Its name. That of an earlier job of the same name may still be there, and goes without warning."""
+    """Return the secret's name. It contains the UID, because the secret of a deleted job of the same name may still exist."""
     return f"{job.name}-join-{job.uid[:8]}"
 
 
 def make_pod_group(job: Job, action: CreatePodGroup, owner: Mapping[str, Any]) -> KubeObject:
-    """A Volcano PodGroup."""
     policy = action.scheduling_policy
     spec: KubeObject = {"minMember": action.min_members}
-    for ours, theirs in (("queue", "queue"), ("priorityClass", "priorityClassName"), ("minResources", "minResources")):
-        if policy.get(ours):
-            spec[theirs] = policy[ours]
+    for field, volcano_field in (("queue", "queue"), ("priorityClass", "priorityClassName"), ("minResources", "minResources")):
+        if policy.get(field):
+            spec[volcano_field] = policy[field]
     return {
         "apiVersion": "scheduling.volcano.sh/v1beta1",
         "kind": "PodGroup",
@@ -101,7 +103,7 @@ def make_pod_group(job: Job, action: CreatePodGroup, owner: Mapping[str, Any]) -
 
 
 def make_pod(job: Job, action: CreatePod, owner: Mapping[str, Any], *, address: str, gang_scheduler: str = "") -> KubeObject:
-    """One pod. `address` is where the Scheduler, or the first worker, is reached; "" for a job of one."""
+    """Return a pod. `address` is that of the service of the Scheduler or the first worker; "" if pods do not connect."""
     role = job.find_role(action.role)
     assert role is not None
     template = copy.deepcopy(role.template)
@@ -127,7 +129,7 @@ def make_pod(job: Job, action: CreatePod, owner: Mapping[str, Any], *, address: 
 
 
 def _container_ports(job: Job, role: ReplicaSpec) -> list[KubeObject]:
-    """The ports of the container that trains, with those that must be there."""
+    """Return the ports of the main container, with the scheduler port and, if the job has strategies, the TaskD port."""
     main = next(c for c in role.template["spec"]["containers"] if c["name"] == job.main_container)
     ports = copy.deepcopy(main.get("ports") or [])
     if not any(port.get("name") == job.port_name for port in ports):
@@ -138,7 +140,7 @@ def _container_ports(job: Job, role: ReplicaSpec) -> list[KubeObject]:
 
 
 def manage_port(job: Job, role: ReplicaSpec) -> int:
-    """Where the scheduler in a role's first pod serves REST; 0: nowhere."""
+    """Return the REST port of the scheduler in a role's first pod; 0 if MS_SCHED_MANAGE_PORT is not a port."""
     main = next(c for c in role.template["spec"]["containers"] if c["name"] == job.main_container)
     value = {entry.get("name"): str(entry.get("value", "")) for entry in main.get("env") or []}.get(MANAGE_PORT_VARIABLE)
     if value is None:
@@ -158,9 +160,9 @@ def _inject_variables(
 ) -> None:
     env: list[KubeObject] = _get_or_set(main, "env", [])
     existing = {entry["name"]: entry for entry in env}
-    for variable, folder in (("MS_RECOVERY_PATH", job.uid), ("GLOG_log_dir", name)):
+    for variable, directory in (("MS_RECOVERY_PATH", job.uid), ("GLOG_log_dir", name)):
         if (existing.get(variable) or {}).get("value"):
-            existing[variable]["value"] = f"{existing[variable]['value'].rstrip('/')}/{folder}"
+            existing[variable]["value"] = f"{existing[variable]['value'].rstrip('/')}/{directory}"
     main["envFrom"] = [{"secretRef": {"name": _secret_name(job)}}, *(main.get("envFrom") or [])]
     variables = {
         **_identity_variables(name),
@@ -179,7 +181,7 @@ def _inject_variables(
 
 
 def _get_or_set(obj: KubeObject, field: str, default: Any) -> Any:
-    """A field to add to; one that is written and left empty, which is null, is as good as one that is not there."""
+    """Return a field; set it to `default` first if it is missing or null (a YAML key without a value)."""
     if obj.get(field) is None:
         obj[field] = default
     return obj[field]
@@ -190,12 +192,12 @@ def _field_ref(path: str) -> KubeObject:
 
 
 def _identity_variables(name: str) -> KubeObject:
-    """Which pod a process is in."""
+    """Return the variables that identify the pod to its processes."""
     return {"POD_IP": _field_ref("status.podIP"), "COVEY_HOST_ID": name, "COVEY_HOST_LIFE": _field_ref("metadata.uid")}
 
 
 def _cluster_variables(job: Job, role: ReplicaSpec, action: CreatePod, name: str, address: str) -> KubeObject:
-    """Where the others are. A single worker without a Scheduler is a world of one, and is told nothing."""
+    """Return address, size and rank variables; {} without an `address`: a single worker without a Scheduler trains alone."""
     if not address:
         return {}
     world = action.world
@@ -222,7 +224,7 @@ def _cluster_variables(job: Job, role: ReplicaSpec, action: CreatePod, name: str
         )
         number = before + action.index
         variables["MS_LOCAL_WORKER"] = job.processes_per_pod
-        if number < workers:  # who comes later is given its rank
+        if number < workers:  # the scheduler assigns the ranks of pods added by a scale-out
             variables["MS_NODE_RANK"] = number
         if not schedulers:
             variables |= {
@@ -232,7 +234,7 @@ def _cluster_variables(job: Job, role: ReplicaSpec, action: CreatePod, name: str
                 "WORLD_SIZE": workers * job.processes_per_pod,
                 "LOCAL_WORLD_SIZE": job.processes_per_pod,
                 "NNODES": workers,
-                MANAGE_PORT_VARIABLE: DEFAULT_MANAGE_PORT,  # covey run would take any free one
+                MANAGE_PORT_VARIABLE: DEFAULT_MANAGE_PORT,  # without it, covey run would use any free port
             }
     return variables
 
@@ -254,7 +256,7 @@ def _recovery_variables(job: Job, role: ReplicaSpec) -> KubeObject:
     if "recover-in-place" in strategies:
         variables["ENABLE_RESTART_FAULT_PROCESS"] = "on"
         if role.duty is ReplicaDuty.WORKER and not role.is_supervised:
-            variables["COVEY_SUPERVISE"] = "1"  # covey.init() stays behind
+            variables["COVEY_SUPERVISE"] = "1"  # the first covey.init() becomes the supervisor
     if {"recover", "recover-in-place"} & set(strategies):
         variables["MS_ENABLE_RECOVERY"] = "1"
         variables["COVEY_EXTRA_RANKS"] = "0"  # a lost pod's ranks wait for its replacement
@@ -262,7 +264,7 @@ def _recovery_variables(job: Job, role: ReplicaSpec) -> KubeObject:
 
 
 def _exclude_nodes(spec: KubeObject, nodes: tuple[str, ...]) -> None:
-    """Keep a pod off these nodes, beside whatever affinity it has."""
+    """Add node affinity that excludes these nodes to the pod's own affinity."""
     affinity = _get_or_set(_get_or_set(spec, "affinity", {}), "nodeAffinity", {})
     required = _get_or_set(affinity, "requiredDuringSchedulingIgnoredDuringExecution", {})
     for term in _get_or_set(required, "nodeSelectorTerms", [{}]):

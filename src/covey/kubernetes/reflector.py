@@ -1,8 +1,9 @@
-"""A cache of one kind of object, kept by list and watch.
+"""Cache of one kind of object, updated by list and watch.
 
-List once, watch from that version, and list again when the server no longer knows the version (410), or sends what cannot be
-understood. A connection that breaks or falls silent goes on from the last version heard; bookmarks keep that version young.
-What we wrote ourselves is put into the cache from the server's answer, so the next plan does not look at yesterday.
+A reflector lists all objects once and then watches from the list's resourceVersion. It lists again if the server no longer has
+that version (410) or sends an invalid event. After a lost or silent connection the watch continues from the last version
+received; bookmarks keep that version recent. The operator puts responses to its own writes into the cache, so that the next
+plan includes them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from covey.log import log
 ObjectKey = tuple[str, str]  # namespace, name
 BACKOFF_MIN_S = 0.2
 BACKOFF_MAX_S = 15.0
-STEADY_WATCH_S = 5.0  # a watch that ends sooner and said nothing is asked for less and less often
+STEADY_WATCH_S = 5.0  # a watch that ends sooner and without an event increases the backoff
 GONE = 410
 FATAL_STATUS_CODES = (401, 403, 404)
 
@@ -32,13 +33,17 @@ def object_key(obj: KubeObject) -> ObjectKey:
 
 
 def drop_managed_fields(obj: KubeObject) -> KubeObject:
-    """Without what nobody reads: it is most of an object's bytes."""
+    """Remove metadata.managedFields, most of an object's bytes and never read; return the object."""
     obj["metadata"].pop("managedFields", None)
     return obj
 
 
 class Reflector:
-    """`on_change` hears each object that came, changed or went, as it is or was last."""
+    """Cache of the objects of one kind, in one namespace ("": all).
+
+    `transform` reduces each object before it is stored. `on_change` and the other `listeners` are called after each addition,
+    change and deletion, with the object in its last known state.
+    """
 
     def __init__(
         self,
@@ -51,7 +56,7 @@ class Reflector:
         on_change: Callable[[KubeObject], None] | None = None,
     ) -> None:
         self.kind = kind
-        self.ready = asyncio.Event()  # the first list is in
+        self.ready = asyncio.Event()  # the first list is complete
         self.list_count = 0
         self._api = api
         self._namespace = namespace
@@ -72,7 +77,7 @@ class Reflector:
         return self._objects.get(key)
 
     def put(self, obj: KubeObject, *, notify: bool = True) -> None:
-        """What the server answered to a write of ours. Not `notify`: no listener hears of it."""
+        """Store the server's response to a write, unless the cache has a newer version."""
         key = object_key(obj)
         old = self._objects.get(key)
         if old is None or _is_newer(obj, old):
@@ -85,7 +90,10 @@ class Reflector:
             listener(obj)
 
     async def run(self) -> None:
-        """For ever; a server that is away is asked again, less and less often."""
+        """List and watch until cancelled, with exponential backoff after errors.
+
+        Raise `ApiError` 401, 403 or 404 only before the first list is complete.
+        """
         wait = BACKOFF_MIN_S
         while True:
             try:
@@ -93,20 +101,18 @@ class Reflector:
                     await self._list()
                 before, began = self._resource_version, time.monotonic()
                 await self._watch()
-                if (
-                    self._resource_version != before or time.monotonic() - began >= STEADY_WATCH_S
-                ):  # it was a watch, if a quiet one
+                if self._resource_version != before or time.monotonic() - began >= STEADY_WATCH_S:
                     wait = BACKOFF_MIN_S
             except ApiError as error:
                 if error.code == GONE:
-                    log.info("%s: the server has forgotten version %s, listing again", self.kind.plural, self._resource_version)
+                    log.info("%s: version %s has expired, listing again", self.kind.plural, self._resource_version)
                     self._resource_version = ""
                     continue
                 if error.code in FATAL_STATUS_CODES and not self.ready.is_set():
                     raise
-                log.warning("%s: %s; asking again in %.1f s", self.kind.plural, error, wait)
+                log.warning("%s: list or watch failed: %s; retrying in %.1f s", self.kind.plural, error, wait)
             except (msgspec.DecodeError, KeyError, TypeError) as error:
-                log.warning("%s: not understood (%s), listing again", self.kind.plural, error)
+                log.warning("%s: invalid event (%s), listing again", self.kind.plural, error)
                 self._resource_version = ""
             await asyncio.sleep(wait * self._random.uniform(0.8, 1.2))
             wait = min(wait * 2, BACKOFF_MAX_S)
@@ -138,7 +144,7 @@ class Reflector:
             elif old is None or _is_newer(obj, old):
                 self._objects[key] = self._transform(obj)
             else:
-                continue  # we knew it from our own write
+                continue  # already stored by `put`
             self._notify_listeners(obj)
 
 
@@ -165,7 +171,7 @@ class Index:
         return len(self._keys_by_value)
 
     def update(self, obj: KubeObject) -> None:
-        """It came, changed or went."""
+        """Update the index for an object that was added, changed or deleted."""
         value, key = self._index_function(obj), object_key(obj)
         if self._reflector.get(key) is None:
             self._remove(value, key)

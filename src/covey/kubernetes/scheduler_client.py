@@ -1,11 +1,11 @@
-"""What goes on inside the pods, asked of each running job's own scheduler over REST.
+"""REST client for the schedulers of running jobs: polls their status and forwards requests.
 
-Nothing depends on it: a scheduler that does not answer, because it is not covey's or cannot be reached from here, is asked less
-and less often, and its job is looked after all the same. However many jobs there are, at most `POLLS_PER_S_MAX` are asked in a
-second.
+Polling is optional. A scheduler that does not answer, because it is not covey's or is unreachable, is polled with exponential
+backoff, and its job is reconciled without its status. The interval grows with the number of jobs, so that about
+`POLLS_PER_S_MAX` polls are sent in a second; jobs with a resize or replacement in progress are polled more often.
 
-The token that lets the operator in is made of a key of its own and the job's UID, so that it need not read anybody's secrets:
-the pods get it in the job's secret, which the operator writes and never reads.
+The operator's token for a job is an HMAC of the job's UID with the operator's key. The pods get it in the job's secret, so the
+operator creates secrets and needs no permission to read them.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from covey.kubernetes.http_client import HttpClient
 from covey.kubernetes.reflector import ObjectKey
 from covey.log import log
 
-POLL_INTERVAL_S = 10.0  # between two looks at one job
-FAST_POLL_INTERVAL_S = 0.5  # while something is awaited
-POLLS_PER_S_MAX = 10.0  # looks in a second, at all jobs
+POLL_INTERVAL_S = 10.0  # minimum between two polls of one job
+FAST_POLL_INTERVAL_S = 0.5  # during a resize or a replacement
+POLLS_PER_S_MAX = 10.0  # all jobs together, without those polled fast
 CONCURRENT_POLLS_MAX = 8
-FAILURES_UNTIL_UNKNOWN = 3  # failures in a row: what was known is no longer
+FAILURES_UNTIL_UNKNOWN = 3  # consecutive failed polls after which the last status is dropped
 BACKOFF_MAX_S = 300.0
 REQUEST_TIMEOUT_S = 3.0
-CONSOLE_TIMEOUT_S = 20.0  # of a person who looks
+CONSOLE_TIMEOUT_S = 20.0  # for requests of users in the console
 KEY_SECRET_NAME = "covey-operator-key"
 KEY_FIELD = "key"
 
 
 class SchedulerEndpoint(NamedTuple):
-    """Where a job's scheduler is asked, and what lets us in."""
+    """Address of a scheduler's REST port, and the token for it."""
 
     host: str
     port: int
@@ -60,7 +60,7 @@ class _PolledScheduler:
 
 
 class SchedulerClients:
-    """The clusters inside the pods of running jobs. `on_change` is called for every job whose status changed."""
+    """Clients of the schedulers of all running jobs. `on_change` is called for every job whose scheduler status changed."""
 
     def __init__(self, on_change: Callable[[ObjectKey], None]) -> None:
         self._on_change = on_change
@@ -75,7 +75,7 @@ class SchedulerClients:
         return key in self._polled
 
     def set_endpoint(self, key: ObjectKey, endpoint: SchedulerEndpoint | None, *, is_urgent: bool = False) -> None:
-        """Look at a job's cluster from now on, there; None: no longer. `is_urgent`: something is awaited."""
+        """Poll a job's scheduler at `endpoint` from now on; None: stop polling. `is_urgent`: every FAST_POLL_INTERVAL_S."""
         if endpoint is None:
             self._polled.pop(key, None)
             return
@@ -89,23 +89,23 @@ class SchedulerClients:
         polled.is_urgent = is_urgent
 
     async def release_workers(self, key: ObjectKey, node_ids: tuple[str, ...]) -> None:
-        """Ask workers to leave their world; a refusal is a sentence."""
+        """Request that the scheduler removes these workers. Raise `PeerError` with its reason if it refuses."""
         await self._post(key, "/scalein", {"node_ids": list(node_ids)})
 
-    async def announce_workers(self, key: ObjectKey, more: int) -> None:
-        """Make room for so many more workers, who come by themselves."""
-        await self._post(key, "/scaleout", {"worker_num": more, "server_num": 0, "start": False})
+    async def announce_workers(self, key: ObjectKey, additional: int) -> None:
+        """Send the scheduler the number of workers that will join; it starts none itself. Raise `PeerError` if it refuses."""
+        await self._post(key, "/scaleout", {"worker_num": additional, "server_num": 0, "start": False})
 
     async def report_pod_gone(self, key: ObjectKey, uid: str, reason: str) -> None:
-        """A pod is over, whoever was in it."""
+        """Report that the pod with this UID is gone. Raise `PeerError` if the scheduler does not accept it."""
         await self._post(key, "/gone", {"life": uid, "reason": reason})
 
     async def forward_request(self, key: ObjectKey, method: str, target: str, body: bytes | None) -> tuple[int, bytes]:
-        """What the job's scheduler answers to a person: status and body, as they are."""
+        """Forward a user's request to the job's scheduler; return status and body unchanged."""
         return await _send_request(self._endpoint_of(key), method, target, body, CONSOLE_TIMEOUT_S)
 
     async def stream(self, key: ObjectKey) -> AsyncIterator[bytes]:
-        """What the job's scheduler streams to a page, a line at a time, until it ends."""
+        """Yield the lines that the job's scheduler streams to the console. Raise `PeerError` if it does not answer."""
         endpoint = self._endpoint_of(key)
         http = _make_client(endpoint, CONSOLE_TIMEOUT_S)
         try:
@@ -122,16 +122,16 @@ class SchedulerClients:
     def _endpoint_of(self, key: ObjectKey) -> SchedulerEndpoint:
         polled = self._polled.get(key)
         if polled is None:
-            raise PeerError("the job's scheduler is not known")
+            raise PeerError("the job's scheduler has no known address")
         return polled.endpoint
 
     async def _post(self, key: ObjectKey, path: str, body: dict[str, Any]) -> None:
-        status, answer = await _send_request(self._endpoint_of(key), "POST", path, msgspec.json.encode(body))
+        status, response = await _send_request(self._endpoint_of(key), "POST", path, msgspec.json.encode(body))
         if status != 200:
-            raise PeerError(_error_text(status, answer))
+            raise PeerError(_error_text(status, response))
 
     async def run(self) -> None:
-        """For ever."""
+        """Poll the schedulers until cancelled."""
         slots = asyncio.Semaphore(CONCURRENT_POLLS_MAX)
         async with asyncio.TaskGroup() as group:
             while True:
@@ -159,7 +159,7 @@ class SchedulerClients:
                 polled.failures = 0
             except (PeerError, msgspec.MsgspecError) as error:
                 polled.failures += 1
-                log.debug("%s/%s: its scheduler at %s cannot be asked: %s", *key, polled.endpoint.host, error)
+                log.debug("%s/%s: cannot poll the scheduler at %s: %s", *key, polled.endpoint.host, error)
                 found = polled.status if polled.failures < FAILURES_UNTIL_UNKNOWN else None
         if found != polled.status and self._polled.get(key) is polled:
             polled.status = found
@@ -180,12 +180,12 @@ async def _send_request(
 ) -> tuple[int, bytes]:
     http = _make_client(endpoint, timeout_s)
     try:
-        answer = await http.request(method, path, None, _auth_headers(endpoint), body)
+        response = await http.request(method, path, None, _auth_headers(endpoint), body)
     except (OSError, TimeoutError) as error:
         raise PeerError(f"{method} {path}: {error or type(error).__name__}") from None
     finally:
         http.close()
-    return answer.status, answer.body
+    return response.status, response.body
 
 
 class _ErrorBody(msgspec.Struct):
@@ -200,12 +200,12 @@ def _error_text(status: int, body: bytes) -> str:
 
 
 def derive_token(key: bytes, uid: str) -> str:
-    """What the operator shows to the scheduler of a job; "" without a key."""
+    """Return the operator's token for the job with this UID; "" without a key."""
     return hmac.new(key, uid.encode(), hashlib.sha256).hexdigest() if key else ""
 
 
 async def load_or_create_key(api: Api, namespace: str) -> bytes:
-    """The operator's own key, made by the first replica that needs it; b"" where it may not be read."""
+    """Return the operator's key; create its secret if it does not exist. Return b"" if it cannot be read or created."""
     fresh = {"metadata": {"name": KEY_SECRET_NAME, "namespace": namespace}, "stringData": {KEY_FIELD: secrets.token_hex(32)}}
     for _ in range(2):
         try:
@@ -213,8 +213,8 @@ async def load_or_create_key(api: Api, namespace: str) -> bytes:
             return b64decode(found["data"][KEY_FIELD])
         except ApiError as error:
             if error.code != NOT_FOUND:
-                log.warning("the secret %s cannot be read, so no training is looked into: %s", KEY_SECRET_NAME, error)
+                log.warning("cannot read the secret %s, so schedulers of jobs are not polled: %s", KEY_SECRET_NAME, error)
                 return b""
-        with contextlib.suppress(ApiError):  # another replica was faster, or it may not be made: the next look tells
+        with contextlib.suppress(ApiError):  # if another replica created it first, the next read finds it
             await api.create(SECRET, namespace, fresh)
     return b""

@@ -1,4 +1,4 @@
-"""Whose turn it is: names, each at most once, at once or at a later moment, and later after each failure."""
+"""Work queue without duplicates, with delayed additions and exponential backoff per key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ RETRY_MAX_S = 30.0
 
 
 class WorkQueue(Generic[K]):
-    """A name that is added while its turn is under way gets another one afterwards; no name has two turns at once."""
+    """FIFO queue of distinct keys.
+
+    A key is processed by one caller at a time. A key that is added while it is processed is queued again at `done`.
+    """
 
     def __init__(self) -> None:
         self._pending: dict[K, None] = {}
@@ -38,7 +41,7 @@ class WorkQueue(Generic[K]):
             self._idle.clear()
 
     def add_after(self, key: K, delay_s: float) -> None:
-        """At the latest then; an earlier timer of the same name stays."""
+        """Add a key after a delay; if it has an earlier timer, keep that one."""
         loop = asyncio.get_running_loop()
         timer = self._timers.get(key)
         if timer is not None and timer.when() <= loop.time() + delay_s:
@@ -48,25 +51,25 @@ class WorkQueue(Generic[K]):
         self._timers[key] = loop.call_later(delay_s, self._on_timer, key)
 
     def retry(self, key: K) -> float:
-        """After a failure: each time twice as late. Returns how late."""
+        """Add a key after a failure, with a delay that doubles from RETRY_MIN_S to RETRY_MAX_S. Return the delay in seconds."""
         failures = self._failures[key] = self._failures.get(key, 0) + 1
         delay_s = min(RETRY_MAX_S, RETRY_MIN_S * 2.0 ** min(failures - 1, 16))
         self.add_after(key, delay_s)
         return delay_s
 
     def forget(self, key: K) -> None:
-        """It went well: the next failure is the first again."""
+        """Reset the backoff of a key after a success."""
         self._failures.pop(key, None)
 
     def drop(self, key: K) -> None:
-        """It exists no more."""
+        """Drop backoff and timer of a key that no longer exists."""
         self.forget(key)
         timer = self._timers.pop(key, None)
         if timer is not None:
             timer.cancel()
 
     async def get(self) -> K:
-        """The next name; `done` must follow."""
+        """Wait for and return the next key; the caller must call `done` for it."""
         while not self._pending:
             self._not_empty.clear()
             await self._not_empty.wait()
@@ -83,10 +86,10 @@ class WorkQueue(Generic[K]):
         if not self._in_progress and not self._pending:
             self._idle.set()
 
-    async def wait_until_idle(self, by: float) -> None:
-        """Until nobody has a turn or waits for one, but no longer than to that time of the loop."""
+    async def wait_until_idle(self, deadline: float) -> None:
+        """Wait until no key is queued or processed, at most until `deadline` on the event loop's clock."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout_at(by):
+            async with asyncio.timeout_at(deadline):
                 await self._idle.wait()
 
     def _on_timer(self, key: K) -> None:

@@ -1,4 +1,4 @@
-"""The operator's HTTP client and its queue of names, against real sockets and a real loop."""
+"""The operator's HTTP client, credentials and work queue, with real sockets and a real event loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Reply = Callable[[bytes, asyncio.StreamWriter], Awaitable[None]]
 
 
 async def served(reply: Reply) -> tuple[asyncio.Server, str, list[int]]:
-    """A server that answers each request by `reply`; how many connections it saw is in the list's length."""
+    """Start a server that answers each request with `reply`. Return it, its URL, and a list with one entry per connection."""
     connections: list[int] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -36,7 +36,7 @@ async def served(reply: Reply) -> tuple[asyncio.Server, str, list[int]]:
     return server, f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", connections
 
 
-def test_answers_come_whole_and_connections_are_kept() -> None:
+def test_responses_are_complete_and_connections_reused() -> None:
     async def reply(request: bytes, writer: asyncio.StreamWriter) -> None:
         body = request.rsplit(b"\r\n\r\n", 1)[1] * 2
         writer.write(b"HTTP/1.1 201 Created\r\nContent-Length: %d\r\n\r\n" % len(body))
@@ -47,8 +47,8 @@ def test_answers_come_whole_and_connections_are_kept() -> None:
         server, url, connections = await served(reply)
         http = HttpClient(url, None, timeout_s=10)
         for _ in range(3):
-            answer = await http.request("POST", "/x", {"a": "b c"}, {"Content-Type": "t"}, b"12345")
-            assert (answer.status, answer.body) == (201, b"1234512345")
+            response = await http.request("POST", "/x", {"a": "b c"}, {"Content-Type": "t"}, b"12345")
+            assert (response.status, response.body) == (201, b"1234512345")
         assert len(connections) == 1
         http.close()
         server.close()
@@ -56,7 +56,7 @@ def test_answers_come_whole_and_connections_are_kept() -> None:
     asyncio.run(main())
 
 
-def test_a_stream_is_split_into_lines_wherever_it_was_cut() -> None:
+def test_stream_is_split_into_lines_across_chunks() -> None:
     async def reply(request: bytes, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
         for part in (b"one\ntw", b"o\n", b"three\n", b"rest"):
@@ -75,8 +75,8 @@ def test_a_stream_is_split_into_lines_wherever_it_was_cut() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("kind", ["closes", "rubbish", "silent"])
-def test_a_server_that_does_not_answer_is_an_error_and_is_asked_on_a_new_connection(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["closes", "invalid", "silent"])
+def test_request_after_a_failed_response_uses_a_new_connection(kind: str) -> None:
     healthy = False
 
     async def reply(request: bytes, writer: asyncio.StreamWriter) -> None:
@@ -84,7 +84,7 @@ def test_a_server_that_does_not_answer_is_an_error_and_is_asked_on_a_new_connect
             writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
         elif kind == "closes":
             writer.close()
-        elif kind == "rubbish":
+        elif kind == "invalid":
             writer.write(b"SSH-2.0-hello\r\n\r\n")
 
     async def main() -> None:
@@ -101,48 +101,48 @@ def test_a_server_that_does_not_answer_is_an_error_and_is_asked_on_a_new_connect
     asyncio.run(main())
 
 
-def test_a_stream_that_falls_silent_is_an_error() -> None:
+def test_stream_without_data_raises_timeout_error() -> None:
     async def reply(request: bytes, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\none\n\r\n")
 
     async def main() -> None:
         server, url, _ = await served(reply)
-        heard = []
+        received = []
         with pytest.raises(TimeoutError):
             async for part in HttpClient(url, None, timeout_s=10).stream_lines("/watch", {}, {}, 0.2):
-                heard.append(part)
-        assert heard[1:] == [b"one"]
+                received.append(part)
+        assert received[1:] == [b"one"]
         server.close()
 
     asyncio.run(main())
 
 
-def test_a_token_that_changed_is_read_again_when_it_is_refused(tmp_path: Path) -> None:
+def test_token_file_is_read_again_after_a_refusal(tmp_path: Path) -> None:
     path = tmp_path / "token"
     path.write_text("old")
 
     async def main() -> None:
-        identity = ApiCredentials(BearerTokenFileAuth(str(path)))
-        assert await identity.auth_headers() == {"authorization": "Bearer old"}
+        credentials = ApiCredentials(BearerTokenFileAuth(str(path)))
+        assert await credentials.auth_headers() == {"authorization": "Bearer old"}
         path.write_text("new")
-        assert await identity.auth_headers() == {"authorization": "Bearer old"}  # as long as it holds, nothing is read
-        assert await identity.auth_headers(refused=True) == {"authorization": "Bearer new"}
+        assert await credentials.auth_headers() == {"authorization": "Bearer old"}  # cached until it is refused
+        assert await credentials.auth_headers(refused=True) == {"authorization": "Bearer new"}
         assert await ApiCredentials(None).auth_headers() == {} and await ApiCredentials(None).auth_headers(refused=True) == {}
         assert (await ApiCredentials(httpx2.BasicAuth("me", "x")).auth_headers())["authorization"].startswith("Basic ")
 
     asyncio.run(main())
 
 
-# -- the queue -------------------------------------------------------------------------------------------------------
+# -- work queue ------------------------------------------------------------------------------------------------------
 
 
-def test_a_name_waits_once_and_has_one_turn_at_a_time() -> None:
+def test_queue_holds_a_key_once_and_hands_it_to_one_caller() -> None:
     async def main() -> None:
         queue: WorkQueue[str] = WorkQueue()
         for name in ("a", "b", "a"):
             queue.add(name)
         assert [await queue.get(), await queue.get()] == ["a", "b"] and len(queue) == 0
-        queue.add("a")  # while its turn is under way
+        queue.add("a")  # while it is processed
         assert len(queue) == 0
         queue.done("a")
         assert await queue.get() == "a"
@@ -150,7 +150,7 @@ def test_a_name_waits_once_and_has_one_turn_at_a_time() -> None:
     asyncio.run(main())
 
 
-def test_the_earlier_of_two_timers_counts() -> None:
+def test_earlier_of_two_timers_of_a_key_wins() -> None:
     async def main() -> None:
         queue: WorkQueue[str] = WorkQueue()
         queue.add_after("a", 100.0)
@@ -167,7 +167,7 @@ def test_the_earlier_of_two_timers_counts() -> None:
     asyncio.run(main())
 
 
-def test_failures_make_it_later_and_success_forgets_them() -> None:
+def test_retry_delay_doubles_until_forget() -> None:
     async def main() -> None:
         queue: WorkQueue[str] = WorkQueue()
         delays = [queue.retry("a") for _ in range(20)]

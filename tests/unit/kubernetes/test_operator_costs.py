@@ -1,4 +1,4 @@
-"""What the operator spends: time on quiet watches and lost leases (on a clock that jumps), and memory on pods that are gone."""
+"""Costs of the operator: delays between watches and after a lost lease (on a simulated clock), and memory of deleted pods."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from covey.kubernetes.leader_election import OperatorLease
 from covey.kubernetes.reflector import Reflector
 
 
-class Jumping(asyncio.SelectorEventLoop):
-    """A loop without sockets whose time is that of the next thing to do."""
+class SimulatedTimeLoop(asyncio.SelectorEventLoop):
+    """An event loop without sockets whose clock jumps to the next timer."""
 
     now = 0.0
 
@@ -32,9 +32,8 @@ class Jumping(asyncio.SelectorEventLoop):
         super()._run_once()  # type: ignore[misc]
 
 
-def play(work: Coroutine[Any, Any, None], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run it on such a clock."""
-    with asyncio.Runner(loop_factory=Jumping) as runner:
+def run_with_simulated_time(work: Coroutine[Any, Any, None], monkeypatch: pytest.MonkeyPatch) -> None:
+    with asyncio.Runner(loop_factory=SimulatedTimeLoop) as runner:
         clock = SimpleNamespace(monotonic=runner.get_loop().time)
         for module in (leader_election, reflector):
             monkeypatch.setattr(module, "time", clock)
@@ -45,60 +44,60 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-class Quiet:
-    """An API server where nothing happens, whose watches last so long."""
+class IdleServer:
+    """An API server without events, whose watches end after `duration_s`."""
 
-    def __init__(self, lasts_s: float) -> None:
-        self.lasts_s = lasts_s
-        self.blind: list[float] = []  # from the end of a watch to the next
+    def __init__(self, duration_s: float) -> None:
+        self.duration_s = duration_s
+        self.gaps: list[float] = []  # seconds from the end of a watch to the next
         self._ended = 0.0
 
-    async def list(self, *words: object) -> Page:
+    async def list(self, *args: object) -> Page:
         return Page([], "1")
 
-    async def watch(self, *words: object) -> AsyncIterator[tuple[str, KubeObject]]:
-        self.blind.append(now() - self._ended)
-        await asyncio.sleep(self.lasts_s)
+    async def watch(self, *args: object) -> AsyncIterator[tuple[str, KubeObject]]:
+        self.gaps.append(now() - self._ended)
+        await asyncio.sleep(self.duration_s)
         self._ended = now()
-        nothing: tuple[tuple[str, KubeObject], ...] = ()
-        for found in nothing:
-            yield found
+        no_events: tuple[tuple[str, KubeObject], ...] = ()
+        for event in no_events:
+            yield event
 
 
-@pytest.mark.parametrize(("lasts_s", "at_most_s"), [(60.0, 0.25), (0.0, 18.5)])
-def test_where_nothing_happens_the_next_watch_follows_at_once(
-    lasts_s: float, at_most_s: float, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("duration_s", "gap_max_s"), [(60.0, 0.25), (0.0, 18.5)])
+def test_watch_is_repeated_soon_unless_it_ends_immediately(
+    duration_s: float, gap_max_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server ends a watch after a minute. One that ends at once is another thing: it is asked for less and less often."""
-    quiet = Quiet(lasts_s)
+    """The server ends an idle watch after a minute, which is normal; a watch that ends immediately increases the backoff."""
+    server = IdleServer(duration_s)
 
-    async def look() -> None:
+    async def watch() -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(1000.0):
-                await Reflector(cast(Api, quiet), POD).run()
+                await Reflector(cast(Api, server), POD).run()
 
-    play(look(), monkeypatch)
-    assert len(quiet.blind) > 10 and max(quiet.blind) <= at_most_s
-    assert lasts_s or max(quiet.blind) > 10.0
+    run_with_simulated_time(watch(), monkeypatch)
+    assert len(server.gaps) > 10 and max(server.gaps) <= gap_max_s
+    assert duration_s or max(server.gaps) > 10.0
 
 
-class Away:
-    """An API server that gives the lease once, then refuses, then does not answer at all."""
+class FailingServer:
+    """An API server that grants the lease once, then returns errors, then does not answer."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.requests = 0
 
-    async def get(self, *words: object) -> KubeObject:
-        self.asked += 1
-        if self.asked <= 4:
-            raise ApiError(404 if self.asked == 1 else 500, "", "")
+    async def get(self, *args: object) -> KubeObject:
+        self.requests += 1
+        if self.requests <= 4:
+            raise ApiError(404 if self.requests == 1 else 500, "", "")
         return cast(KubeObject, await asyncio.Future())
 
-    async def create(self, *words: object) -> None:
+    async def create(self, *args: object) -> None:
         return None
 
 
-def test_who_cannot_renew_its_lease_stops_before_another_may_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_holder_stops_acting_before_its_lease_expires(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[float] = []
 
     async def act() -> None:
@@ -110,44 +109,44 @@ def test_who_cannot_renew_its_lease_stops_before_another_may_take_it(monkeypatch
     async def hold() -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(60.0):
-                await OperatorLease(cast(Api, Away()), "default").run_while_held(act)
+                await OperatorLease(cast(Api, FailingServer()), "default").run_while_held(act)
 
-    play(hold(), monkeypatch)
+    run_with_simulated_time(hold(), monkeypatch)
     assert ended and ended[0] <= leader_election.RENEW_DEADLINE_S < leader_election.LEASE_DURATION_S
 
 
-class Passing:
-    """An API server that lists a pod, tells where it is put and that it is gone, and then says nothing more."""
+class OnePodServer:
+    """An API server that lists one pod, sends its scheduling and its deletion, and then no further event."""
 
     def __init__(self) -> None:
-        self.told = asyncio.Event()
+        self.sent = asyncio.Event()
 
-    async def list(self, *words: object) -> Page:
-        return Page([_a_pod("1")], "1")
+    async def list(self, *args: object) -> Page:
+        return Page([_make_pod("1")], "1")
 
-    async def watch(self, *words: object) -> AsyncIterator[tuple[str, KubeObject]]:
-        for event in (("MODIFIED", _a_pod("2", nodeName="n1")), ("DELETED", _a_pod("3", nodeName="n1"))):
+    async def watch(self, *args: object) -> AsyncIterator[tuple[str, KubeObject]]:
+        for event in (("MODIFIED", _make_pod("2", nodeName="n1")), ("DELETED", _make_pod("3", nodeName="n1"))):
             yield event
-        self.told.set()
+        self.sent.set()
         await asyncio.Future()
 
 
-def _a_pod(version: str, **spec: str) -> KubeObject:
+def _make_pod(version: str, **spec: str) -> KubeObject:
     labels = {"training.kubeflow.org/job-name": "train"}
     metadata = {"name": "train-worker-0", "namespace": "default", "uid": "u", "resourceVersion": version, "labels": labels}
     return {"metadata": metadata, "spec": spec}
 
 
-def test_of_a_pod_that_is_gone_nothing_is_remembered() -> None:
-    """Nobody asks for the pods of a job that is gone with them."""
+def test_deleted_pod_is_removed_from_all_indexes() -> None:
+    """`Index.get` drops stale keys, but it is never called for a job that was deleted with its pods."""
 
-    async def look() -> None:
-        api = Passing()
+    async def watch() -> None:
+        api = OnePodServer()
         owned = OwnedObjects(Reflector(cast(Api, api), POD), Reflector(cast(Api, api), SERVICE))
         task = asyncio.create_task(owned.pods.run())
         async with asyncio.timeout(60.0):
-            await api.told.wait()
+            await api.sent.wait()
         task.cancel()
         assert (len(owned.pods), len(owned.pods_by_job), len(owned.pods_by_node)) == (0, 0, 0)
 
-    asyncio.run(look())
+    asyncio.run(watch())

@@ -1,27 +1,26 @@
-"""An MSJob, decided: what the object says, and what to do about it now. `plan_job` puts the other modules together:
+"""Parsing and planning of MSJobs: pure functions on plain dicts, as the API server sends them.
 
     plan_job(job, observed, now) -> actions, status, requeue_after, reason
 
-All of it works on plain dicts as the API server sends them. Not here: the API server, and the contents of a pod
-(`covey.kubernetes.pod_builder`).
+`covey.kubernetes` calls the API server and builds the pods (`pod_builder`).
 
     `plan`                one reconcile pass: `plan_job`, and the order of its steps
-    `reconcile_context`   what a pass reads: the job, the observed objects, the time
-    `status`              what a pass writes to the job's status
+    `reconcile_context`   input of a pass: the job, the observed objects, the time
+    `status`              the job's status, written by a pass
     `scaling`             the states of a resize, in the status
     `plan_builder`        the actions of a pass, and when the next one is needed
-    `pod_failures`        steps about failed, lost and overdue pods and their replacements
-    `resize`              step: whether the job may grow or must shrink
-    `completion`          steps about the end of a job and the cleanup after it
+    `pod_failures`        steps: failed, lost and overdue pods and their replacements
+    `resize`              step: scale-out and scale-in of a running job
+    `completion`          steps: the end of a job and the cleanup after it
     `spec`                parses and validates an MSJob
     `pod_template`        checks the shape of a pod template
     `ascend_job`          converts an AscendJob into an MSJob
-    `pod_state`           what the state of a pod means
-    `failure_policy`      what follows a failed pod
-    `scheduler_status`    what the job's own scheduler reports
-    `actions`             what a plan can ask for: create, delete, adopt
-    `output_paths`        warnings for output that is lost with its container
-    `timestamps`          Kubernetes times
+    `pod_state`           interprets the state of a pod and of its node
+    `failure_policy`      decides what follows a failed pod
+    `scheduler_status`    state of the cluster inside the pods, as the job's scheduler reports it
+    `actions`             the actions of a plan: create, delete, adopt, ...
+    `output_paths`        warnings about output that is lost with its container
+    `timestamps`          conversion of Kubernetes times
 """
 
 from covey.core.jobs.plan import plan_job

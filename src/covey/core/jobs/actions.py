@@ -1,4 +1,4 @@
-"""What a plan asks for: wishes in the imperative, each harmless when it is carried out twice."""
+"""Actions of a reconcile plan. Each is idempotent."""
 
 from __future__ import annotations
 
@@ -8,32 +8,30 @@ import msgspec
 
 
 class CreateService(msgspec.Struct, frozen=True, tag=True):
-    """The address of a role's first pod."""
+    """Create the service that gives a role's first pod a stable address."""
 
     role: str
 
 
 class CreateSecret(msgspec.Struct, frozen=True, tag=True):
-    """What lets the job's processes into its cluster."""
+    """Create the secret with which the job's processes join its cluster; nothing is done if it exists."""
 
 
 class CreatePod(msgspec.Struct, frozen=True, tag=True):
     role: str
     index: int
-    world: dict[str, int]  # how many pods of each role this start of the job has
-    excluded_nodes: tuple[str, ...] = ()  # nodes it may not run on
+    world: dict[str, int]  # number of pods of each role when the job's cluster formed
+    excluded_nodes: tuple[str, ...] = ()  # names of nodes on which the pod must not run
 
 
 class DeletePod(msgspec.Struct, frozen=True, tag=True):
-    """`grace_period_s` None: the pod's own."""
-
     name: str
     uid: str
-    grace_period_s: int | None = None
+    grace_period_s: int | None = None  # None: the pod's own
 
 
 class TerminatePod(msgspec.Struct, frozen=True, tag=True):
-    """End its processes and keep the object, so that its log can be read."""
+    """End the pod's processes and keep the object, so that its log can be read."""
 
     name: str
 
@@ -43,15 +41,15 @@ class DeleteService(msgspec.Struct, frozen=True, tag=True):
 
 
 class AdoptOrphan(msgspec.Struct, frozen=True, tag=True):
-    """An orphan with the job's labels becomes the job's."""
+    """Make the job the owner of an object that has its labels and no controller."""
 
-    kind: str
+    kind: str  # Pod or Service
     name: str
     uid: str
 
 
 class CreatePodGroup(msgspec.Struct, frozen=True, tag=True):
-    """A Volcano PodGroup of this many pods."""
+    """Create a Volcano PodGroup."""
 
     min_members: int
     scheduling_policy: dict[str, Any]
@@ -66,19 +64,19 @@ class DeleteJob(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReleaseWorkers(msgspec.Struct, frozen=True, tag=True):
-    """Ask the job's own scheduler to let these workers leave the world; what came of it is seen in the next look."""
+    """Request that the job's scheduler removes these workers; the result is in a later `SchedulerStatus`."""
 
     node_ids: tuple[str, ...]
 
 
 class AnnounceWorkers(msgspec.Struct, frozen=True, tag=True):
-    """Tell the job's own scheduler that so many workers more than it has now may join."""
+    """Send the job's scheduler the number of workers that may join."""
 
-    additional_workers: int
+    additional_workers: int  # beyond its present world size
 
 
 class ReportPodGone(msgspec.Struct, frozen=True, tag=True):
-    """Tell the job's own scheduler that a pod is over: who was in it is waited for no longer, and not let in again."""
+    """Report to the job's scheduler that a pod is gone: it declares the pod's processes dead and refuses their return."""
 
     name: str
     uid: str
@@ -90,7 +88,7 @@ class SetLabel(msgspec.Struct, frozen=True, tag=True):
 
 
 class RecordEvent(msgspec.Struct, frozen=True, tag=True):
-    """An event; one with the same words is told once."""
+    """Record a Kubernetes event; a repetition with the same reason and message increases its count."""
 
     event_type: str  # Normal or Warning
     reason: str

@@ -1,7 +1,7 @@
-"""An AscendJob read as an MSJob: one function, and everything after it is the same.
+"""Conversion of an AscendJob into an MSJob.
 
-The container is `ascend` instead of `mindspore`, the port `ascendjob-port`, the roles Master, Scheduler and Worker, and the
-success, TTL and deadline fields, documented there as without effect, work.
+Differences: the container is `ascend` instead of `mindspore`, the port is `ascendjob-port`, and the roles are Master, Scheduler
+and Worker. The fields for success, TTL and deadline have an effect, unlike in MindCluster, which documents them as ignored.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ ASCEND_PORT_NAME = "ascendjob-port"
 
 
 def convert_ascend_job(job: Mapping[str, Any]) -> dict[str, Any]:
-    """The MSJob an AscendJob is; metadata and status stay as they are."""
+    """Return an AscendJob as an MSJob. Metadata and status are copied unchanged; `job` is not modified."""
     spec = copy.deepcopy(dict(job.get("spec") or {}))
     roles = spec.pop("replicaSpecs", None) or {}
     policy = spec.get("runPolicy") or {}
     backoff = policy.get("backoffLimit")
-    if isinstance(backoff, int) and backoff <= 0:  # there: no limit
+    if isinstance(backoff, int) and backoff <= 0:  # means no limit in an AscendJob
         policy.pop("backoffLimit")
     return {
         **copy.deepcopy(dict(job)),

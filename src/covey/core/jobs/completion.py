@@ -1,4 +1,4 @@
-"""The end of a job, and what is left to do for a job that has ended: clean up by its policy, delete it when its TTL is over."""
+"""Steps that end a job, clean up after it by its cleanPodPolicy and delete it when its TTL expires."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from covey.core.jobs.status import FAILED, SUCCEEDED, JobStatus
 
 
 def check_success(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> str:
-    """End the job if enough of its workers succeeded."""
+    """End the job as Succeeded if enough workers succeeded.
+
+    All workers must have succeeded; worker 0 is sufficient unless successPolicy is AllWorkers. With dynamic workers one success
+    is sufficient if all other workers failed.
+    """
     job, pods, finished = context.job, context.pods, status.finished_pods
     workers = context.expected_workers(status.world)
     done = [name for name in workers if name in finished]
@@ -23,7 +27,7 @@ def check_success(context: ReconcileContext, status: JobStatus, out: PlanBuilder
 
 
 def check_deadline(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> str:
-    """End the job if it was active for longer than activeDeadlineSeconds."""
+    """End the job as Failed if it was active for longer than activeDeadlineSeconds."""
     started, deadline_s = status.read_time("startTime"), context.job.deadline_s
     if deadline_s is None or started is None:
         return ""
@@ -35,7 +39,7 @@ def check_deadline(context: ReconcileContext, status: JobStatus, out: PlanBuilde
 
 
 def end_job(context: ReconcileContext, status: JobStatus, out: PlanBuilder, condition: str, reason: str, message: str) -> str:
-    """Make the job Succeeded or Failed and clean up. Return the message: the verdict of the step that calls this."""
+    """Set the final condition, Succeeded or Failed, and clean up. Return `message`, the verdict of the calling step."""
     out.record_event(reason, message, warn=condition == FAILED)
     status.set_condition(condition, reason, message)
     apply_clean_policy(context, status, out)
@@ -44,18 +48,21 @@ def end_job(context: ReconcileContext, status: JobStatus, out: PlanBuilder, cond
 
 
 def apply_clean_policy(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """Delete what cleanPodPolicy names. Under None the pods of a failed job are terminated, and their objects stay."""
+    """Delete the pods and services that cleanPodPolicy names, and the PodGroup.
+
+    With the policy None the pods of a failed job are terminated; their objects stay.
+    """
     policy = context.job.clean_policy
     for pod in context.pods.values():
-        over = pod.succeeded or pod.failed
-        if policy is CleanPodPolicy.ALL or (policy is CleanPodPolicy.RUNNING and not over):
+        has_ended = pod.succeeded or pod.failed
+        if policy is CleanPodPolicy.ALL or (policy is CleanPodPolicy.RUNNING and not has_ended):
             out.delete_pod(pod)
             if pod.name in context.services:
                 out.add(DeleteService(pod.name))
         elif (
             policy is CleanPodPolicy.NONE
             and status.has_condition(FAILED)
-            and not (over or pod.is_terminating or pod.termination_requested)
+            and not (has_ended or pod.is_terminating or pod.termination_requested)
         ):
             out.add(TerminatePod(pod.name))
     if policy is not CleanPodPolicy.NONE:
@@ -67,7 +74,10 @@ def apply_clean_policy(context: ReconcileContext, status: JobStatus, out: PlanBu
 
 
 def force_deletions(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """Delete by force what does not end in time: earlier if the pod's node is lost."""
+    """Force-delete pods that are still terminating FORCE_DELETE_AFTER_S after their deletion was due.
+
+    If the pod's node is lost, the limit is the job's node-lost timeout.
+    """
     for pod in context.pods.values():
         if pod.deletion_due_at is None:
             continue
@@ -75,13 +85,13 @@ def force_deletions(context: ReconcileContext, status: JobStatus, out: PlanBuild
         force_at = pod.deletion_due_at + (context.job.node_lost_timeout_s if lost else FORCE_DELETE_AFTER_S)
         if context.now >= force_at:
             out.delete_pod(pod, grace=0)
-            out.record_event("ForcedDeletion", f"{pod.name} did not end in time and is removed by force", warn=True)
+            out.record_event("ForcedDeletion", f"{pod.name} did not terminate in time and is force-deleted", warn=True)
         else:
             out.requeue_at(force_at)
 
 
 def check_ttl(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> str:
-    """Delete the job itself when ttlSecondsAfterFinished is over."""
+    """Delete the job when ttlSecondsAfterFinished has expired."""
     ended, ttl_s = status.read_time("completionTime"), context.job.ttl_s
     if ttl_s is None or ended is None:
         return ""
@@ -89,7 +99,7 @@ def check_ttl(context: ReconcileContext, status: JobStatus, out: PlanBuilder) ->
         out.requeue_at(ended + ttl_s)
         return ""
     out.add(DeleteJob())
-    return f"ttlSecondsAfterFinished {ttl_s:g} is over"
+    return f"ttlSecondsAfterFinished {ttl_s:g} has expired: deleting the job"
 
 
 def report_finished(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> str:
@@ -105,7 +115,7 @@ def count_restarts(context: ReconcileContext, status: JobStatus) -> int:
 
 
 def update_counters(context: ReconcileContext, status: JobStatus) -> None:
-    """Write the numbers that `kubectl get` and the scale subresource show."""
+    """Set the counters that `kubectl get` and the scale subresource show."""
     job, world = context.job, status.world or context.job.desired_replicas
     statuses: dict[str, dict[str, int]] = {}
     for role in job.roles:

@@ -1,9 +1,14 @@
-"""What follows a failed pod: nothing, a replacement, everyone anew, or the end of the job; and why.
+"""Decision about a failed pod: ignore it, replace it, restart all pods, or fail the job.
 
-Two tables meet here. MSJob's restartPolicy says which pods come back. MindCluster's labels say more: `fault-scheduling` turns
-rescheduling on, `recover-strategy: recover` replaces the one pod on another node while the others wait, `pod-rescheduling: on`
-replaces the one pod, else everyone starts anew; `elastic-training` replaces it while the others go on without it;
-`fault-retry-times` limits how often the program itself may fail. Every restart counts against backoffLimit.
+MindCluster's labels are applied first, if `fault-scheduling` is grace or force:
+
+    recover-strategy: recover            replace the pod on another node while the other pods wait
+    recover-strategy: elastic-training   replace the pod while the other workers continue without it
+    pod-rescheduling: on                 replace the pod; otherwise all pods restart
+    fault-retry-times                    number of failures of the program that are followed by a restart
+
+The last two apply to failures of the program only if fault-retry-times is set. If no label applies, the role's restartPolicy
+decides. backoffLimit limits all restarts.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ from covey.core.jobs.pod_state import RETRYABLE_EXIT_CODES, PodState
 from covey.core.jobs.scheduler_status import SchedulerStatus
 from covey.core.jobs.spec import Job, ReplicaDuty, ReplicaSpec, RestartPolicy
 
-SIGNAL_EXIT_BASE = 128  # exit codes above it are signals
+SIGNAL_EXIT_BASE = 128  # an exit code above it is this number plus that of a signal
 
 
 class PodFailureAction(StrEnum):
@@ -35,10 +40,10 @@ def decide_pod_failure(
     node_problem: str,
     scheduler_status: SchedulerStatus | None = None,
 ) -> tuple[PodFailureAction, str, str]:
-    """Return the action, a reason in one word and a message. `restarts` and `faults` are those before this one.
+    """Return the action, a CamelCase reason and a message.
 
-    `node_problem`: why the pod must leave its node, as "on the lost node n"; "" if it need not. `scheduler_status`: of the
-    job's scheduler, if it is known and the scheduler is not in this pod.
+    `restarts` and `faults` are the counts before this failure. `node_problem` says why the pod must leave its node, such as
+    "on the lost node n"; "" if it can stay. `scheduler_status` is None if it is unknown or the scheduler runs in this pod.
     """
     where = node_problem and f" {node_problem}"
     what = f"{pod.name}{where} failed with {pod.end_reason}" if pod.failed else f"{pod.name} is{where}"
@@ -48,10 +53,10 @@ def decide_pod_failure(
         and pod.failed
         and (pod.exit_code or 0) > SIGNAL_EXIT_BASE
     ):
-        what += " (recover-in-place: no supervisor was left in the container, neither covey run's nor covey.init()'s)"
+        what += " (recover-in-place was not possible: no supervisor, covey run or covey.init(), was left in the container)"
     is_fault = not (pod.disrupted or node_problem)
     if is_fault and (pod.exit_code or 0) <= SIGNAL_EXIT_BASE:
-        scheduler_status = None  # a program that failed took its cluster along
+        scheduler_status = None  # the program itself failed, so its cluster ended with it
     action, reason, why = _choose_action(job, role, pod, faults=faults, is_fault=is_fault, scheduler_status=scheduler_status)
     if action in (PodFailureAction.IGNORE, PodFailureAction.FAIL):
         return action, reason, f"{what}: {why}"
@@ -76,7 +81,7 @@ def _choose_action(
                 f"fault-retry-times {recovery.fault_retry_limit} allows no further restart",
             )
         if "recover" in recovery.strategies and role.duty is ReplicaDuty.SCHEDULER and not role.keeps_recovery_files:
-            why = "recover: the scheduler's journal went with its pod, so all pods start anew"
+            why = "recover: the scheduler's journal was lost with its pod, so all pods restart"
             return PodFailureAction.RESTART_ALL, "MSJobRestarting", why
         if (
             "recover" in recovery.strategies
@@ -84,13 +89,13 @@ def _choose_action(
             and role.is_supervised
             and not (scheduler_status and scheduler_status.supports_healing)
         ):
-            why = "recover: whether the others would wait for this pod of covey run is not known, so all pods start anew"
+            why = "recover: it is unknown whether the other workers wait for this covey run pod, so all pods restart"
             return PodFailureAction.RESTART_ALL, "MSJobRestarting", why
         if "recover" in recovery.strategies:
             return (
                 PodFailureAction.MOVE,
                 "MSJobRestarting",
-                "recover: a replacement starts on another node, the others wait for it",
+                "recover: a replacement starts on another node while the other pods wait",
             )
         if (
             recovery.is_elastic
@@ -98,18 +103,19 @@ def _choose_action(
             and scheduler_status is not None
             and scheduler_status.has_finished_step
         ):
-            why = "elastic-training: the others go on without it, and its replacement joins them when it has a place"
+            why = "elastic-training: the other workers continue without it, and its replacement joins once it runs"
             return PodFailureAction.REPLACE, "MSJobRestarting", why
         if recovery.fault_retry_limit is not None or not is_fault:
             if recovery.pod_rescheduling:
-                return PodFailureAction.REPLACE, "MSJobRestarting", "pod-rescheduling: the pod is replaced, the others go on"
-            return PodFailureAction.RESTART_ALL, "MSJobRestarting", "fault-scheduling: all pods start anew"
+                why = "pod-rescheduling: the pod is replaced, the other pods keep running"
+                return PodFailureAction.REPLACE, "MSJobRestarting", why
+            return PodFailureAction.RESTART_ALL, "MSJobRestarting", "fault-scheduling: all pods restart"
     if role.restart_policy is RestartPolicy.EXIT_CODE:
         if pod.exit_code is None or pod.exit_code in RETRYABLE_EXIT_CODES:
-            return PodFailureAction.REPLACE, "MSJobRestarting", "restartPolicy ExitCode: it is worth another try"
-        return PodFailureAction.FAIL, "MSJobFailed", "restartPolicy ExitCode: this code is permanent"
+            return PodFailureAction.REPLACE, "MSJobRestarting", "restartPolicy ExitCode: the failure is retryable"
+        return PodFailureAction.FAIL, "MSJobFailed", "restartPolicy ExitCode: this exit code is permanent"
     if role.restart_policy in (RestartPolicy.ALWAYS, RestartPolicy.ON_FAILURE):
-        return PodFailureAction.REPLACE, "MSJobRestarting", f"restartPolicy {role.restart_policy}: it is replaced"
+        return PodFailureAction.REPLACE, "MSJobRestarting", f"restartPolicy {role.restart_policy}: the pod is replaced"
     if job.has_dynamic_workers and role.duty is ReplicaDuty.WORKER:
-        return PodFailureAction.IGNORE, "WorkerLost", "enableDynamicWorker: the others go on without it"
+        return PodFailureAction.IGNORE, "WorkerLost", "enableDynamicWorker: the other workers continue without it"
     return PodFailureAction.FAIL, "MSJobFailed", "restartPolicy Never"

@@ -1,4 +1,4 @@
-"""Where a pod's output goes, judged by its command: a relative path outside every mount is lost with the container."""
+"""Warnings about relative output paths in a pod's command or environment: outside every mount they are lost with the pod."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-# An option or variable that names a place to write to.
+# Options whose name suggests an output path.
 _OUTPUT_OPTION = re.compile(
     r"--?(?P<flag>[\w-]*(?:output|out_dir|out-dir|ckpt|checkpoint|save|log_dir|log-dir)[\w-]*)[= ]+(?P<path>[^\s\"';&|]+)",
     re.IGNORECASE,
@@ -18,7 +18,7 @@ PATH_CHARS_MAX = 60
 
 
 def output_path_remarks(key: str, template: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each relative output path of a role's containers that lies on no mount."""
+    """Yield a warning for each relative output path of the role `key` whose directory is not on a mount."""
     for container in template.get("spec", {}).get("containers") or []:
         mounts = [str(mount.get("mountPath", "")) for mount in container.get("volumeMounts") or []]
         command_line = " ".join(str(word) for word in [*(container.get("command") or []), *(container.get("args") or [])])
@@ -28,9 +28,8 @@ def output_path_remarks(key: str, template: Mapping[str, Any]) -> Iterator[str]:
             continue
         for path in _find_relative_outputs(command_line, container):
             yield (
-                f"{key} writes to {path[:PATH_CHARS_MAX]}, which lies in {directory} of the container and on no volume, so "
-                "it is lost with "
-                "the pod: give an absolute path on a mount, or set workingDir"
+                f"{key} writes to {path[:PATH_CHARS_MAX]}, which is in {directory} of the container and not on a volume, so "
+                "it is lost with the pod: use an absolute path on a mount, or set workingDir"
             )
 
 

@@ -1,14 +1,13 @@
-"""The reconciler: `plan_job` returns what is to be done about a job.
+"""The reconciler: `plan_job` returns the actions and the status that a job needs now.
 
-A plan is a function of the job, its pods, services and nodes, and the time; nothing is remembered outside the job's status. So
-a plan may be computed again at any time, by another process, after a crash at any line: what was done is observed, what was not
-done is planned again. Two rules make that true. First, the status is written before the actions are carried out: a pod to be
-replaced is recorded with its UID, so that the next pass deletes it without counting it twice. Second, every action names its
-object (a name, a UID), so that carrying it out twice does nothing.
+A plan is a function of the job, its pods, services and nodes, the status of its scheduler, and the time. All state is in the
+job's status, so another process can compute the plan again at any time, also after a crash. Two rules make that safe. First,
+the status is written before the actions are carried out: a pod to be replaced is recorded with its UID, so that the next pass
+deletes it without counting it twice. Second, every action names its object (a name, a UID), so that repeating it has no effect.
 
 A pass is a list of steps. A step reads the context and the status, changes the status and adds actions. If it returns a
-verdict, the pass ends with that reason. The order of `ACTIVE_STEPS` is the contract: ends of the job are looked for first, then
-failures, then missing pods are created.
+verdict, the pass ends with that reason. The order of `ACTIVE_STEPS` is the contract: steps that end the job come first, then
+failures, then the creation of missing pods.
 """
 
 from __future__ import annotations
@@ -46,16 +45,16 @@ from covey.core.jobs.status import CREATED, FAILED, RUNNING, SUSPENDED, JobStatu
 
 Step = Callable[[ReconcileContext, JobStatus, PlanBuilder], str | None]
 
-AVOIDED_NODES_MAX = 50  # nodes that a pod is kept off
-NAME_RETRY_S = 5.0  # how soon a pod whose name is taken is tried again
-RESYNC_INTERVAL_S = 600.0  # a running job without timers is reconciled this often anyway
+AVOIDED_NODES_MAX = 50  # unhealthy nodes that a new pod's affinity excludes
+NAME_RETRY_S = 5.0  # interval of attempts to create a pod whose name is taken
+RESYNC_INTERVAL_S = 600.0  # maximum time between two passes of an active job
 
 
 def plan_job(job: Mapping[str, Any], observed: Observed, now: float) -> ReconcilePlan:
-    """Return what is to be done about an MSJob now."""
+    """Return the plan for an MSJob at the time `now`, in seconds since 1970. `job` is not modified."""
     status, out = JobStatus(job, now), PlanBuilder(now)
     if job.get("metadata", {}).get("deletionTimestamp"):
-        return out.build(None, "the job is being deleted: what it owns goes with it")
+        return out.build(None, "the job is being deleted: Kubernetes deletes the objects it owns")
     try:
         context = make_context(job, parse_job(job), observed, now)
     except InvalidJob as invalid:
@@ -66,7 +65,7 @@ def plan_job(job: Mapping[str, Any], observed: Observed, now: float) -> Reconcil
 
 
 def _plan_invalid_job(status: JobStatus, out: PlanBuilder, message: str) -> ReconcilePlan:
-    """Fail a job that has not started. One that has goes on, and nothing is done until its spec is valid again."""
+    """Fail a job that has not started. A started job keeps running, without further actions until its spec is valid again."""
     if status.final_condition or (status.world and not status.report_text("refused", message)):
         return out.build(None, message)
     out.record_event("InvalidSpec", message, warn=True)
@@ -77,7 +76,7 @@ def _plan_invalid_job(status: JobStatus, out: PlanBuilder, message: str) -> Reco
 
 
 def record_remarks(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """Report requests of the spec that have no effect, in the first pass of a job."""
+    """Record an event for each remark about the spec, in the first pass of a job, and label jobs with a recovery strategy."""
     if context.job.recovery.strategies and "process-recover-enable" not in context.labels:
         out.add(SetLabel("process-recover-enable", "on"))
     if not status.has_condition(CREATED):
@@ -88,7 +87,7 @@ def record_remarks(context: ReconcileContext, status: JobStatus, out: PlanBuilde
 def record_created(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
     status.report_text("refused", "")
     if not status.has_condition(CREATED):
-        message = f"the job {context.job.name} was taken up"
+        message = f"the job {context.job.name} was accepted"
         out.record_event("MSJobCreated", message)
         status.set_condition(CREATED, "MSJobCreated", message)
 
@@ -103,12 +102,12 @@ def adopt_orphans(context: ReconcileContext, status: JobStatus, out: PlanBuilder
 
 
 def suspend_job(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> str:
-    """Delete all pods of a job that is to be suspended, and do nothing else about it."""
+    """Delete all pods if runPolicy.suspend is set, and end the pass."""
     if not context.job.suspend:
         return ""
     for pod in context.pods.values():
         out.delete_pod(pod)
-    message = "runPolicy.suspend is set: the job's pods are taken away"
+    message = "runPolicy.suspend is set: the job's pods are deleted"
     if status.set_condition(SUSPENDED, "MSJobSuspended", message):
         out.record_event("MSJobSuspended", message)
     status.suspend()
@@ -120,8 +119,9 @@ def suspend_job(context: ReconcileContext, status: JobStatus, out: PlanBuilder) 
 def start_job(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
     """Start a job that is new or was suspended."""
     if status.has_condition(SUSPENDED):
-        status.clear_condition(SUSPENDED, "MSJobResumed", "the job goes on")
-        out.record_event("MSJobResumed", "the job goes on")
+        message = "runPolicy.suspend is no longer set: the job's pods are created again"
+        status.clear_condition(SUSPENDED, "MSJobResumed", message)
+        out.record_event("MSJobResumed", message)
     if not status.world:
         status.start(context.job.desired_replicas)
 
@@ -139,26 +139,26 @@ def delete_extra_pods(context: ReconcileContext, status: JobStatus, out: PlanBui
 
 
 def create_missing(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """Create the service, the PodGroup and the pods that are missing. Pods wait for the address of the service."""
+    """Create the service, the PodGroup and the pods that are missing; pods only once the service has an address."""
     finished, foreign = status.finished_pods, context.foreign_pods
     missing = [pod for pod in context.expected_pods(status.world) if pod[2] not in context.pods and pod[2] not in finished]
     for _, _, name in missing:
         if name in foreign:
             if status.report_once("taken", name):
-                message = f"a pod {name} that belongs to another owner is in the way"
+                message = f"cannot create the pod {name}: another owner's pod has this name; delete it or rename the job"
                 out.record_event("NameTaken", message, warn=True)
             out.requeue_at(context.now + NAME_RETRY_S)
     first = context.address_role(status.world)
     service = context.services.get(pod_name(context.job.name, first.key, 0)) if first else None
     if first is not None and service is None:
         out.add(CreateService(first.key))
-    if context.observed.uses_pod_groups and not context.has_pod_group:  # also if all pods exist: they wait for it
+    if context.observed.uses_pod_groups and not context.has_pod_group:  # also if all pods exist: they need it
         policy = context.job.scheduling_policy or {}
         out.add(CreatePodGroup(int(policy.get("minAvailable") or sum(status.world.values())), policy))
     possible = [pod for pod in missing if pod[2] not in foreign]
     if not possible or (first is not None and not (service or {}).get("spec", {}).get("clusterIP")):
         return
-    out.add(CreateSecret())  # whether it exists may not be looked at, and need not
+    out.add(CreateSecret())  # always: the operator may not read secrets, and the action ignores one that exists
     unhealthy = unhealthy_nodes(context)[:AVOIDED_NODES_MAX]
     for role, index, name in possible:
         node = status.replacements.get(name, {}).get("node")
@@ -167,7 +167,7 @@ def create_missing(context: ReconcileContext, status: JobStatus, out: PlanBuilde
 
 
 def update_conditions(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> str:
-    """Write counters and conditions, and return the reason of a pass that ended nothing."""
+    """Set counters and conditions. Return the reason of a pass in which the job continues."""
     update_counters(context, status)
     workers = context.expected_workers(status.world)
     running = {pod.name for pod in context.pods.values() if pod.running}

@@ -1,4 +1,4 @@
-"""A plan in the making: the actions in order, and when the job is to be reconciled again."""
+"""Result of a reconcile pass, and the builder with which its steps make it."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from covey.core.jobs.pod_state import PodState
 
 
 class ReconcilePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one reconcile pass. `status` is written before the actions are carried out; None: it stays as it is."""
+    """Result of one reconcile pass. `status` must be written before the actions are carried out."""
 
     actions: tuple[Action, ...] = ()
-    status: dict[str, Any] | None = None
-    requeue_after: float | None = None
+    status: dict[str, Any] | None = None  # None: unchanged
+    requeue_after: float | None = None  # seconds; None: no timer is needed
     reason: str = ""
 
 
 class PlanBuilder:
-    """Collects the actions of one reconcile pass, and the earliest time at which the next one is needed."""
+    """Actions of one reconcile pass, in order, and the earliest time at which the next one is needed."""
 
     def __init__(self, now: float) -> None:
         self._now = now
@@ -34,12 +34,12 @@ class PlanBuilder:
         self._actions.append(RecordEvent("Warning" if warn else "Normal", reason, message))
 
     def delete_pod(self, pod: PodState, *, grace: int | None = None) -> None:
-        """Delete a pod, unless that is under way; `grace` 0 deletes it at once in either case. `grace` None: the pod's own."""
+        """Delete a pod unless it is terminating; `grace` 0 deletes it immediately in any case. `grace` None: the pod's own."""
         if not pod.is_terminating or grace == 0:
             self._actions.append(DeletePod(pod.name, pod.uid, grace))
 
     def requeue_at(self, at: float) -> None:
-        """Reconcile again at this time, or earlier."""
+        """Reconcile again at this time at the latest."""
         wait = max(0.0, at - self._now)
         self._requeue_after = wait if self._requeue_after is None else min(self._requeue_after, wait)
 

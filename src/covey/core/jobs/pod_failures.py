@@ -1,6 +1,6 @@
-"""Failed, lost and overdue pods: what follows them, and the replacements that they lead to.
+"""Steps for failed, lost and overdue pods and their replacements.
 
-`failure_policy` decides about one pod; the steps here find the pods, record the decision in the status and add its actions.
+`failure_policy` decides about one pod. The steps here find the pods, record the decision in the status and add its actions.
 """
 
 from __future__ import annotations
@@ -26,21 +26,24 @@ def drop_finished_replacements(context: ReconcileContext, status: JobStatus, out
     names = {name for _, _, name in context.expected_pods(status.world)}
     for name, note in list(status.replacements.items()):
         pod = context.pods.get(name)
-        is_there = pod is not None and pod.uid != note["uid"] and (pod.running or pod.succeeded)
-        if is_there or name not in names:
+        has_started = pod is not None and pod.uid != note["uid"] and (pod.running or pod.succeeded)
+        if has_started or name not in names:
             status.drop_replacement(name)
-        if is_there and note.get("without"):
-            out.record_event("MSJobGrows", f"{name} has a place again and joins the others")
+        if has_started and note.get("without"):
+            out.record_event("MSJobGrows", f"the replacement of {name} runs and joins the other workers")
 
 
 def record_finished_pods(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """Remember pods that succeeded: their objects may be garbage-collected, and they must not run again."""
-    there = [context.pods[name] for _, _, name in context.expected_pods(status.world) if name in context.pods]
-    status.add_finished_pods({pod.name for pod in there if pod.succeeded and not is_abandoned(status, pod)})
+    """Record pods that succeeded: their objects may be garbage-collected, and they must not run again."""
+    existing = [context.pods[name] for _, _, name in context.expected_pods(status.world) if name in context.pods]
+    status.add_finished_pods({pod.name for pod in existing if pod.succeeded and not is_abandoned(status, pod)})
 
 
 def handle_failed_pods(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> str:
-    """Decide about every pod that failed or must leave its node, in order; status is changed before anything is deleted."""
+    """Decide about every expected pod that failed or must leave its node, and replace, ignore or fail accordingly.
+
+    Also delete pods whose replacement an earlier pass recorded. A restart of all pods ends the loop.
+    """
     job, ignored = context.job, []
     for role, _, name in context.expected_pods(status.world):
         pod = context.pods.get(name)
@@ -83,7 +86,10 @@ def handle_failed_pods(context: ReconcileContext, status: JobStatus, out: PlanBu
 
 
 def check_overdue_replacements(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> str:
-    """Restart all pods if a replacement does not run in time; end the job if that happens in such a restart."""
+    """Restart all pods if a replacement does not run within wait-reschedule-timeout.
+
+    Fail the job if that replacement belongs to a restart of all pods already, or if backoffLimit allows no further restart.
+    """
     job, recovery = context.job, context.job.recovery
     if not recovery.is_enabled:
         return ""
@@ -104,7 +110,7 @@ def check_overdue_replacements(context: ReconcileContext, status: JobStatus, out
         late = pod or PodState({"metadata": {"name": name, "uid": note["uid"]}}, job.main_container)
         _replace_pods(
             *(context, status, out, late, PodFailureAction.RESTART_ALL, "RescheduleTimeout"),
-            f"{message}: all pods start anew",
+            f"{message}: all pods restart",
             node_problem=LATE_REPLACEMENT,
         )
         break
@@ -112,10 +118,10 @@ def check_overdue_replacements(context: ReconcileContext, status: JobStatus, out
 
 
 def check_kubelet_restarts(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> str:
-    """Count the kubelet's restarts against backoffLimit, and report those that are new."""
+    """Fail the job if the kubelet's restarts make the total exceed backoffLimit; record an event for new ones."""
     total, limit = count_restarts(context, status), context.job.backoff_limit
     if limit is not None and total > limit:
-        message = f"{total} restarts are more than backoffLimit {limit} allows"
+        message = f"{total} restarts exceed backoffLimit {limit}"
         return end_job(context, status, out, FAILED, "BackoffLimitExceeded", message)
     if total > status.read_count("restartsTotal") and total > status.read_count("restarts"):
         names = ", ".join(sorted(pod.name for pod in context.pods.values() if pod.kubelet_restarts))
@@ -125,7 +131,10 @@ def check_kubelet_restarts(context: ReconcileContext, status: JobStatus, out: Pl
 
 
 def check_pending_pods(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> str:
-    """End the job if a pod does not run in time; the message says what the pod waited for."""
+    """Fail the job if a pod is Pending or missing for longer than pendingTimeoutSeconds; the message says why.
+
+    If the pod belongs to a scale-out, only the scale-out is rolled back.
+    """
     timeout_s = context.job.pending_timeout_s
     if timeout_s is None:
         return ""
@@ -151,7 +160,7 @@ def check_pending_pods(context: ReconcileContext, status: JobStatus, out: PlanBu
 
 
 def report_gone_pods(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """Report replaced pods to the job's scheduler while it still expects them, so that it need not wait for a timeout."""
+    """Report replaced pods to the job's scheduler while it lists them, so that it need not wait for their node timeout."""
     scheduler = context.observed.scheduler_status
     expected = scheduler.pod_uids if scheduler is not None else frozenset()
     for name, note in status.replacements.items():
@@ -163,40 +172,40 @@ def report_gone_pods(context: ReconcileContext, status: JobStatus, out: PlanBuil
 
 
 def trains_without_replaced(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> bool:
-    """Return whether the others train on without the replaced pods; report each of these once."""
+    """Return whether the other workers train without all of the replaced pods; record one event for each of these."""
     for name, note in status.replacements.items():
         if not _can_train_without(context, name):
             return False
         if not note.get("without"):
             status.mark_trained_without(name)
-            message = f"elastic-training: the others go on without {name}, until it has a place"
+            message = f"elastic-training: the other workers continue without {name} until its replacement runs"
             out.record_event("MSJobShrunk", message, warn=True)
     return True
 
 
 def unhealthy_nodes(context: ReconcileContext) -> list[str]:
-    """Return the nodes on which a job with a subHealthyStrategy starts no pod."""
+    """Return the names of unhealthy nodes, on which no pod of the job is started; [] without a subHealthyStrategy."""
     if not context.job.recovery.subhealthy_strategy:
         return []
     return sorted(name for name, node in (context.observed.nodes or {}).items() if describe_node_problems(node))
 
 
 def is_abandoned(status: JobStatus, pod: PodState) -> bool:
-    """Return whether the end of a pod says nothing about the job: it is being replaced, or is left from before a suspension."""
+    """Return whether a pod's outcome is ignored: it is being replaced, or terminates since before a suspension ended."""
     started = status.read_time("startTime") or 0.0
-    is_left = pod.is_terminating and pod.created_at is not None and pod.created_at < started
-    return is_left or status.replacements.get(pod.name, {}).get("uid") == pod.uid
+    is_from_earlier_start = pod.is_terminating and pod.created_at is not None and pod.created_at < started
+    return is_from_earlier_start or status.replacements.get(pod.name, {}).get("uid") == pod.uid
 
 
 def _scheduler_status_outside(context: ReconcileContext, status: JobStatus, name: str) -> SchedulerStatus | None:
-    """Return the status of the job's scheduler, or None if the scheduler is in this pod."""
+    """Return the status of the job's scheduler; None if it is unknown or the scheduler runs in this pod."""
     first = context.address_role(status.world)
     is_outside = first is not None and name != pod_name(context.job.name, first.key, 0)
     return context.observed.scheduler_status if is_outside else None
 
 
 def _can_train_without(context: ReconcileContext, name: str) -> bool:
-    """Return whether the others train on in a smaller world, so that this pod may be missing for as long as it takes."""
+    """Return whether the other workers train in a world without this pod, so that its replacement has no deadline."""
     scheduler = context.observed.scheduler_status
     return (
         context.job.recovery.is_elastic
@@ -207,17 +216,17 @@ def _can_train_without(context: ReconcileContext, name: str) -> bool:
 
 
 def _describe_node_problem(context: ReconcileContext, out: PlanBuilder, pod: PodState) -> str:
-    """Return why a pod must leave its node, as the end of a sentence; "" if it need not."""
+    """Return why a pod must leave its node, such as "on the lost node n"; "" if it can stay."""
     if _is_node_lost(context, out, pod):
         return f"on the lost node {pod.node_name}"
     if not context.job.recovery.subhealthy_strategy or pod.is_terminating or pod.failed:
         return ""
     problems = describe_node_problems((context.observed.nodes or {}).get(pod.node_name) or {})
-    return f"on the node {pod.node_name}, which is not well ({problems})" if problems else ""
+    return f"on the unhealthy node {pod.node_name} ({problems})" if problems else ""
 
 
 def _is_node_lost(context: ReconcileContext, out: PlanBuilder, pod: PodState) -> bool:
-    """Return whether a pod's node is not ready for too long; requeue for the time at which it will be."""
+    """Return whether a pod's node has not been ready for the job's node-lost timeout; before that, requeue for its end."""
     since = pod.node_lost_since(context.observed.nodes)
     if since is None or pod.succeeded or pod.failed:
         return False
@@ -242,7 +251,10 @@ def _replace_pods(
     *,
     node_problem: str,
 ) -> None:
-    """Replace a pod, or all of them. If `node_problem` is not empty, all replaced pods of that node avoid it."""
+    """Record and delete a pod for replacement, or all unfinished pods for RESTART_ALL.
+
+    If `node_problem` is not empty, all replaced pods of that node avoid it.
+    """
     job, restarts_all = context.job, action is PodFailureAction.RESTART_ALL
     is_lost = node_problem == LATE_REPLACEMENT or _is_node_lost(context, out, pod)
     status.count_restarts(1)
@@ -252,13 +264,13 @@ def _replace_pods(
     if restarts_all:
         replaced = [one for one in context.pods.values() if not one.succeeded or one.name == pod.name]
         status.restart(job.desired_replicas)
-        if pod.name not in context.pods:  # its replacement never came: the next timeout ends the job
+        if pod.name not in context.pods:  # not created in time: if it is late again, the job fails
             status.add_replacement(pod.name, pod.uid, in_restart=True)
     for one in replaced:
-        status.count_restarts(one.kubelet_restarts)  # they are no longer counted in the pod
+        status.count_restarts(one.kubelet_restarts)  # the pod's own count is deleted with it
         must_avoid = action is PodFailureAction.MOVE or (node_problem and one.node_name == pod.node_name)
         status.add_replacement(one.name, one.uid, in_restart=restarts_all, avoided_node=one.node_name if must_avoid else "")
-        at_once = (is_lost and one is pod) or (node_problem and job.recovery.subhealthy_strategy == "forceExit")
-        out.delete_pod(one, grace=0 if at_once else _grace_period_s(context))
+        is_forced = (is_lost and one is pod) or (node_problem and job.recovery.subhealthy_strategy == "forceExit")
+        out.delete_pod(one, grace=0 if is_forced else _grace_period_s(context))
     out.record_event(reason, message, warn=True)
     status.set_condition(RESTARTING, reason, message)

@@ -1,4 +1,4 @@
-"""What a pod's state means: how far it is, how it ended, what it waits for, whether its node is gone."""
+"""Interpretation of a pod's state: its progress, its exit, the reason why it is pending, and the state of its node."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ INDEX_LABEL = "training.kubeflow.org/replica-index"
 OPERATOR_LABEL = "training.kubeflow.org/operator-name"
 OPERATOR_NAME = "msjob-controller"
 
-RETRYABLE_EXIT_CODES = frozenset({130, 137, 138, 143})  # SIGINT, SIGKILL, the user's own "please retry" (SIGUSR1), SIGTERM
+RETRYABLE_EXIT_CODES = frozenset({130, 137, 138, 143})  # SIGINT, SIGKILL, SIGUSR1 (the script requests a retry), SIGTERM
 REASON_CHARS_MAX = 300
 
 Pod = Mapping[str, Any]
 
 
 class PodState:
-    """One pod as it was observed."""
+    """One observed pod."""
 
     def __init__(self, pod: Pod, main_container: str) -> None:
         self.pod = pod
@@ -38,7 +38,7 @@ class PodState:
 
     @property
     def controller_uid(self) -> str:
-        """The UID of its controller, "" for an orphan."""
+        """UID of the pod's controller; "" for an orphan."""
         return controller_uid_of(self.pod)
 
     @property
@@ -47,7 +47,7 @@ class PodState:
 
     @property
     def deletion_due_at(self) -> float | None:
-        """When it was to be gone at the latest: deletionTimestamp includes the grace."""
+        """Time by which a deleted pod must be gone; None if it is not deleted. deletionTimestamp includes the grace period."""
         return parse_timestamp(self.pod["metadata"].get("deletionTimestamp"))
 
     @property
@@ -74,18 +74,18 @@ class PodState:
 
     @property
     def termination_requested(self) -> bool:
-        """Its processes are ended by a deadline; see `actions.TerminatePod`."""
+        """Whether `actions.TerminatePod` set a deadline that ends the pod's processes."""
         return bool(self.pod.get("spec", {}).get("activeDeadlineSeconds") == 1)
 
     @property
     def kubelet_restarts(self) -> int:
-        """What the kubelet restarted."""
+        """Number of restarts of the pod's containers, init containers included."""
         statuses = [*(self._status.get("initContainerStatuses") or []), *(self._status.get("containerStatuses") or [])]
         return sum(int(status.get("restartCount") or 0) for status in statuses)
 
     @property
     def exit_code(self) -> int | None:
-        """Of the container that trains; None where none is known (evicted, node lost)."""
+        """Exit code of the main container; None if it has not terminated or the code is unknown (evicted, node lost)."""
         for status in self._status.get("containerStatuses") or []:
             ended = (status.get("state") or {}).get("terminated")
             if status.get("name") == self._main_container and ended:
@@ -94,20 +94,20 @@ class PodState:
 
     @property
     def disrupted(self) -> bool:
-        """It failed by no fault of the program: evicted, preempted, taken away by somebody, or its node went away."""
+        """Whether the pod failed for a reason other than the program: evicted, preempted, deleted, or its node was lost."""
         return self.failed and (self.exit_code is None or self.is_terminating)
 
     @property
     def end_reason(self) -> str:
         if self.exit_code is not None:
-            by = f" (signal {self.exit_code - 128})" if 128 < self.exit_code < 160 else ""
-            return f"exit code {self.exit_code}{by}"
+            signal = f" (signal {self.exit_code - 128})" if 128 < self.exit_code < 160 else ""
+            return f"exit code {self.exit_code}{signal}"
         reason, message = str(self._status.get("reason") or ""), str(self._status.get("message") or "")
         return ": ".join(word for word in (reason, message) if word)[:REASON_CHARS_MAX] or "no exit code is known"
 
     @property
     def pending_reason(self) -> str:
-        """Why a pod that does not run yet does not: unschedulable, an image, a volume. "" where it runs or says nothing."""
+        """Reason why the pod is Pending: unschedulable, an image, a volume. "" if it is not Pending or gives no reason."""
         if self.phase != "Pending":
             return ""
         for status in [*(self._status.get("initContainerStatuses") or []), *(self._status.get("containerStatuses") or [])]:
@@ -120,7 +120,7 @@ class PodState:
         return ""
 
     def node_lost_since(self, nodes: Mapping[str, Mapping[str, Any]] | None) -> float | None:
-        """Since when its node is not ready; 0 where the node does not exist any more; None where all is well or unknown."""
+        """Return since when the pod's node is not ready: 0 if the node does not exist, None if it is ready or unknown."""
         if not self.node_name or nodes is None:
             return None
         node = nodes.get(self.node_name)
@@ -133,13 +133,13 @@ class PodState:
 
 
 def describe_node_problems(node: Mapping[str, Any]) -> str:
-    """What is wrong with a node though it may be ready, as its other conditions say it (a fault detector's, the kubelet's)."""
-    found = [c for c in (node.get("status") or {}).get("conditions") or [] if c.get("type") != "Ready"]
-    return ", ".join(sorted(str(c.get("type")) for c in found if c.get("status") == "True"))
+    """Return the types of a node's true conditions other than Ready, such as MemoryPressure; "" if there are none."""
+    others = [c for c in (node.get("status") or {}).get("conditions") or [] if c.get("type") != "Ready"]
+    return ", ".join(sorted(str(c.get("type")) for c in others if c.get("status") == "True"))
 
 
 def controller_uid_of(obj: Mapping[str, Any]) -> str:
-    """The UID of an object's controller, "" for an orphan."""
+    """Return the UID of an object's controller; "" for an orphan."""
     for reference in obj.get("metadata", {}).get("ownerReferences") or []:
         if reference.get("controller"):
             return str(reference.get("uid", ""))

@@ -1,6 +1,7 @@
-"""A pod template's shape, as far as it is read here. The custom resource's schema lets most of a template through as it is.
+"""Type check of the fields of a pod template that covey reads; the schema of the custom resource does not check most of them.
 
-The API server would refuse such a pod when it is created; a job that says why at once is better than one that waits.
+The API server would refuse an invalid pod only when it is created. Checking the template earlier fails the job immediately,
+with the path of the field.
 """
 
 from __future__ import annotations
@@ -53,10 +54,10 @@ class _Template(msgspec.Struct):
 
 
 def find_template_error(template: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Where a template is not what Kubernetes takes, as ".spec.containers[0].env", and what is wrong there."""
+    """Return the path of the first invalid field, such as ".spec.containers[0].env", and a message; None if all are valid."""
     try:
         msgspec.convert(template, _Template)
     except msgspec.ValidationError as error:
         message, _, where = str(error).partition(" - at `$")
-        return where.rstrip("`"), f"is not as Kubernetes takes it: {message.replace('`', '')}"
+        return where.rstrip("`"), f"is not valid in a pod template: {message.replace('`', '')}"
     return None

@@ -1,4 +1,4 @@
-"""The objects that a reconcile pass looks at. It changes none of them."""
+"""Input of a reconcile pass; a pass changes none of these objects."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from covey.core.jobs.spec import Job, ReplicaDuty, ReplicaSpec, pod_name
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
-    """All that can be seen of a job. `nodes` None: nodes may not be looked at."""
+    """Observed objects of a job."""
 
     pods: Sequence[Mapping[str, Any]] = ()
     services: Sequence[Mapping[str, Any]] = ()
-    nodes: Mapping[str, Mapping[str, Any]] | None = None
+    nodes: Mapping[str, Mapping[str, Any]] | None = None  # by name; None: the operator may not list nodes
     uses_pod_groups: bool = False  # pods are scheduled together, by a PodGroup
     pod_group: Mapping[str, Any] | None = None
-    scheduler_status: SchedulerStatus | None = None  # the cluster inside, where it can be asked
+    scheduler_status: SchedulerStatus | None = None  # None: the job's scheduler has not answered
 
 
 class ReconcileContext(msgspec.Struct, frozen=True, kw_only=True):
-    """The input of a reconcile pass: the job, the objects observed of it, and the time.
+    """The job, its observed objects, and the time.
 
     Methods that need the number of pods take `world`, because a pass can change it in the status.
     """
@@ -32,10 +32,10 @@ class ReconcileContext(msgspec.Struct, frozen=True, kw_only=True):
     job: Job
     labels: Mapping[str, str]  # of the job
     observed: Observed
-    now: float
-    pods: Mapping[str, PodState]  # by name: those the job owns, and orphans with its labels
+    now: float  # seconds since 1970
+    pods: Mapping[str, PodState]  # by name: pods that the job owns, and orphans with its labels
     foreign_pods: frozenset[str]  # names of observed pods that have another owner
-    services: Mapping[str, Mapping[str, Any]]  # by name: those the job owns, and orphans
+    services: Mapping[str, Mapping[str, Any]]  # by name: services that the job owns, and orphans
     has_pod_group: bool
 
     def expected_pods(self, world: Mapping[str, int]) -> list[tuple[ReplicaSpec, int, str]]:
@@ -50,13 +50,13 @@ class ReconcileContext(msgspec.Struct, frozen=True, kw_only=True):
         return [name for role, _, name in self.expected_pods(world) if role.duty is ReplicaDuty.WORKER]
 
     def count_workers(self, world: Mapping[str, int]) -> int:
-        """Return the number of pods whose duty is to train."""
+        """Return the number of pods with the duty WORKER."""
         return sum(world.get(role.key, 0) for role in self.job.roles_with_duty(ReplicaDuty.WORKER))
 
     def address_role(self, world: Mapping[str, int]) -> ReplicaSpec | None:
-        """Return the role whose first pod the others connect to: the Scheduler or, without one, the first worker of several.
+        """Return the role whose first pod the other pods connect to: Scheduler or, if the job has none, the first worker role.
 
-        None if each pod is alone: there is one worker, or workers are dynamic and there is no Scheduler.
+        Return None if pods do not connect to each other: without a Scheduler, if there is one worker or workers are dynamic.
         """
         for role in self.job.roles_with_duty(ReplicaDuty.SCHEDULER):
             return role
@@ -66,7 +66,7 @@ class ReconcileContext(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_context(source: Mapping[str, Any], job: Job, observed: Observed, now: float) -> ReconcileContext:
-    """Return the context of a pass for the object `source`, which `job` was parsed from."""
+    """Return the context of a pass for the object `source`, from which `job` was parsed."""
     seen = [PodState(pod, job.main_container) for pod in observed.pods]
     pods = {pod.name: pod for pod in seen if pod.controller_uid in (job.uid, "")}
     return ReconcileContext(

@@ -1,9 +1,13 @@
-"""Another number of pods is asked for: may the job have it while it runs, and how?
+"""Resizing of a job whose spec has a new number of pods.
 
-Four ways, tried in this order. Dynamic workers, and jobs of which nothing runs yet, simply have the new number. A training that
-covey runs changes its size without a restart: to grow, pods are created whose workers join the world; to shrink, the scheduler
-lets the workers of the last pods go, and then the pods go. Where no such scheduler answers, or its program cannot do it, all
-pods start anew with the new number if the job's policies allow restarts; else the job stays as it is. Each records an event.
+There are four ways, tried in this order; each records an event:
+
+1. Jobs with dynamic workers, and jobs of which no pod has started, take the new number immediately.
+2. If covey's scheduler answers and its world is resizable, the job is resized without a restart. To scale out, new pods are
+   created and their workers join the world. To scale in, the scheduler releases the workers of the last pods, which are then
+   deleted.
+3. Otherwise, if the job's policies allow restarts, all pods restart with the new number.
+4. Otherwise the job keeps its size.
 
 `scaling` has the states of a resize.
 """
@@ -22,16 +26,16 @@ from covey.core.jobs.status import RESTARTING, JobStatus
 from covey.core.plurals import count_noun
 
 WORKER_ROLE = "Worker"
-REQUEST_RETRY_S = 5.0  # a request to the job's scheduler that has shown no effect is repeated
-NO_SCHEDULER_AFTER_S = 30.0  # a job that has run this long without a status of its scheduler has none that answers
-RESIZABLE_TIMEOUT_S = 90.0  # for a scheduler that answers to come to the point at which its world can change
+REQUEST_RETRY_S = 5.0  # interval at which a request to the job's scheduler is repeated until it takes effect
+NO_SCHEDULER_AFTER_S = 30.0  # running time without a scheduler status after which the job counts as one without a scheduler
+RESIZABLE_TIMEOUT_S = 90.0  # limit for a scheduler that answers to become resizable
 
 
 def scale_workers(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """Bring the numbers of pods closer to those of the spec."""
+    """Advance the resize to the number of pods in the spec by one step, if they differ."""
     world, wanted, scaling = status.world, context.job.desired_replicas, status.scaling
     if scaling.target not in (None, wanted.get(WORKER_ROLE)):
-        scaling.reset()  # the spec has changed since
+        scaling.reset()  # the spec changed after the resize began
     if world == wanted:
         return _finish_growth_if_joined(context, status, out)
     started = any(pod.phase != "Pending" for pod in context.pods.values())
@@ -45,7 +49,7 @@ def scale_workers(context: ReconcileContext, status: JobStatus, out: PlanBuilder
         or context.count_workers(world) * context.job.processes_per_pod <= 1
         or context.count_workers(wanted) < 1
     ):
-        why = "only workers of a world of several can become more or fewer while they run"
+        why = "only the Worker replicas of a job with two or more worker processes can change, and not to 0 workers"
         return _restart_or_keep_size(context, status, out, why)
     if scaling.state is ScalingState.NONE:
         scaling.wait(wanted[WORKER_ROLE])
@@ -58,74 +62,74 @@ def scale_workers(context: ReconcileContext, status: JobStatus, out: PlanBuilder
 
 
 def is_joining(context: ReconcileContext, status: JobStatus, name: str) -> bool:
-    """Return whether this pod belongs to a growth under way: its workers are not in the world yet."""
+    """Return whether this pod belongs to a scale-out in progress."""
     scaling = status.scaling
     return scaling.state is ScalingState.GROWING and name in _worker_pods_from(context, status, scaling.previous)
 
 
 def is_leaving(context: ReconcileContext, status: JobStatus, name: str) -> bool:
-    """Return whether the scheduler was asked to release the workers of this pod."""
+    """Return whether the scheduler was requested to release the workers of this pod."""
     scaling = status.scaling
     return scaling.state is ScalingState.SHRINKING and name in _worker_pods_from(context, status, scaling.target or 0)
 
 
 def roll_back_growth(context: ReconcileContext, status: JobStatus, out: PlanBuilder, why: str) -> None:
-    """Take a growth back: the others train on as they were, until the spec has another number."""
+    """Roll a scale-out back to the previous number of pods. It is not retried until the spec has another number."""
     previous, target = status.scaling.previous, status.scaling.target
     for name in _worker_pods_from(context, status, previous):
         status.drop_replacement(name)
     status.resize({**status.world, WORKER_ROLE: previous})
     status.scaling.fail(why)
-    out.record_event("ScaleFailed", f"the growth to {count_noun(target or 0, 'pod')} is taken back: {why}", warn=True)
+    out.record_event("ScaleFailed", f"the scale-out to {count_noun(target or 0, 'pod')} is rolled back: {why}", warn=True)
 
 
 def _worker_pods_from(context: ReconcileContext, status: JobStatus, number: int) -> set[str]:
-    """Return the names of Worker pods from that number on, of those that exist or are expected."""
+    """Return the names of existing and expected Worker pods with an index of `number` or above."""
     last = max(status.world.get(WORKER_ROLE, 0), 1 + max((pod.index for pod in context.pods.values()), default=0))
     return {pod_name(context.job.name, WORKER_ROLE, index) for index in range(number, last)}
 
 
 def _apply_new_size(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """Take the new numbers at once: no pod runs yet, or each worker trains alone."""
+    """Change to the new numbers immediately: no pod has started, or workers are dynamic and train alone."""
     world, wanted = status.world, context.job.desired_replicas
     status.drop_formed_world()
     status.resize(wanted)
-    if not context.job.has_dynamic_workers:  # every pod is created again, with the new numbers
+    if not context.job.has_dynamic_workers:  # pods contain the numbers, so all are created again
         for pod in context.pods.values():
             out.delete_pod(pod)
-    out.record_event("MSJobScaled", f"the job has {describe_world(wanted)} now, it had {describe_world(world)}")
+    out.record_event("MSJobScaled", f"the job was resized from {describe_world(world)} to {describe_world(wanted)}")
 
 
 def _await_scheduler(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """Wait until the job's scheduler answers and its world can change; after a timeout, do without it."""
+    """Requeue until the job's scheduler answers and its world is resizable; after the timeout restart or keep the size."""
     late_at = (status.running_since or context.now) + NO_SCHEDULER_AFTER_S
-    why = "no scheduler of covey is heard in it"
+    why = "the job has no covey scheduler that answers"
     if status.has_progress:
         late_at = (status.scaling.read_time("since") or context.now) + RESIZABLE_TIMEOUT_S
-        why = "its program does not come to a point at which its world could change (a covey.Loop that has finished a step)"
+        why = f"its script was not resizable within {RESIZABLE_TIMEOUT_S:g} s (no covey.Loop has finished a step)"
     if context.now < late_at:
         return out.requeue_at(late_at)
     return _restart_or_keep_size(context, status, out, why)
 
 
 def _restart_or_keep_size(context: ReconcileContext, status: JobStatus, out: PlanBuilder, why: str) -> None:
-    """Restart all pods with the new numbers if the job's policies allow it, else warn that the job keeps its size."""
+    """Restart all pods with the new numbers if the job's policies allow it; otherwise warn that the job keeps its size."""
     job, wanted = context.job, describe_world(context.job.desired_replicas) or "no pod"
-    request = f"{wanted} is asked for where {describe_world(status.world)} run, and that cannot change live: {why}"
+    request = f"cannot resize the running job from {describe_world(status.world)} to {wanted}: {why}"
     may_restart = (
         all(role.restart_policy is not RestartPolicy.NEVER for role in job.roles_with_duty(ReplicaDuty.WORKER))
         or job.recovery.is_enabled
     )
     if may_restart and not status.replacements:
-        return _restart_all(context, status, out, f"{request}; all pods start anew with the new number")
-    message = f"{request}; runPolicy.suspend true and then false starts it anew with the new number"
+        return _restart_all(context, status, out, f"{request}; all pods restart with the new number")
+    message = f"{request}; to restart the job with the new number, set runPolicy.suspend to true and then to false"
     if status.scaling.warn_unsupported(message):
         out.record_event("ScaleUnsupported", message, warn=True)
     return None
 
 
 def _restart_all(context: ReconcileContext, status: JobStatus, out: PlanBuilder, message: str) -> None:
-    """Restart all pods. This was asked for, so it counts against no limit; the kubelet's restarts stay counted."""
+    """Restart all pods. A requested restart counts against no limit; the kubelet's restarts so far remain counted."""
     status.count_restarts(sum(pod.kubelet_restarts for pod in context.pods.values()))
     status.restart(context.job.desired_replicas)
     names = {name for _, _, name in context.expected_pods(status.world)}
@@ -137,7 +141,7 @@ def _restart_all(context: ReconcileContext, status: JobStatus, out: PlanBuilder,
 
 
 def _start_growth(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """Expect more pods. They get the numbers with which the cluster formed, because these identify it."""
+    """Begin a scale-out: add pods, which a later step creates. They get the numbers with which the cluster formed."""
     wanted, previous = context.job.desired_replicas, status.world[WORKER_ROLE]
     status.keep_formed_world()
     status.resize(wanted)
@@ -146,12 +150,12 @@ def _start_growth(context: ReconcileContext, status: JobStatus, out: PlanBuilder
     names = ", ".join(sorted(_worker_pods_from(context, status, previous)))
     out.record_event(
         "MSJobScaling",
-        f"the world grows from {previous} to {count_noun(wanted[WORKER_ROLE], 'pod')}: {names} join it as it runs",
+        f"scaling out from {previous} to {count_noun(wanted[WORKER_ROLE], 'pod')} without a restart: {names} join",
     )
 
 
 def _finish_growth_if_joined(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """End the resize when the workers of all new pods are in the world."""
+    """End a scale-out when every new pod has a worker in the world."""
     scaling, scheduler = status.scaling, context.observed.scheduler_status
     _announce_workers(context, status, out)
     if scaling.state is not ScalingState.GROWING:
@@ -160,12 +164,15 @@ def _finish_growth_if_joined(context: ReconcileContext, status: JobStatus, out: 
     elif scheduler is not None and all(
         scheduler.workers_in_pods({name}) for name in _worker_pods_from(context, status, scaling.previous)
     ):
-        out.record_event("MSJobScaled", f"the job has {describe_world(status.world)} now; nobody was restarted")
+        out.record_event("MSJobScaled", f"the job was resized to {describe_world(status.world)} without a restart")
         scaling.reset()
 
 
 def _announce_workers(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """Send the scheduler the number of workers that may join: those of the pods that the job has and the world has not."""
+    """Send the scheduler the number of workers that may join: the workers of all expected pods minus the world size.
+
+    Repeat it until the scheduler's target has this value.
+    """
     scaling, scheduler = status.scaling, context.observed.scheduler_status
     workers = context.count_workers(status.world) * context.job.processes_per_pod
     if (
@@ -183,7 +190,7 @@ def _announce_workers(context: ReconcileContext, status: JobStatus, out: PlanBui
 
 
 def _shrink_workers(context: ReconcileContext, status: JobStatus, out: PlanBuilder, scheduler: SchedulerStatus) -> None:
-    """Ask the scheduler to release the workers of the last pods; when they have left, take the new numbers."""
+    """Request that the scheduler releases the workers of the last pods; when they have left, change to the new numbers."""
     world, wanted, scaling = status.world, context.job.desired_replicas, status.scaling
     leaving = _worker_pods_from(context, status, wanted[WORKER_ROLE])
     workers = scheduler.workers_in_pods(leaving)
@@ -192,8 +199,8 @@ def _shrink_workers(context: ReconcileContext, status: JobStatus, out: PlanBuild
         if requested_at is None:
             out.record_event(
                 "MSJobScaling",
-                f"the world shrinks from {world[WORKER_ROLE]} to {count_noun(wanted[WORKER_ROLE], 'pod')}: "
-                f"{', '.join(workers[:8])} leave it",
+                f"scaling in from {world[WORKER_ROLE]} to {count_noun(wanted[WORKER_ROLE], 'pod')} without a restart: "
+                f"{', '.join(workers[:8])} leave",
             )
         if requested_at is None or context.now >= requested_at + REQUEST_RETRY_S:
             scaling.request_release()
@@ -202,7 +209,7 @@ def _shrink_workers(context: ReconcileContext, status: JobStatus, out: PlanBuild
     status.keep_formed_world()
     status.resize(wanted)
     status.drop_finished_pods(leaving)
-    message = f"the job has {describe_world(wanted)} now, it had {describe_world(world)}; nobody was restarted"
+    message = f"the job was resized from {describe_world(world)} to {describe_world(wanted)} without a restart"
     out.record_event("MSJobScaled", message)
     return scaling.reset()
 

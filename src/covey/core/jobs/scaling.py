@@ -1,13 +1,13 @@
-"""The resize of a running job, as its `status.scaling` records it.
+"""States of the resize of a running job, stored in `status.scaling`.
 
-    NONE       no resize is under way
-    WAITING    the spec asks for `to` Worker pods `since` a time, and nothing has been done about it yet
-    GROWING    there were `from` Worker pods; the workers of the new ones have not all joined
-    SHRINKING  the job's scheduler was `asked`, at that time, to release the workers of the pods that leave
-    FAILED     the growth was rolled back, for the reason in `failed`; a different number starts a new resize
+    NONE       no resize is in progress
+    WAITING    since the time `since` the spec has `to` Worker pods; no action has been taken yet
+    GROWING    scale-out from `from` Worker pods: the workers of the new pods have not all joined
+    SHRINKING  scale-in: at the time `asked` the scheduler was last requested to release the workers of the last pods
+    FAILED     the scale-out was rolled back, with the reason in `failed`; a different number starts a new resize
 
-Which of these fields are present determines the state. Two more fields limit repetition and belong to no state: `said` is when
-the scheduler was last sent the number of additional workers, `told` is the last warning that a resize is unsupported.
+The fields that are present determine the state. Two more fields limit repetition and belong to no state: `said` is the time at
+which the scheduler was last sent the number of additional workers, `told` is the last warning that a resize is unsupported.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TRANSITIONS = {  # besides `reset`, which leads from every state to NONE
 
 
 class Scaling:
-    """The owner of `status.scaling`. `fields` is the dictionary in the status that is written."""
+    """Only writer of `status.scaling`. `fields` is that dictionary and is changed in place."""
 
     def __init__(self, fields: dict[str, Any], now: float) -> None:
         self._fields = fields
@@ -54,13 +54,13 @@ class Scaling:
 
     @property
     def target(self) -> int | None:
-        """Number of Worker pods that the resize leads to; None if no resize was begun."""
+        """Number of Worker pods that the resize aims at; None if no resize was begun."""
         target: int | None = self._fields.get("to")
         return target
 
     @property
     def previous(self) -> int:
-        """Number of Worker pods before the growth; only in GROWING."""
+        """Number of Worker pods before the scale-out; valid only in GROWING."""
         return int(self._fields["from"])
 
     def read_time(self, field: str) -> float | None:
@@ -73,7 +73,7 @@ class Scaling:
         self._enter(ScalingState.GROWING, **{"from": previous})
 
     def request_release(self) -> None:
-        """Record that the scheduler is now asked to release workers, for the first time or again."""
+        """Record the time of a request to release workers, the first or a repetition."""
         self._enter(ScalingState.SHRINKING, asked=format_timestamp(self._now))
 
     def fail(self, reason: str) -> None:
@@ -84,7 +84,7 @@ class Scaling:
         self._fields.clear()
 
     def announce(self, target: int | None) -> None:
-        """Record that the scheduler is now sent the number of additional workers."""
+        """Record the time at which the scheduler is sent the number of additional workers."""
         self._fields |= {"to": target, "said": format_timestamp(self._now)}
 
     def end_announcement(self) -> None:

@@ -1,6 +1,6 @@
-"""What the job's own scheduler says of the cluster inside the pods: how far the training is, and who is in its world.
+"""State of the cluster inside a job's pods, as the job's scheduler reports it: progress of the training, and its workers.
 
-The operator reads it over REST where it can. A plan works without it: real MindSpore and plain torch have no such scheduler.
+The operator reads it over REST. It is optional: jobs with real MindSpore or plain torch have no covey scheduler.
 """
 
 from __future__ import annotations
@@ -15,30 +15,30 @@ from covey.core.types import Phase, Role
 
 
 class SchedulerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One look at a running cluster."""
+    """Snapshot of a running cluster."""
 
     phase: Phase
     generation: int = 0
-    restarts: int = 0  # of workers, of any kind that happened inside the pods
-    step: int = -1
+    restarts: int = 0  # restarts of workers inside the pods, of any kind
+    step: int = -1  # of the most advanced worker; -1: unknown
     resizable: bool = False
-    target_workers: int = 0  # how many workers its scheduler lets in
-    workers: dict[str, str] = {}  # of the world now, by node id: the pod each is in
-    pod_uids: frozenset[str] = frozenset()  # the UIDs of the pods of those who are there, or are waited for
-    supports_healing: bool = False  # the others wait for one that is started again
-    has_finished_step: bool = False  # the others can go on without one that is lost
-    last_recovery: str = ""  # the newest that is over, in short
+    target_workers: int = 0  # number of workers that the scheduler admits
+    workers: dict[str, str] = {}  # pod name by node id, of the workers in the present world
+    pod_uids: frozenset[str] = frozenset()  # UIDs of the pods whose nodes are neither dead nor left
+    supports_healing: bool = False  # the remaining workers wait for a restarted one
+    has_finished_step: bool = False  # the remaining workers can continue without a lost one
+    last_recovery: str = ""  # summary of the newest closed incident
 
     @property
     def world_size(self) -> int:
         return len(self.workers)
 
     def workers_in_pods(self, pods: set[str]) -> list[str]:
-        """The node ids of the workers in these pods."""
+        """Return the node ids of the workers in these pods, sorted."""
         return sorted(node for node, pod in self.workers.items() if pod in pods)
 
     def progress_fields(self) -> dict[str, Any]:
-        """As a job's status shows it."""
+        """Return the fields of `status.progress`."""
         fields: dict[str, Any] = {
             "phase": str(self.phase),
             "world": self.world_size,
@@ -53,8 +53,10 @@ class SchedulerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def scheduler_status_from_view(view: ClusterView) -> SchedulerStatus:
-    """What matters to a job of what its scheduler shows. Under the operator a host's identity is its pod's name, its life the
-    pod's UID."""
+    """Extract the fields that a plan needs from a scheduler's view.
+
+    Under the operator, a node's `host_id` is its pod's name and its `host_life` the pod's UID.
+    """
     workers = [node for node in view.nodes if node.role is Role.WORKER]
     closed = [incident for incident in view.recoveries if incident.outcome is not Outcome.OPEN]
     return SchedulerStatus(

@@ -1,7 +1,7 @@
-"""What an MSJob says, read and judged: every problem has the path of its field.
+"""Parser and validator of MSJobs; every error has the path of its field.
 
-The custom resource's schema refuses what a schema can refuse. What is judged here is the rest (letter case of roles, names that
-become parts of pod names, labels and annotations), so that `covey submit` and the operator say the same.
+The schema of the custom resource checks the types of fields. This module checks the rest: letter case of roles, names that
+become parts of pod names, labels and annotations. `covey submit` and the operator both use it and report the same errors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ API_VERSION = "v1"
 DEFAULT_CONTAINER = "mindspore"
 DEFAULT_PORT_NAME = "msjob-port"
 DEFAULT_PORT = 2222
-POD_NAME_MAX = 63  # of a pod that a service is named after
+POD_NAME_MAX = 63  # characters, the limit of a service's name; the first pod's service has the pod's name
 PORT_NAME_MAX = 15
 
 PROCESSES_ANNOTATION = "covey/processes-per-pod"
@@ -32,7 +32,7 @@ PENDING_TIMEOUT_ANNOTATION = "covey/pending-timeout-seconds"
 NODE_LOST_ANNOTATION = "covey/node-lost-seconds"
 NODE_LOST_TIMEOUT_S = 60.0
 RESCHEDULE_TIMEOUT_S = 270.0  # wait-reschedule-timeout
-FORCE_DELETE_AFTER_S = 900.0  # a graceful deletion that does not end
+FORCE_DELETE_AFTER_S = 900.0  # limit of a graceful deletion, after its grace period
 SUBHEALTHY_STRATEGIES = ("ignore", "graceExit", "forceExit", "hotSwitch")
 PROCESSES_MAX = 4096
 
@@ -41,7 +41,7 @@ _NAME_PATTERN = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 
 
 class ReplicaDuty(StrEnum):
-    """What a role does in the cluster."""
+    """Function of a role in the cluster."""
 
     SCHEDULER = "scheduler"
     SERVER = "server"
@@ -86,7 +86,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
 
     @property
     def command_line(self) -> str:
-        """The commands of its containers."""
+        """Commands and arguments of all containers, joined by spaces."""
         return " ".join(
             str(word)
             for container in self.template["spec"]["containers"]
@@ -95,31 +95,31 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
 
     @property
     def keeps_recovery_files(self) -> bool:
-        """Its template says where recovery files lie, so they may outlive the pod; else they go with it."""
+        """Whether the template sets MS_RECOVERY_PATH, so that the recovery files may outlive the pod."""
         containers = self.template["spec"]["containers"]
         return any(entry.get("name") == "MS_RECOVERY_PATH" for c in containers for entry in c.get("env") or [])
 
     @property
     def is_supervised(self) -> bool:
-        """Its command is `covey run`, as far as can be seen: somebody in the container looks after its processes."""
+        """Whether the command line contains `covey run`, whose agent restarts processes in the container."""
         return re.search(r"\bcovey(\.cli\.main)?\s+run\b", self.command_line) is not None
 
     @property
     def runs_python(self) -> bool:
-        """It runs a Python script, as far as can be seen, which may call `covey.init()`."""
+        """Whether the command line seems to run a Python script, which may call `covey.init()`."""
         return re.search(r"\bpython[0-9.]*\b|\.py\b", self.command_line) is not None
 
 
 class RecoveryOptions(msgspec.Struct, frozen=True):
-    """What may follow a fault, from the job's labels and annotations."""
+    """Recovery options from the job's labels and annotations."""
 
     fault_scheduling: str = ""  # fault-scheduling: grace, force or "" (off)
-    strategies: tuple[str, ...] = ()  # recover-strategy, in the ladder's order; () where fault-scheduling does not allow it
+    strategies: tuple[str, ...] = ()  # recover-strategy in the ladder's order; () unless fault-scheduling enables it
     pod_rescheduling: bool = False  # pod-rescheduling: on
     fault_retry_limit: int | None = None  # fault-retry-times
     reschedule_timeout_s: float = RESCHEDULE_TIMEOUT_S
     subhealthy_strategy: str = ""  # subHealthyStrategy: graceExit, forceExit or "" (ignore)
-    remarks: tuple[str, ...] = ()  # what was asked for and has no effect, and why
+    remarks: tuple[str, ...] = ()  # a sentence for each option that has no effect or another one
 
     @property
     def is_enabled(self) -> bool:
@@ -131,23 +131,23 @@ class RecoveryOptions(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """An MSJob in one spelling, with its defaults."""
+    """A parsed MSJob: normalized names, defaults filled in."""
 
     name: str
     namespace: str
     uid: str
     roles: tuple[ReplicaSpec, ...]
     clean_policy: CleanPodPolicy = CleanPodPolicy.RUNNING
-    ttl_s: float | None = None
-    deadline_s: float | None = None
-    pending_timeout_s: float | None = None
+    ttl_s: float | None = None  # None: never deleted
+    deadline_s: float | None = None  # None: no limit
+    pending_timeout_s: float | None = None  # None: no limit
     node_lost_timeout_s: float = NODE_LOST_TIMEOUT_S
-    backoff_limit: int | None = None
+    backoff_limit: int | None = None  # None: no limit
     suspend: bool = False
     scheduling_policy: dict[str, Any] | None = None
     needs_all_workers: bool = False  # successPolicy: AllWorkers
     has_dynamic_workers: bool = False  # enableDynamicWorker
-    processes_per_pod: int = 1  # of covey run, in each worker's pod
+    processes_per_pod: int = 1  # training processes that covey run starts in each worker pod
     recovery: RecoveryOptions = RecoveryOptions()
     main_container: str = DEFAULT_CONTAINER
     port_name: str = DEFAULT_PORT_NAME
@@ -161,12 +161,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def desired_replicas(self) -> dict[str, int]:
-        """How many pods of each role the spec asks for."""
+        """Number of pods of each role in the spec."""
         return {role.key: role.replicas for role in self.roles}
 
 
 class FieldError(msgspec.Struct, frozen=True):
-    """A field that cannot be, and why."""
+    """An invalid field and the reason."""
 
     path: str
     message: str
@@ -176,7 +176,7 @@ class FieldError(msgspec.Struct, frozen=True):
 
 
 class InvalidJob(UsageError):
-    """A job that cannot be: all its problems in one sentence."""
+    """An invalid job. The message has the first 8 field errors, `field_errors` all of them."""
 
     def __init__(self, problems: list[FieldError]) -> None:
         super().__init__("; ".join(str(problem) for problem in problems[:8]))
@@ -188,7 +188,7 @@ def pod_name(job: str, key: str, index: int) -> str:
 
 
 def parse_job(job: Mapping[str, Any]) -> Job:
-    """The job an object describes; `InvalidJob` names each field that cannot be."""
+    """Return the job that an MSJob object describes. Raise `InvalidJob` with all invalid fields."""
     problems: list[FieldError] = []
     metadata, spec = job.get("metadata", {}), job.get("spec") or {}
     name = str(metadata.get("name", ""))
@@ -196,13 +196,15 @@ def parse_job(job: Mapping[str, Any]) -> Job:
     policy = spec.get("runPolicy") or {}
     labels_and_annotations = {**(metadata.get("labels") or {}), **(metadata.get("annotations") or {})}
     if not _NAME_PATTERN.fullmatch(name):
-        problems.append(FieldError("metadata.name", f"{name!r} is not lower-case letters, digits and '-', a letter first"))
+        problems.append(
+            FieldError("metadata.name", f"{name!r} is invalid: expected lower-case letters, digits and '-', first a letter")
+        )
     clean_policy = _parse_choice(
         CleanPodPolicy, policy.get("cleanPodPolicy"), CleanPodPolicy.RUNNING, "spec.runPolicy.cleanPodPolicy", problems
     )
     success = spec.get("successPolicy") or ""
     if success not in ("", "AllWorkers"):
-        problems.append(FieldError("spec.successPolicy", f"{success!r} is neither empty nor AllWorkers"))
+        problems.append(FieldError("spec.successPolicy", f"{success!r} is invalid: expected '' or AllWorkers"))
     limits = {
         field: _parse_limit(policy.get(field), f"spec.runPolicy.{field}", problems)
         for field in ("ttlSecondsAfterFinished", "activeDeadlineSeconds", "backoffLimit", "pendingTimeoutSeconds")
@@ -248,7 +250,7 @@ def parse_job(job: Mapping[str, Any]) -> Job:
 def _parse_roles(spec: Mapping[str, Any], name: str, problems: list[FieldError]) -> Iterator[ReplicaSpec]:
     replica_specs = spec.get("msReplicaSpecs")
     if not isinstance(replica_specs, dict) or not replica_specs:
-        problems.append(FieldError("spec.msReplicaSpecs", "is empty: Scheduler, PS and Worker are what it may hold"))
+        problems.append(FieldError("spec.msReplicaSpecs", "is empty: expected Worker, and optionally Scheduler and PS"))
         return
     seen: dict[str, str] = {}
     key_by_lower_case = {key.lower(): key for key in DUTY_BY_ROLE}
@@ -257,15 +259,15 @@ def _parse_roles(spec: Mapping[str, Any], name: str, problems: list[FieldError])
         path = f"spec.msReplicaSpecs.{written_key}"
         key = key_by_lower_case.get(written_key.lower())
         if key is None or (key == "Master" and container == DEFAULT_CONTAINER):
-            problems.append(FieldError(path, "is no role: Scheduler, PS and Worker are"))
+            problems.append(FieldError(path, "is not a role: expected Scheduler, PS or Worker"))
             continue
         if key in seen:
-            problems.append(FieldError(path, f"is there twice, also as {seen[key]}"))
+            problems.append(FieldError(path, f"is the same role as {seen[key]}: expected one of them"))
             continue
         seen[key] = written_key
         yield _parse_role(key, replica if isinstance(replica, dict) else {}, path, name, str(container), problems)
     if not {"Worker", "Master"} & set(seen):
-        problems.append(FieldError("spec.msReplicaSpecs.Worker", "is missing: without workers nothing is trained"))
+        problems.append(FieldError("spec.msReplicaSpecs.Worker", "is missing: a job needs workers"))
 
 
 def _role_order(written_key: str) -> int:
@@ -277,12 +279,12 @@ def _parse_role(
     key: str, replica: Mapping[str, Any], path: str, job: str, container: str, problems: list[FieldError]
 ) -> ReplicaSpec:
     replicas = replica.get("replicas", 1)
-    least = 1 if key in ("Scheduler", "Master") else 0
-    if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < least:
-        problems.append(FieldError(f"{path}.replicas", f"{replicas!r} is not a whole number from {least} on"))
-        replicas = least
+    minimum = 1 if key in ("Scheduler", "Master") else 0
+    if not isinstance(replicas, int) or isinstance(replicas, bool) or replicas < minimum:
+        problems.append(FieldError(f"{path}.replicas", f"{replicas!r} is invalid: expected an integer >= {minimum}"))
+        replicas = minimum
     if key in ("Scheduler", "Master") and replicas > 1:
-        problems.append(FieldError(f"{path}.replicas", f"{replicas} is too many: a job has one {key}"))
+        problems.append(FieldError(f"{path}.replicas", f"{replicas} is invalid: expected 1, because a job has one {key}"))
     longest = pod_name(job, key, max(0, replicas - 1))
     if len(longest) > POD_NAME_MAX:
         problems.append(
@@ -291,30 +293,30 @@ def _parse_role(
     restart = _parse_choice(RestartPolicy, replica.get("restartPolicy"), RestartPolicy.NEVER, f"{path}.restartPolicy", problems)
     template = replica.get("template")
     if not isinstance(template, dict) or not isinstance(template.get("spec"), dict):
-        problems.append(FieldError(f"{path}.template.spec", "is missing: it is the pod to run"))
+        problems.append(FieldError(f"{path}.template.spec", "is missing: expected a pod spec"))
         return ReplicaSpec(key, replicas, restart, {})
-    if (wrong := find_template_error(template)) is not None:
-        problems.append(FieldError(f"{path}.template{wrong[0]}", wrong[1]))
+    if (error := find_template_error(template)) is not None:
+        problems.append(FieldError(f"{path}.template{error[0]}", error[1]))
     else:
         _check_template(template["spec"], f"{path}.template.spec", container, problems)
     return ReplicaSpec(key, replicas, restart, template)
 
 
 def _recover_in_place_remarks(roles: list[ReplicaSpec]) -> Iterator[str]:
-    """Only something that stays behind in the container can start its process again."""
+    """Yield a warning for each worker role whose container seems to have no supervisor that could restart its process."""
     for role in roles:
         if role.duty is ReplicaDuty.WORKER and not role.is_supervised and not role.runs_python:
             yield (
-                f"recover-in-place is not supported for {role.key} as far as can be seen: its command is neither covey run nor "
-                "a Python script that could call covey.init(), so nobody in the container can start the process again; a pod "
-                "that fails is treated by the other strategies"
+                f"recover-in-place is probably not supported for {role.key}: its command is neither covey run nor a Python "
+                "script that could call covey.init(), so the container has no supervisor that restarts the process; the other "
+                "strategies apply to a pod that fails"
             )
 
 
 def _restart_policy_remarks(role: ReplicaSpec) -> Iterator[str]:
-    own = role.template["spec"].get("restartPolicy")
-    if own and own != role.restart_policy:
-        yield f"{role.key}'s template says restartPolicy {own}, which {role.restart_policy} of the replica overrules"
+    ignored = role.template["spec"].get("restartPolicy")
+    if ignored and ignored != role.restart_policy:
+        yield f"restartPolicy {ignored} in {role.key}'s template is ignored: {role.restart_policy} of the replica applies"
 
 
 def _check_template(spec: Mapping[str, Any], path: str, main: str, problems: list[FieldError]) -> None:
@@ -335,16 +337,16 @@ def _check_template(spec: Mapping[str, Any], path: str, main: str, problems: lis
         _check_label(volume.get("name"), f"{path}.volumes[{index}].name", problems)
     matching = sum(container.get("name") == main for container in containers)
     if matching != 1:
-        problems.append(FieldError(f"{path}.containers", f"has {matching} containers named {main}: exactly one must be"))
+        problems.append(FieldError(f"{path}.containers", f"has {matching} containers named {main}: expected exactly one"))
 
 
 def _check_label(text: Any, path: str, problems: list[FieldError], max_chars: int = POD_NAME_MAX) -> None:
     if isinstance(text, str) and _LABEL_PATTERN.fullmatch(text):
         if len(text) > max_chars:
-            problems.append(FieldError(path, f"{text!r} has more than {max_chars} characters"))
+            problems.append(FieldError(path, f"{text!r} is invalid: expected at most {max_chars} characters"))
         return
-    hint = f", {text.replace('_', '-').lower()!r} would do" if isinstance(text, str) and "_" in text else ""
-    problems.append(FieldError(path, f"{text!r} is not lower-case letters, digits and '-'{hint}"))
+    hint = f", such as {text.replace('_', '-').lower()!r}" if isinstance(text, str) and "_" in text else ""
+    problems.append(FieldError(path, f"{text!r} is invalid: expected lower-case letters, digits and '-'{hint}"))
 
 
 def _parse_choice(kind: type[Word], text: Any, default: Word, path: str, problems: list[FieldError]) -> Word:
@@ -353,7 +355,7 @@ def _parse_choice(kind: type[Word], text: Any, default: Word, path: str, problem
     try:
         return kind(text)
     except ValueError:
-        problems.append(FieldError(path, f"{text!r} is none of {', '.join(kind)}"))
+        problems.append(FieldError(path, f"{text!r} is invalid: expected one of {', '.join(kind)}"))
         return default
 
 
@@ -361,7 +363,7 @@ def _parse_limit(value: Any, path: str, problems: list[FieldError]) -> float | N
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        problems.append(FieldError(path, f"{value!r} is not a whole number from 0 on"))
+        problems.append(FieldError(path, f"{value!r} is invalid: expected an integer >= 0"))
         return None
     return float(value)
 
@@ -372,8 +374,8 @@ def _parse_annotation(annotations: Mapping[str, Any], key: str, problems: list[F
     value = parse_seconds(str(annotations[key]))
     is_count = key == PROCESSES_ANNOTATION
     if value is None or (is_count and (value != int(value) or not 1 <= value <= PROCESSES_MAX)):
-        allowed = f"a whole number from 1 to {PROCESSES_MAX}" if is_count else "a number of seconds"
-        problems.append(FieldError(f"metadata.annotations[{key}]", f"{annotations[key]!r} is not {allowed}"))
+        expected = f"an integer from 1 to {PROCESSES_MAX}" if is_count else "a number of seconds >= 0"
+        problems.append(FieldError(f"metadata.annotations[{key}]", f"{annotations[key]!r} is invalid: expected {expected}"))
         return None
     return value
 
@@ -383,12 +385,12 @@ def _parse_annotation(annotations: Mapping[str, Any], key: str, problems: list[F
 
 def _parse_recovery(metadata: Mapping[str, Any], problems: list[FieldError]) -> RecoveryOptions:
     labels, annotations = metadata.get("labels") or {}, metadata.get("annotations") or {}
-    options = {**labels, **annotations}  # either place will do
+    options = {**labels, **annotations}  # an option may be a label or an annotation; the annotation has priority
     requested = [strategy.strip() for strategy in str(options.get("recover-strategy", "")).split(",") if strategy.strip()]
     for strategy in requested:
         if strategy not in tuple(RecoveryStrategy):
             path = "metadata.annotations[recover-strategy]"
-            problems.append(FieldError(path, f"{strategy!r} is no strategy: {', '.join(RecoveryStrategy)} are"))
+            problems.append(FieldError(path, f"{strategy!r} is invalid: expected one of {', '.join(RecoveryStrategy)}"))
     scheduling = options.get("fault-scheduling", "")
     scheduling = scheduling if scheduling in ("grace", "force") else ""
     switch = options.get("process-recover-enable", "on")
@@ -401,16 +403,20 @@ def _parse_recovery(metadata: Mapping[str, Any], problems: list[FieldError]) -> 
     subhealthy = str(options.get("subHealthyStrategy", "ignore"))
     if subhealthy not in SUBHEALTHY_STRATEGIES:
         problems.append(
-            FieldError("metadata.labels[subHealthyStrategy]", f"{subhealthy!r} is none of {', '.join(SUBHEALTHY_STRATEGIES)}")
+            FieldError(
+                "metadata.labels[subHealthyStrategy]",
+                f"{subhealthy!r} is invalid: expected one of {', '.join(SUBHEALTHY_STRATEGIES)}",
+            )
         )
     if subhealthy == "hotSwitch":
-        remarks.append("subHealthyStrategy hotSwitch is done as graceExit: a pod's place is free before its replacement starts")
+        remarks.append("subHealthyStrategy hotSwitch acts like graceExit: the pod is deleted before its replacement starts")
         subhealthy = "graceExit"
     retries = _parse_count(options, "fault-retry-times", problems)
     wait = parse_seconds(str(options.get("wait-reschedule-timeout", RESCHEDULE_TIMEOUT_S)))
     if wait is None:
         path = "metadata.annotations[wait-reschedule-timeout]"
-        problems.append(FieldError(path, f"{options['wait-reschedule-timeout']!r} is not a number of seconds from 30 to 270"))
+        text = f"{options['wait-reschedule-timeout']!r} is invalid: expected a number of seconds from 30 to 270"
+        problems.append(FieldError(path, text))
         wait = RESCHEDULE_TIMEOUT_S
     return RecoveryOptions(
         fault_scheduling=scheduling,
@@ -426,6 +432,6 @@ def _parse_recovery(metadata: Mapping[str, Any], problems: list[FieldError]) -> 
 def _parse_count(options: Mapping[str, Any], key: str, problems: list[FieldError]) -> int:
     text = str(options.get(key, "0"))
     if not re.fullmatch(r"[0-9]{1,6}", text):
-        problems.append(FieldError(f"metadata.labels[{key}]", f"{text!r} is not a whole number from 0 on"))
+        problems.append(FieldError(f"metadata.labels[{key}]", f"{text!r} is invalid: expected an integer from 0 to 999999"))
         return 0
     return int(text)

@@ -1,18 +1,18 @@
-"""The status of a job: everything that a reconcile pass remembers for the next one.
+"""The status of a job: all state that reconcile passes share.
 
-`JobStatus` is the only writer of the status, with one method per fact. Its part `Scaling` owns the field `scaling`. The others:
+`JobStatus` is the only writer of the status. Its part `Scaling` owns the field `scaling`. The other fields:
 
     conditions state completionTime   `set_condition`, `clear_condition`
-    world startTime formed            the pods of this start of the job: `start`, `resize`, `restart`
+    world startTime formed            number of pods since the job started or resumed: `start`, `resize`, `restart`
     replacing restarts faults         replaced pods, by name; restarts so far; failures of the program itself
-    finished                          pods that succeeded
-    progress                          what the job's scheduler last reported
-    waiting refused ignored taken     what was reported already, so that an event is recorded once
+    finished                          names of pods that succeeded
+    progress                          last status of the job's scheduler
+    waiting refused ignored taken     texts and names already reported, so that an event is recorded once
     replicaStatuses workers workerReplicas selector restartsTotal   `set_counters`
     lastReconcileTime                 `finish`
 
-Conditions are monotone: what has become true of a finished job stays so, Succeeded and Failed exclude each other, and a
-condition's transition time changes only with its status.
+Succeeded and Failed are final and exclude each other. Of Running, Restarting and Suspended at most one is true. A condition's
+transition time changes only with its status.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ OMITTED_IF_EMPTY = ("replacing", "finished", "scaling")
 
 
 class JobStatus:
-    """A working copy of a job's status, at the time `now` of a reconcile pass."""
+    """Working copy of a job's status in a reconcile pass at the time `now`."""
 
     def __init__(self, job: Mapping[str, Any], now: float) -> None:
         self._original: dict[str, Any] = copy.deepcopy(dict(job.get("status") or {}))
@@ -43,11 +43,11 @@ class JobStatus:
 
     @property
     def content(self) -> dict[str, Any]:
-        """The status as the API server is to have it, without empty notes."""
+        """The status to write, without empty bookkeeping fields."""
         return {field: value for field, value in self._content.items() if value or field not in OMITTED_IF_EMPTY}
 
     def finish(self) -> dict[str, Any] | None:
-        """Return the status to write, with the time of this pass, or None if it has not changed."""
+        """Return the status to write, with the time of this pass; None if it has not changed."""
         content = self.content
         return {**content, "lastReconcileTime": format_timestamp(self._now)} if content != self._original else None
 
@@ -64,18 +64,22 @@ class JobStatus:
 
     @property
     def final_condition(self) -> str:
-        """Succeeded or Failed, "" for a job that goes on."""
+        """Succeeded or Failed; "" if the job has not ended."""
         return next((kind for kind in FINAL_CONDITIONS if self.has_condition(kind)), "")
 
     @property
     def running_since(self) -> float | None:
-        """When Running last changed, to true or to false; None if the job never ran."""
+        """Time at which Running last became true or false; None if the job never ran."""
         conditions = self._content.get("conditions", [])
         return parse_timestamp(next((c["lastTransitionTime"] for c in conditions if c["type"] == RUNNING), None))
 
     def set_condition(self, kind: str, reason: str, message: str) -> bool:
-        """Make a condition true; it becomes the last one. Returns whether it was not true before."""
-        fresh = not self.has_condition(kind)
+        """Set a condition to true, and conditions that exclude it to false. Return whether it was not true before.
+
+        A condition that becomes true is moved to the end of the list. A final condition also sets completionTime
+        and drops the replacements.
+        """
+        was_false = not self.has_condition(kind)
         self._put_condition(kind, "True", reason, message)
         if kind in (RUNNING, RESTARTING, SUSPENDED):
             for other in {RUNNING, RESTARTING, SUSPENDED} - {kind}:
@@ -86,10 +90,10 @@ class JobStatus:
             self._content.setdefault("completionTime", format_timestamp(self._now))
             self._drop("replacing")
         self._content["state"] = kind
-        return fresh
+        return was_false
 
     def clear_condition(self, kind: str, reason: str, message: str) -> None:
-        """Make a condition that was true false."""
+        """Set a condition to false if it is true."""
         if self.has_condition(kind):
             self._put_condition(kind, "False", reason, message)
             self._content["state"] = self._content["conditions"][-1]["type"]
@@ -100,23 +104,23 @@ class JobStatus:
         message = message[:MESSAGE_CHARS_MAX]
         if old is not None and (old["status"], old["reason"], old["message"]) == (status, reason, message):
             return
-        turned = old is None or old["status"] != status
+        has_changed = old is None or old["status"] != status
         new = {
             "type": kind,
             "status": status,
             "reason": reason,
             "message": message,
             "lastUpdateTime": format_timestamp(self._now),
-            "lastTransitionTime": format_timestamp(self._now) if turned or old is None else old["lastTransitionTime"],
+            "lastTransitionTime": format_timestamp(self._now) if has_changed or old is None else old["lastTransitionTime"],
         }
-        if old is not None and not turned:
+        if old is not None and not has_changed:
             conditions[conditions.index(old)] = new
             return
         conditions[:] = [c for c in conditions if c["type"] != kind]
-        # A condition that turned false goes before the true ones, so that the last one says what the job is.
+        # A condition that became false goes to the front, so that the last condition is the job's state.
         conditions.insert(len(conditions) if status == "True" else 0, new)
 
-    # -- the pods of this start of the job ---------------------------------------------------------------------------
+    # -- number of pods ----------------------------------------------------------------------------------------------
 
     @property
     def world(self) -> dict[str, int]:
@@ -125,7 +129,7 @@ class JobStatus:
 
     @property
     def formed_world(self) -> dict[str, int]:
-        """Number of pods of each role when the cluster formed. Every pod gets these numbers, also after a resize."""
+        """Number of pods of each role when the cluster formed. Every new pod gets these numbers, also after a resize."""
         return dict(self._content.get("formed") or self.world)
 
     def start(self, world: dict[str, int]) -> None:
@@ -136,20 +140,20 @@ class JobStatus:
         self._content["world"] = world
 
     def keep_formed_world(self) -> None:
-        """Record the present numbers as those with which the cluster formed, unless an earlier resize did."""
+        """Record the present numbers as those with which the cluster formed, unless an earlier resize recorded them."""
         self._content.setdefault("formed", self.world)
 
     def drop_formed_world(self) -> None:
         self._content.pop("formed", None)
 
     def restart(self, world: dict[str, int]) -> None:
-        """All pods start again, with these numbers: drop what was known of the cluster that they formed."""
+        """Record a restart of all pods with these numbers: drop the fields of the cluster that they had formed."""
         self._drop("formed", "finished")
         self.scaling.reset()
         self._content["world"] = world
 
     def suspend(self) -> None:
-        """All pods are deleted: drop everything that belongs to this start of the job."""
+        """Record that all pods are deleted: drop every field that describes them."""
         self._drop("world", "formed", "startTime", "replacing", "finished", "progress")
         self.scaling.reset()
 
@@ -163,8 +167,8 @@ class JobStatus:
     def replacements(self) -> Mapping[str, Mapping[str, Any]]:
         """Pods whose replacement does not run yet, by name.
 
-        `uid`: of the pod that was given up; `at`: since when; `all`: in a restart of all pods; `node`: which the replacement
-        avoids; `without`: the others were reported to train without it.
+        `uid`: UID of the replaced pod; `at`: time of the decision; `all`: part of a restart of all pods; `node`: node that the
+        replacement avoids; `without`: an event was recorded that the other workers train without it.
         """
         found: Mapping[str, Mapping[str, Any]] = self._content.get("replacing") or {}
         return found
@@ -200,17 +204,17 @@ class JobStatus:
 
     @property
     def has_progress(self) -> bool:
-        """Whether the job's scheduler reported since the job started."""
+        """Whether the job's scheduler has answered since the job started or resumed."""
         return "progress" in self._content
 
     def update_progress(self, progress: Mapping[str, Any]) -> None:
-        """Record what the scheduler reports and, if it differs from the last report, the time."""
-        shown = self._content.get("progress") or {}
-        if {key: value for key, value in shown.items() if key != "updated"} != progress:
+        """Record the scheduler's progress, with the time, if it differs from the last one."""
+        recorded = self._content.get("progress") or {}
+        if {key: value for key, value in recorded.items() if key != "updated"} != progress:
             self._content["progress"] = {**progress, "updated": format_timestamp(self._now)}
 
     def report_once(self, field: str, name: str) -> bool:
-        """Add a name to the list `field`. Return whether it was not there."""
+        """Add a name to the list `field`. Return whether the list did not contain it."""
         reported: list[str] = self._content.setdefault(field, [])
         if name in reported:
             return False
@@ -218,7 +222,7 @@ class JobStatus:
         return True
 
     def report_text(self, field: str, text: str) -> bool:
-        """Set or, if the text is empty, drop `field`. Return whether there is a text and it differs from the last one."""
+        """Set `field`, or drop it if `text` is empty. Return whether `text` is not empty and differs from the last one."""
         if text == self._content.get(field, ""):
             return False
         self._content[field] = text

@@ -1,4 +1,4 @@
-"""Times as Kubernetes writes them, and as numbers."""
+"""Conversion of times and durations in Kubernetes objects."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from datetime import UTC, datetime
 
 
 def format_timestamp(now: float) -> str:
-    """RFC 3339 in whole seconds, as `metav1.Time` is."""
+    """Return a time as RFC 3339 with whole seconds, like `metav1.Time`."""
     return datetime.fromtimestamp(int(now), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def parse_timestamp(text: str | None) -> float | None:
-    """The seconds since 1970 of a time in an object; None where there is none."""
+    """Return an RFC 3339 time as seconds since 1970; None if `text` is empty or None."""
     if not text:
         return None
     return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
 
 
 def parse_seconds(text: str) -> float | None:
-    """A number of seconds, 0 or more; None where it is no such number."""
+    """Return a number of seconds >= 0; None if `text` is not such a number."""
     if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", text.strip()):
         return None
     return float(text)

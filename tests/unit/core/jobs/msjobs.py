@@ -1,4 +1,4 @@
-"""MSJobs, pods and nodes as the API server sends them, as plain dicts; and a world in which a plan is carried out."""
+"""MSJobs, pods and nodes as plain dicts, like those of the API server, and a fake cluster in which plans are applied."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from covey.core.jobs.timestamps import format_timestamp
 
 NOW = 1_800_000_000.0
 UID = "job-uid"
-Thing = dict[str, Any]
+KubeObject = dict[str, Any]
 
 
 def job(
@@ -25,10 +25,10 @@ def job(
     restart: str = "Never",
     labels: dict[str, str] | None = None,
     annotations: dict[str, str] | None = None,
-    status: Thing | None = None,
+    status: KubeObject | None = None,
     **spec: Any,
-) -> Thing:
-    """A job named train: by default a Scheduler and two workers."""
+) -> KubeObject:
+    """Return a job named train; by default with a Scheduler and two workers."""
     template = {"spec": {"containers": [{"name": "mindspore", "image": "some", "command": ["train"]}]}}
     replicas = {
         key: {"replicas": number, "restartPolicy": restart, "template": copy.deepcopy(template)}
@@ -50,7 +50,9 @@ def job(
     }
 
 
-def pod(name: str, *, phase: str = "Running", uid: str = "", owner: str = UID, created: float = NOW, **status: Any) -> Thing:
+def pod(
+    name: str, *, phase: str = "Running", uid: str = "", owner: str = UID, created: float = NOW, **status: Any
+) -> KubeObject:
     _, kind, index = name.rsplit("-", 2)
     return {
         "metadata": {
@@ -70,56 +72,56 @@ def pod(name: str, *, phase: str = "Running", uid: str = "", owner: str = UID, c
     }
 
 
-def service(name: str, *, owner: str = UID) -> Thing:
+def service(name: str, *, owner: str = UID) -> KubeObject:
     references = [{"uid": owner, "controller": True}] if owner else []
     return {"metadata": {"name": name, "uid": f"{name}-s", "ownerReferences": references}, "spec": {"clusterIP": "10.0.0.7"}}
 
 
-def node(name: str, *, ready: str = "True", since: float = NOW) -> Thing:
+def node(name: str, *, ready: str = "True", since: float = NOW) -> KubeObject:
     condition = {"type": "Ready", "status": ready, "lastTransitionTime": format_timestamp(since)}
     return {"metadata": {"name": name}, "status": {"conditions": [condition]}}
 
 
-def container(state: str, what: Thing, *, phase: str = "Pending", restarts: int = 0) -> Thing:
-    """A pod's status with the state of its container."""
-    return {"phase": phase, "containerStatuses": [{"name": "mindspore", "restartCount": restarts, "state": {state: what}}]}
+def container(state: str, details: KubeObject, *, phase: str = "Pending", restarts: int = 0) -> KubeObject:
+    """Return the status of a pod whose main container has this state."""
+    return {"phase": phase, "containerStatuses": [{"name": "mindspore", "restartCount": restarts, "state": {state: details}}]}
 
 
-class World:
-    """A job and what there is of it. `look` plans and carries out what is not about pods; `carry_out` also that."""
+class FakeCluster:
+    """A job and its objects. `reconcile` plans and applies all but the actions on pods; `apply` applies those."""
 
-    def __init__(self, job: Thing) -> None:
+    def __init__(self, job: KubeObject) -> None:
         self.job = job
-        self.pods: dict[str, Thing] = {}
-        self.services: dict[str, Thing] = {}
-        self.nodes: dict[str, Thing] | None = None
-        self.live: SchedulerStatus | None = None
+        self.pods: dict[str, KubeObject] = {}
+        self.services: dict[str, KubeObject] = {}
+        self.nodes: dict[str, KubeObject] | None = None
+        self.scheduler_status: SchedulerStatus | None = None
         self.now = NOW
-        self._lives = itertools.count(2)
+        self._uid_numbers = itertools.count(2)
 
     @property
-    def status(self) -> Thing:
-        found: Thing = self.job.get("status") or {}
-        return found
+    def status(self) -> KubeObject:
+        status: KubeObject = self.job.get("status") or {}
+        return status
 
     def conditions(self) -> set[str]:
         return {c["type"] for c in self.status.get("conditions", []) if c["status"] == "True"}
 
-    def start(self, phase: str = "Running") -> World:
-        """Until all pods are there, in that phase."""
+    def start(self, phase: str = "Running") -> FakeCluster:
+        """Create all pods, in that phase."""
         for _ in range(2):
-            self.carry_out(self.look())
+            self.apply(self.reconcile())
         for name in self.pods:
             self.pods[name]["status"]["phase"] = phase
-        self.look()
+        self.reconcile()
         return self
 
-    def look(self) -> ReconcilePlan:
-        """Plan, and carry out all but what is about pods. The plan's status is the job's afterwards, changed or not."""
-        made = self._plan()
-        if made.status is not None:
-            self.job["status"] = copy.deepcopy(made.status)
-        for action in made.actions:
+    def reconcile(self) -> ReconcilePlan:
+        """Compute a plan and apply all but its actions on pods. The returned plan has the job's status, changed or not."""
+        plan = self._plan()
+        if plan.status is not None:
+            self.job["status"] = copy.deepcopy(plan.status)
+        for action in plan.actions:
             if isinstance(action, CreateService):
                 name = pod_name("train", action.role, 0)
                 self.services[name] = service(name)
@@ -127,39 +129,39 @@ class World:
                 self.services.pop(action.name, None)
             elif isinstance(action, SetLabel):
                 self.job["metadata"].setdefault("labels", {})[action.key] = action.value
-        return made if made.status is not None else msgspec.structs.replace(made, status=self.status)
+        return plan if plan.status is not None else msgspec.structs.replace(plan, status=self.status)
 
     def _plan(self) -> ReconcilePlan:
         pods, services = list(self.pods.values()), list(self.services.values())
-        observed = Observed(pods=pods, services=services, nodes=self.nodes, scheduler_status=self.live)
+        observed = Observed(pods=pods, services=services, nodes=self.nodes, scheduler_status=self.scheduler_status)
         return plan_job(copy.deepcopy(self.job), observed, self.now)
 
     def crash_after(self, effects: int) -> None:
-        """Plan, and carry out only the first effects: status, then one action after the other."""
-        made = self._plan()
-        if effects and made.status is not None:
-            self.job["status"] = copy.deepcopy(made.status)
-        self.carry_out(msgspec.structs.replace(made, actions=made.actions[: max(0, effects - 1)]))
+        """Compute a plan and apply only the first `effects` effects: the status, then the actions in order."""
+        plan = self._plan()
+        if effects and plan.status is not None:
+            self.job["status"] = copy.deepcopy(plan.status)
+        self.apply(msgspec.structs.replace(plan, actions=plan.actions[: max(0, effects - 1)]))
 
-    def carry_out(self, made: ReconcilePlan) -> None:
-        for action in made.actions:
+    def apply(self, plan: ReconcilePlan) -> None:
+        for action in plan.actions:
             if isinstance(action, CreatePod):
                 name = pod_name("train", action.role, action.index)
-                uid = f"{name}-{next(self._lives)}"
+                uid = f"{name}-{next(self._uid_numbers)}"
                 self.pods.setdefault(name, pod(name, uid=uid, phase="Pending", created=self.now))
             elif isinstance(action, DeletePod) and self.pods.get(action.name, {}).get("metadata", {}).get("uid") == action.uid:
                 del self.pods[action.name]
             elif isinstance(action, TerminatePod) and action.name in self.pods:
                 self.pods[action.name]["spec"]["activeDeadlineSeconds"] = 1
             elif isinstance(action, AdoptOrphan):
-                things = self.pods if action.kind == "Pod" else self.services
-                things[action.name]["metadata"]["ownerReferences"] = [{"uid": UID, "controller": True}]
+                objects = self.pods if action.kind == "Pod" else self.services
+                objects[action.name]["metadata"]["ownerReferences"] = [{"uid": UID, "controller": True}]
 
-    def runs(self, name: str, restarts: int = 0) -> None:
+    def set_running(self, name: str, restarts: int = 0) -> None:
         if name not in self.pods:
-            self.pods[name] = pod(name, uid=f"{name}-{next(self._lives)}", created=self.now)
+            self.pods[name] = pod(name, uid=f"{name}-{next(self._uid_numbers)}", created=self.now)
         self.pods[name]["status"] = container("running", {}, phase="Running", restarts=restarts)
 
-    def ends(self, name: str, code: int) -> None:
+    def set_terminated(self, name: str, code: int) -> None:
         ended = {"exitCode": code}
         self.pods[name]["status"] = container("terminated", ended, phase="Failed" if code else "Succeeded")

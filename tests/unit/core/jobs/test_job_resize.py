@@ -1,24 +1,24 @@
-"""Another number of workers for a running job: live where its scheduler can, else anew or not at all; each with its reason."""
+"""Resize of a running job: without a restart if its scheduler supports it, else with one or not at all."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from tests.unit.core.jobs.msjobs import World, job
-from tests.unit.core.jobs.test_job_plan import of, told
+from tests.unit.core.jobs.msjobs import FakeCluster, job
+from tests.unit.core.jobs.test_job_plan import actions_of, events
 
 from covey.core.cluster.view import ClusterView, NodeView
 from covey.core.incidents import Incident, Outcome, Stage
-from covey.core.jobs import scheduler_status as lives
+from covey.core.jobs import scheduler_status as scheduler_statuses
 from covey.core.jobs.actions import AnnounceWorkers, CreatePod, DeletePod, ReleaseWorkers
 from covey.core.jobs.resize import NO_SCHEDULER_AFTER_S, REQUEST_RETRY_S, RESIZABLE_TIMEOUT_S
 from covey.core.jobs.scheduler_status import SchedulerStatus
 from covey.core.types import Phase, Role
 
 
-def cluster(*pods: int, resizable: bool = True, processes: int = 1, goal: int = 0) -> SchedulerStatus:
-    """A world with the workers of these pods, `processes` in each."""
+def scheduler_of(*pods: int, resizable: bool = True, processes: int = 1, goal: int = 0) -> SchedulerStatus:
+    """Return the status of a scheduler whose world has the workers of these pods, `processes` in each."""
     names = [f"train-worker-{index}" for index in pods]
     if processes == 1:
         workers = {name: name for name in names}
@@ -27,187 +27,195 @@ def cluster(*pods: int, resizable: bool = True, processes: int = 1, goal: int = 
     return SchedulerStatus(phase=Phase.READY, generation=1, step=7, resizable=resizable, workers=workers, target_workers=goal)
 
 
-def running(*, live: SchedulerStatus | None, **more: Any) -> World:
-    world = World(job(roles={"Scheduler": 1, "Worker": 3}, **more)).start()
-    world.live = live
-    world.look()
-    return world
+def running(*, scheduler_status: SchedulerStatus | None, **more: Any) -> FakeCluster:
+    cluster = FakeCluster(job(roles={"Scheduler": 1, "Worker": 3}, **more)).start()
+    cluster.scheduler_status = scheduler_status
+    cluster.reconcile()
+    return cluster
 
 
-def scale(world: World, number: int) -> None:
-    world.job["spec"]["msReplicaSpecs"]["Worker"]["replicas"] = number
+def scale(cluster: FakeCluster, number: int) -> None:
+    cluster.job["spec"]["msReplicaSpecs"]["Worker"]["replicas"] = number
 
 
-def test_growth_creates_pods_that_join_the_world() -> None:
-    world = running(live=cluster(0, 1, 2))
-    scale(world, 5)
-    made = world.look()
-    new = of(made, CreatePod)
-    assert [(a.index, a.world["Worker"]) for a in new] == [(3, 3), (4, 3)], "newcomers are told with how many it formed"
-    assert not of(made, DeletePod) and "train-worker-3, train-worker-4" in told(made)["MSJobScaling"]
-    world.carry_out(made)
+def test_scale_out_creates_pods_and_ends_when_their_workers_joined() -> None:
+    cluster = running(scheduler_status=scheduler_of(0, 1, 2))
+    scale(cluster, 5)
+    plan = cluster.reconcile()
+    new = actions_of(plan, CreatePod)
+    assert [(a.index, a.world["Worker"]) for a in new] == [(3, 3), (4, 3)], (
+        "new pods get the number with which the cluster formed"
+    )
+    assert not actions_of(plan, DeletePod) and "train-worker-3, train-worker-4" in events(plan)["MSJobScaling"]
+    cluster.apply(plan)
     for name in ("train-worker-3", "train-worker-4"):
-        world.runs(name)
-    assert "MSJobScaled" not in told(world.look())
-    world.live = cluster(0, 1, 2, 3, 4)
-    made = world.look()
-    assert "nobody was restarted" in told(made)["MSJobScaled"] and "scaling" not in world.status
-    assert not of(world.look(), CreatePod) and not told(world.look())
+        cluster.set_running(name)
+    assert "MSJobScaled" not in events(cluster.reconcile())
+    cluster.scheduler_status = scheduler_of(0, 1, 2, 3, 4)
+    plan = cluster.reconcile()
+    assert "without a restart" in events(plan)["MSJobScaled"] and "scaling" not in cluster.status
+    assert not actions_of(cluster.reconcile(), CreatePod) and not events(cluster.reconcile())
 
 
-def test_the_scheduler_is_told_whom_to_let_in_until_it_knows() -> None:
-    world = running(live=cluster(0, 1, 2, goal=3))
-    scale(world, 5)
-    made = world.look()
-    assert of(made, AnnounceWorkers) == [AnnounceWorkers(2)] and len(of(made, CreatePod)) == 2
-    world.carry_out(made)
-    assert not of(world.look(), AnnounceWorkers)
-    world.now += REQUEST_RETRY_S
-    assert of(world.look(), AnnounceWorkers) == [AnnounceWorkers(2)], "said again where nothing came of it"
-    world.live = cluster(0, 1, 2, goal=5)
-    assert not of(world.look(), AnnounceWorkers)
-    world.runs("train-worker-3")
-    world.ends("train-worker-3", 1)
-    world.carry_out(world.look())
-    world.look()
-    world.now += REQUEST_RETRY_S
-    assert of(world.look(), AnnounceWorkers) == [AnnounceWorkers(0)], "who was taken back is not expected any more"
-    world.live = cluster(0, 1, 2, goal=3)
-    assert not of(world.look(), AnnounceWorkers)
+def test_additional_workers_are_announced_until_the_scheduler_target_matches() -> None:
+    cluster = running(scheduler_status=scheduler_of(0, 1, 2, goal=3))
+    scale(cluster, 5)
+    plan = cluster.reconcile()
+    assert actions_of(plan, AnnounceWorkers) == [AnnounceWorkers(2)] and len(actions_of(plan, CreatePod)) == 2
+    cluster.apply(plan)
+    assert not actions_of(cluster.reconcile(), AnnounceWorkers)
+    cluster.now += REQUEST_RETRY_S
+    assert actions_of(cluster.reconcile(), AnnounceWorkers) == [AnnounceWorkers(2)], "repeated while it has no effect"
+    cluster.scheduler_status = scheduler_of(0, 1, 2, goal=5)
+    assert not actions_of(cluster.reconcile(), AnnounceWorkers)
+    cluster.set_running("train-worker-3")
+    cluster.set_terminated("train-worker-3", 1)
+    cluster.apply(cluster.reconcile())
+    cluster.reconcile()
+    cluster.now += REQUEST_RETRY_S
+    assert actions_of(cluster.reconcile(), AnnounceWorkers) == [AnnounceWorkers(0)], "a rolled-back pod is no longer announced"
+    cluster.scheduler_status = scheduler_of(0, 1, 2, goal=3)
+    assert not actions_of(cluster.reconcile(), AnnounceWorkers)
 
 
-def test_a_newcomer_that_fails_takes_the_growth_back_and_harms_nobody() -> None:
-    world = running(live=cluster(0, 1, 2))
-    scale(world, 4)
-    world.carry_out(world.look())
-    world.runs("train-worker-3")
-    world.ends("train-worker-3", 20)
-    made = world.look()
-    assert [a.name for a in of(made, DeletePod)] == ["train-worker-3"] and "exit code 20" in told(made)["ScaleFailed"]
-    world.carry_out(made)
+def test_failed_new_pod_rolls_back_the_scale_out_only() -> None:
+    cluster = running(scheduler_status=scheduler_of(0, 1, 2))
+    scale(cluster, 4)
+    cluster.apply(cluster.reconcile())
+    cluster.set_running("train-worker-3")
+    cluster.set_terminated("train-worker-3", 20)
+    plan = cluster.reconcile()
+    assert [a.name for a in actions_of(plan, DeletePod)] == ["train-worker-3"] and "exit code 20" in events(plan)["ScaleFailed"]
+    cluster.apply(plan)
     for _ in range(3):
-        made = world.look()
-        assert not of(made, CreatePod) and not told(made), "it is not tried again by itself"
-    assert "Running" in world.conditions() and world.status["world"]["Worker"] == 3
-    scale(world, 5)
-    assert [a.index for a in of(world.look(), CreatePod)] == [3, 4], "another number is another try"
+        plan = cluster.reconcile()
+        assert not actions_of(plan, CreatePod) and not events(plan), "a failed scale-out is not retried"
+    assert "Running" in cluster.conditions() and cluster.status["world"]["Worker"] == 3
+    scale(cluster, 5)
+    assert [a.index for a in actions_of(cluster.reconcile(), CreatePod)] == [3, 4], "a different number starts a new scale-out"
 
 
-def test_a_newcomer_that_stays_pending_takes_the_growth_back() -> None:
-    world = running(live=cluster(0, 1, 2), runPolicy={"pendingTimeoutSeconds": 60})
-    scale(world, 4)
-    world.carry_out(world.look())
-    world.now += 61
-    assert "Pending for more than 60 s" in told(world.look())["ScaleFailed"] and "Failed" not in world.conditions()
+def test_pending_new_pod_rolls_back_the_scale_out() -> None:
+    cluster = running(scheduler_status=scheduler_of(0, 1, 2), runPolicy={"pendingTimeoutSeconds": 60})
+    scale(cluster, 4)
+    cluster.apply(cluster.reconcile())
+    cluster.now += 61
+    assert "Pending for more than 60 s" in events(cluster.reconcile())["ScaleFailed"] and "Failed" not in cluster.conditions()
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_shrinking_lets_workers_leave_before_their_pods_go(processes: int) -> None:
-    notes = {"covey/processes-per-pod": str(processes)}
-    world = running(live=cluster(0, 1, 2, processes=processes), annotations=notes)
-    scale(world, 1)
-    made = world.look()
+def test_scale_in_deletes_pods_after_their_workers_left(processes: int) -> None:
+    annotations = {"covey/processes-per-pod": str(processes)}
+    cluster = running(scheduler_status=scheduler_of(0, 1, 2, processes=processes), annotations=annotations)
+    scale(cluster, 1)
+    plan = cluster.reconcile()
     leaving = ["train-worker-1", "train-worker-2"] if processes == 1 else ["2", "3", "4", "5"]
-    assert of(made, ReleaseWorkers) == [ReleaseWorkers(tuple(leaving))] and not of(made, DeletePod)
-    assert not of(world.look(), ReleaseWorkers), "asked once"
-    world.now += REQUEST_RETRY_S
-    assert of(world.look(), ReleaseWorkers), "and again where nothing came of it"
-    world.ends("train-worker-2", 0)
-    world.ends("train-worker-1", 137)  # however it ends, its work is no longer missed
-    assert "Failed" not in world.conditions() and not of(world.look(), CreatePod)
-    world.live = cluster(0, processes=processes)
-    made = world.look()
-    assert sorted(a.name for a in of(made, DeletePod)) == ["train-worker-1", "train-worker-2"]
-    assert "nobody was restarted" in told(made)["MSJobScaled"]
-    world.carry_out(made)
-    assert world.look().actions == () and world.conditions() == {"Created", "Running"}
+    assert actions_of(plan, ReleaseWorkers) == [ReleaseWorkers(tuple(leaving))] and not actions_of(plan, DeletePod)
+    assert not actions_of(cluster.reconcile(), ReleaseWorkers), "requested once"
+    cluster.now += REQUEST_RETRY_S
+    assert actions_of(cluster.reconcile(), ReleaseWorkers), "repeated while it has no effect"
+    cluster.set_terminated("train-worker-2", 0)
+    cluster.set_terminated("train-worker-1", 137)  # the exit code of a departing pod is ignored
+    assert "Failed" not in cluster.conditions() and not actions_of(cluster.reconcile(), CreatePod)
+    cluster.scheduler_status = scheduler_of(0, processes=processes)
+    plan = cluster.reconcile()
+    assert sorted(a.name for a in actions_of(plan, DeletePod)) == ["train-worker-1", "train-worker-2"]
+    assert "without a restart" in events(plan)["MSJobScaled"]
+    cluster.apply(plan)
+    assert cluster.reconcile().actions == () and cluster.conditions() == {"Created", "Running"}
 
 
-def test_a_pod_that_left_can_come_again() -> None:
-    world = running(live=cluster(0, 1, 2))
-    scale(world, 2)
-    world.look()
-    world.ends("train-worker-2", 0)
-    world.look()
-    world.live = cluster(0, 1)
-    world.carry_out(world.look())
-    scale(world, 3)
-    assert [a.index for a in of(world.look(), CreatePod)] == [2]
+def test_pod_removed_by_scale_in_is_created_by_a_later_scale_out() -> None:
+    cluster = running(scheduler_status=scheduler_of(0, 1, 2))
+    scale(cluster, 2)
+    cluster.reconcile()
+    cluster.set_terminated("train-worker-2", 0)
+    cluster.reconcile()
+    cluster.scheduler_status = scheduler_of(0, 1)
+    cluster.apply(cluster.reconcile())
+    scale(cluster, 3)
+    assert [a.index for a in actions_of(cluster.reconcile(), CreatePod)] == [2]
 
 
-def test_after_a_growth_a_replacement_is_told_the_number_of_the_formation() -> None:
-    world = running(live=cluster(0, 1, 2), restart="ExitCode")
-    scale(world, 4)
-    world.carry_out(world.look())
-    world.runs("train-worker-3")
-    world.live = cluster(0, 1, 2, 3)
-    world.look()
-    world.ends("train-worker-1", 137)
-    world.carry_out(world.look())
-    assert [a.world["Worker"] for a in of(world.look(), CreatePod)] == [3]
+def test_replacement_after_a_scale_out_gets_the_formed_world_size() -> None:
+    cluster = running(scheduler_status=scheduler_of(0, 1, 2), restart="ExitCode")
+    scale(cluster, 4)
+    cluster.apply(cluster.reconcile())
+    cluster.set_running("train-worker-3")
+    cluster.scheduler_status = scheduler_of(0, 1, 2, 3)
+    cluster.reconcile()
+    cluster.set_terminated("train-worker-1", 137)
+    cluster.apply(cluster.reconcile())
+    assert [a.world["Worker"] for a in actions_of(cluster.reconcile(), CreatePod)] == [3]
 
 
-def test_a_job_whose_scheduler_is_no_covey_stays_and_says_so() -> None:
-    world = running(live=None)
-    world.now += NO_SCHEDULER_AFTER_S
-    scale(world, 4)
-    made = world.look()
-    assert "no scheduler of covey" in told(made)["ScaleUnsupported"] and not of(made, CreatePod)
-    assert not told(world.look()) and world.status["world"]["Worker"] == 3
+def test_job_without_covey_scheduler_keeps_its_size_with_a_warning() -> None:
+    cluster = running(scheduler_status=None)
+    cluster.now += NO_SCHEDULER_AFTER_S
+    scale(cluster, 4)
+    plan = cluster.reconcile()
+    assert "no covey scheduler" in events(plan)["ScaleUnsupported"] and not actions_of(plan, CreatePod)
+    assert not events(cluster.reconcile()) and cluster.status["world"]["Worker"] == 3
 
 
-def test_where_restarts_are_allowed_all_start_anew_with_the_new_number() -> None:
-    world = running(live=None, restart="OnFailure", runPolicy={"backoffLimit": 0})
-    world.now += NO_SCHEDULER_AFTER_S
-    scale(world, 4)
-    made = world.look()
-    assert len(of(made, DeletePod)) == 4 and "start anew" in told(made)["MSJobScaled"]
-    created = of(made, CreatePod)
-    world.carry_out(made)
-    made = world.look()
-    created += of(made, CreatePod)
+def test_resize_without_scheduler_restarts_all_pods_if_allowed() -> None:
+    cluster = running(scheduler_status=None, restart="OnFailure", runPolicy={"backoffLimit": 0})
+    cluster.now += NO_SCHEDULER_AFTER_S
+    scale(cluster, 4)
+    plan = cluster.reconcile()
+    assert len(actions_of(plan, DeletePod)) == 4 and "all pods restart" in events(plan)["MSJobScaled"]
+    created = actions_of(plan, CreatePod)
+    cluster.apply(plan)
+    plan = cluster.reconcile()
+    created += actions_of(plan, CreatePod)
     assert len(created) == 5 and {a.world["Worker"] for a in created} == {4}
-    assert world.status["restartsTotal"] == 0, "it was asked for: no limit counts it"
-    world.carry_out(made)
-    for name in world.pods:
-        world.runs(name)
-    assert world.look().status and world.conditions() == {"Created", "Running"} and "replacing" not in world.status
+    assert cluster.status["restartsTotal"] == 0, "a requested restart is not counted"
+    cluster.apply(plan)
+    for name in cluster.pods:
+        cluster.set_running(name)
+    assert cluster.reconcile().status and cluster.conditions() == {"Created", "Running"} and "replacing" not in cluster.status
 
 
-def test_anew_with_fewer_waits_for_nobody_who_is_not_to_come() -> None:
-    world = running(live=None, restart="OnFailure", labels={"fault-scheduling": "grace"})
-    world.now += NO_SCHEDULER_AFTER_S
-    scale(world, 2)
+def test_restart_with_fewer_pods_waits_only_for_the_remaining_pods() -> None:
+    cluster = running(scheduler_status=None, restart="OnFailure", labels={"fault-scheduling": "grace"})
+    cluster.now += NO_SCHEDULER_AFTER_S
+    scale(cluster, 2)
     for _ in range(3):
-        world.carry_out(world.look())
-    for name in world.pods:
-        world.runs(name)
-    world.look()
-    assert "replacing" not in world.status and sorted(world.pods) == ["train-scheduler-0", "train-worker-0", "train-worker-1"]
+        cluster.apply(cluster.reconcile())
+    for name in cluster.pods:
+        cluster.set_running(name)
+    cluster.reconcile()
+    assert "replacing" not in cluster.status and sorted(cluster.pods) == [
+        "train-scheduler-0",
+        "train-worker-0",
+        "train-worker-1",
+    ]
 
 
-def test_a_young_scheduler_has_time_to_answer() -> None:
-    world = running(live=None)
-    scale(world, 4)
-    made = world.look()
-    assert not told(made) and made.requeue_after is not None and made.requeue_after <= NO_SCHEDULER_AFTER_S
-    world.live = cluster(0, 1, 2, resizable=False)
-    world.look()
-    world.now += RESIZABLE_TIMEOUT_S - 1
-    assert not told(world.look())
-    world.now += 1
-    assert "covey.Loop" in told(world.look())["ScaleUnsupported"]
-    world.live = cluster(0, 1, 2)
-    assert [a.index for a in of(world.look(), CreatePod)] == [3], "late is not too late"
+def test_resize_waits_until_the_scheduler_is_resizable_or_times_out() -> None:
+    cluster = running(scheduler_status=None)
+    scale(cluster, 4)
+    plan = cluster.reconcile()
+    assert not events(plan) and plan.requeue_after is not None and plan.requeue_after <= NO_SCHEDULER_AFTER_S
+    cluster.scheduler_status = scheduler_of(0, 1, 2, resizable=False)
+    cluster.reconcile()
+    cluster.now += RESIZABLE_TIMEOUT_S - 1
+    assert not events(cluster.reconcile())
+    cluster.now += 1
+    assert "covey.Loop" in events(cluster.reconcile())["ScaleUnsupported"]
+    cluster.scheduler_status = scheduler_of(0, 1, 2)
+    assert [a.index for a in actions_of(cluster.reconcile(), CreatePod)] == [3], (
+        "a resizable scheduler is used even after the timeout"
+    )
 
 
-def test_a_world_of_one_cannot_grow() -> None:
-    world = World(job(roles={"Worker": 1})).start()
-    scale(world, 2)
-    assert "world of several" in told(world.look())["ScaleUnsupported"]
+def test_single_worker_job_cannot_be_scaled_out() -> None:
+    cluster = FakeCluster(job(roles={"Worker": 1})).start()
+    scale(cluster, 2)
+    assert "two or more worker processes" in events(cluster.reconcile())["ScaleUnsupported"]
 
 
-def test_progress_is_shown_and_written_only_when_it_changed() -> None:
+def test_progress_is_written_only_when_it_changed() -> None:
     nodes = [
         NodeView(Role.SCHEDULER, "sched", -1, "h", "a", "alive", True),
         NodeView(Role.WORKER, "train-worker-0", 0, "h", "a", "alive", True, step=41, restarts=1, host_id="train-worker-0"),
@@ -216,9 +224,9 @@ def test_progress_is_shown_and_written_only_when_it_changed() -> None:
     waterfall = {Stage.DETECTED: 3.0, Stage.DECIDED: 0.5, Stage.RESUMED: 90.0}
     done = Incident(1, 0.0, "worker:1", 1, "killed", "recover", "why", Outcome.RESUMED, waterfall, 93.5)
     view = ClusterView("id", Phase.READY, "", 3, 2, 0, 0.0, 0.0, nodes, recoveries=[done, Incident(2, 0, "", 0, "", "", "")])
-    world = running(live=lives.scheduler_status_from_view(view))
-    shown = world.status["progress"]
-    assert {**shown, "updated": "", "recovery": ""} == {
+    cluster = running(scheduler_status=scheduler_statuses.scheduler_status_from_view(view))
+    progress = cluster.status["progress"]
+    assert {**progress, "updated": "", "recovery": ""} == {
         "phase": "ready",
         "world": 2,
         "generation": 3,
@@ -227,10 +235,10 @@ def test_progress_is_shown_and_written_only_when_it_changed() -> None:
         "recovery": "",
         "updated": "",
     }
-    assert "recover of worker:1 (killed): detected 3 ms" in shown["recovery"]
-    world.now += 100
-    world.look()
-    assert world.status["progress"]["updated"] == shown["updated"]
-    world.live = None
-    world.look()
-    assert world.status["progress"] == shown, "what was known last stays, with its time"
+    assert "recover of worker:1 (killed): detected 3 ms" in progress["recovery"]
+    cluster.now += 100
+    cluster.reconcile()
+    assert cluster.status["progress"]["updated"] == progress["updated"]
+    cluster.scheduler_status = None
+    cluster.reconcile()
+    assert cluster.status["progress"] == progress, "the last progress and its time are kept"

@@ -1,4 +1,4 @@
-"""`PlanBuilder` alone: the order of actions, which deletions it adds, and the earliest requeue."""
+"""`PlanBuilder`: the order of actions, which deletions it adds, and the earliest requeue."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def test_empty_plan_has_no_action_and_no_requeue() -> None:
     assert PlanBuilder(NOW).build(None, "nothing") == ReconcilePlan(reason="nothing")
 
 
-def test_actions_keep_the_order_in_which_they_were_added() -> None:
+def test_actions_are_in_order_of_addition() -> None:
     out = PlanBuilder(NOW)
     out.record_event("One", "first")
     out.add(CreateSecret())
     out.record_event("Two", "second", warn=True)
-    made = out.build({"state": "Running"}, "why")
-    assert made.actions == (RecordEvent("Normal", "One", "first"), CreateSecret(), RecordEvent("Warning", "Two", "second"))
-    assert made.status == {"state": "Running"} and made.reason == "why"
+    plan = out.build({"state": "Running"}, "why")
+    assert plan.actions == (RecordEvent("Normal", "One", "first"), CreateSecret(), RecordEvent("Warning", "Two", "second"))
+    assert plan.status == {"state": "Running"} and plan.reason == "why"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`Scaling` alone: its states, its transitions, and the fields of `status.scaling` that it writes."""
+"""`Scaling`: its states, its transitions, and the fields of `status.scaling` that it writes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_reset_leads_from_every_state_to_none(state: ScalingState) -> None:
     assert fields == {}
 
 
-def test_growth_has_its_target_and_the_previous_number() -> None:
+def test_growing_state_has_target_and_previous_number() -> None:
     scaling = Scaling(dict(FIELDS[ScalingState.GROWING]), NOW)
     assert (scaling.target, scaling.previous, scaling.read_time("since")) == (5, 3, NOW)
     assert Scaling({}, NOW).target is None

@@ -1,4 +1,4 @@
-"""`JobStatus` alone: each method writes its fields and no others."""
+"""`JobStatus`: each method writes its fields and no others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_unchanged_status_is_not_written() -> None:
     assert status_of(world=WORLD, state="Created").finish() is None
 
 
-def test_changed_status_is_written_with_the_time_and_the_job_is_not_touched() -> None:
+def test_changed_status_is_written_with_the_time_and_the_job_is_unmodified() -> None:
     source = job(status={"world": WORLD})
     status = JobStatus(source, NOW)
     status.count_restarts(1)
@@ -34,7 +34,7 @@ def test_changed_status_is_written_with_the_time_and_the_job_is_not_touched() ->
 
 
 @pytest.mark.parametrize("field", ["replacing", "finished", "scaling"])
-def test_empty_notes_are_left_out(field: str) -> None:
+def test_empty_bookkeeping_fields_are_omitted(field: str) -> None:
     assert status_of(world=WORLD, **{field: {}}).finish() == {"world": WORLD, "lastReconcileTime": TIME}
 
 
@@ -51,12 +51,12 @@ def test_resize_keeps_the_world_in_which_the_cluster_formed() -> None:
     status.resize(LARGER)
     assert (status.world, status.formed_world) == (LARGER, WORLD)
     status.keep_formed_world()
-    assert status.formed_world == WORLD, "the first resize counts"
+    assert status.formed_world == WORLD, "a second resize does not change it"
     status.drop_formed_world()
     assert status.formed_world == LARGER
 
 
-def test_restart_drops_what_was_known_of_the_cluster() -> None:
+def test_restart_drops_the_fields_of_the_former_cluster() -> None:
     scaling = {"to": 5, "since": TIME, "from": 3}
     status = status_of(world=LARGER, formed=WORLD, finished=["a"], scaling=scaling, restarts=2, startTime=TIME)
     status.restart(WORLD)
@@ -64,9 +64,9 @@ def test_restart_drops_what_was_known_of_the_cluster() -> None:
     assert status.scaling.state is ScalingState.NONE
 
 
-def test_suspend_drops_everything_of_this_start_and_keeps_the_counters() -> None:
-    of_this_start = {"world": WORLD, "formed": WORLD, "startTime": TIME, "replacing": {"a": {}}, "finished": ["a"]}
-    status = status_of(**of_this_start, scaling={"to": 2}, progress={"step": 3}, restarts=1, faults=1)
+def test_suspend_drops_the_fields_of_the_pods_and_keeps_the_counters() -> None:
+    pod_fields = {"world": WORLD, "formed": WORLD, "startTime": TIME, "replacing": {"a": {}}, "finished": ["a"]}
+    status = status_of(**pod_fields, scaling={"to": 2}, progress={"step": 3}, restarts=1, faults=1)
     status.suspend()
     assert status.content == {"restarts": 1, "faults": 1}
 
@@ -82,7 +82,7 @@ def test_replacement_is_recorded_until_it_is_dropped() -> None:
     status.mark_trained_without("b")
     assert status.replacements["b"] == {**b, "without": True}
     status.drop_replacement("a")
-    status.drop_replacement("never there")
+    status.drop_replacement("unknown")
     assert set(status.replacements) == {"b"}
 
 
@@ -109,7 +109,7 @@ def test_progress_has_the_time_of_its_last_change() -> None:
     assert status.content["progress"] == {"step": 4, "updated": TIME}
 
 
-def test_reports_are_new_once() -> None:
+def test_report_returns_true_only_for_new_texts_and_names() -> None:
     status = JobStatus(job(), NOW)
     assert not status.report_text("waiting", "") and status.content == {}
     assert status.report_text("waiting", "for a node") and not status.report_text("waiting", "for a node")
