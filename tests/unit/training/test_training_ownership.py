@@ -105,5 +105,5 @@ def test_no_class_writes_fields_of_another(package: str) -> None:
         ("a, loop.count = 1, 2", ["loop.count"]),
     ],
 )
-def test_writes_that_are_found(source: str, expected: list[str]) -> None:
+def test_foreign_writes_finds_stores_to_other_objects(source: str, expected: list[str]) -> None:
     assert list(foreign_writes(source)) == expected

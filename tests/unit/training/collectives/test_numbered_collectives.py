@@ -1,4 +1,4 @@
-"""Numbered collectives on every transport: results, and what follows a change of the membership."""
+"""Numbered collectives on every transport: results, and recovery after a membership change."""
 
 from __future__ import annotations
 
@@ -93,19 +93,19 @@ def test_mean_averages_tensors_of_several_dtypes_in_place(transport: Transport) 
     assert ThreadedCluster(2).run(program) == [[[[0.5, 0.5], [0.5, 0.5]], [2.0, 2.0, 2.0]]] * 2
 
 
-def test_communicator_runs_on_the_transport_it_is_given(transport: Transport) -> None:
+def test_communicator_runs_on_the_given_transport(transport: Transport) -> None:
     def program(context: ThreadContext) -> tuple[list[int], list[int], list[float]]:
         group = Communicator(context, transport=transport)
         assert (group.rank, group.world) == (context.assignment.rank, 3)
         gathered = [int(part) for part in group.all_gather(torch.tensor(10 * group.rank))]
-        given = group.broadcast(torch.tensor([group.rank, 5], dtype=torch.int16), root=1).tolist()
+        received = group.broadcast(torch.tensor([group.rank, 5], dtype=torch.int16), root=1).tolist()
         group.barrier()
-        return gathered, given, group.reduce([torch.tensor([3.0 * group.rank])])[0].tolist()
+        return gathered, received, group.reduce([torch.tensor([3.0 * group.rank])])[0].tolist()
 
     assert ThreadedCluster(3).run(program) == [([0, 10, 20], [1, 5], [3.0])] * 3
 
 
-def test_ranks_that_wait_repeat_the_collective_in_the_next_generation(transport: Transport) -> None:
+def test_waiting_ranks_repeat_the_collective_in_the_next_generation(transport: Transport) -> None:
     cluster = ThreadedCluster(3)
     survivors = cluster.contexts[:2]
     made = {context: NumberedCollectives(context, transport) for context in cluster.contexts}
@@ -124,7 +124,7 @@ def test_ranks_that_wait_repeat_the_collective_in_the_next_generation(transport:
         assert RankResumed(2, -1) in context.sent and context.waiting_in is None
 
 
-def test_rank_that_missed_a_result_fetches_it_from_another(transport: Transport) -> None:
+def test_rank_that_missed_a_result_fetches_it_from_another_rank(transport: Transport) -> None:
     cluster = ThreadedCluster(2)
     late = LateInbox()
     cluster.contexts[1].inbox = late
@@ -144,7 +144,7 @@ def test_rank_that_missed_a_result_fetches_it_from_another(transport: Transport)
     assert [StateFetched(2) in context.sent for context in cluster.contexts] == [False, True]
 
 
-def test_replacement_takes_the_state_and_the_results_of_the_step(transport: Transport) -> None:
+def test_replacement_receives_the_state_and_the_results_of_the_step(transport: Transport) -> None:
     cluster = ThreadedCluster(2)
     survivor = cluster.contexts[0]
     made = {context: NumberedCollectives(context, transport) for context in cluster.contexts}
@@ -168,15 +168,15 @@ def test_replacement_takes_the_state_and_the_results_of_the_step(transport: Tran
     assert torch.equal(donation.state["weights"], torch.arange(4.0))
     assert collectives.take_donation() is None and collectives.take_fetched_slots() is None
     collectives.begin_step(3)
-    assert all_reduce(collectives, 0.0) == 4.0, "the others completed it: its result was received"
+    assert all_reduce(collectives, 0.0) == 4.0, "the other rank completed it, so its cached result is used"
     assert all_reduce(collectives, 6.0) == 11.0
     waiting.join()
     assert results == [11.0]
     assert made[survivor].has_loop and not collectives.has_loop
-    assert provider.replays_finished == 3, "before each collective, and before it is repeated"
+    assert provider.replays_finished == 3, "called before each collective, and before its repetition"
 
 
-def test_report_has_what_the_provider_says(transport: Transport) -> None:
+def test_report_contains_the_providers_state_flags(transport: Transport) -> None:
     cluster = ThreadedCluster(1)
     collectives = NumberedCollectives(cluster.contexts[0], transport)
     provider = Provider(torch.zeros(1), has_state=True)
@@ -196,10 +196,10 @@ def test_dump_request_is_served_while_the_rank_waits(transport: Transport) -> No
         context.inbox.put(DumpRequest("a test"))
     cluster.run(lambda rank: all_reduce(collectives[rank.assignment.rank], 1.0))
     assert DumpWritten(3, "the dump") in cluster.contexts[0].sent
-    assert DumpWritten(-1, "") in cluster.contexts[1].sent, "without a loop there is nothing to dump"
+    assert DumpWritten(-1, "") in cluster.contexts[1].sent, "without a loop nothing can be dumped"
 
 
-def test_error_of_a_work_is_reported_and_the_collective_repeated(transport: Transport) -> None:
+def test_failed_work_is_reported_and_the_collective_repeated(transport: Transport) -> None:
     cluster = ThreadedCluster(2)
     made = {context: NumberedCollectives(context, transport) for context in cluster.contexts}
     cluster.run(lambda rank: all_reduce(made[rank], 1.0))
@@ -218,7 +218,7 @@ def test_error_of_a_work_is_reported_and_the_collective_repeated(transport: Tran
     assert results == [2.0, 2.0]
 
 
-def test_repeated_step_gets_the_results_it_had_without_the_other_ranks(transport: Transport) -> None:
+def test_rewound_step_replays_its_results_without_the_other_ranks(transport: Transport) -> None:
     def program(context: ThreadContext) -> list[float]:
         collectives = NumberedCollectives(context, transport)
         collectives.begin_step(0)
@@ -243,7 +243,7 @@ def test_collective_can_be_issued_ahead_once_the_group_is_ready(transport: Trans
     assert ThreadedCluster(2).run(program) == [(0, 1)] * 2
 
 
-def test_ranks_that_finish_wait_for_each_other(transport: Transport) -> None:
+def test_finished_ranks_wait_until_all_have_finished(transport: Transport) -> None:
     cluster = ThreadedCluster(2)
     cluster.run(lambda rank: NumberedCollectives(rank, transport).wait_for_all_ranks())
     assert all(isinstance(context.sent[-1], SafePointReport) for context in cluster.contexts)
