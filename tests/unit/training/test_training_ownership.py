@@ -37,8 +37,8 @@ ALLOWED = {  # by module, the target and why its owner is no class of covey
     "integrations/accelerate.py": {
         "os.environ.pop": "the process's environment",
         "os.environ.update": "the process's environment",
-        "place.process_index": "Accelerate's state",
-        "place.local_process_index": "Accelerate's state",
+        "state.process_index": "Accelerate's state",
+        "state.local_process_index": "Accelerate's state",
     },
     "integrations/lightning.py": {
         "rank_zero_only.rank": "Lightning's function",
