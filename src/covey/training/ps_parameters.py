@@ -319,7 +319,7 @@ class PushCollective:
 
     def run_without_group(self) -> None:
         """Push and wait for the servers only."""
-        self._client.push(self._step, self._gradients, here=True)
+        self._client.push(self._step, self._gradients, blocking=True)
 
 
 def optimizer_rule_for(optimizer: Any, group: dict[str, Any], *, rows: bool) -> OptimizerRule:
