@@ -60,11 +60,11 @@ def parse_row_blocks(
     return found
 
 
-def view_as_dtype(piece: Array, dtype: Any) -> Array:
+def view_as_dtype(part: Array, dtype: Any) -> Array:
     """Return bytes as numbers: a view if they are aligned, which in-place sums require, else a copy."""
-    if piece.nbytes and piece.__array_interface__["data"][0] % np.dtype(dtype).itemsize:
-        piece = piece.copy()
-    return piece.view(dtype)
+    if part.nbytes and part.__array_interface__["data"][0] % np.dtype(dtype).itemsize:
+        part = part.copy()
+    return part.view(dtype)
 
 
 def _find_parameter(selection: RowSelection, infos: Mapping[str, ParameterInfo]) -> ParameterInfo:
@@ -77,7 +77,7 @@ def _find_parameter(selection: RowSelection, infos: Mapping[str, ParameterInfo])
     if selection.width != spec.width:
         raise UsageError(f"received rows of {selection.width} numbers for {selection.name}, expected {spec.width}")
     if (selection.row_count == ALL) == spec.striped:
-        expected = "row numbers" if spec.striped else "all rows at once"
+        expected = "row numbers" if spec.striped else "all rows"
         raise UsageError(f"the request for {selection.name} is invalid: expected {expected}")
     return info
 

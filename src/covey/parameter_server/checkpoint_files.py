@@ -96,10 +96,10 @@ def load_shard(folder: str, step: int, shard: Shard) -> None:
         arrays: dict[str, Array] = {kind: np.empty(shape, DTYPES[spec.dtype]) for kind in (VALUES, *spec.rule.initial_states)}
         for part in parts:
             rows = _row_numbers(spec, part)
-            mine = placement.owners_of_rows(rows) == shard.server
-            indexes = placement.local_indexes(rows[mine])
+            is_own = placement.owners_of_rows(rows) == shard.server
+            indexes = placement.local_indexes(rows[is_own])
             for kind, values in arrays.items():
-                values[indexes] = _read_array(folder, part, spec.name, kind)[mine]
+                values[indexes] = _read_array(folder, part, spec.name, kind)[is_own]
         tables[spec.name] = Table(spec, shard.server, placement, arrays.pop(VALUES), arrays, updates)
     workers = shard.serving.workers
     has_same_ranks = len(parts[0].pushed) == workers and shard.serving.mode is not ConsistencyMode.SYNC

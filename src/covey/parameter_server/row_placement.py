@@ -70,7 +70,7 @@ class RowPlacement:
         for part in parts:
             low, high = max(first - offset, 0), min(last - offset, len(part))
             if low < high:
-                piece = part[low:high]
-                found.append(np.arange(piece.start, piece.stop, piece.step))
+                selected = part[low:high]
+                found.append(np.arange(selected.start, selected.stop, selected.step))
             offset += len(part)
         return np.concatenate(found) if found else np.empty(0, np.int64)

@@ -216,8 +216,8 @@ class Shard:
                 rows = placement.row_numbers(self.server, 0, placement.count_rows(self.server))
                 values = gradient.gradient[table.placement.local_indexes(rows)]
                 return RowGradient(gradient.name, None, values, gradient.lr, owns_memory=True)
-            mine = placement.owners_of_rows(gradient.rows) == self.server
-            return RowGradient(gradient.name, gradient.rows[mine], gradient.gradient[mine], gradient.lr, owns_memory=True)
+            is_own = placement.owners_of_rows(gradient.rows) == self.server
+            return RowGradient(gradient.name, gradient.rows[is_own], gradient.gradient[is_own], gradient.lr, owns_memory=True)
 
         gradients = self.step_gradients.select_rows(select)
         return Shard(self.serving, self.server, copied, tables, self.step, self.last_pushed_steps, gradients)

@@ -208,9 +208,9 @@ class ShardSet:
         if block.rows is None:
             values = block.values[self._row_indexes(shard, info)] if len(block.values) else block.values
             return RowBlock(block.name, None, values, block.lr)
-        mine = shard.tables[block.name].placement.owners_of_rows(block.rows) == self.server
-        values = block.values[mine] if len(block.values) else block.values
-        return RowBlock(block.name, block.rows[mine], values, block.lr)
+        is_own = shard.tables[block.name].placement.owners_of_rows(block.rows) == self.server
+        values = block.values[is_own] if len(block.values) else block.values
+        return RowBlock(block.name, block.rows[is_own], values, block.lr)
 
     def _row_indexes(self, shard: Shard, info: ParameterInfo) -> Array:
         """Return the indexes of a shard's rows among all rows of the server."""
@@ -227,8 +227,8 @@ class ShardSet:
             if block.rows is None:
                 found[self._row_indexes(shard, info)] = table.weights
             else:
-                mine = table.placement.owners_of_rows(block.rows) == self.server
-                found[mine] = table.read_values(block.rows[mine])
+                is_own = table.placement.owners_of_rows(block.rows) == self.server
+                found[is_own] = table.read_values(block.rows[is_own])
         return found
 
 

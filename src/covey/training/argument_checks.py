@@ -16,6 +16,6 @@ def check_int(where: str, name: str, value: Any, least: int) -> None:
 def check_type(where: str, name: str, value: Any, *kinds: type) -> None:
     """Raise `UsageError` unless `value` is an instance of one of `kinds`."""
     if not isinstance(value, kinds):
-        words = " or ".join(kind.__name__ for kind in kinds)
-        article = "an" if words[0] in "AEIOU" else "a"
-        raise UsageError(f"{where}({name}=...) is invalid: expected {article} {words}, got {type(value).__name__}")
+        names = " or ".join(kind.__name__ for kind in kinds)
+        article = "an" if names[0] in "AEIOU" else "a"
+        raise UsageError(f"{where}({name}=...) is invalid: expected {article} {names}, got {type(value).__name__}")

@@ -350,17 +350,17 @@ class Loop:
                 f"the optimizer stepped after micro-batch {self.micro + 1} of {self.accumulate}, before gradients are averaged:"
                 " step it only if loop.boundary is true"
             )
-        given = None
+        replaced = None
         closure = args[1] if len(args) > 1 else named.get("closure")
         if closure is not None and self._runs_closure_once:
             with torch_module().enable_grad():
                 loss = closure()
-            given = (optimizer, lambda: loss, *args[2:]), {name: named[name] for name in named if name != "closure"}
+            replaced = (optimizer, lambda: loss, *args[2:]), {name: named[name] for name in named if name != "closure"}
         if self._served.has_parameters:
             self._served.push(self._collectives)
         if self._sharded is None:  # a sharded one changes no parameter before all ranks have the new values
             self._state.begin_optimizer()
-        return given
+        return replaced
 
     def _after_optimizer_step(self, *_: Any) -> None:
         self._handover.on_optimizer_stepped()

@@ -280,8 +280,8 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._inner_parameters = dict(sorted(self._inner_parameters.items()))
         numbered, groups = iter(range(self.slot_count)), []
         for group in self.param_groups:
-            here = [self._inner_parameters[n] for n in (next(numbered) for _ in group["params"]) if n in self._inner_parameters]
-            groups.append({key: value for key, value in group.items() if key != "params"} | {"params": here})
+            held = [self._inner_parameters[n] for n in (next(numbered) for _ in group["params"]) if n in self._inner_parameters]
+            groups.append({key: value for key, value in group.items() if key != "params"} | {"params": held})
         self._inner_optimizer = self._optimizer_class(groups, **self._optimizer_options)
         order = {number: index for index, number in enumerate(self._inner_parameters)}
         present = {order[number]: state for number, state in states.items() if number in order and state}

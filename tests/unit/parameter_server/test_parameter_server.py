@@ -186,8 +186,8 @@ def test_pulls_with_a_cache_return_the_same_values() -> None:
     assert (known >= 0).all(), "all rows are cached"
     for server in group.servers.values():
         table = server._rows.own.shard_set.shards[0].tables["t"]
-        mine = rows[table.placement.owners_of_rows(rows) == server.rank]
-        assert not table.changed_since(mine, cache.cached_versions(mine, 0)).any(), "no row would be sent again"
+        own_rows = rows[table.placement.owners_of_rows(rows) == server.rank]
+        assert not table.changed_since(own_rows, cache.cached_versions(own_rows, 0)).any(), "no row would be sent again"
 
 
 # -- wrong input -----------------------------------------------------------------------------------------------------

@@ -74,10 +74,12 @@ class ShardSets:
         """Push to a server under the current sharding; a repetition is ignored there."""
         slots = self._slots(server)
         flat, rows, gradient = gradients_of(step, rank)
-        mine = np.isin(rows % SLOTS, slots)
+        is_owned = np.isin(rows % SLOTS, slots)
         spans = [flat[s * 1000 // SLOTS : (s + 1) * 1000 // SLOTS] for s in slots]
-        body = np.concatenate([a.reshape(-1).view(np.uint8) for a in (rows[mine], np.concatenate(spans), gradient[mine])])
-        parts = [RowSelection("w", ALL, 1, "float32", 0.1), RowSelection("t", int(mine.sum()), 4, "float32", 0.1)]
+        body = np.concatenate(
+            [a.reshape(-1).view(np.uint8) for a in (rows[is_owned], np.concatenate(spans), gradient[is_owned])]
+        )
+        parts = [RowSelection("w", ALL, 1, "float32", 0.1), RowSelection("t", int(is_owned.sum()), 4, "float32", 0.1)]
         self.shard_sets[server].push(PushGradients(step, rank, 1, parts), body, owned=False)
 
     def values(self, step: int) -> tuple[Array, Array]:

@@ -9,7 +9,7 @@ import pytest
 from tests.documents import ROOT
 
 MUTATORS = {"append", "add", "discard", "pop", "clear", "remove", "update", "setdefault", "extend", "insert", "popitem", "sort"}
-ALLOWED = {  # by module, the target and why its owner is no class of covey
+ALLOWED = {  # by module, the target and why its owner is not a class of covey
     "training/collectives/gloo_group.py": {
         "options.reduceOp": "torch's options",
         "options.rootRank": "torch's options",

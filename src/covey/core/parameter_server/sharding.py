@@ -2,8 +2,8 @@
 
 Every parameter is divided into the same number of slots, and each slot has one owner, so every row has exactly one. A table
 whose rows are pulled individually is *striped* (row r is in slot r mod SLOTS), because rows in demand tend to have adjacent
-numbers. A parameter that is pulled completely is divided into contiguous ranges, so that a server's part consists of few
-pieces.
+numbers. A parameter that is pulled completely is divided into contiguous ranges, so that a server has few
+ranges.
 """
 
 from __future__ import annotations

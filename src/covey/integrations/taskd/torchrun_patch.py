@@ -96,34 +96,36 @@ def covey_run_arguments(config: Any, entrypoint: Any, args: list[Any], environ: 
     job = loaded.job if where.is_external else environ.get(JOB_VARIABLE) or loaded.job  # as the manager chooses it
     settings = msgspec.structs.replace(loaded, job=job)
     hosts = f"{config.min_nodes}:{config.max_nodes}" if config.max_nodes > config.min_nodes else config.min_nodes
-    words = ["--nproc-per-node", config.nproc_per_node, "--nnodes", hosts]
-    words += [] if where.is_external else ["--master", where.host_port]  # covey run reads MS_SCHED_HOST and MS_SCHED_PORT
-    words += ["--or-join", journal_folder(settings, environ)]
+    arguments = ["--nproc-per-node", config.nproc_per_node, "--nnodes", hosts]
+    arguments += [] if where.is_external else ["--master", where.host_port]  # covey run reads MS_SCHED_HOST and MS_SCHED_PORT
+    arguments += ["--or-join", journal_folder(settings, environ)]
     if config.rdzv_backend == "static" and config.max_nodes > 1:
-        words += ["--node-rank", config.rdzv_configs.get("rank", -1)]
-    words += ["--max-restarts", config.max_restarts or TASKD_MAX_RESTARTS, "--role", config.role, "--no-live"]
+        arguments += ["--node-rank", config.rdzv_configs.get("rank", -1)]
+    arguments += ["--max-restarts", config.max_restarts or TASKD_MAX_RESTARTS, "--role", config.role, "--no-live"]
     if config.shutdown_timeout is not None:
-        words += ["--grace", config.shutdown_timeout]
+        arguments += ["--grace", config.shutdown_timeout]
     if config.numa_options:
-        words += ["--numa-binding", config.numa_options.affinity_mode.value]  # no effect; covey run logs that
+        arguments += ["--numa-binding", config.numa_options.affinity_mode.value]  # no effect; covey run logs that
     if config.local_addr:
-        words += ["--local-addr", config.local_addr]
+        arguments += ["--local-addr", config.local_addr]
     if job != loaded.job:
-        words += ["--rdzv-id", job]
-    return [str(word) for word in [*words, *_log_arguments(config.logs_specs, environ), *_program_arguments(entrypoint, args)]]
+        arguments += ["--rdzv-id", job]
+    return [
+        str(word) for word in [*arguments, *_log_arguments(config.logs_specs, environ), *_program_arguments(entrypoint, args)]
+    ]
 
 
 def _log_arguments(specs: Any, environ: Mapping[str, str]) -> list[Any]:
     """Return the options for output. By default torchrun shows all ranks, so this does too."""
     own = str(specs.root_log_dir or "")
     temporary = Path(own).name.startswith("torchelastic_")  # torch's default directory
-    words: list[Any] = ["--log-dir", log_folder(environ) if temporary or not own else own]
+    arguments: list[Any] = ["--log-dir", log_folder(environ) if temporary or not own else own]
     streams = {"--tee": _stream_argument(specs._tee), "--redirects": _stream_argument(specs._redirects)}
     for option, value in streams.items():
-        words += [option, value] if value else []
+        arguments += [option, value] if value else []
     if specs._local_ranks_filter:
-        return [*words, "--local-ranks-filter", ",".join(str(rank) for rank in sorted(specs._local_ranks_filter))]
-    return words if any(streams.values()) else [*words, "--tail_worker_log", -1]
+        return [*arguments, "--local-ranks-filter", ",".join(str(rank) for rank in sorted(specs._local_ranks_filter))]
+    return arguments if any(streams.values()) else [*arguments, "--tail_worker_log", -1]
 
 
 def _stream_argument(streams: Any) -> str:
@@ -140,7 +142,7 @@ def _program_arguments(entrypoint: Any, args: list[Any]) -> list[str]:
         return [str(word) for word in args]
     if not isinstance(entrypoint, str):
         raise UnsupportedByCovey("the workers run a function of this process; covey starts scripts")
-    words = [str(word) for word in args]
-    if entrypoint == sys.executable and words[:1] == ["-u"]:
-        return words[1:]
-    return ["--no-python", entrypoint, *words]
+    arguments = [str(word) for word in args]
+    if entrypoint == sys.executable and arguments[:1] == ["-u"]:
+        return arguments[1:]
+    return ["--no-python", entrypoint, *arguments]

@@ -54,10 +54,10 @@ class ResultCache:
 
     def results_for_replacement(self, step: int) -> dict[CollectiveNumber, list[Any]]:
         """Return the results that a replacement needs if it starts at this step."""
-        here = {
+        lasting = {
             number: results for number, results in self._results.items() if self._lifetime_of(number) is not ResultLifetime.STEP
         }
-        return here | self.results_of_step(step) | (self.last_result if self.last_completed is not None else {})
+        return lasting | self.results_of_step(step) | (self.last_result if self.last_completed is not None else {})
 
     def replace_with_received(self, last: CollectiveNumber, results: Mapping[CollectiveNumber, list[Any]]) -> None:
         """Replace the cache by received results, because this rank may become the only one that has them."""

@@ -178,12 +178,12 @@ class Stream:
             self._exchange_positions(group)
 
     def _exchange_positions(self, group: Communicator) -> None:
-        mine = {
+        own = {
             "seat": self._member_index,
             "began": self._first_step,
             "lanes": [taken[0] for taken in self._recorded_positions],
         }
-        flat = to_byte_tensor(mine)
+        flat = to_byte_tensor(own)
         size = int(group.all_reduce(torch.tensor(flat.numel()), "max"))
         if size > POSITION_BYTES_MAX:
             raise UsageError(

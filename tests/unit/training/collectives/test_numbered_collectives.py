@@ -108,17 +108,19 @@ def test_communicator_runs_on_the_given_transport(transport: Transport) -> None:
 def test_waiting_ranks_repeat_the_collective_in_the_next_generation(transport: Transport) -> None:
     cluster = ThreadedCluster(3)
     survivors = cluster.contexts[:2]
-    made = {context: NumberedCollectives(context, transport) for context in cluster.contexts}
-    assert cluster.run(lambda rank: all_reduce(made[rank], 1.0)) == [3.0] * 3  # the group of generation 1 is built
+    collectives_of = {context: NumberedCollectives(context, transport) for context in cluster.contexts}
+    assert cluster.run(lambda rank: all_reduce(collectives_of[rank], 1.0)) == [3.0] * 3  # the group of generation 1 is built
     results: dict[ThreadContext, float] = {}
-    threads = [start(lambda rank: results.update({rank: all_reduce(made[rank], 1.0)}), context) for context in survivors]
+    threads = [
+        start(lambda rank: results.update({rank: all_reduce(collectives_of[rank], 1.0)}), context) for context in survivors
+    ]
     cluster.wait_for(lambda: all(context.waiting_in == CollectiveNumber(-1, 1) for context in survivors))
     cluster.start_generation(survivors)
     for thread in threads:
         thread.join()
     assert list(results.values()) == [2.0, 2.0]
     for context in survivors:
-        assert made[context].assignment.world == 2
+        assert collectives_of[context].assignment.world == 2
         report = next(message for message in context.sent if isinstance(message, SafePointReport))
         assert (report.completed, report.waiting_in) == (CollectiveNumber(-1, 0), CollectiveNumber(-1, 1))
         assert RankResumed(2, -1) in context.sent and context.waiting_in is None
@@ -147,17 +149,17 @@ def test_rank_that_missed_a_result_fetches_it_from_another_rank(transport: Trans
 def test_replacement_receives_the_state_and_the_results_of_the_step(transport: Transport) -> None:
     cluster = ThreadedCluster(2)
     survivor = cluster.contexts[0]
-    made = {context: NumberedCollectives(context, transport) for context in cluster.contexts}
+    collectives_of = {context: NumberedCollectives(context, transport) for context in cluster.contexts}
     provider = Provider(torch.arange(4.0), has_state=True)
-    made[survivor].attach(provider, NO_TENSORS)
+    collectives_of[survivor].attach(provider, NO_TENSORS)
 
     def first_collective_of_step(context: ThreadContext) -> float:
-        made[context].begin_step(3)
-        return all_reduce(made[context], 2.0)
+        collectives_of[context].begin_step(3)
+        return all_reduce(collectives_of[context], 2.0)
 
     assert cluster.run(first_collective_of_step) == [4.0] * 2
     results: list[float] = []
-    waiting = start(lambda: results.append(all_reduce(made[survivor], 5.0)))
+    waiting = start(lambda: results.append(all_reduce(collectives_of[survivor], 5.0)))
     cluster.wait_for(lambda: survivor.waiting_in == CollectiveNumber(3, 1))
     replacement = ThreadContext(cluster, restarts=1)
     cluster.start_generation([survivor, replacement])
@@ -172,7 +174,7 @@ def test_replacement_receives_the_state_and_the_results_of_the_step(transport: T
     assert all_reduce(collectives, 6.0) == 11.0
     waiting.join()
     assert results == [11.0]
-    assert made[survivor].has_loop and not collectives.has_loop
+    assert collectives_of[survivor].has_loop and not collectives.has_loop
     assert provider.replays_finished == 3, "called before each collective, and before its repetition"
 
 
@@ -201,19 +203,19 @@ def test_dump_request_is_served_while_the_rank_waits(transport: Transport) -> No
 
 def test_failed_work_is_reported_and_the_collective_repeated(transport: Transport) -> None:
     cluster = ThreadedCluster(2)
-    made = {context: NumberedCollectives(context, transport) for context in cluster.contexts}
-    cluster.run(lambda rank: all_reduce(made[rank], 1.0))
+    collectives_of = {context: NumberedCollectives(context, transport) for context in cluster.contexts}
+    cluster.run(lambda rank: all_reduce(collectives_of[rank], 1.0))
     first, second = cluster.contexts
     results: list[float] = []
-    thread = start(lambda: results.append(all_reduce(made[first], 1.0)))
+    thread = start(lambda: results.append(all_reduce(collectives_of[first], 1.0)))
     cluster.wait_for(lambda: first.waiting_in is not None)
-    broken = made[second]._group
+    broken = collectives_of[second]._group
     assert broken is not None
     broken.abort()
     cluster.wait_for(lambda: bool(cluster.failures))
     assert cluster.failures[0].generation == 1 and cluster.failures[0].reason
     cluster.start_generation(cluster.contexts)
-    results.append(all_reduce(made[second], 1.0))
+    results.append(all_reduce(collectives_of[second], 1.0))
     thread.join()
     assert results == [2.0, 2.0]
 
