@@ -67,7 +67,7 @@ def whole(copies: int, megabytes: int, rounds: int) -> list[float]:
         found = []
         for step in range(rounds + 2):
             began = time.monotonic()
-            client.push(step, [GradientToPush("w", values, 0.1)], here=True)
+            client.push(step, [GradientToPush("w", values, 0.1)], blocking=True)
             client.pull_parameters(step + 1, [("w", values)])
             found.append(time.monotonic() - began)
     return found[2:]
@@ -114,7 +114,7 @@ def rows(copies: int, rounds: int) -> float:
         def step(number: int) -> int:
             wanted = np.unique(np.random.default_rng(number).zipf(1.2, BATCH) % ROWS)
             values = client.pull_rows(number, "t", wanted)
-            client.push(number, [GradientToPush("t", values * np.float32(0.1), 0.1, wanted)], here=True)
+            client.push(number, [GradientToPush("t", values * np.float32(0.1), 0.1, wanted)], blocking=True)
             return len(wanted)
 
         step(0)

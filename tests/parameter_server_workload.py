@@ -1,4 +1,4 @@
-"""What tests of parameter servers train: a whole parameter and a table, by workers that are threads."""
+"""Workload of parameter server tests: a flat parameter and a table, trained by workers that are threads."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from covey.parameter_server.optimizers import Adam, Array, LazyAdam
 WAIT_S = 60.0
 WORKERS = 3
 ROWS = 3000
-WHOLE = ParameterSpec("w", 1000, 1, "float32", False, Adam(0.1), InitialValues("given"))
+FLAT = ParameterSpec("w", 1000, 1, "float32", False, Adam(0.1), InitialValues("given"))
 TABLE = ParameterSpec("t", ROWS, 4, "float32", True, LazyAdam(0.1), InitialValues("normal", 1.0, 3))
-Seen = tuple[Array, Array]
+Values = tuple[Array, Array]  # of the flat parameter and the table
 
 
-def declare(client: ParameterClient, whole: ParameterSpec = WHOLE) -> ParameterClient:
-    client.declare(whole, np.arange(1000, dtype=np.float32), first=client.rank == 0)
+def declare(client: ParameterClient, flat: ParameterSpec = FLAT) -> ParameterClient:
+    client.declare(flat, np.arange(1000, dtype=np.float32), first=client.rank == 0)
     client.declare(TABLE, None, first=client.rank == 0)
     return client
 
 
 def gradients(client: ParameterClient, step: int, rank: int) -> list[GradientToPush]:
-    """A function of the values of the step, and of the rank."""
+    """Return gradients that depend on the values of the step and on the rank."""
     w = np.empty(1000, np.float32)
     client.pull_parameters(step, [("w", w)])
     rows = np.unique(np.random.default_rng((step, rank)).integers(0, ROWS, 64))
@@ -36,18 +36,18 @@ def gradients(client: ParameterClient, step: int, rank: int) -> list[GradientToP
     ]
 
 
-def values(client: ParameterClient, step: int) -> Seen:
+def values(client: ParameterClient, step: int) -> Values:
     w = np.empty(1000, np.float32)
     client.pull_parameters(step, [("w", w)])
     return w, client.pull_rows(step, "t", np.arange(ROWS))
 
 
-def equal(one: Seen, other: Seen) -> bool:
+def equal(one: Values, other: Values) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 class RankThreads:
-    """Each rank does its work in a thread of its own."""
+    """Runs `work` for each rank on its own thread."""
 
     def __init__(self, work: Callable[[int], object], workers: int = WORKERS) -> None:
         self._errors: list[BaseException] = []
@@ -63,15 +63,15 @@ class RankThreads:
             thread.start()
 
     def join(self) -> None:
-        """Wait until all are done."""
+        """Wait until all threads have ended; fail if one raised or does not end."""
         for thread in self._threads:
             thread.join(WAIT_S)
         assert not self._errors, self._errors
-        assert not any(thread.is_alive() for thread in self._threads), "somebody hangs"
+        assert not any(thread.is_alive() for thread in self._threads), f"a rank is still running after {WAIT_S:g} s"
 
 
 class Training(RankThreads):
-    """So many steps, to the same values in all ranks. Rank 0 takes each through `gate`."""
+    """Trains `steps` steps on all ranks. Rank 0 acquires `gate` before each step."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Training(RankThreads):
         first: int = 0,
         workers: int = WORKERS,
     ) -> None:
-        self._seen: dict[int, Seen] = {}
+        self._results: dict[int, Values] = {}
 
         def work(rank: int) -> None:
             ranked_client = client(rank)
@@ -90,11 +90,11 @@ class Training(RankThreads):
                 if gate is not None and rank == 0:
                     assert gate.acquire(timeout=WAIT_S)
                 ranked_client.push(step, gradients(ranked_client, step, rank)).wait()
-            self._seen[rank] = values(ranked_client, first + steps)
+            self._results[rank] = values(ranked_client, first + steps)
 
         super().__init__(work, workers)
 
-    def result(self) -> Seen:
+    def result(self) -> Values:
         self.join()
-        assert all(equal(self._seen[0], seen) for seen in self._seen.values()), "the ranks differ"
-        return self._seen[0]
+        assert all(equal(self._results[0], other) for other in self._results.values()), "the ranks have different values"
+        return self._results[0]

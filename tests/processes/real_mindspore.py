@@ -75,7 +75,7 @@ def test_all_start_anew_when_mindspores_scheduler_is_killed_and_the_death_of_a_w
     [scheduler] = [p for p in shell.mine() if p.environ().get("MS_ROLE") == "MS_SCHED" and str(script) in p.cmdline()]
     scheduler.kill()
     training.wait_for(r"worker:0 died \(exit code 137\), restart 1 of 1")
-    shell.heard(0, "MindSpore's scheduler ended before the workers: killed by SIGKILL.")
+    shell.heard(0, "MindSpore's scheduler exited before the workers: killed by SIGKILL.")
     shell.heard(0, "life 1: .* has 3", count=3)
     psutil.Process(int(shell.heard(1, r"life 1: process (\d+) of rank 1 has 3", count=3)[1])).kill()
     assert training.wait(END_S) == 137, training.tail()

@@ -39,4 +39,4 @@ def test_a_training_outlasts_a_full_disk(shell: Shell, undisturbed: str) -> None
             assert "BEGINS" in shell.log(rank) and shell.log(rank).count("BEGINS") == 1, "nobody died"
             kept = {path.name for path in (shell.folder / "marks" / "ckpt" / str(rank)).iterdir()}
             assert {"train-15.json", "train-20.json"} <= kept and "train-10.json" not in kept
-        assert "training goes on, the newest is that of step 5" in shell.log("scheduler")
+        assert "training continues, the newest is that of step 5" in shell.log("scheduler")

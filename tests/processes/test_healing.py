@@ -170,5 +170,5 @@ def test_a_mistake_is_one_sentence_and_is_not_healed(shell: Shell) -> None:
     shell.script("import covey\ncovey.init()\ncovey.Checkpoint('c', keep=1)\n", "train.py")
     run = shell.covey("run", "-n", "2", "train.py", env={"COVEY_STRATEGY": LADDER})
     assert run.wait() == 10, run.tail()
-    assert "Traceback" not in run.text() and "covey: Checkpoint(keep=1) is not possible" in run.text()
+    assert "Traceback" not in run.text() and "covey: Checkpoint(keep=1) is invalid" in run.text()
     assert "another start does not mend that" in shell.log("scheduler")

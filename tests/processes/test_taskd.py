@@ -110,7 +110,7 @@ def test_in_a_worker_of_torchruns_own_the_line_lets_init_find_the_manager(flow: 
     manager = flow.manager()
     run = flow.torchrun("--nproc_per_node", "3", "--max_restarts", "1", "mortal.py", patched=False)
     assert run.wait(DEADLINE_S) == 0, run.tail()
-    assert "the line belongs into torch/distributed/run.py" in run.text()
+    assert "move the import into torch/distributed/run.py" in run.text()
     assert manager.wait() == 0
     assert manager.text().count("returned: incarnation 2") == WORKERS, manager.tail()
 
@@ -150,7 +150,7 @@ def test_a_second_manager_watches_and_takes_the_place_of_the_first(flow: Flow) -
     for rank, worker in enumerate(workers):
         worker.wait_for(f"attached True\n(.*\n)*rank={rank} world=3")
     first.kill()
-    second.wait_for("this one goes on in its place")
+    second.wait_for("this one takes over and continues from its journal")
     second.wait_for("every member is here again")
     flow.release()
     assert [worker.wait() for worker in workers] == [0, 0, 0]
@@ -185,7 +185,7 @@ def test_two_jobs_on_one_port_do_not_mix(flow: Flow) -> None:
     first.wait_for("scheduler of cluster")
     second = flow.manager(MINDX_TASK_ID="job8")
     assert second.wait() == 0
-    assert "is that of the job job7, not of job8" in second.text() and "COVEY_TASKD_PORT" in second.text()
+    assert "belongs to job job7, not to job8" in second.text() and "COVEY_TASKD_PORT" in second.text()
     run = flow.torchrun("--nproc_per_node", "3", "train.py", MINDX_TASK_ID="job8")
     assert run.wait(DEADLINE_S) != 0
     assert "the job is job8 there and job7 here" in run.text()

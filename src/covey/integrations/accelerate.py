@@ -1,12 +1,12 @@
-"""Hugging Face Accelerate over our loop:
+"""Hugging Face Accelerate on `covey.Loop`:
 
     accelerator = covey.integrations.accelerate.Accelerator(epochs=10)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     for epoch in accelerator.epochs():
         for batch in loader: ...
 
-Each rank is an accelerator of one process, which makes no group of its own. What `prepare` is given becomes a `covey.Loop`;
-gradients are averaged as `accelerator.backward` returns.
+Each rank is an accelerator of one process, so Accelerate builds no process group. `prepare` creates a `covey.Loop` of its
+arguments; gradients are averaged when `accelerator.backward` returns.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from torch.utils.data import DataLoader
 import covey
 from covey.errors import UsageError
 
-# By these Accelerate would find out that there are others, and make a group that does not heal.
+# Hidden from Accelerate, which would build a process group that does not heal.
 RANK_VARIABLES: Final = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 class AccelerateBatches:
-    """The training's batches, epoch by epoch, as `prepare` returns them."""
+    """The batches of the training, epoch by epoch, as returned by `prepare`."""
 
     def __init__(self, loop: Any, device: Any) -> None:
         self._loop, self._device = loop, device
         self._epoch_batches: Iterator[Any] | None = None
 
     def begin_epoch(self, batches: Iterator[Any]) -> None:
-        """Iterate over these batches next."""
+        """Set the batches of the next iteration."""
         self._epoch_batches = batches
 
     def __len__(self) -> int:
@@ -46,14 +46,14 @@ class AccelerateBatches:
         batches, self._epoch_batches = self._epoch_batches, None
         if batches is None:
             raise UsageError(
-                "an epoch's batches can be taken once, in `for epoch in accelerator.epochs():`, which knows where a rank stands"
+                "the batches of an epoch can be iterated over once: iterate over them in `for epoch in accelerator.epochs():`"
             )
         for batch in batches:
             yield send_to_device(batch, self._device)
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """One process per rank, and the loop between them. `loop` are further options of `covey.Loop` (checkpoint, seed)."""
+    """An Accelerator of one process per rank on a `covey.Loop`. `loop`: further options of `covey.Loop` (checkpoint, seed)."""
 
     def __init__(self, *, epochs: int, loop: dict[str, Any] | None = None, **options: Any) -> None:
         covey.init()
@@ -62,18 +62,21 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         self._epochs, self._options = epochs, loop or {}
         self._loop: Any = None
         self._batches: AccelerateBatches | None = None
-        place = accelerate.PartialState()
-        place.process_index, place.local_process_index = covey.get_rank(), covey.get_local_rank()
+        state = accelerate.PartialState()
+        state.process_index, state.local_process_index = covey.get_rank(), covey.get_local_rank()
 
     def prepare(self, *args: Any, **named: Any) -> Any:
-        """One model, its optimizer, the DataLoader to train on, and schedulers; once. Further loaders are for evaluation, and
-        stay what they are on every rank."""
+        """Prepare one model, its optimizer, the DataLoader to train on, and schedulers. Called once.
+
+        Further loaders are for evaluation and are returned unchanged: every rank iterates over all of their samples. Raise
+        `UsageError` for anything else.
+        """
         models = [arg for arg in args if isinstance(arg, torch.nn.Module)]
         optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
         loaders = [arg for arg in args if isinstance(arg, DataLoader)]
         if self._loop is not None or len(models) != 1 or len(optimizers) != 1 or not loaders:
             raise UsageError(
-                "prepare(...) takes one model, one optimizer and the DataLoader to train on, at once: a training is one loop"
+                "prepare(...) is invalid: expected one model, one optimizer and the DataLoader to train on, in a single call"
             )
         rest = [arg for arg in args if arg not in loaders]
         prepared = super().prepare(*rest, **named)
@@ -92,19 +95,19 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return tuple(by_id.get(id(arg), arg) for arg in args)
 
     def epochs(self) -> Iterator[int]:
-        """The number of each epoch, from where this rank stands."""
+        """Yield the number of each epoch, from the current step on."""
         if self._batches is None:
-            raise UsageError("epochs() needs what prepare(...) was given: call it first")
+            raise UsageError("epochs() was called before prepare(...): call prepare(model, optimizer, loader) first")
         for epoch, batches in self._loop.epochs():
             self._batches.begin_epoch(batches)
             yield epoch
 
     def gather(self, tensor: Any) -> Any:
-        """Every rank's tensor, one after the other."""
+        """Return the concatenation of all ranks' tensors, in rank order."""
         return torch.cat([torch.atleast_1d(part) for part in covey.all_gather(tensor)])
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        raise UsageError("gather_for_metrics is not possible with covey: evaluation's loaders are whole on every rank already")
+        raise UsageError("gather_for_metrics is not supported: every rank evaluates all samples; use its own results")
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         return covey.all_reduce(tensor.detach().clone(), reduction) * scale

@@ -1,10 +1,10 @@
-"""Lightning's Trainer over our loop:
+"""Lightning's Trainer on `covey.Loop`:
 
     trainer = lightning.Trainer(max_epochs=10, strategy=covey.integrations.lightning.CoveyStrategy())
 
-Each rank is a trainer on one device, which knows of no other. The strategy makes a `covey.Loop` of the trainer's model,
-optimizer and training data, and hands the trainer its batches; gradients are averaged as the backward pass ends. All that the
-trainer counts follows from the loop's step, so a replacement's trainer is set to where the others are.
+Each rank is a trainer on one device, without a process group. The strategy creates a `covey.Loop` of the trainer's model,
+optimizer and training data, and passes its batches to the trainer; gradients are averaged at the end of the backward pass. All
+counters of the trainer are functions of the loop's step, so a replacement's trainer is set to the step of the other ranks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import rank_zero_only
 import covey
 from covey.errors import UsageError
 
-# What would end an epoch, or the training, elsewhere than the loop does.
+# Trainer arguments that would end an epoch or the training at another step than the loop.
 REQUIRED_TRAINER_VALUES: Final = {
     "max_steps": -1,
     "limit_train_batches": 1.0,
@@ -30,7 +30,7 @@ REQUIRED_TRAINER_VALUES: Final = {
 
 
 class LightningBatches:
-    """The loop as what the trainer takes for its loader: iterated over once per epoch."""
+    """The loop as the trainer's data loader; iterated over once per epoch."""
 
     def __init__(self, loop: Any) -> None:
         self._loop = loop
@@ -47,21 +47,21 @@ class LightningBatches:
             yield batch
 
     def _finish_epoch(self) -> None:
-        """The trainer counts batches, and leaves an epoch's iterator at the last one."""
+        """Exhaust the epoch's batches: the trainer counts them and stops after the last. Raise `UsageError` if any is left."""
         if any(True for _ in self._batches):
             raise UsageError(
-                "a Lightning trainer cannot go on in a world of another size: use a strategy without elastic-training"
+                "a Lightning trainer cannot continue after a resize: use a strategy without elastic-training (COVEY_STRATEGY)"
             )
 
     def finish(self) -> None:
-        """The last step is over. A trainer that was stopped early leaves the loop where it is."""
+        """Commit the last step. If the trainer was stopped early, do nothing."""
         if self._loop.step + 1 >= self._loop.steps:
             self._finish_epoch()
             next(self._epochs, None)
 
 
 class CoveyStrategy(SingleDeviceStrategy):  # type: ignore[misc]
-    """One device per rank, and the loop between them. `options` go to `covey.Loop` (checkpoint, seed)."""
+    """A Lightning strategy of one device per rank on a `covey.Loop`. `options` go to `covey.Loop` (checkpoint, seed)."""
 
     strategy_name = "covey"
 
@@ -78,7 +78,7 @@ class CoveyStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         return bool(self.global_rank == 0)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """The training's data becomes the loop's; others, as validation's, stay what they are, on every rank."""
+        """Create the loop of the training data; return other data, such as validation's, unchanged on every rank."""
         trainer = self.lightning_module.trainer
         if not trainer.training or self._batches is not None:
             return dataloader
@@ -94,11 +94,11 @@ class CoveyStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         )
         stateful = {callback.state_key: callback for callback in trainer.callbacks if callback.state_dict()}
 
-        def put(states: dict[str, Any]) -> None:
+        def load_states(states: dict[str, Any]) -> None:
             for key, state in states.items():
                 stateful[key].load_state_dict(state)
 
-        loop.register("callbacks", lambda: {key: copy.deepcopy(c.state_dict()) for key, c in stateful.items()}, put)
+        loop.register("callbacks", lambda: {key: copy.deepcopy(c.state_dict()) for key, c in stateful.items()}, load_states)
         if loop.step:
             _set_counters(trainer, loop)
         self._batches = LightningBatches(loop)
@@ -106,17 +106,19 @@ class CoveyStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
     def _check_trainer(self, trainer: Any) -> None:
         for name, value in REQUIRED_TRAINER_VALUES.items():
-            if (given := getattr(trainer, name)) != value:
-                raise UsageError(f"Trainer({name}={given!r}) is not possible with covey: say how long to train by max_epochs")
+            if (actual := getattr(trainer, name)) != value:
+                raise UsageError(f"Trainer({name}={actual!r}) is not supported with covey: limit the training by max_epochs")
         if trainer.max_epochs is None or trainer.max_epochs < 0:
-            raise UsageError("Trainer(max_epochs=...) is needed with covey: a training that can be healed has an end")
+            raise UsageError("Trainer(max_epochs=N) is required with covey: set a number of epochs")
         if trainer.val_check_interval != 1.0:
-            raise UsageError("Trainer(val_check_interval=...) is not possible with covey: validate after whole epochs")
+            raise UsageError(
+                "Trainer(val_check_interval=...) is not supported with covey: omit it to validate after each epoch"
+            )
         if not self.lightning_module.automatic_optimization or len(self.optimizers) != 1:
-            raise UsageError("covey trains a LightningModule with one optimizer and automatic optimization")
+            raise UsageError("this LightningModule is not supported: covey needs one optimizer and automatic optimization")
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """For `log(..., sync_dist=True)`: over all ranks once they train, the trainer's own before."""
+        """Reduce for `log(..., sync_dist=True)`: over all ranks once the loop exists; before, return the tensor unchanged."""
         if self._batches is None or not isinstance(tensor, torch.Tensor):
             return tensor
         return covey.all_reduce(tensor.detach().clone(), {"avg": "mean"}.get(str(reduce_op).lower(), str(reduce_op).lower()))
@@ -128,7 +130,7 @@ class CoveyStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
 
 def _set_counters(trainer: Any, loop: Any) -> None:
-    """As if this trainer had come to the loop's step itself. An epoch that has not begun is left to it to begin."""
+    """Set the trainer's counters to the loop's step. An epoch that has not started is left to the trainer."""
     epoch, within, step = loop.epoch, loop.step_of_epoch, loop.step
     fit, steps = trainer.fit_loop, trainer.fit_loop.epoch_loop
     for progress in (fit.epoch_progress.current, fit.epoch_progress.total):
@@ -141,5 +143,5 @@ def _set_counters(trainer: Any, loop: Any) -> None:
             for name in vars(progress):
                 setattr(progress, name, count * per_step)
     steps._batches_that_stepped = step
-    fit._loaded_from_state_dict = fit._resuming_from_checkpoint = True  # the iterator of this epoch is there already
+    fit._loaded_from_state_dict = fit._resuming_from_checkpoint = True  # the iterator of this epoch already exists
     fit.restarting = within > 0

@@ -1,8 +1,8 @@
-"""A worker of `covey run --framework mindspore train.py`: the script's own MindSpore makes the cluster, covey watches over it.
+"""Worker of `covey run --framework mindspore train.py`: MindSpore builds its own cluster, covey monitors the workers.
 
-MindSpore brings a scheduler of its own, which is the same script in another role. Rank 0 starts it beside its worker, at the
-address on which all ranks agreed (torchrun's MASTER_ADDR and MASTER_PORT, a new one at each restart), with a log of its own: it
-prints much, and a rank's log is to be the rank's alone. The others become their script. It imports no MindSpore.
+MindSpore's scheduler is the same script in another role. Rank 0 starts it next to its worker, at the address on which all ranks
+agreed (torchrun's MASTER_ADDR and MASTER_PORT, new at each restart), with a separate log file, because it prints a lot. All
+other ranks exec their script. This module imports no MindSpore.
 """
 
 from __future__ import annotations
@@ -19,50 +19,52 @@ from typing import IO, Final
 from covey.runtime.linux import die_with_parent
 from covey.template_process.protocol import exit_from_status
 
-SCHEDULER_EXIT_TIMEOUT_S: Final = 60.0  # it looks every 5 s whether all workers have finished
+SCHEDULER_EXIT_TIMEOUT_S: Final = 60.0  # MindSpore's scheduler checks every 5 s whether all workers have finished
 SCHEDULER_LOG: Final = "mindspore_scheduler.log"
 TAIL_BYTES: Final = 2000
 
 
-def mindspore_environment(given: Mapping[str, str]) -> dict[str, str]:
-    """What MindSpore shall see: covey's scheduler is not the one it speaks to."""
+def mindspore_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of MindSpore's processes, in which MS_* names its own scheduler, not covey's."""
     return {
-        **given,
+        **environ,
         "MS_ROLE": "MS_WORKER",
-        "MS_SCHED_HOST": given["MASTER_ADDR"],
-        "MS_SCHED_PORT": given["MASTER_PORT"],
-        "MS_WORKER_NUM": given["WORLD_SIZE"],
-        "MS_NODE_ID": given["RANK"],
+        "MS_SCHED_HOST": environ["MASTER_ADDR"],
+        "MS_SCHED_PORT": environ["MASTER_PORT"],
+        "MS_WORKER_NUM": environ["WORLD_SIZE"],
+        "MS_NODE_ID": environ["RANK"],
     }
 
 
 def main() -> int:
-    """The words are the folder for logs, the script and its own."""
-    folder, *words = sys.argv[1:]
-    command, environ = [sys.executable, "-u", *words], mindspore_environment(os.environ)
+    """Run a rank. Arguments: the log directory, the script and its arguments."""
+    folder, *arguments = sys.argv[1:]
+    command, environ = [sys.executable, "-u", *arguments], mindspore_environment(os.environ)
     if environ["RANK"] != "0":
         os.execve(sys.executable, command, environ)
-    here, log = os.getpid(), Path(folder, SCHEDULER_LOG)
+    own_pid, log = os.getpid(), Path(folder, SCHEDULER_LOG)
 
     def start(role: str, output: IO[bytes] | None = None) -> subprocess.Popen[bytes]:
         variables = environ | {"MS_ROLE": role}
-        return subprocess.Popen(command, env=variables, stdout=output, stderr=output, preexec_fn=lambda: die_with_parent(here))
+        return subprocess.Popen(
+            command, env=variables, stdout=output, stderr=output, preexec_fn=lambda: die_with_parent(own_pid)
+        )
 
     with log.open("ab" if int(environ["TORCHELASTIC_RESTART_COUNT"]) else "wb") as output:
         scheduler = start("MS_SCHED", output)
     worker = start("MS_WORKER")
 
-    def pass_on(number: int, _: FrameType | None) -> None:
+    def forward_signal(number: int, _: FrameType | None) -> None:
         (worker if worker.poll() is None else scheduler).send_signal(number)
 
-    signal.signal(signal.SIGTERM, pass_on)
+    signal.signal(signal.SIGTERM, forward_signal)
     first, status = os.wait()
     if first == scheduler.pid and (code := os.waitstatus_to_exitcode(status)):
-        ended = exit_from_status("", first, code)
-        said = log.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
-        sys.stderr.write(f"{said}\ncovey: MindSpore's scheduler ended before the workers: {ended.reason}. {log} has more.\n")
+        exited = exit_from_status("", first, code)
+        tail = log.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
+        sys.stderr.write(f"{tail}\ncovey: MindSpore's scheduler exited before the workers: {exited.reason}. See {log}.\n")
         worker.kill()
-        return ended.code
+        return exited.code
     code = worker.wait() if first == scheduler.pid else os.waitstatus_to_exitcode(status)
     if code:
         scheduler.kill()
@@ -71,10 +73,10 @@ def main() -> int:
             scheduler.wait(SCHEDULER_EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             scheduler.kill()
-    if code < 0:  # as the worker, so that the report names its signal
-        if -code != signal.SIGKILL:  # whose default cannot be set
+    if code < 0:  # end by the worker's signal, so that covey's agent reports it
+        if -code != signal.SIGKILL:  # SIGKILL's handler cannot be set
             signal.signal(-code, signal.SIG_DFL)
-        os.kill(here, -code)
+        os.kill(own_pid, -code)
     return code
 
 

@@ -10,5 +10,5 @@
 `shard_set`          all rows of a server; `shard` has the rows of some slots, `table` those of one parameter
 `optimizers`         update rules
 `replication`        applies changes and sends them to the replica holder; `replicas` is the holder's side
-`checkpoint_files`   rows on disk
+`checkpoint_files`   files of rows
 """

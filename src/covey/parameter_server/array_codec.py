@@ -1,4 +1,4 @@
-"""What a message's bytes are: numbers of rows first, then values, part by part."""
+"""Layout of a message's arrays: row numbers first, then values, block by block."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from covey.parameter_server.row_placement import RowPlacement
 
 
 class ParameterInfo(Protocol):
-    """What must be known of a parameter."""
+    """Spec and placement of a parameter."""
 
     @property
     def spec(self) -> ParameterSpec: ...
@@ -24,7 +24,7 @@ class ParameterInfo(Protocol):
 
 
 class RowBlock(msgspec.Struct, frozen=True):
-    """Rows of one parameter and their values; `rows` is None where it is all of them."""
+    """Rows of one parameter and their values; `rows` is None for all rows of the server."""
 
     name: str
     rows: Array | None
@@ -35,7 +35,7 @@ class RowBlock(msgspec.Struct, frozen=True):
 def parse_row_blocks(
     selections: list[RowSelection], body: Array, infos: Mapping[str, ParameterInfo], server: int, *, values: bool = True
 ) -> list[RowBlock]:
-    """Take a message apart. Raises `UsageError` where it does not fit what `server` has."""
+    """Split a message's bytes into blocks. Raise `UsageError` if they do not match the parameters and rows of `server`."""
     known = [_find_parameter(selection, infos) for selection in selections]
     counts = [
         f.placement.count_rows(server) if p.row_count == ALL else p.row_count for p, f in zip(selections, known, strict=True)
@@ -45,7 +45,7 @@ def parse_row_blocks(
     sizes = [n * f.spec.width * t.itemsize * values for n, f, t in zip(counts, known, types, strict=True)]
     if numbered + sum(sizes) != body.nbytes:
         named = ", ".join(sorted({selection.name for selection in selections}))[:300]
-        raise UsageError(f"{body.nbytes} bytes came for {named}, but their shapes make {numbered + sum(sizes)}")
+        raise UsageError(f"received {body.nbytes} bytes for {named}, expected {numbered + sum(sizes)} from their shapes")
     found = []
     low, high = 0, numbered
     for selection, info, size, dtype in zip(selections, known, sizes, types, strict=True):
@@ -60,24 +60,25 @@ def parse_row_blocks(
     return found
 
 
-def view_as_dtype(piece: Array, dtype: Any) -> Array:
-    """Bytes as numbers; in place where they lie so that a processor likes it, which must be so for sums to be made there."""
-    if piece.nbytes and piece.__array_interface__["data"][0] % np.dtype(dtype).itemsize:
-        piece = piece.copy()
-    return piece.view(dtype)
+def view_as_dtype(part: Array, dtype: Any) -> Array:
+    """Return bytes as numbers: a view if they are aligned, which in-place sums require, else a copy."""
+    if part.nbytes and part.__array_interface__["data"][0] % np.dtype(dtype).itemsize:
+        part = part.copy()
+    return part.view(dtype)
 
 
 def _find_parameter(selection: RowSelection, infos: Mapping[str, ParameterInfo]) -> ParameterInfo:
     info = infos.get(selection.name)
     if info is None:
-        raise UsageError(f"there is no parameter {selection.name} on the servers: declare it first")
+        raise UsageError(f"parameter {selection.name} does not exist on the servers: declare it first")
     spec = info.spec
     if selection.dtype != spec.dtype:
-        raise UsageError(f"{selection.name} is {spec.dtype}, and {selection.dtype} came: convert it first")
+        raise UsageError(f"received {selection.dtype} values for {selection.name}, expected {spec.dtype}: convert them first")
     if selection.width != spec.width:
-        raise UsageError(f"rows of {selection.name} have {spec.width} numbers, and rows of {selection.width} came")
+        raise UsageError(f"received rows of {selection.width} numbers for {selection.name}, expected {spec.width}")
     if (selection.row_count == ALL) == spec.striped:
-        raise UsageError(f"{selection.name} is {'asked for by its rows' if spec.striped else 'moved as a whole'}")
+        expected = "row numbers" if spec.striped else "all rows"
+        raise UsageError(f"the request for {selection.name} is invalid: expected {expected}")
     return info
 
 
@@ -87,6 +88,6 @@ def _check_rows(info: ParameterInfo, rows: Array, server: int) -> None:
     low, high = int(rows.min()), int(rows.max())
     if low < 0 or high >= info.spec.rows:
         wrong = low if low < 0 else high
-        raise UsageError(f"row {wrong} of {info.spec.name} does not exist: its rows go from 0 to {info.spec.rows - 1}")
+        raise UsageError(f"row {wrong} of {info.spec.name} does not exist: expected rows from 0 to {info.spec.rows - 1}")
     if (info.placement.owners_of_rows(rows) != server).any():
-        raise UsageError(f"rows of {info.spec.name} came to server {server}, which does not own them")
+        raise UsageError(f"server {server} received rows of {info.spec.name} that it does not own")

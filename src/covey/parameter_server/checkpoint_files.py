@@ -1,9 +1,9 @@
-"""Rows on disk: what must outlive all servers.
+"""Checkpoint files of the servers' rows.
 
-`folder/servers/<server>/rows-<step>.safetensors` holds one server's rows and optimizer state, `rows-<step>.json` everything
-else, with a checksum. Both are written aside, synced and renamed, the second last: a server's part exists when it does. Rows
-find their place by their numbers, so any number of servers can read what another number wrote; `export` makes one file of it
-all.
+`folder/servers/<server>/rows-<step>.safetensors` holds one server's rows and optimizer state, `rows-<step>.json`, the manifest,
+everything else, with a checksum. Both are written to a temporary file, synced and renamed, the manifest last; a server's part
+exists from then on. Rows are identified by their numbers, so any number of servers can read what another number wrote. `export`
+writes all parameters into one file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VALUES: Final = "values"
 
 
 class ShardManifest(msgspec.Struct, frozen=True):
-    """All of one server's part but its arrays."""
+    """Everything of one server's part except its arrays."""
 
     format: int
     step: int
@@ -47,22 +47,22 @@ class ShardManifest(msgspec.Struct, frozen=True):
 
 
 def save_shard(folder: str, step: int, shard: Shard, owners: SlotOwners, *, keep: int) -> None:
-    """One server's part of a step; of older parts, the `keep` newest stay. Said again, it changes nothing."""
+    """Write one server's part of a step and remove its parts beyond the `keep` newest. Idempotent. Raise `StoreError`."""
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    place = Path(folder) / "servers" / str(shard.server)
-    name = place / f"rows-{step}"
+    directory = Path(folder) / "servers" / str(shard.server)
+    name = directory / f"rows-{step}"
     try:
         if name.with_suffix(".json").exists() and _read_manifest(name.with_suffix(".json")).owners == list(owners):
             return
-        name.with_suffix(".json").unlink(missing_ok=True)  # of another sharing, in the same step
-        make_durable_directory(place)
-        aside = place / f".{os.getpid()}"
-        save_file(_named_arrays(shard), aside)
-        size, sha256 = _checksum(aside)
-        replace_durably(aside, name.with_suffix(".safetensors"))
-        written = ShardManifest(
+        name.with_suffix(".json").unlink(missing_ok=True)  # of another sharding, in the same step
+        make_durable_directory(directory)
+        temporary = directory / f".{os.getpid()}"
+        save_file(_named_arrays(shard), temporary)
+        size, sha256 = _checksum(temporary)
+        replace_durably(temporary, name.with_suffix(".safetensors"))
+        manifest = ShardManifest(
             FORMAT,
             step,
             shard.server,
@@ -73,21 +73,21 @@ def save_shard(folder: str, step: int, shard: Shard, owners: SlotOwners, *, keep
             size,
             sha256,
         )
-        write_atomically(name.with_suffix(".json"), msgspec.json.format(msgspec.json.encode(written)))
-        for left in place.glob(".*"):  # by a life that was killed as it wrote
+        write_atomically(name.with_suffix(".json"), msgspec.json.format(msgspec.json.encode(manifest)))
+        for left in directory.glob(".*"):  # of processes that were killed while writing
             left.unlink(missing_ok=True)
-        for old in sorted(saved_steps(place))[:-keep]:
-            (place / f"rows-{old}.json").unlink()
-            (place / f"rows-{old}.safetensors").unlink(missing_ok=True)
+        for old in sorted(saved_steps(directory))[:-keep]:
+            (directory / f"rows-{old}.json").unlink()
+            (directory / f"rows-{old}.safetensors").unlink(missing_ok=True)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise StoreError(
-            f"server {shard.server} cannot write step {step} to {place} ({reason}): free the disk or make it writable"
+            f"server {shard.server} cannot write step {step} to {directory} ({reason}): free the disk or make it writable"
         ) from None
 
 
 def load_shard(folder: str, step: int, shard: Shard) -> None:
-    """Fill a shard with its rows of a step, which any number of servers wrote."""
+    """Fill a shard with its rows of a step, which any number of servers wrote. Raise `StoreError`."""
     parts = read_manifests(folder, step)
     tables = {}
     for spec, updates in zip(parts[0].parameters, parts[0].updates, strict=True):
@@ -96,10 +96,10 @@ def load_shard(folder: str, step: int, shard: Shard) -> None:
         arrays: dict[str, Array] = {kind: np.empty(shape, DTYPES[spec.dtype]) for kind in (VALUES, *spec.rule.initial_states)}
         for part in parts:
             rows = _row_numbers(spec, part)
-            mine = placement.owners_of_rows(rows) == shard.server
-            places = placement.local_indexes(rows[mine])
+            is_own = placement.owners_of_rows(rows) == shard.server
+            indexes = placement.local_indexes(rows[is_own])
             for kind, values in arrays.items():
-                values[places] = _read_array(folder, part, spec.name, kind)[mine]
+                values[indexes] = _read_array(folder, part, spec.name, kind)[is_own]
         tables[spec.name] = Table(spec, shard.server, placement, arrays.pop(VALUES), arrays, updates)
     workers = shard.serving.workers
     has_same_ranks = len(parts[0].pushed) == workers and shard.serving.mode is not ConsistencyMode.SYNC
@@ -107,13 +107,16 @@ def load_shard(folder: str, step: int, shard: Shard) -> None:
 
 
 def export(folder: str | os.PathLike[str], target: str | os.PathLike[str], step: int | None = None) -> int:
-    """All parameters of a step (the newest whole one, if none is named) in one safetensors file. Returns the step."""
+    """Write all parameters of a step into one safetensors file and return the step; by default the newest complete one.
+
+    Raise `StoreError` if there is none, or a file cannot be read or written.
+    """
     from safetensors.numpy import save_file
 
     if step is None:
         found = complete_steps(folder)
         if not found:
-            raise StoreError(f"there is no whole checkpoint of servers below {folder}")
+            raise StoreError(f"no complete checkpoint of parameter servers found below {folder}: check the path")
         step = found[-1]
     parts = read_manifests(str(folder), step)
     result: dict[str, Array] = {}
@@ -122,28 +125,28 @@ def export(folder: str | os.PathLike[str], target: str | os.PathLike[str], step:
         for part in parts:
             values[_row_numbers(spec, part)] = _read_array(str(folder), part, spec.name, VALUES)
         result[spec.name] = values if spec.striped else values.reshape(-1)
-    aside = Path(f"{target}.{os.getpid()}")
+    temporary = Path(f"{target}.{os.getpid()}")
     try:
-        save_file(result, aside)
-        replace_durably(aside, Path(target))
+        save_file(result, temporary)
+        replace_durably(temporary, Path(target))
     except OSError as error:
         raise StoreError(f"{target} cannot be written: {error.strerror}") from None
     return step
 
 
 def complete_steps(folder: str | os.PathLike[str]) -> list[int]:
-    """The steps of which every server's part is there, oldest first."""
-    places = [place for place in sorted((Path(folder) / "servers").glob("*")) if place.is_dir()]
-    found = sorted({step for place in places for step in saved_steps(place)})
+    """Return the steps of which every server's part exists, oldest first."""
+    directories = [path for path in sorted((Path(folder) / "servers").glob("*")) if path.is_dir()]
+    found = sorted({step for directory in directories for step in saved_steps(directory)})
     return [step for step in found if _complete_manifests(folder, step)]
 
 
 def read_manifests(folder: str, step: int) -> list[ShardManifest]:
-    """Every server's part of a step, verified."""
+    """Return every server's part of a step, verified. Raise `StoreError` if one is missing or damaged."""
     parts = _complete_manifests(folder, step)
     if not parts:
         raise StoreError(
-            f"step {step} of the servers' rows is not whole below {folder}: choose another, or bring the files back"
+            f"step {step} of the servers' rows is incomplete below {folder}: choose another step, or restore the files"
         )
     for part in parts:
         path = _tensor_path(folder, part)
@@ -152,19 +155,19 @@ def read_manifests(folder: str, step: int) -> list[ShardManifest]:
         except OSError as error:
             raise StoreError(f"{path} cannot be read: {error.strerror}") from None
         if (size, sha256) != (part.size, part.sha256):
-            raise StoreError(f"{path} is damaged: its checksum is not the one that was written down; choose another step")
+            raise StoreError(f"{path} is damaged: its checksum differs from its manifest's; choose another step")
     return parts
 
 
 def _complete_manifests(folder: str | os.PathLike[str], step: int) -> list[ShardManifest]:
-    """The parts of a step if all are there, else none. Parts of an older layout under the same step do not mix in."""
+    """Return the parts of a step if all exist, else []. Parts of another sharding with the same step are not mixed in."""
     parts = []
     for path in sorted((Path(folder) / "servers").glob(f"*/rows-{step}.json")):
         parts.append(_read_manifest(path))
     for part in parts:
-        alike = {other.server: other for other in parts if other.owners == part.owners}
-        if set(alike) == set(part.owners) and part.format == FORMAT and part.step == step:
-            return [alike[server] for server in sorted(alike)]
+        same_sharding = {other.server: other for other in parts if other.owners == part.owners}
+        if set(same_sharding) == set(part.owners) and part.format == FORMAT and part.step == step:
+            return [same_sharding[server] for server in sorted(same_sharding)]
     return []
 
 
@@ -175,9 +178,9 @@ def _read_manifest(path: Path) -> ShardManifest:
         raise StoreError(f"{path} cannot be read: {error}") from None
 
 
-def saved_steps(place: Path) -> list[int]:
-    """The steps of which one server's part is there."""
-    names = (re.fullmatch(r"rows-(\d+)\.json", path.name) for path in place.iterdir())
+def saved_steps(directory: Path) -> list[int]:
+    """Return the steps of which one server's part exists."""
+    names = (re.fullmatch(r"rows-(\d+)\.json", path.name) for path in directory.iterdir())
     return [int(match[1]) for match in names if match]
 
 

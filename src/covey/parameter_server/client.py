@@ -1,4 +1,4 @@
-"""What a worker asks of all servers: whole parameters and rows, gradients for them, and files."""
+"""A worker's client of all parameter servers: pulls, pushes, and checkpoints of rows."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _ROW_DTYPE = np.dtype(np.int64)
 
 
 class GradientToPush(msgspec.Struct, frozen=True):
-    """A gradient to push: of all rows, flat, or of those that `rows` numbers."""
+    """A gradient to push: of all rows, flat, or of the rows numbered by `rows`."""
 
     name: str
     gradient: Array
@@ -47,8 +47,8 @@ class GradientToPush(msgspec.Struct, frozen=True):
 
 
 class ParameterClient:
-    """All servers, as seen from one worker. `get_generation` returns the worker's generation, `get_node_sharding` the newest
-    sharding that its node has received, if any."""
+    """Client of all servers for one worker. `get_generation` returns the worker's generation, `get_node_sharding` the newest
+    sharding that its node has received, or None."""
 
     def __init__(
         self,
@@ -62,15 +62,15 @@ class ParameterClient:
         self._get_generation, self._find_server, self._get_node_sharding = get_generation, find_server, get_node_sharding
         self._sharding = initial_sharding(serving.servers)
         self._channels: dict[int, Channel] = {}
-        self._lock = threading.Lock()  # around sharding, channels and placements: replies come in several threads
+        self._lock = threading.Lock()  # of sharding, channels and placements: replies arrive on several threads
         self._specs: dict[str, ParameterSpec] = {}
         self._placements: dict[tuple[str, int], RowPlacement] = {}
         os.register_at_fork(after_in_child=self._close_in_child)
 
-    # -- how rows are shared -----------------------------------------------------------------------------------------
+    # -- sharding ----------------------------------------------------------------------------------------------------
 
     def newest_sharding(self) -> Sharding:
-        """The newest that is known here."""
+        """Return the newest known sharding."""
         self.update_sharding(self._get_node_sharding())
         return self._sharding
 
@@ -90,7 +90,7 @@ class ParameterClient:
         size = count_bytes(request.arrays)
         if size > self.serving.message_max:
             raise UsageError(
-                f"a message of {size} bytes is larger than the limit of {self.serving.message_max} (COVEY_PS_MESSAGE_MAX)"
+                f"a message of {size} bytes exceeds the limit of {self.serving.message_max}: raise COVEY_PS_MESSAGE_MAX"
             )
 
     def _get_placement(self, spec: ParameterSpec, sharding: Sharding) -> RowPlacement:
@@ -100,10 +100,10 @@ class ParameterClient:
                 self._placements[key] = RowPlacement(spec.rows, spec.striped, sharding.owners)
             return self._placements[key]
 
-    # -- what is asked -----------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------------------------
 
     def declare(self, spec: ParameterSpec, values: Array | None, *, first: bool) -> None:
-        """Declare a parameter. With `first`, this worker sends its initial values; the other workers wait for them."""
+        """Declare a parameter. With `first`, this worker sends its initial values; other workers wait for them."""
         flat = values.reshape(-1) if first and values is not None else None
 
         def build_requests(sharding: Sharding) -> list[PendingRequest]:
@@ -116,7 +116,7 @@ class ParameterClient:
                 for server in _owning_servers(sharding)
             ]
 
-        RequestBatch(self, build_requests, here=True)
+        RequestBatch(self, build_requests, blocking=True)
         self._specs[spec.name] = spec
 
     def push(
@@ -125,9 +125,10 @@ class ParameterClient:
         gradients: Sequence[GradientToPush],
         on_finished: Callable[[RequestBatch], None] | None = None,
         *,
-        here: bool = False,
+        blocking: bool = False,
     ) -> RequestBatch:
-        """This rank's gradients of a step, to all servers. The work is over when they are safe; in sync mode, everyone's."""
+        """Push this rank's gradients of a step to all servers. The batch is finished when they are replicated; in sync mode,
+        when those of all ranks are. Raise `UsageError` for a gradient that does not match its parameter."""
         for item in gradients:
             self._check_gradient(self._declared_spec(item.name), item)
         generation = self._get_generation()
@@ -160,30 +161,30 @@ class ParameterClient:
                 for server, selections in selections_by_server.items()
             ]
 
-        return RequestBatch(self, build_requests, on_finished, here=here)
+        return RequestBatch(self, build_requests, on_finished, blocking=blocking)
 
     def pull_parameters(self, step: int, targets: Sequence[tuple[str, Array]]) -> None:
-        """The values of whole parameters for a step, into these arrays."""
+        """Pull the values of complete parameters for a step into these arrays."""
         selections = []
         for name, array in targets:
             spec = self._declared_spec(name)
             if array.size != spec.rows or str(array.dtype) != spec.dtype or not array.flags.c_contiguous:
-                raise UsageError(f"{name} has {spec.rows} numbers of {spec.dtype}, not {array.size} of {array.dtype}")
+                raise UsageError(f"{name}: expected an array of {spec.rows} {spec.dtype}, got {array.size} {array.dtype}")
             selections.append(RowSelection(name, ALL, spec.width, spec.dtype))
 
         def build_requests(sharding: Sharding) -> list[PendingRequest]:
             into: dict[int, list[Array]] = {server: [] for server in _owning_servers(sharding)}
             for name, array in targets:
                 flat, placement = array.reshape(-1), self._get_placement(self._declared_spec(name), sharding)
-                for server, places in into.items():
-                    places += [flat[a:b] for a, b in placement.row_ranges(server)]
+                for server, parts in into.items():
+                    parts += [flat[a:b] for a, b in placement.row_ranges(server)]
             message = PullValues(step, selections, sharding_version=sharding.version)
-            return [PendingRequest(server, message, (), places) for server, places in into.items()]
+            return [PendingRequest(server, message, (), parts) for server, parts in into.items()]
 
-        RequestBatch(self, build_requests, here=True)
+        RequestBatch(self, build_requests, blocking=True)
 
     def pull_rows(self, step: int, name: str, rows: Array) -> Array:
-        """The values of some rows for a step."""
+        """Return the values of some rows for a step."""
         spec = self._declared_spec(name)
         self._check_rows(spec, rows)
         found = np.empty((len(rows), spec.width), spec.dtype)
@@ -207,21 +208,24 @@ class ParameterClient:
                 if low < high
             ]
 
-        RequestBatch(self, build_requests, here=True)
+        RequestBatch(self, build_requests, blocking=True)
         values = np.empty_like(found)
         values[orders[-1]] = found
         return values
 
     def pull_rows_cached(self, step: int, name: str, rows: Array, cache: RowCache) -> Callable[[], Array]:
-        """The same, asking only for what changed since it was seen; begins at once, and what is returned waits for it. By one
-        thread, one after the other."""
+        """Pull rows like `pull_rows`, but only those that changed since they were cached.
+
+        Start the requests and return a function that waits for them and returns the values. Calls on one cache must not
+        overlap.
+        """
         spec = self._declared_spec(name)
         self._check_rows(spec, rows)
-        pieces: list[tuple[RowUpdate, Array]] = []
+        updates: list[tuple[RowUpdate, Array]] = []  # with the indexes of their rows in `rows`
         versions: list[int] = []
 
         def build_requests(sharding: Sharding) -> list[PendingRequest]:
-            pieces.clear()
+            updates.clear()
             versions.append(sharding.version)
             servers = _owning_servers(sharding)
             order, cuts = _group_by_server(self._get_placement(spec, sharding), rows, servers)
@@ -229,13 +233,13 @@ class ParameterClient:
             requests = []
             for server, (low, high) in zip(servers, cuts, strict=True):
                 if low < high:
-                    places = order[low:high]
+                    indexes = order[low:high]
                     selection = RowSelection(name, high - low, spec.width, spec.dtype)
                     message = PullChanged(
                         step, selection, cache.replication_ids.get(server, ""), sharding_version=sharding.version
                     )
-                    on_reply = functools.partial(self._on_changed_rows, spec, server, rows[places], places, pieces)
-                    requests.append(PendingRequest(server, message, [rows[places], known[places]], (), on_reply))
+                    on_reply = functools.partial(self._on_changed_rows, spec, server, rows[indexes], indexes, updates)
+                    requests.append(PendingRequest(server, message, [rows[indexes], known[indexes]], (), on_reply))
             return requests
 
         batch = RequestBatch(self, build_requests)
@@ -244,11 +248,11 @@ class ParameterClient:
             batch.wait()
             found = np.empty((len(rows), spec.width), spec.dtype)
             values = []
-            for piece, places in pieces:
-                values.append(np.empty((len(places), spec.width), spec.dtype))
-                cache.fill_values(piece, values[-1])
-                found[places] = values[-1]
-            cache.store_updates(versions[-1], [piece for piece, _ in pieces], values)
+            for update, indexes in updates:
+                values.append(np.empty((len(indexes), spec.width), spec.dtype))
+                cache.fill_values(update, values[-1])
+                found[indexes] = values[-1]
+            cache.store_updates(versions[-1], [update for update, _ in updates], values)
             return found
 
         return result
@@ -258,30 +262,30 @@ class ParameterClient:
         spec: ParameterSpec,
         server: int,
         rows: Array,
-        places: Array,
-        pieces: list[tuple[RowUpdate, Array]],
+        indexes: Array,
+        updates: list[tuple[RowUpdate, Array]],
         reply: ServerReply,
         body: Array,
     ) -> None:
         if isinstance(reply, ChangedRows):
             changed, values = body[: len(rows)].view(bool), body[len(rows) :].copy().view(spec.dtype).reshape(-1, spec.width)
-            pieces.append((RowUpdate(server, reply.replication_id, reply.version, rows, changed, values), places))
+            updates.append((RowUpdate(server, reply.replication_id, reply.version, rows, changed, values), indexes))
 
     def query_next_step(self) -> int:
-        """The step this rank is to take next, as far as the servers know."""
+        """Return the next step of this rank: one after the last it has pushed to all servers."""
         return min(self._send_to_all(lambda version: QueryRankStep(self.rank, sharding_version=version)).wait().reply_numbers)
 
     def save(self, step: int, folder: str, keep: int) -> None:
-        """Have every server write down its rows, as they are at this step."""
+        """Have every server write its rows at this step to files; return when they are written."""
         self._send_to_all(lambda version: SaveRows(step, folder, keep, sharding_version=version)).wait()
 
     def try_save(self, step: int, folder: str, timeout_s: float) -> bool:
-        """The same, but not for ever; whether all did."""
+        """Save like `save`, with a timeout; return whether all servers have saved."""
         batch = self._send_to_all(lambda version: SaveRows(step, folder, sharding_version=version))
         return batch.finished.wait(timeout_s) and batch.error is None
 
     def load(self, step: int, folder: str) -> None:
-        """Have every server take its rows from what was written down at this step."""
+        """Have every server load its rows from the files of this step."""
         self._send_to_all(lambda version: LoadRows(step, folder, sharding_version=version)).wait()
 
     def _send_to_all(self, message: Callable[[int], ParameterRequest]) -> RequestBatch:
@@ -291,34 +295,36 @@ class ParameterClient:
 
     def _declared_spec(self, name: str) -> ParameterSpec:
         if name not in self._specs:
-            raise UsageError(f"there is no parameter {name} on the servers: declare it first")
+            raise UsageError(f"parameter {name} does not exist on the servers: declare it first")
         return self._specs[name]
 
     def _check_gradient(self, spec: ParameterSpec, item: GradientToPush) -> None:
         gradient = item.gradient
         if str(gradient.dtype) != spec.dtype:
-            raise UsageError(f"{spec.name} is {spec.dtype}, and a gradient of {gradient.dtype} came: convert it first")
+            raise UsageError(f"the gradient of {spec.name} is {gradient.dtype}, expected {spec.dtype}: convert it first")
         if item.rows is None:
             if spec.striped or gradient.size != spec.rows:
                 raise UsageError(
-                    f"{spec.name} has {spec.rows} rows of {spec.width}, and a gradient of shape {gradient.shape} came"
+                    f"the gradient of {spec.name} has shape {gradient.shape}, expected {spec.rows} rows of {spec.width}"
                 )
             return
         if not spec.striped or gradient.shape != (len(item.rows), spec.width):
             raise UsageError(
-                f"the gradient of {len(item.rows)} rows of {spec.name} must have rows of {spec.width}, not {gradient.shape}"
+                f"the gradient of {spec.name} has shape {gradient.shape}, expected {len(item.rows)} rows of {spec.width}"
             )
         self._check_rows(spec, item.rows)
 
     def _check_rows(self, spec: ParameterSpec, rows: Array) -> None:
         if rows.dtype != _ROW_DTYPE or rows.ndim != 1:
-            raise UsageError(f"rows of {spec.name} are numbered by one int64 array, not by {rows.dtype} of shape {rows.shape}")
+            raise UsageError(
+                f"row numbers of {spec.name} are {rows.dtype} of shape {rows.shape}: expected a one-dimensional int64 array"
+            )
         if len(rows) and not (int(rows.min()) >= 0 and int(rows.max()) < spec.rows):
             wrong = int(rows.min()) if int(rows.min()) < 0 else int(rows.max())
-            raise UsageError(f"row {wrong} of {spec.name} does not exist: its rows go from 0 to {spec.rows - 1}")
+            raise UsageError(f"row {wrong} of {spec.name} does not exist: expected rows from 0 to {spec.rows - 1}")
 
     def _close_in_child(self) -> None:
-        """In a forked child (a data loader's worker): our connections are not its to keep open."""
+        """Close the inherited connections in a forked child (a data loader's worker)."""
         for channel in self._channels.values():
             channel.close_in_child()
 
@@ -328,7 +334,7 @@ def _owning_servers(sharding: Sharding) -> list[int]:
 
 
 def _group_by_server(placement: RowPlacement, rows: Array, servers: list[int]) -> tuple[Array, list[tuple[int, int]]]:
-    """An order in which each server's rows lie together, and where each begins and ends."""
+    """Return an order that groups rows by server, and the start and end of each server's group."""
     owners = placement.owners_of_rows(rows)
     order = np.argsort(owners, kind="stable")
     ordered = owners[order]

@@ -1,5 +1,4 @@
-"""Where the servers are: each pins its address and its token to the board of every generation, and whoever needs it looks
-there."""
+"""Discovery of servers: each publishes its address and token in the rendezvous store of every generation."""
 
 from __future__ import annotations
 
@@ -15,12 +14,12 @@ from covey.errors import PeerError
 from covey.parameter_server.messages import socket_family, tune_connection
 
 CONNECT_TIMEOUT_S: Final = 10.0
-LOOKUP_TIMEOUT_S: Final = 2.0  # until it is asked again whether that server is still there
-RETRY_DELAY_S: Final = 0.05  # between two tries
+LOOKUP_TIMEOUT_S: Final = 2.0  # then it is checked again whether the server is still a member
+RETRY_DELAY_S: Final = 0.05  # between two attempts
 
 
 class ServerEndpoint(msgspec.Struct, frozen=True):
-    """Where a server is, and the token it wants to see."""
+    """Address of a server, and the token that it requires."""
 
     address: str
     port: int
@@ -40,7 +39,7 @@ class ServerEndpoint(msgspec.Struct, frozen=True):
         return connection
 
 
-FindServer = Callable[[int], ServerEndpoint | None]  # where a server is; None if it has left
+FindServer = Callable[[int], ServerEndpoint | None]  # returns None if the server has left
 
 
 class ShardingInfo(Protocol):
@@ -51,7 +50,7 @@ class ShardingInfo(Protocol):
 
 
 class RendezvousClient(Protocol):
-    """What is needed of a node."""
+    """What discovery uses of a node."""
 
     @property
     def assignment(self) -> ShardingInfo: ...
@@ -60,13 +59,13 @@ class RendezvousClient(Protocol):
 
 
 def publish_endpoint(rendezvous: RendezvousClient, server: int, endpoint: ServerEndpoint, generation: int) -> None:
-    """Let others find a server."""
+    """Publish the endpoint of a server."""
     rendezvous.put_rendezvous(_rendezvous_key(server), msgspec.msgpack.encode(endpoint), generation)
 
 
 def find_server(rendezvous: RendezvousClient, server: int) -> ServerEndpoint | None:
-    """Where a server is, as soon as it is somewhere; None if it has left. The node ends this process if its cluster ends
-    first."""
+    """Return the endpoint of a server, None if it has left. Blocks until the server has published it; the node ends this
+    process if its cluster ends before."""
     while True:
         sharding = rendezvous.assignment.sharding
         if sharding is not None and server not in sharding.servers:
@@ -76,7 +75,7 @@ def find_server(rendezvous: RendezvousClient, server: int) -> ServerEndpoint | N
                 rendezvous.get_rendezvous(_rendezvous_key(server), rendezvous.assignment.generation, LOOKUP_TIMEOUT_S),
                 type=ServerEndpoint,
             )
-        except PeerError:  # the membership changed, or the server is away for long: look again
+        except PeerError:  # the membership changed, or the server is not back yet: look it up again
             time.sleep(RETRY_DELAY_S)
 
 

@@ -1,8 +1,8 @@
-"""What workers and servers say to each other about parameters, and how it lies in bytes.
+"""Messages between workers and servers, and their encoding.
 
-A frame is a fixed header, a message, and raw arrays: numbers of rows first (eight bytes each), then values. Arrays are sent
-from where they lie and received where they belong. A connection begins with the server's token, which a peer can only have
-from the scheduler. Whatever is wrong with a message is said in a `RequestFailed`, and the connection goes on.
+A frame is a fixed header, a message, and raw arrays: row numbers first (eight bytes each), then values. Arrays are sent from
+the sender's memory and received into the receiver's, without copies. A connection starts with the server's token, which a peer
+can only get from the scheduler. An invalid message is answered with `RequestFailed`; the connection stays open.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from covey.transport.connection import set_tcp_options
 MAGIC: Final = b"cvp1"
 HEADER: Final = struct.Struct("<4sIQ")  # magic, bytes of the message, bytes of the arrays
 ENCODED_MESSAGE_MAX: Final = 16 << 20  # bytes of a message without its arrays
-COALESCE_BYTES_MAX: Final = 1 << 16  # small arrays are sent in one piece with the message
-SENDMSG_ARRAYS_MAX: Final = 512  # arrays that the kernel takes in one call; it knows a limit of 1024
+COALESCE_BYTES_MAX: Final = 1 << 16  # up to this size arrays are sent in one call with the message
+SENDMSG_ARRAYS_MAX: Final = 512  # arrays per call; the kernel's limit is 1024
 SKIP_BUFFER_BYTES: Final = 1 << 20
 DTYPES: Final = {"float32": np.float32, "float64": np.float64}
 ROWS_MAX: Final = 1 << 40
 WIDTH_MAX: Final = 1 << 24
-ALL: Final = -1  # rows: those of the server, every one
+ALL: Final = -1  # as row_count: all rows of the server
 
 ParameterName = Annotated[str, Meta(min_length=1, max_length=500)]
 FolderPath = Annotated[str, Meta(max_length=4000)]
@@ -38,11 +38,11 @@ Dtype = Literal["float32", "float64"]
 
 
 class ParameterMessage(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """The base of all; the tag is the class name."""
+    """Base class; the tag is the class name."""
 
 
 class InitialValues(msgspec.Struct, frozen=True):
-    """The values a parameter begins with. Those that are drawn are a function of the seed and the row's number."""
+    """Initial values of a parameter. Random ones are a function of the seed and the row number."""
 
     kind: Literal["given", "zeros", "normal", "uniform"] = "zeros"
     scale: float = 0.01
@@ -50,7 +50,7 @@ class InitialValues(msgspec.Struct, frozen=True):
 
 
 class ParameterSpec(msgspec.Struct, frozen=True):
-    """A parameter. One that is not striped is flat: its rows are single numbers, pulled and pushed as a whole."""
+    """A parameter. If not striped it is flat: its rows are single numbers, always pulled and pushed completely."""
 
     name: ParameterName
     rows: Annotated[int, Meta(ge=1, le=ROWS_MAX)]
@@ -62,7 +62,7 @@ class ParameterSpec(msgspec.Struct, frozen=True):
 
 
 class RowSelection(msgspec.Struct, frozen=True, array_like=True):
-    """Some rows of one parameter, in a message that carries several. `row_count` is ALL, or how many rows are numbered."""
+    """Rows of one parameter, in a message for several. `row_count` is ALL, or the number of row numbers that follow."""
 
     name: ParameterName
     row_count: Annotated[int, Meta(ge=ALL, le=ROWS_MAX)]
@@ -73,24 +73,24 @@ class RowSelection(msgspec.Struct, frozen=True, array_like=True):
 
 RowSelections = Annotated[list[RowSelection], Meta(max_length=100_000)]
 
-# -- asked -----------------------------------------------------------------------------------------------------------
+# -- requests --------------------------------------------------------------------------------------------------------
 
 
 class ParameterRequest(ParameterMessage, frozen=True, kw_only=True):
-    """What workers ask, by the sharing they know."""
+    """Base class of workers' requests, with the version of the sharding they are based on."""
 
     sharding_version: Annotated[int, Meta(ge=0)] = 0
 
 
 class DeclareParameter(ParameterRequest, frozen=True):
-    """There is this parameter. With `values`, its first ones follow; without, wait until somebody has given them."""
+    """Declare a parameter. With `has_values` its initial values follow; else the reply waits until a worker has sent them."""
 
     spec: ParameterSpec
     has_values: bool
 
 
 class PushGradients(ParameterRequest, frozen=True):
-    """Gradients of one rank's step. Answered when they are safe and, in sync mode, when every rank's are here."""
+    """Gradients of one rank's step. Acknowledged when they are replicated; in sync mode, when every rank's are."""
 
     step: Annotated[int, Meta(ge=0)]
     rank: Annotated[int, Meta(ge=0)]
@@ -99,15 +99,15 @@ class PushGradients(ParameterRequest, frozen=True):
 
 
 class PullValues(ParameterRequest, frozen=True):
-    """Values for a step."""
+    """Request values for a step."""
 
     step: Annotated[int, Meta(ge=0)]
     selections: RowSelections
 
 
 class PullChanged(ParameterRequest, frozen=True):
-    """Values of some rows for a step, those alone that changed: after the rows come the numbers of the change at which each is
-    known, of the rows' origin that is named."""
+    """Request the values of rows that changed. The row numbers are followed by the version at which each row is cached;
+    versions are valid for `replication_id` only."""
 
     step: Annotated[int, Meta(ge=0)]
     selection: RowSelection
@@ -115,13 +115,13 @@ class PullChanged(ParameterRequest, frozen=True):
 
 
 class QueryRankStep(ParameterRequest, frozen=True):
-    """Where does this rank stand?"""
+    """Request the next step of a rank."""
 
     rank: Annotated[int, Meta(ge=0)]
 
 
 class SaveRows(ParameterRequest, frozen=True):
-    """Write your rows down, as they are at this step; of older ones keep so many."""
+    """Request to write all rows at this step to files and to keep the `keep` newest."""
 
     step: Annotated[int, Meta(ge=0)]
     folder: FolderPath
@@ -129,14 +129,14 @@ class SaveRows(ParameterRequest, frozen=True):
 
 
 class LoadRows(ParameterRequest, frozen=True):
-    """Take your rows from what was written down at this step, by any number of servers."""
+    """Request to load the rows of this step from files, which any number of servers wrote."""
 
     step: Annotated[int, Meta(ge=0)]
     folder: FolderPath
 
 
 class OpenReplication(ParameterMessage, frozen=True):
-    """A server: you hold the copy of my rows, and this is how far I am. What I do comes over this connection."""
+    """Server to replica holder: start replication, at this number of changes. Changes follow on this connection."""
 
     server: int
     replication_id: str
@@ -144,25 +144,25 @@ class OpenReplication(ParameterMessage, frozen=True):
 
 
 class RestoreRows(ParameterMessage, frozen=True):
-    """A server in its next life: give me my rows back."""
+    """Restarted server: return the replica of my rows."""
 
     server: int
 
 
 class RequestReplica(ParameterMessage, frozen=True):
-    """A server in its next life: if I am the holder of your copy, send me all of your rows. Answered with 1 if it is."""
+    """Restarted server: if I hold your replica, send me all of your rows. The reply is 1 if so, else 0."""
 
     holder: int
 
 
 class DropReplica(ParameterMessage, frozen=True):
-    """A server whose copy has another holder now."""
+    """Server: drop the replica of my rows, because it has another holder now."""
 
     server: int
 
 
 class HandOverSlots(ParameterMessage, frozen=True):
-    """Slots of mine that are yours by this sharing, and what I know of their ranks' generations."""
+    """Slots that the receiver owns under this sharding, and the newest generation of each rank's pushes."""
 
     sharding_version: int
     state: Any  # as `Shard.pack` returns it, after the slots
@@ -170,55 +170,55 @@ class HandOverSlots(ParameterMessage, frozen=True):
 
 
 class DetachSlots(ParameterMessage, frozen=True):
-    """To a copy: these slots are set aside for another server."""
+    """To the replica holder: these slots are detached, to be handed over to another server."""
 
     slots: list[int]
 
 
 class ReleaseSlots(ParameterMessage, frozen=True):
-    """To a copy: the other server has them."""
+    """To the replica holder: another server has received these slots."""
 
     slots: list[int]
 
 
 class FullReplica(ParameterMessage, frozen=True):
-    """All of a server's rows, and all it knows: in answer to `RestoreRows`, and to bring a copy up to date."""
+    """All rows and state of a server, as reply to `RestoreRows` or to initialize a replica."""
 
     replication_id: str
     change_count: int
     state: Any  # as `ShardSet.pack` returns it
 
 
-# -- answered --------------------------------------------------------------------------------------------------------
+# -- replies ---------------------------------------------------------------------------------------------------------
 
 
 class Done(ParameterMessage, frozen=True):
-    """Done. `number` is what was asked for, where it is a number."""
+    """Success. `number` is the requested number, if the request has one."""
 
     number: int = 0
 
 
 class RowValues(ParameterMessage, frozen=True):
-    """Their bytes follow, in the order asked."""
+    """The requested values follow, in the order of the request."""
 
     step: int
 
 
 class ChangedRows(ParameterMessage, frozen=True):
-    """To `PullChanged`: a byte for each row, whether it changed, and the values of those; and the number of the last change."""
+    """Reply to `PullChanged`: one byte per row (whether it changed), the values of changed rows, and the table's version."""
 
     replication_id: str
     version: int
 
 
 class ShardingChanged(ParameterMessage, frozen=True):
-    """Not by that sharing: rows have moved, and this is the newer one."""
+    """The request's sharding is outdated: slots have moved. This is the newer sharding."""
 
     sharding: Sharding
 
 
 class RequestFailed(ParameterMessage, frozen=True):
-    """Not done, and why. `stale`: the asker is the life of a rank that is over. `disk`: the server's disk refuses."""
+    """The request failed. `is_stale`: its rank has a newer process. `is_disk_error`: the server cannot write."""
 
     reason: str
     is_stale: bool = False
@@ -241,7 +241,7 @@ ServerRequest = (
     | DetachSlots
     | ReleaseSlots
 )
-ReplicatedChange = DeclareParameter | PushGradients | HandOverSlots | DetachSlots | ReleaseSlots  # what a copy repeats
+ReplicatedChange = DeclareParameter | PushGradients | HandOverSlots | DetachSlots | ReleaseSlots  # sent to the replica
 ServerReply = Done | RowValues | ChangedRows | ShardingChanged | RequestFailed | FullReplica
 _request_decoder = msgspec.msgpack.Decoder(ServerRequest)
 _reply_decoder = msgspec.msgpack.Decoder(ServerReply)
@@ -249,16 +249,16 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class MessageTooLarge(UsageError):
-    """A message beyond the limit: its arrays were skipped, and the connection goes on."""
+    """A message beyond the size limit. Its arrays were skipped; the connection stays usable."""
 
 
 def send_message(connection: socket.socket, message: ParameterMessage, arrays: Sequence[Any] = ()) -> None:
-    """One frame; the arrays from where they lie."""
+    """Send one frame, without copying large arrays. Raise `MessageTooLarge`."""
     views = [memoryview(array).cast("B") for array in arrays if memoryview(array).nbytes]
     encoded = _encoder.encode(message)
     if len(encoded) > ENCODED_MESSAGE_MAX:
         raise MessageTooLarge(
-            f"a message that names {len(encoded)} bytes is larger than the limit of {ENCODED_MESSAGE_MAX}:"
+            f"a message of {len(encoded)} bytes without arrays exceeds the limit of {ENCODED_MESSAGE_MAX}:"
             " serve fewer parameters"
         )
     size = sum(view.nbytes for view in views)
@@ -276,9 +276,9 @@ def send_message(connection: socket.socket, message: ParameterMessage, arrays: S
 
 
 def receive_request(connection: socket.socket, message_max: int) -> tuple[ServerRequest, Array]:
-    """What a peer asks, and its arrays as bytes.
+    """Return a peer's request and its arrays as bytes.
 
-    Raises `MessageTooLarge`, `EOFError` and `OSError`, or `msgspec.MsgspecError`.
+    Raise `MessageTooLarge` or `msgspec.MsgspecError`, after which the connection is usable, or `EOFError` and `OSError`.
     """
     encoded, size = _receive_encoded(connection)
     try:
@@ -286,22 +286,22 @@ def receive_request(connection: socket.socket, message_max: int) -> tuple[Server
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         skip_bytes(connection, size)
         raise msgspec.DecodeError(str(error)) from error
-    if size > message_max and not isinstance(request, HandOverSlots):  # what moves is as large as it is
+    if size > message_max and not isinstance(request, HandOverSlots):  # slots have no size limit
         skip_bytes(connection, size)
-        raise MessageTooLarge(f"a message of {size} bytes is larger than the limit of {message_max} (COVEY_PS_MESSAGE_MAX)")
+        raise MessageTooLarge(f"a message of {size} bytes exceeds the limit of {message_max}: raise COVEY_PS_MESSAGE_MAX")
     body: Array = np.empty(size, np.uint8)
     receive_into(connection, body.data)
     return request, body
 
 
 def receive_reply(connection: socket.socket, into: Sequence[Any] = ()) -> tuple[ServerReply, Array]:
-    """The answer; its arrays go where they belong if that is known, else they are returned as bytes."""
+    """Return the reply. The arrays of `RowValues` are received into `into`; others are returned as bytes."""
     encoded, size = _receive_encoded(connection)
     reply = _reply_decoder.decode(encoded)
     if isinstance(reply, RowValues):
         views = [memoryview(array).cast("B") for array in into]
         if sum(view.nbytes for view in views) != size:
-            raise EOFError(f"{size} bytes came where {sum(view.nbytes for view in views)} were expected")
+            raise EOFError(f"received {size} bytes, expected {sum(view.nbytes for view in views)}")
         for view in views:
             receive_into(connection, view)
         return reply, np.empty(0, np.uint8)
@@ -315,23 +315,23 @@ def _receive_encoded(connection: socket.socket) -> tuple[bytes, int]:
     receive_into(connection, memoryview(header))
     magic, length, size = HEADER.unpack(header)
     if magic != MAGIC or length > ENCODED_MESSAGE_MAX:
-        raise EOFError("the other side does not speak this protocol")
+        raise EOFError("the peer does not use this protocol")
     encoded = bytearray(length)
     receive_into(connection, memoryview(encoded))
     return bytes(encoded), size
 
 
 def receive_into(connection: socket.socket, view: memoryview) -> None:
-    """Fill memory from a connection."""
+    """Fill memory from a connection. Raise `EOFError` if it closes before."""
     while view.nbytes:
         count = connection.recv_into(view, 0, socket.MSG_WAITALL)
         if not count:
-            raise EOFError("the connection closed")
+            raise EOFError("the connection was closed")
         view = view[count:]
 
 
 def skip_bytes(connection: socket.socket, size: int) -> None:
-    """Read and forget: an answer would not arrive while the other side still sends."""
+    """Read and discard bytes: a reply would not arrive while the peer still sends."""
     buffer = memoryview(bytearray(SKIP_BUFFER_BYTES))
     while size:
         part = buffer[: min(size, SKIP_BUFFER_BYTES)]
@@ -344,5 +344,5 @@ def socket_family(address: str) -> socket.AddressFamily:
 
 
 def tune_connection(connection: socket.socket) -> None:
-    """No waiting for more to send, and an end that is noticed."""
+    """Set TCP options: no delay, and detection of a dead peer."""
     set_tcp_options(connection)

@@ -1,9 +1,8 @@
-"""Optimizers that run where the rows are.
+"""Optimizers that run on the servers.
 
-Each is a rule with its numbers, and a function that updates rows and their state in place, in pieces small enough to stay in
-the processor's cache. A rule given all rows and one given some of them run the same code; what differs is which rows: Adam
-moves all rows at every step, even those without a gradient, as its definition says; LazyAdam and all others move only rows
-that have one.
+Each is a rule with its hyperparameters, and a function that updates rows and their state in place, in chunks that fit into the
+processor's cache. Updates of all rows and of some rows run the same code. Adam updates all rows at every step, even those
+without a gradient, as its definition requires; LazyAdam and all others update only rows with a gradient.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-CHUNK_ELEMENTS: Final = 1 << 16  # elements
+CHUNK_ELEMENTS: Final = 1 << 16
 
 Array = np.ndarray[Any, np.dtype[Any]]
 OptimizerKind = Literal["sgd", "momentum", "adam", "lazy_adam", "adagrad", "ftrl"]
@@ -25,7 +24,7 @@ Fraction = Annotated[float, Meta(ge=0.0, lt=1.0)]
 
 
 class OptimizerRule(msgspec.Struct, frozen=True, kw_only=True):
-    """An optimizer and its numbers. Use the functions below, which name only what belongs to each."""
+    """An optimizer and its hyperparameters. Create it with the functions below, which take only those of each optimizer."""
 
     kind: OptimizerKind
     lr: NonNegative
@@ -45,12 +44,12 @@ class OptimizerRule(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def updates_all_rows(self) -> bool:
-        """Whether a row without a gradient moves too."""
+        """Whether rows without a gradient are updated too."""
         return self.kind == "adam"
 
     @property
     def initial_states(self) -> dict[str, float]:
-        """What is kept for each row beside its values, and with what it begins."""
+        """Names of the state arrays of each row, and their initial values."""
         return {
             "sgd": {},
             "momentum": {"momentum": 0.0},
@@ -106,20 +105,20 @@ def FTRL(lr: float = 1e-3, *, lr_power: float = -0.5, l1: float = 0.0, l2: float
 
 
 def _validate_rule(rule: OptimizerRule) -> OptimizerRule:
-    """Limits are checked where bytes become rules; here they are checked for the caller."""
+    """Return the rule. Raise `UsageError` if a hyperparameter is out of range; decoding checks the same limits."""
     from covey.errors import UsageError
 
     try:
         return msgspec.convert(msgspec.to_builtins(rule), OptimizerRule)
     except msgspec.ValidationError as error:
-        raise UsageError(f"the optimizer {rule.kind} cannot be used: {error}") from None
+        raise UsageError(f"the optimizer {rule.kind} is invalid: {error}") from None
 
 
 def update_weights(rule: OptimizerRule, lr: float, t: int, weights: Array, gradient: Array, states: list[Array]) -> None:
-    """Move all of these rows, in place; `t` counts the updates of the whole parameter, from 1."""
+    """Update all of these rows in place; `t` counts the updates of the parameter, from 1."""
     if weights.size == 0:
         return
-    flat = [array.reshape(-1) for array in (weights, gradient, *states)]  # views: rows lie without gaps
+    flat = [array.reshape(-1) for array in (weights, gradient, *states)]  # views: the arrays are contiguous
     step = UPDATE_FUNCTIONS[rule.kind]
     for start in range(0, flat[0].size, CHUNK_ELEMENTS):
         w, g, *s = (array[start : start + CHUNK_ELEMENTS] for array in flat)
@@ -129,14 +128,14 @@ def update_weights(rule: OptimizerRule, lr: float, t: int, weights: Array, gradi
 def update_rows(
     rule: OptimizerRule, lr: float, t: int, weights: Array, rows: Array, gradient: Array, states: list[Array]
 ) -> None:
-    """Move these rows, each named once, in place; and the others too if the rule says so."""
+    """Update these rows in place, each given once; also all others if the rule updates all rows."""
     if rule.updates_all_rows:
         width = weights.shape[1]
-        piece = max(1, CHUNK_ELEMENTS // max(1, width))
+        chunk = max(1, CHUNK_ELEMENTS // max(1, width))
         order = np.argsort(rows, kind="stable")
         rows, gradient = rows[order], gradient[order]
-        for start in range(0, len(weights), piece):
-            stop = min(start + piece, len(weights))
+        for start in range(0, len(weights), chunk):
+            stop = min(start + chunk, len(weights))
             full = np.zeros((stop - start, width), weights.dtype)
             low, high = np.searchsorted(rows, (start, stop))
             full[rows[low:high] - start] = gradient[low:high]
@@ -145,8 +144,8 @@ def update_rows(
     w, s = weights[rows], [state[rows] for state in states]
     update_weights(rule, lr, t, w, gradient, s)
     weights[rows] = w
-    for state, moved in zip(states, s, strict=True):
-        state[rows] = moved
+    for state, updated in zip(states, s, strict=True):
+        state[rows] = updated
 
 
 def _add_weight_decay(rule: OptimizerRule, w: Array, g: Array) -> Array:
@@ -158,14 +157,14 @@ def _sgd(rule: OptimizerRule, lr: float, t: int, w: Array, g: Array, s: list[Arr
 
 
 def _momentum(rule: OptimizerRule, lr: float, t: int, w: Array, g: Array, s: list[Array]) -> None:
-    kind, moved = w.dtype.type, _add_weight_decay(rule, w, g)
+    kind, decayed = w.dtype.type, _add_weight_decay(rule, w, g)
     buffer = s[0]
     if t == 1:
-        buffer[...] = moved
+        buffer[...] = decayed
     else:
         buffer *= kind(rule.momentum)
-        buffer += kind(1.0 - rule.dampening) * moved
-    w -= kind(lr) * (moved + kind(rule.momentum) * buffer if rule.nesterov else buffer)
+        buffer += kind(1.0 - rule.dampening) * decayed
+    w -= kind(lr) * (decayed + kind(rule.momentum) * buffer if rule.nesterov else buffer)
 
 
 def _update_moments(rule: OptimizerRule, g: Array, s: list[Array]) -> None:
@@ -212,9 +211,9 @@ def _ftrl(rule: OptimizerRule, lr: float, t: int, w: Array, g: Array, s: list[Ar
     after = accumulator**power
     linear += g - (after - before) / kind(lr) * w
     quadratic = after / kind(lr) + kind(2.0 * rule.l2)
-    far = np.abs(linear) > kind(rule.l1)
-    moved = np.divide(np.sign(linear) * kind(rule.l1) - linear, quadratic, out=np.zeros_like(w), where=far & (quadratic != 0))
-    w[...] = moved
+    above_l1 = np.abs(linear) > kind(rule.l1)
+    nonzero = above_l1 & (quadratic != 0)
+    w[...] = np.divide(np.sign(linear) * kind(rule.l1) - linear, quadratic, out=np.zeros_like(w), where=nonzero)
 
 
 UPDATE_FUNCTIONS: Final[dict[str, Callable[[OptimizerRule, float, int, Array, Array, list[Array]], None]]] = {

@@ -23,10 +23,10 @@ log = logging.getLogger("covey")
 
 
 class Rebalancer:
-    """Moves slots: detaches those of other servers, hands them over, has the replica on the right holder, and waits for the
+    """Moves slots: detaches those of other servers, hands them over, moves the replica to its holder, and waits for the
     slots that other servers hand over to this one.
 
-    `on_in_sync` is called with the version of a sharding when all of this is done, and again if the same sharding is set again.
+    `on_in_sync` is called with a sharding's version when all of this is done, and again if the same sharding is set again.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Rebalancer:
         self._rows, self._replication = rows, replication
         self._find_server, self._on_in_sync = find_server, on_in_sync
         self._newest_sharding = rows.sharding
-        self._has_new_sharding = True  # the newest sharding is not adopted, or was set again after that
+        self._has_new_sharding = True  # the newest sharding is not adopted yet, or was set again
 
     def start(self) -> None:
         """Start the thread, once the rows are restored."""
@@ -92,12 +92,10 @@ class Rebalancer:
         state, arrays = shard.pack()
         request = HandOverSlots(sharding.version, [slots, state], self._rows.newest_generations)
         reply = request_from_server(self._find_server, receiver, request, arrays)
-        assert reply is not None and isinstance(reply[0], Done), (
-            f"server {receiver} did not take slots that are its own: {reply}"
-        )
+        assert reply is not None and isinstance(reply[0], Done), f"server {receiver} refused slots that it owns: {reply}"
         with self._rows.condition:
             self._replication.apply(ReleaseSlots(slots), EMPTY_BODY)
-        log.info("%d of 256 slots went to server %d", len(slots), receiver)
+        log.info("moved %d of 256 slots to server %d", len(slots), receiver)
 
     def _wait_until_replicated(self) -> None:
         """Wait until the replica has all changes so far. The caller holds the lock, which is released during the wait."""

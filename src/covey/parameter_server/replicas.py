@@ -1,5 +1,5 @@
-"""The replicas of other servers' rows that a server holds: it repeats their changes, and returns the rows to a server that was
-restarted."""
+"""Replicas of other servers' rows that a server holds: it applies their changes, and returns the rows to a restarted
+server."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from covey.parameter_server.shard_set import ShardSet
 
 
 class Replicas:
-    """Replicas by server, with a lock of their own: two servers may send each other all of their rows at the same time.
+    """Replicas by server, with a separate lock: two servers may send each other all of their rows at the same time.
 
     No caller holds the lock of `Rows`, and no method here takes it.
     """
@@ -37,13 +37,13 @@ class Replicas:
             self._replicas.pop(server, None)
 
     def wait_for_replicas(self, servers: Collection[int]) -> None:
-        """Wait until the rows of all these servers are here."""
+        """Wait until the replicas of all these servers exist here."""
         with self._condition:
             self._condition.wait_for(lambda: set(servers) <= self._replicas.keys())
 
     def pack_for_restore(self, server: int, initial: ShardSet | None) -> tuple[FullReplica, list[Array]] | None:
-        """Return the rows of a server that was restarted, or None. `initial` is used if there is no replica: the server's
-        initial rows, if it died before it had one."""
+        """Return the replica of a restarted server's rows, or None. `initial`: the server's initial rows, used if there is no
+        replica, because the server died before it had one."""
         with self._condition:
             replica = self._replicas.get(server)
             if replica is None and initial is not None:
@@ -54,7 +54,7 @@ class Replicas:
             return replica.pack()
 
     def follow_server(self, connection: socket.socket, request: OpenReplication) -> None:
-        """Apply the changes of another server in their order, until the connection ends, which raises `EOFError`."""
+        """Apply the changes of another server in order, until the connection ends, which raises `EOFError`."""
         replica = self._replicas.get(request.server)
         is_same = replica is not None and replica.replication_id == request.replication_id
         send_message(connection, Done(replica.change_count if is_same and replica is not None else -1))
@@ -69,12 +69,12 @@ class Replicas:
                     send_message(connection, Done(replica.change_count))
                     continue
                 if replica is None or replica.replication_id != request.replication_id:
-                    raise EOFError("the next life of that server has taken its rows back")
+                    raise EOFError("a newer process of that server has restored its rows")
                 assert isinstance(message, ReplicatedChange)
-                # Acknowledged before it is applied: the lock makes a request for these rows wait until it is.
+                # Acknowledged before it is applied: the lock delays requests for these rows until it is.
                 send_message(connection, Done(replica.change_count + 1))
                 try:
                     replica.apply(message, body, owned=True)
-                except BaseException:  # the replica differs from now on: the server must send all rows again
+                except BaseException:  # the replica is now inconsistent: the server must send all rows again
                     self._replicas.pop(request.server, None)
                     raise

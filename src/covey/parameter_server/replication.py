@@ -1,7 +1,7 @@
-"""The replica of a server's rows on another server, which applies the same changes in the same order.
+"""Replication of a server's rows to another server, which applies the same changes in the same order.
 
-A push is acknowledged when the replica has it. While the replica holder is unreachable, all workers wait for it. When it is
-back it receives all rows once, or, if only the connection broke, the changes that it missed.
+A push is acknowledged when it is replicated. While the replica holder is unreachable, all workers wait for it. After a restart
+it receives all rows; after a broken connection only the changes that it missed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger("covey")
 
 
 class Replication:
-    """Every change of a server's rows, applied here and on the replica. The replica holder is the next server of the ring.
+    """Every change of a server's rows, applied here and sent to the replica holder, the next server of the ring.
 
     Without replicas, or if there is no other server, changes are only applied here.
     """
@@ -54,14 +54,14 @@ class Replication:
         return self._thread.holder if self._thread is not None else None
 
     def start(self, restored_from: int | None = None) -> None:
-        """Start to send changes to the replica holder. `restored_from`: the server that has held the replica; if it is not
-        the holder any more, it drops the replica as soon as the holder has one. The caller does not hold the lock."""
+        """Start to send changes to the replica holder. `restored_from`: the server that held the replica so far; if it is no
+        longer the holder, it drops the replica once the holder has one. The caller does not hold the lock."""
         if self._thread is not None:
             self._thread.start(restored_from if restored_from != self._thread.holder else None)
 
     def apply(self, change: ReplicatedChange, body: Array) -> bool:
-        """Apply a change and send it to the replica; return False if it was applied before. Raises `UsageError`; nothing has
-        changed then. The caller holds the lock."""
+        """Apply a change and send it to the replica; return False if it was applied before. Raise `UsageError` without any
+        change. The caller holds the lock."""
         if not self._rows.apply(change, body, owned=self._thread is None):
             return False
         if self._thread is not None:
@@ -99,7 +99,7 @@ class ReplicationThread:
         self.replicated_count = -1  # changes that the replica has; -1: there is no replica yet
         self.holder = holder
         self._rows, self._find_server = rows, find_server
-        self._previous_holder: int | None = None  # drops its replica before the one on this holder is used
+        self._previous_holder: int | None = None  # its replica is dropped once this holder has one
         self._stopped = False
         self._pending: collections.deque[tuple[ParameterMessage, Array]] = collections.deque()
         self._restart_requested = False
@@ -116,7 +116,7 @@ class ReplicationThread:
         self._pending.append((message, body))
 
     def restart_sync(self) -> None:
-        """Send all rows again, because no change led to them. The caller holds the lock."""
+        """Send all rows again, because they were replaced without a change. The caller holds the lock."""
         self.replicated_count = -1
         self._restart_requested = True
         self._rows.condition.notify_all()
@@ -134,7 +134,7 @@ class ReplicationThread:
                     with endpoint.connect() as connection:
                         self._replicate(connection)
             except (OSError, EOFError, msgspec.MsgspecError) as error:
-                log.info("the copy on server %d is out of reach (%s): everyone waits for it", self.holder, error)
+                log.info("replica on server %d is unreachable: %s; pushes wait for it", self.holder, error)
                 time.sleep(RETRY_DELAY_S)
 
     def _replicate(self, connection: socket.socket) -> None:
@@ -183,14 +183,14 @@ def desired_holder(serving: ServingSettings, rank: int, sharding: Sharding) -> i
 def _receive_number(connection: socket.socket) -> int:
     reply, _ = receive_reply(connection)
     if not isinstance(reply, Done):
-        raise EOFError(f"the holder of the copy answered {reply}")
+        raise EOFError(f"the replica holder replied {reply}")
     return reply.number
 
 
 def request_from_server(
     find_server: FindServer, server: int, message: ParameterMessage, arrays: Sequence[Array] = ()
 ) -> tuple[ServerReply, Array] | None:
-    """Send a request to another server and return its reply, or None if that server has left. Repeats the request until a
+    """Send a request to another server and return its reply, or None if that server has left. Resend the request until a
     process of that server replies."""
     while (endpoint := find_server(server)) is not None:
         with contextlib.suppress(OSError, EOFError), endpoint.connect() as connection:
@@ -201,8 +201,8 @@ def request_from_server(
 
 
 def fetch_replica(find_server: FindServer, holders: list[int], server: int) -> tuple[FullReplica, Array, int] | None:
-    """Return a server's rows from their replica and the server that holds it, or None if no server does. Waits for servers that
-    are unreachable."""
+    """Return the replica of a server's rows and its holder, or None if no server has it. Blocks while a server is
+    unreachable."""
     for holder in holders:
         found = request_from_server(find_server, holder, RestoreRows(server))
         if found is not None and isinstance(found[0], FullReplica):

@@ -1,4 +1,4 @@
-"""Answers the requests of workers from a server's rows, one request at a time."""
+"""Handler of workers' requests on a server's rows, one request at a time."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RequestHandler:
         self._is_sync = rows.serving.mode is ConsistencyMode.SYNC
 
     def handle(self, request: ParameterRequest, body: Array) -> tuple[ServerReply, list[Array]]:
-        """Return the reply to a worker's request, and its arrays. Raises `SlotsMovedError`, `UsageError` or `StoreError`."""
+        """Return the reply to a worker's request, and its arrays. Raise `SlotsMovedError`, `UsageError` or `StoreError`."""
         rows = self._rows
         rows.wait_unless_resharded(request, lambda: rows.sharding.version >= request.sharding_version)
         if isinstance(request, LoadRows):
@@ -76,8 +76,8 @@ class RequestHandler:
             newest = self._rows.record_generation(push.rank, push.generation)
             if push.generation < newest:
                 return RequestFailed(
-                    f"a push of rank {push.rank} from generation {push.generation} is refused: another life of that rank"
-                    f" is at generation {newest}",
+                    f"a push of rank {push.rank} from generation {push.generation} is refused: a newer process of that rank is"
+                    f" at generation {newest}",
                     is_stale=True,
                 )
         self._replication.apply(push, body)
@@ -88,19 +88,22 @@ class RequestHandler:
 
     def _on_pull(self, pull: PullValues, body: Array) -> tuple[ServerReply, list[Array]]:
         self._rows.wait_unless_resharded(pull, lambda: self._rows.has_rows(pull.selections, body))
-        self._rows.own.shard_set.check_pull(pull.selections, body)  # before the wait: a mistake is reported at once
+        self._rows.own.shard_set.check_pull(pull.selections, body)  # before the wait, to report errors immediately
         shard_set = self._rows.wait_for_step(pull, pull.step)
         found = shard_set.read_values(pull.selections, body)
-        # Whole parameters are sent from the table's memory: in sync mode they do not change before all ranks have pushed again.
+        # Complete parameters are sent from the table's memory: in sync mode they change only after all ranks have pushed again.
         if not self._is_sync:
-            whole = [selection.row_count == ALL for selection in pull.selections]
-            found = [values.copy() if is_whole else values for values, is_whole in zip(found, whole, strict=True)]
+            complete = [selection.row_count == ALL for selection in pull.selections]
+            found = [values.copy() if is_complete else values for values, is_complete in zip(found, complete, strict=True)]
         return RowValues(shard_set.step), found
 
     def _on_pull_changed(self, pull: PullChanged, body: Array) -> tuple[ServerReply, list[Array]]:
         selection, own = pull.selection, self._rows.own
         if body.nbytes != selection.row_count * 16:
-            raise UsageError(f"{body.nbytes} bytes came for {selection.row_count} rows of {selection.name} and their numbers")
+            expected = selection.row_count * 16
+            raise UsageError(
+                f"received {body.nbytes} bytes of row numbers and versions of {selection.name}, expected {expected}"
+            )
         rows = body[: body.nbytes // 2]
         self._rows.wait_unless_resharded(pull, lambda: self._rows.has_rows([selection], rows))
         own.shard_set.check_pull([selection], rows)
@@ -113,15 +116,13 @@ class RequestHandler:
     def _on_query_rank_step(self, rank: int) -> ServerReply:
         workers = self._rows.serving.workers
         if rank >= workers:
-            raise UsageError(f"there is no rank {rank}: there are {workers} workers")
+            raise UsageError(f"rank {rank} does not exist: expected 0 to {workers - 1}")
         return Done(self._rows.own.shard_set.last_pushed_step(rank) + 1)
 
     def _on_save(self, request: SaveRows) -> ServerReply:
         shard_set = self._rows.wait_for_step(request, request.step)
         if self._is_sync and shard_set.step != request.step:
-            raise UsageError(
-                f"step {request.step} cannot be written down: server {self._rows.rank} is at step {shard_set.step}"
-            )
+            raise UsageError(f"step {request.step} cannot be saved: server {self._rows.rank} is at step {shard_set.step}")
         checkpoint_files.save_shard(
             request.folder, request.step, shard_set.as_single_shard(), self._rows.sharding.owners, keep=request.keep
         )
@@ -129,7 +130,7 @@ class RequestHandler:
 
     def _on_load(self, request: LoadRows) -> ServerReply:
         rows = self._rows
-        if rows.last_load != request or (self._is_sync and rows.own.shard_set.step != request.step):  # else it is repeated
+        if rows.last_load != request or (self._is_sync and rows.own.shard_set.step != request.step):  # else a repetition
             loaded = ShardSet(rows.serving, rows.rank, rows.owned_slots())
             checkpoint_files.load_shard(request.folder, request.step, loaded.as_single_shard())
             rows.replace(loaded, request)

@@ -1,8 +1,8 @@
-"""A worker's memory of rows it has seen: never trusted, always checked.
+"""A worker's cache of rows, validated on every use.
 
-A row is kept with the number of its last change that its server knew of. A pull names the numbers, and the server sends only
-rows that changed since, so what a worker computes with is the same as without the cache, in every mode. Numbers of another
-sharing, or of another life of a server's rows, mean nothing: then everything is forgotten.
+A row is cached with the version of its table. A pull sends the versions, and the server returns only rows that have changed
+since, so results are the same as without the cache, in every mode. Versions of another sharding or replication id are invalid:
+then the cache is cleared.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ UNKNOWN = -1
 
 
 class RowUpdate(msgspec.Struct, frozen=True):
-    """What one server said about some rows: which of them changed, and their values. `number` is that of the last change."""
+    """One server's reply about some rows: which of them changed, their values, and the table's version."""
 
     server: int
     replication_id: str
@@ -27,7 +27,7 @@ class RowUpdate(msgspec.Struct, frozen=True):
 
 
 class RowCache:
-    """At most `size` rows of one table; row r can only lie at place r mod size. Used by one thread."""
+    """At most `size` rows of one table; row r is stored at index r mod size. Not thread-safe."""
 
     def __init__(self, width: int, size: int) -> None:
         self._rows = np.full(size, UNKNOWN, np.int64)
@@ -37,29 +37,29 @@ class RowCache:
         self.replication_ids: dict[int, str] = {}  # by server
 
     def cached_versions(self, rows: Array, sharding_version: int) -> Array:
-        """The number at which each of these rows is known here."""
+        """Return the version at which each of these rows is cached; `UNKNOWN` if it is not."""
         if sharding_version != self._sharding_version:
             return np.full(len(rows), UNKNOWN, np.int64)
-        places = rows % len(self._rows)
-        found: Array = np.where(self._rows[places] == rows, self._versions[places], UNKNOWN)
+        indexes = rows % len(self._rows)
+        found: Array = np.where(self._rows[indexes] == rows, self._versions[indexes], UNKNOWN)
         return found
 
-    def fill_values(self, piece: RowUpdate, into: Array) -> None:
-        """The values of a piece's rows: those that changed came with it."""
-        unchanged = ~piece.changed
-        into[unchanged] = self._values[piece.rows[unchanged] % len(self._rows)]
-        into[piece.changed] = piece.values
+    def fill_values(self, update: RowUpdate, into: Array) -> None:
+        """Write the values of the update's rows to `into`: changed ones from the update, others from the cache."""
+        unchanged = ~update.changed
+        into[unchanged] = self._values[update.rows[unchanged] % len(self._rows)]
+        into[update.changed] = update.values
 
-    def store_updates(self, sharding_version: int, pieces: list[RowUpdate], values: list[Array]) -> None:
-        """Remember the values of these pieces."""
+    def store_updates(self, sharding_version: int, updates: list[RowUpdate], values: list[Array]) -> None:
+        """Cache the values of these updates' rows; clear the cache first if sharding or replication id changed."""
         if sharding_version != self._sharding_version or any(
-            self.replication_ids.get(p.server, p.replication_id) != p.replication_id for p in pieces
+            self.replication_ids.get(u.server, u.replication_id) != u.replication_id for u in updates
         ):
             self._rows[:] = UNKNOWN
             self.replication_ids = {}
         self._sharding_version = sharding_version
-        for piece, found in zip(pieces, values, strict=True):
-            self.replication_ids[piece.server] = piece.replication_id
-            if piece.version >= 0:
-                places = piece.rows % len(self._rows)
-                self._rows[places], self._versions[places], self._values[places] = piece.rows, piece.version, found
+        for update, found in zip(updates, values, strict=True):
+            self.replication_ids[update.server] = update.replication_id
+            if update.version >= 0:
+                indexes = update.rows % len(self._rows)
+                self._rows[indexes], self._versions[indexes], self._values[indexes] = update.rows, update.version, found

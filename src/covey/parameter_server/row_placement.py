@@ -1,6 +1,6 @@
-"""Where a row lies: on which server, and at which place among that server's rows.
+"""Placement of rows: the server of each row, and its index among that server's rows.
 
-`covey.core.parameter_server.sharding`, for whole arrays.
+Vectorized version of `covey.core.parameter_server.sharding`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from covey.parameter_server.optimizers import Array
 
 
 class RowPlacement:
-    """One parameter's rows under one layout. A server keeps its slots one after the other, in order of slot."""
+    """Placement of one parameter's rows. A server stores its slots consecutively, in slot order."""
 
     def __init__(self, rows: int, striped: bool, owners: SlotOwners) -> None:
         self.row_count, self.striped, self.owners = rows, striped, owners
@@ -20,22 +20,22 @@ class RowPlacement:
         self._slot_offsets = np.zeros(SLOTS, np.int64)
         self._first_rows = np.array([0 if striped else slot_row_range(slot, rows)[0] for slot in range(SLOTS)])
         self._row_counts: dict[int, int] = {}
-        self._row_ranges = {} if striped else self._build_row_ranges()  # asked for with every push and pull
+        self._row_ranges = {} if striped else self._build_row_ranges()  # used by every push and pull
         for slot, owner in enumerate(owners):
             self._slot_offsets[slot] = self._row_counts.get(owner, 0)
             self._row_counts[owner] = int(self._slot_offsets[slot]) + count_slot_rows(slot, rows, striped)
 
     def count_rows(self, server: int) -> int:
-        """How many rows a server has."""
+        """Return the number of rows of a server."""
         return self._row_counts.get(server, 0)
 
     def owners_of_rows(self, rows: Array) -> Array:
-        """The server of each of these rows."""
+        """Return the server of each of these rows."""
         found: Array = self._owner_by_slot[self._slots_of_rows(rows)]
         return found
 
     def local_indexes(self, rows: Array) -> Array:
-        """The place of each of these rows among its server's."""
+        """Return the index of each of these rows among its server's rows."""
         slots = self._slots_of_rows(rows)
         found: Array = self._slot_offsets[slots] + (rows // SLOTS if self.striped else rows - self._first_rows[slots])
         return found
@@ -45,7 +45,7 @@ class RowPlacement:
         return found
 
     def row_ranges(self, server: int) -> list[tuple[int, int]]:
-        """A server's part of a parameter that is not striped: pieces, first and last (not included), one after the other."""
+        """Return a server's ranges (first, end) of a parameter that is not striped, in order."""
         return self._row_ranges.get(server, [])
 
     def _build_row_ranges(self) -> dict[int, list[tuple[int, int]]]:
@@ -60,7 +60,7 @@ class RowPlacement:
         return found
 
     def row_numbers(self, server: int, first: int, last: int) -> Array:
-        """Which rows of the parameter lie at a server's places `first` to `last`."""
+        """Return the row numbers at a server's indexes `first` to `last` (exclusive)."""
         if not self.striped:
             parts = [range(a, b) for a, b in self.row_ranges(server)]
         else:
@@ -70,7 +70,7 @@ class RowPlacement:
         for part in parts:
             low, high = max(first - offset, 0), min(last - offset, len(part))
             if low < high:
-                piece = part[low:high]
-                found.append(np.arange(piece.start, piece.stop, piece.step))
+                selected = part[low:high]
+                found.append(np.arange(selected.start, selected.stop, selected.step))
             offset += len(part)
         return np.concatenate(found) if found else np.empty(0, np.int64)

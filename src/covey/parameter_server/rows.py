@@ -1,8 +1,8 @@
-"""A parameter server's own rows: the lock around them, their state, and the sharding by which they are served.
+"""A parameter server's own rows: their lock, their state, and the sharding under which they are served.
 
-States: a restarted server is RESTORING until it has its rows back from their replica; it answers no worker before. Then it is
-SERVING, or MOVING while it has not exactly the slots that the sharding assigns to it. The first process of a server begins with
-initial values and is SERVING at once.
+States: a restarted server is RESTORING until it has its rows back from their replica; until then it replies to no worker. Then
+it is SERVING, or MOVING while its slots are not exactly those that the sharding assigns to it. The first process of a server
+starts with initial values and is SERVING immediately.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class SlotsMovedError(Exception):
 
 
 class VersionedRows:
-    """A server's rows, and the changes that made them: two with the same replication id and change count are equal.
+    """A server's rows and the history of their changes: rows with equal replication id and change count are equal.
 
     A server applies each change to its own rows, and the replica holder applies the same change to the replica.
-    Not safe for threads.
+    Not thread-safe.
     """
 
     def __init__(self, shard_set: ShardSet) -> None:
@@ -50,9 +50,9 @@ class VersionedRows:
         self.change_count = 0
 
     def apply(self, change: ReplicatedChange, body: Array, *, owned: bool) -> bool:
-        """Apply a change and count it; return False if it was applied before. Raises `UsageError`; nothing has changed then.
+        """Apply a change and count it; return False if it was applied before. Raise `UsageError` without any change.
 
-        `owned`: nothing else reads the memory of `body`, so rows and sums may be kept there.
+        `owned`: nothing else uses the memory of `body`, so rows and sums may be stored in it.
         """
         changed = True
         if isinstance(change, PushGradients):
@@ -71,17 +71,17 @@ class VersionedRows:
         return changed
 
     def shards_at_step(self, step: int) -> ShardSet:
-        """Return the rows with their values for a step, which must be readable. The step before it is applied if needed."""
+        """Return the rows with their values for a step, which must be readable; apply the previous step if needed."""
         self.shard_set.apply_until(step)
         return self.shard_set
 
     def replace(self, shard_set: ShardSet) -> None:
-        """Replace all rows, by others that no change led to."""
+        """Replace all rows by others that did not result from changes."""
         self.shard_set = shard_set
         self.reset_replication_id()
 
     def reset_replication_id(self) -> None:
-        """Make the replica of an earlier id invalid."""
+        """Invalidate replicas with the current id."""
         self.replication_id = secrets.token_hex(8)
 
     def pack(self) -> tuple[FullReplica, list[Array]]:
@@ -90,7 +90,7 @@ class VersionedRows:
         return FullReplica(self.replication_id, self.change_count, state), arrays
 
     def restore(self, replica: FullReplica, body: Array) -> None:
-        """Become equal to the rows that `pack` returned."""
+        """Set the rows to those that `pack` returned."""
         self.shard_set.unpack(replica.state, body)
         self.replication_id, self.change_count = replica.replication_id, replica.change_count
 
@@ -98,7 +98,7 @@ class VersionedRows:
 class RowsState(enum.Enum):
     RESTORING = "restoring"  # the rows are still on the replica holder
     SERVING = "serving"  # the slots here are those that the sharding assigns to this server
-    MOVING = "moving"  # slots must still come from another server, or go there
+    MOVING = "moving"  # slots must still be received from another server or handed over
 
 
 TRANSITIONS: Final = {
@@ -109,7 +109,7 @@ TRANSITIONS: Final = {
 
 
 class Rows:
-    """The rows that a server owns, and what it knows about requests for them.
+    """The rows that a server owns, and its state for requests.
 
     `condition` is the lock around everything here and around the fields of `Replication` and `Rebalancer`. Every change
     notifies it.
@@ -120,15 +120,15 @@ class Rows:
         self.condition = threading.Condition()
         self.state = RowsState.RESTORING if restoring else RowsState.SERVING
         self.own = VersionedRows(ShardSet(serving, rank, () if restoring else self.owned_slots()))
-        self.last_load: LoadRows | None = None  # the request that was answered by `replace`
-        self.newest_generations = [0] * serving.workers  # by rank: that of its newest push
+        self.last_load: LoadRows | None = None  # the request that led to the last `replace`
+        self.newest_generations = [0] * serving.workers  # by rank: generation of its newest push
 
     def owned_slots(self) -> list[int]:
         """Return the slots that the sharding assigns to this server. The caller holds the lock."""
         return [slot for slot, owner in enumerate(self.sharding.owners) if owner == self.rank]
 
     def has_rows(self, selections: list[RowSelection], body: Array) -> bool:
-        """Return whether all selected rows are here; other rows may still have to come. The caller holds the lock."""
+        """Return whether all selected rows are here; others may still be missing. The caller holds the lock."""
         is_serving = self.state is RowsState.SERVING
         if is_serving or body.nbytes % 8 or any(selection.row_count == ALL for selection in selections):
             return is_serving
@@ -138,14 +138,14 @@ class Rows:
     # -- waiting -----------------------------------------------------------------------------------------------------
 
     def wait_unless_resharded(self, request: ParameterRequest, predicate: Callable[[], bool]) -> None:
-        """Wait until a predicate holds. Raises `SlotsMovedError` if the sharding is or becomes newer than the request's. The
+        """Wait until a predicate holds. Raise `SlotsMovedError` if the sharding is or becomes newer than the request's. The
         caller holds the lock, which is released during the wait."""
         self.condition.wait_for(lambda: predicate() or self.sharding.version > request.sharding_version)
         if self.sharding.version > request.sharding_version:
             raise SlotsMovedError
 
     def wait_for_step(self, request: ParameterRequest, step: int) -> ShardSet:
-        """Wait until the values for a step can be read, and return them. Raises `SlotsMovedError`. The caller holds the lock,
+        """Wait until the values for a step can be read, and return them. Raise `SlotsMovedError`. The caller holds the lock,
         which is released during the wait."""
         self.wait_unless_resharded(request, lambda: self.own.shard_set.is_step_readable(step))
         return self.own.shards_at_step(step)
@@ -153,8 +153,8 @@ class Rows:
     # -- changes -----------------------------------------------------------------------------------------------------
 
     def apply(self, change: ReplicatedChange, body: Array, *, owned: bool) -> bool:
-        """Apply a change; return False if it was applied before. Raises `UsageError`; nothing has changed then. The caller
-        holds the lock and is `Replication`, which sends the change to the replica."""
+        """Apply a change; return False if it was applied before. Raise `UsageError` without any change. The caller holds the
+        lock and is `Replication`, which sends the change to the replica."""
         if not self.own.apply(change, body, owned=owned):
             return False
         if isinstance(change, HandOverSlots):
@@ -174,17 +174,17 @@ class Rows:
         self._update_state()
 
     def adopt(self, sharding: Sharding) -> None:
-        """Serve by a newer sharding from now on. The caller holds the lock, and the rows are not RESTORING."""
+        """Use a newer sharding from now on. The caller holds the lock, and the rows are not RESTORING."""
         self.sharding = sharding
         self._update_state()
 
     def record_generation(self, rank: int, generation: int) -> int:
-        """Record the generation of a rank's push; return the newest one of this rank's pushes. The caller holds the lock."""
+        """Record the generation of a rank's push and return the newest one. The caller holds the lock."""
         self.newest_generations[rank] = max(self.newest_generations[rank], generation)
         return self.newest_generations[rank]
 
     def _update_state(self) -> None:
-        """Enter the state that slots and sharding make, and wake all that wait. The caller holds the lock."""
+        """Set the state that follows from slots and sharding, and notify waiting threads. The caller holds the lock."""
         is_complete = len(self.own.shard_set.slots) == self.sharding.owners.count(self.rank)
         state = RowsState.SERVING if is_complete else RowsState.MOVING
         if state is not self.state:

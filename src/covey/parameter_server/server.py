@@ -1,11 +1,11 @@
-"""A parameter server: its own port, a thread for each connection, and one lock around its rows.
+"""A parameter server: a listening port, a thread per connection, and one lock for its rows.
 
-A restarted server fetches its rows from the replica holder before it answers a worker. It answers other servers during that
-time, so that any number of restarted servers do not wait for each other in a circle.
+A restarted server fetches its rows from the replica holder before it replies to workers. It replies to other servers during
+that time, so that any number of restarted servers do not deadlock.
 
-`Rows` owns the rows and their lock, `Replication` applies each change here and on the replica, `RequestHandler` answers
-workers, `Rebalancer` moves slots, and `Replicas` holds the rows of other servers under a lock of its own. No thread takes one
-of the two locks while it holds the other.
+`Rows` owns the rows and their lock, `Replication` applies each change here and on the replica, `RequestHandler` handles
+workers' requests, `Rebalancer` moves slots, and `Replicas` holds the rows of other servers under a separate lock. No thread
+takes one of the two locks while it holds the other.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from covey.parameter_server.shard_set import ShardSet
 from covey.transport.token_server import TokenServer
 
 CONNECTIONS_MAX: Final = 4096
-TOKEN_TIMEOUT_S: Final = 30.0  # in which a connection must show its token
+TOKEN_TIMEOUT_S: Final = 30.0  # from the connection to its token
 
 log = logging.getLogger("covey")
 
@@ -58,8 +58,8 @@ log = logging.getLogger("covey")
 class ParameterServer:
     """Accepts connections and dispatches their requests, until the process ends.
 
-    `restarts` counts the processes that were this server before. `find_server` returns the endpoint of another server.
-    `on_in_sync` is called with the version of each sharding that this server has got in sync with.
+    `restarts` counts the earlier processes of this server. `find_server` returns the endpoint of another server.
+    `on_in_sync` is called with the version of each sharding with which this server is in sync.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class ParameterServer:
         sharding = sharding or initial_sharding(serving.servers)
         self.rank = rank
         self._serving, self._find_server = serving, find_server
-        self._is_first_instance = restarts == 0  # a server that never died: a replica that it does not hold was never begun
+        self._is_first_instance = restarts == 0  # if so, a replica that is not here was never created
         restoring = not self._is_first_instance and desired_holder(serving, rank, sharding) is not None
         self._rows = Rows(serving, rank, sharding, restoring=restoring)
         self._replication = Replication(self._rows, find_server)
@@ -88,19 +88,19 @@ class ParameterServer:
 
     def recover(self) -> None:
         """Restore the rows of a restarted server and the replicas that it holds, then start to replicate and to move slots.
-        Called once. Raises `PeerError` if no server has a replica of the rows."""
+        Called once. Raise `PeerError` if no server has a replica of the rows."""
         others = self._other_servers()
         restored_from = None
         if self._rows.state is RowsState.RESTORING:
             found = fetch_replica(self._find_server, others, self.rank)
             if found is None:
-                reason = f"the rows of server {self.rank} are lost: server {others[0]}, which held their copy, died as well"
-                raise PeerError(f"{reason}; start the cluster again, it goes on from its last checkpoint", ExitCode.ROWS_LOST)
+                reason = f"the rows of server {self.rank} are lost: server {others[0]}, which held their replica, died too"
+                raise PeerError(f"{reason}; restart the cluster to resume from the last checkpoint", ExitCode.ROWS_LOST)
             replica, body, restored_from = found
             with self._rows.condition:
                 self._rows.restore(replica, body)
             shard_set = self._rows.own.shard_set
-            log.info("took %d parameters back from their copy, at step %d", len(shard_set.parameter_names), shard_set.step)
+            log.info("restored %d parameters from their replica, at step %d", len(shard_set.parameter_names), shard_set.step)
         self._replication.start(restored_from)
         if not self._is_first_instance:
             replies = {server: request_from_server(self._find_server, server, RequestReplica(self.rank)) for server in others}
@@ -121,7 +121,7 @@ class ParameterServer:
 
     def _serve_connection(self, connection: socket.socket) -> None:
         if not self._connection_limit.acquire(blocking=False):
-            log.warning("a connection is refused: %d are open", CONNECTIONS_MAX)
+            log.warning("connection refused: %d connections are open", CONNECTIONS_MAX)
             return
         try:
             tune_connection(connection)
@@ -145,18 +145,18 @@ class ParameterServer:
         except (MessageTooLarge, UsageError) as error:
             reply = RequestFailed(str(error))
         except msgspec.MsgspecError as error:
-            reply = RequestFailed(f"a message was not understood: {error}")
+            reply = RequestFailed(f"the message cannot be decoded: {error}")
         except MemoryError as error:
-            reply = RequestFailed(f"server {self.rank} has not enough memory ({error}): have more servers, or smaller tables")
-        except (OSError, EOFError):  # of the connection: the peer repeats its request
+            reply = RequestFailed(f"server {self.rank} is out of memory ({error}): use more servers or smaller tables")
+        except (OSError, EOFError):  # of the connection: the peer resends its request
             raise
-        except Exception as error:  # a repeated request would fail again, and the worker would never see the reason
+        except Exception as error:  # a resent request would fail again, and the worker would never receive the reason
             log.exception("a request failed")
-            reply = RequestFailed(f"server {self.rank} failed ({error!r}): its log says where")
+            reply = RequestFailed(f"server {self.rank} failed ({error!r}): see its log")
         send_message(connection, reply, arrays)
 
     def _handle_request(self, request: ServerRequest, body: Array) -> tuple[ServerReply, list[Array]]:
-        """Return the reply and its arrays. Requests of restarted servers are answered even while this server is RESTORING."""
+        """Return the reply and its arrays. Requests of restarted servers are handled even while this server is RESTORING."""
         if isinstance(request, RestoreRows):
             return self._on_restore_rows(request.server)
         if isinstance(request, DropReplica):
@@ -176,7 +176,7 @@ class ParameterServer:
                     return self._request_handler.handle(request, body)
                 except SlotsMovedError:
                     return ShardingChanged(self._rows.sharding), []
-        raise UsageError("this is not asked of a server")
+        raise UsageError(f"{type(request).__name__} is not a request to a server")
 
     def _on_restore_rows(self, server: int) -> tuple[ServerReply, list[Array]]:
         """Return the replica of a restarted server's rows, or its initial rows if it died before it had a replica."""
@@ -186,4 +186,4 @@ class ParameterServer:
         if not may_have_begun and replica_holder(server, sharding.ring) == self.rank:
             initial = ShardSet(self._serving, server, [slot for slot in range(SLOTS) if sharding.owners[slot] == server])
         found = self._replicas.pack_for_restore(server, initial)
-        return found or (RequestFailed(f"server {self.rank} has no copy of the rows of server {server}"), [])
+        return found or (RequestFailed(f"server {self.rank} has no replica of the rows of server {server}"), [])

@@ -1,10 +1,10 @@
-"""One server as seen from a worker, and requests under way to several.
+"""A worker's connection to one server, and batches of requests to several.
 
-Every request can be repeated without harm, so whoever finds a connection broken looks for the server again, in its next life
-perhaps, and asks again; the program only waits. Arrays are sent from the caller's memory and received into it.
+Every request is idempotent. After a broken connection a channel looks the server up again, which may be a restarted process,
+and resends the request; the script only waits. Arrays are sent from the caller's memory and received into it.
 
-A caller that has nothing else to do asks all servers in its own thread. What goes on beside the caller's work, and what is
-large, is asked by a thread for each server: they move it side by side, but waking them takes its time.
+A caller that waits anyway sends its requests from its own thread. Requests in the background and large ones are sent by one
+thread per server: these transfer in parallel, but waking them takes time.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from covey.parameter_server.messages import (
 )
 from covey.parameter_server.optimizers import Array
 
-INLINE_BYTES_MAX: Final = 4 << 20  # bytes that the caller's own thread moves: beyond, several threads move them faster
+INLINE_BYTES_MAX: Final = 4 << 20  # up to this size the caller's thread sends; above, parallel threads are faster
 Arrays = Sequence[Any]
 
 log = logging.getLogger("covey")
 
 
 class ServerDirectory(Protocol):
-    """All of them, as seen from a worker."""
+    """All servers, as a batch uses them."""
 
     def newest_sharding(self) -> Sharding: ...
     def update_sharding(self, sharding: Sharding | None) -> None: ...
@@ -51,22 +51,25 @@ class ServerDirectory(Protocol):
 
 
 class PendingRequest(msgspec.Struct, frozen=True):
-    """A message for one server, what goes with it, and where the answer goes."""
+    """A message for one server, its arrays, and where the reply goes."""
 
     server: int
     message: ParameterRequest
     arrays: Arrays = ()
     reply_arrays: Arrays = ()
-    reply_callback: Callable[[ServerReply, Array], None] | None = None  # for an answer whose arrays have no place yet
+    reply_callback: Callable[[ServerReply, Array], None] | None = None  # for replies without preallocated arrays
 
 
 BuildRequests = Callable[[Sharding], list[PendingRequest]]
 
 
 class RequestBatch:
-    """Requests to one server or more. It is finished when all servers have replied by the same sharding. If slots move before
-    that, all requests are sent again, which does no harm. `on_finished` is called once, in some thread. With `here` the
-    constructor waits for the end, and sends from the caller's own thread if there are few bytes."""
+    """Requests to one or more servers, finished when all have replied under the same sharding.
+
+    If slots move before that, all requests are sent again (they are idempotent). `on_finished` is called once, on an arbitrary
+    thread. With `blocking` the constructor returns when the batch is finished; small requests are then sent from the caller's
+    thread.
+    """
 
     def __init__(
         self,
@@ -74,7 +77,7 @@ class RequestBatch:
         build_requests: BuildRequests,
         on_finished: Callable[[RequestBatch], None] | None = None,
         *,
-        here: bool = False,
+        blocking: bool = False,
     ) -> None:
         self.error: CoveyError | None = None
         self.reply_numbers: list[int] = []
@@ -83,11 +86,11 @@ class RequestBatch:
         self._lock = threading.Lock()
         self._pending_count = 0
         self._newer_sharding: Sharding | None = None
-        self._start_requests(here=here)
-        if here:
+        self._start_requests(blocking=blocking)
+        if blocking:
             self.wait()
 
-    def _start_requests(self, *, here: bool = False) -> None:
+    def _start_requests(self, *, blocking: bool = False) -> None:
         requests = self._build_requests(self._servers.newest_sharding())
         for request in requests:
             self._servers.check_size(request)
@@ -95,26 +98,27 @@ class RequestBatch:
         channels = [self._servers.channel(request.server) for request in requests]
         if not requests:
             self._finish()
-        elif not here or not self._run_inline(channels, requests):
+        elif not blocking or not self._run_inline(channels, requests):
             for channel, request in zip(channels, requests, strict=True):
                 channel.enqueue(request, self)
 
     def _run_inline(self, channels: list[Channel], requests: list[PendingRequest]) -> bool:
-        """Ask in this thread: all are sent before the first answer is waited for. False if there is much to move, or others
-        are to be asked first."""
+        """Send all requests from this thread, then receive the replies. Return False if there is too much to transfer, or a
+        channel is busy."""
         if sum(count_bytes(request.arrays) + count_bytes(request.reply_arrays) for request in requests) > INLINE_BYTES_MAX:
             return False
-        with contextlib.ExitStack() as taken:
+        with contextlib.ExitStack() as acquired:
             for channel in channels:
                 if not channel.acquire():
                     return False
-                taken.callback(channel.release)
+                acquired.callback(channel.release)
             try:
                 sent = [channel.try_send(request) for channel, request in zip(channels, requests, strict=True)]
                 replies = [
-                    c.wait_for_reply(request, sent=went) for c, request, went in zip(channels, requests, sent, strict=True)
+                    c.wait_for_reply(request, sent=was_sent)
+                    for c, request, was_sent in zip(channels, requests, sent, strict=True)
                 ]
-            except BaseException:  # an interrupt: half an answer may be left in any of them
+            except BaseException:  # an interrupt: a partial reply may be left in any channel
                 for channel in channels:
                     channel.close()
                 raise
@@ -156,18 +160,18 @@ class RequestBatch:
 
 
 class Channel:
-    """The connection to one server. `get_sharding` returns the newest sharding, in case the server has left."""
+    """The connection to one server. `get_sharding` returns the newest sharding, used if the server has left."""
 
     def __init__(self, server: int, find_server: FindServer, get_sharding: Callable[[], Sharding]) -> None:
         self._server, self._find_server, self._get_sharding = server, find_server, get_sharding
         self._connection: socket.socket | None = None
-        self._connection_lock = threading.Lock()  # around the connection: one request after the other
-        self._requests: collections.deque[tuple[PendingRequest, RequestBatch]] = collections.deque()  # the first is under way
+        self._connection_lock = threading.Lock()  # held for the duration of a request
+        self._requests: collections.deque[tuple[PendingRequest, RequestBatch]] = collections.deque()  # the first is in progress
         self._queued_requests = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
 
     def enqueue(self, request: PendingRequest, batch: RequestBatch) -> None:
-        """Send a request from this channel's thread, after those before it; the batch receives the reply."""
+        """Queue a request for this channel's thread (FIFO). The batch receives the reply."""
         self._requests.append((request, batch))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"covey to server {self._server}", daemon=True)
@@ -175,7 +179,7 @@ class Channel:
         self._queued_requests.release()
 
     def acquire(self) -> bool:
-        """Have the connection for the caller's own thread, unless others are to be asked first."""
+        """Reserve the connection for the caller's thread; return False if it is in use or requests are queued."""
         if not self._connection_lock.acquire(blocking=False):
             return False
         if self._requests:
@@ -198,15 +202,15 @@ class Channel:
             with self._connection_lock:
                 try:
                     reply = self.wait_for_reply(request, sent=False)
-                except Exception as error:  # the thread must live, and whoever waits must hear
-                    log.exception("server %d cannot be asked", self._server)
+                except Exception as error:  # keep the thread alive and fail the waiting request
+                    log.exception("request to server %d failed", self._server)
                     self.close()
-                    reply = RequestFailed(f"server {self._server} cannot be asked: {error}")
+                    reply = RequestFailed(f"the request to server {self._server} failed: {error}")
                 self._requests.popleft()
             batch.on_reply(reply)
 
     def try_send(self, request: PendingRequest) -> bool:
-        """Send a request over the connection there is; whether that seems to have worked."""
+        """Send a request if there is a connection; return False if there is none or it is broken."""
         if self._connection is None:
             return False
         try:
@@ -217,7 +221,8 @@ class Channel:
         return True
 
     def wait_for_reply(self, request: PendingRequest, *, sent: bool) -> ServerReply:
-        """Return the reply. The request is sent again, if needed to a restarted process of the server."""
+        """Return the server's reply; reconnect and resend until one of its processes replies. Return `ShardingChanged` if the
+        server has left the cluster."""
         while True:
             try:
                 if self._connection is None:

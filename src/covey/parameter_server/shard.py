@@ -1,14 +1,14 @@
-"""Some slots' rows of all parameters, and the order in which gradients reach them.
+"""Rows of some slots of all parameters, and the order in which gradients are applied.
 
-Sync mode. A step's gradients are summed in order of rank, whatever order they come in, and divided by the number of workers.
-When every rank's are here the step is *complete*, and every rank hears so; it is *applied* when somebody asks for the values
-of the next step. The pause between the two matters: if any rank has gone on, all servers have every gradient of the step; if
-none has, no server has applied it, and the replacement of a rank that died in between still finds everywhere the values its
-predecessor saw.
+Sync mode. The gradients of a step are summed in rank order, whatever order they arrive in, and divided by the number of
+workers. When all ranks' gradients are here the step is *complete*, and all ranks are notified. It is *applied* when a rank
+requests the values of the next step. The delay is required for healing. If any rank has continued, all servers have every
+gradient of the step. If none has, no server has applied it, and the replacement of a rank that died in between still finds the
+values that its predecessor used on all servers.
 
-A gradient is known by (step, rank), and taken once: who is not sure whether it arrived sends it again.
+A gradient is identified by (step, rank) and accepted once, so a worker can resend one that may not have arrived.
 
-A shard is not safe for threads; whoever has it holds a lock. Pushes are checked before they change anything.
+A shard is not thread-safe; its owner holds a lock. Pushes are validated before they change anything.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class RowGradient(msgspec.Struct, frozen=True):
     rows: Array | None
     gradient: Array
     lr: float
-    owns_memory: bool  # nobody else reads the gradient's memory, so sums may be made there
+    owns_memory: bool  # nothing else uses the gradient's memory, so sums may be stored in it
 
 
 class StepGradients:
@@ -52,9 +52,9 @@ class StepGradients:
         summed: list[RowGradient] | None = None,
         next_rank: int = 0,
     ) -> None:
-        self.ranks = set(ranks)  # that have pushed
+        self.ranks = set(ranks)  # ranks that have pushed
         self.waiting_by_rank = waiting_by_rank or {}  # of ranks above `next_rank`
-        self.summed = summed or []  # of ranks below `next_rank`, in order; at most one for each whole parameter
+        self.summed = summed or []  # of ranks below `next_rank`, in order; at most one for each complete parameter
         self.next_rank = next_rank
 
     def add(self, rank: int, gradients: list[RowGradient]) -> None:
@@ -95,62 +95,64 @@ class Shard:
         self.serving, self.server, self.slots = serving, server, frozenset(slots)
         self.owners = partial_owners(server, self.slots)
         self.tables = tables or {}
-        self.step = step  # steps that are applied, in sync mode
+        self.step = step  # number of applied steps, in sync mode
         self.last_pushed_steps = [-1] * serving.workers if last_pushed_steps is None else list(last_pushed_steps)  # by rank
         self.step_gradients = step_gradients or StepGradients()
 
-    # -- what is asked -----------------------------------------------------------------------------------------------
+    # -- requests ----------------------------------------------------------------------------------------------------
 
     def declare(self, spec: ParameterSpec, values: Array) -> None:
-        """A parameter and its first values. Said again, it changes nothing, but must be the same."""
+        """Add a parameter and its initial values. Idempotent. Raise `UsageError` if it is declared differently."""
         known = self.tables.get(spec.name)
         if known is not None:
             self.check_spec(spec)
             return
-        given = spec.begin.kind == "given"
-        table = Table.create(spec, self.server, self.owners, values if given and values.nbytes else None)
-        if given and values.nbytes != table.weights.nbytes:
-            raise UsageError(f"{spec.name} begins with {values.nbytes} bytes here, not {table.weights.nbytes}")
+        has_values = spec.begin.kind == "given"
+        table = Table.create(spec, self.server, self.owners, values if has_values and values.nbytes else None)
+        if has_values and values.nbytes != table.weights.nbytes:
+            raise UsageError(
+                f"received {values.nbytes} bytes of initial values of {spec.name}, expected {table.weights.nbytes}"
+            )
         self.tables[spec.name] = table
 
     def check_spec(self, spec: ParameterSpec) -> None:
-        """The same parameter, as all must declare it. Its learning rate may change, and what it began with is past."""
+        """Raise `UsageError` if a parameter is declared differently. Learning rate and initial values may differ."""
         known = self.tables[spec.name].spec
         for field in ("rows", "width", "dtype", "striped"):
-            ours, theirs = getattr(known, field), getattr(spec, field)
-            if ours != theirs:
-                raise UsageError(f"{spec.name} is declared with {field} {theirs}, but it has {field} {ours} already")
-        ours, theirs = (msgspec.structs.asdict(rule) for rule in (known.rule, spec.rule))
-        for field in ("kind", *(field for field in ours if field not in ("kind", "lr"))):
-            if ours[field] != theirs[field]:
+            declared, requested = getattr(known, field), getattr(spec, field)
+            if declared != requested:
+                raise UsageError(f"{spec.name} is declared with {field} {requested}, but already has {field} {declared}")
+        declared, requested = (msgspec.structs.asdict(rule) for rule in (known.rule, spec.rule))
+        for field in ("kind", *(field for field in declared if field not in ("kind", "lr"))):
+            if declared[field] != requested[field]:
                 raise UsageError(
-                    f"{spec.name} is declared with the optimizer's {field} {theirs[field]}, but it has {ours[field]} already:"
-                    " all workers must say the same"
+                    f"{spec.name} is declared with the optimizer's {field} {requested[field]}, but already has"
+                    f" {declared[field]}: declare it equally on all workers"
                 )
 
     def build_gradients(self, push: PushGradients, blocks: list[RowBlock], *, owned: bool) -> list[RowGradient]:
-        """Return a push's gradients for these rows, checked. Raises `UsageError`; nothing has changed then."""
+        """Return a push's gradients for these rows, validated. Raise `UsageError` without any change."""
         if push.rank >= self.serving.workers:
-            raise UsageError(f"rank {push.rank} pushed, but there are {self.serving.workers} workers")
+            raise UsageError(f"received a push of rank {push.rank}, expected ranks 0 to {self.serving.workers - 1}")
         if self.serving.mode is ConsistencyMode.SYNC and push.step > self.step + self.is_step_complete(self.step):
             raise UsageError(f"step {push.step} cannot be pushed: step {self.step} is not complete")
         for block in blocks:
             total = float(block.values.sum())
             if self.serving.refuse_nan and not math.isfinite(total) and not np.isfinite(block.values).all():
                 raise UsageError(
-                    f"the gradient of {block.name} from rank {push.rank} at step {push.step} has values that are no finite"
-                    " numbers: mend the training, or let them pass with COVEY_PS_NAN=pass"
+                    f"the gradient of {block.name} from rank {push.rank} at step {push.step} has NaN or infinite values:"
+                    " fix the training, or set COVEY_PS_NAN=pass to accept them"
                 )
         return [RowGradient(block.name, block.rows, block.values, block.lr, owned) for block in blocks]
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def has_pushed(self, step: int, rank: int) -> bool:
-        """Whether this rank's gradients of a step are here, or were."""
+        """Return whether this rank has pushed its gradients of a step."""
         return step <= self.last_pushed_steps[rank]
 
     def add_gradients(self, step: int, rank: int, gradients: list[RowGradient]) -> None:
-        """Add gradients that `build_gradients` has checked and that this rank has not pushed before."""
+        """Add gradients that `build_gradients` has validated and that this rank has not pushed before."""
         if self.serving.mode is ConsistencyMode.SYNC:
             if step > self.step:
                 self.apply_step()
@@ -161,18 +163,18 @@ class Shard:
         self.last_pushed_steps[rank] = step
 
     def is_step_complete(self, step: int) -> bool:
-        """Whether every rank's gradients of a step are here."""
+        """Return whether all ranks' gradients of a step are here."""
         return step < self.step or (step == self.step and len(self.step_gradients.ranks) == self.serving.workers)
 
     def is_step_readable(self, step: int) -> bool:
-        """Whether the values for a step can be given."""
+        """Return whether the values for a step can be read."""
         if self.serving.mode is ConsistencyMode.SYNC:
             return step <= self.step or self.is_step_complete(step - 1)
         ahead = self.serving.staleness if self.serving.mode is ConsistencyMode.BOUNDED else math.inf
         return min(self.last_pushed_steps) + 1 >= step - ahead
 
     def apply_until(self, step: int) -> None:
-        """Apply what must be applied before the values for a step can be given."""
+        """Apply the previous step if the values for a step require it."""
         if self.serving.mode is ConsistencyMode.SYNC and step > self.step:
             self.apply_step()
 
@@ -200,7 +202,7 @@ class Shard:
         rows, gradient = sum_duplicate_rows(rows, np.concatenate([one.gradient for one in gradients]))
         table.apply_row_gradient(rows, gradient * gradient.dtype.type(scale) if scale != 1.0 else gradient, lr)
 
-    # -- some of it, all of it ---------------------------------------------------------------------------------------
+    # -- copies and transfers ----------------------------------------------------------------------------------------
 
     def copy_slots(self, slots: Iterable[int]) -> Shard:
         """Return some of the slots as a new shard, at the same point of the same step."""
@@ -214,14 +216,14 @@ class Shard:
                 rows = placement.row_numbers(self.server, 0, placement.count_rows(self.server))
                 values = gradient.gradient[table.placement.local_indexes(rows)]
                 return RowGradient(gradient.name, None, values, gradient.lr, owns_memory=True)
-            mine = placement.owners_of_rows(gradient.rows) == self.server
-            return RowGradient(gradient.name, gradient.rows[mine], gradient.gradient[mine], gradient.lr, owns_memory=True)
+            is_own = placement.owners_of_rows(gradient.rows) == self.server
+            return RowGradient(gradient.name, gradient.rows[is_own], gradient.gradient[is_own], gradient.lr, owns_memory=True)
 
         gradients = self.step_gradients.select_rows(select)
         return Shard(self.serving, self.server, copied, tables, self.step, self.last_pushed_steps, gradients)
 
     def can_merge(self, other: Shard) -> bool:
-        """Whether both are at the same point, between two steps: then they can be one."""
+        """Return whether both are between two steps, at the same one: then they can be merged."""
         same = (
             self.step == other.step
             and self.last_pushed_steps == other.last_pushed_steps
@@ -238,7 +240,7 @@ class Shard:
         return Shard(self.serving, self.server, slots, tables, self.step, self.last_pushed_steps)
 
     def load(self, tables: dict[str, Table], step: int, last_pushed_steps: list[int]) -> None:
-        """Replace all rows, with those of a checkpoint."""
+        """Replace all rows by those of a checkpoint."""
         self.tables, self.step, self.last_pushed_steps = tables, step, last_pushed_steps
         self.step_gradients = StepGradients()
 
@@ -261,14 +263,14 @@ class Shard:
     def unpack(self, state: Any, body: Array) -> Array:
         """Replace all rows with what `pack` returned. `body` has its arrays one after the other; return the rest of it."""
         self.step, last_pushed_steps, tables, (ranks, next_rank, waiting_ranks), packed = state
-        self.last_pushed_steps = list(last_pushed_steps)  # the state may still be sent to a replica: it must not change
-        place = 0
+        self.last_pushed_steps = list(last_pushed_steps)  # a copy: the state may still be sent to a replica
+        offset = 0
 
         def take(dtype: Any, rows: int, width: int) -> Array:
-            nonlocal place
-            piece = body[place : place + rows * width * np.dtype(dtype).itemsize]
-            place += piece.nbytes
-            return view_as_dtype(piece, dtype).reshape(rows, width)
+            nonlocal offset
+            part = body[offset : offset + rows * width * np.dtype(dtype).itemsize]
+            offset += part.nbytes
+            return view_as_dtype(part, dtype).reshape(rows, width)
 
         self.tables = {}
         for described, updates in tables:
@@ -287,9 +289,9 @@ class Shard:
             gradient = RowGradient(name, rows, take(table.weights.dtype, *shape).copy(), lr, owns_memory=True)
             (summed if rank == ALL else waiting[rank]).append(gradient)
         self.step_gradients = StepGradients(ranks, waiting, summed, next_rank)
-        return body[place:]
+        return body[offset:]
 
 
 def partial_owners(server: int, slots: Collection[int]) -> SlotOwners:
-    """A layout in which only these slots are somebody's."""
+    """Return the owners of all slots if `server` owns these; `NO_OWNER` for all others."""
     return tuple(server if slot in slots else NO_OWNER for slot in range(SLOTS))

@@ -1,8 +1,8 @@
-"""All rows a server holds: one shard, or for a while several.
+"""All rows of a server: one shard, or temporarily several.
 
-Slots that came from another server may be at another point of the step than those that were here. Each shard knows for itself
-whose gradients it has, so that a push reaches every row once, however rows moved meanwhile; as soon as two shards agree they
-become one. What was severed for another server is kept aside, unchanged, until that one has it.
+Slots received from another server may be at another point of the step than the slots here. Each shard records which gradients
+it has, so that a push reaches every row once, even if slots move in between. Shards at the same point are merged. Slots that
+are detached for another server are kept unchanged until that server has received them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from covey.parameter_server.shard import Shard, partial_owners
 
 
 class ShardSet:
-    """The shards of one server. Not safe for threads."""
+    """The shards of one server. Not thread-safe."""
 
     def __init__(self, serving: ServingSettings, server: int, slots: Iterable[int] = ()) -> None:
         self.serving, self.server = serving, server
@@ -37,7 +37,7 @@ class ShardSet:
 
     @property
     def parameter_names(self) -> list[str]:
-        """The parameters that all of them have."""
+        """Parameters that all shards have."""
         return [name for name in self.shards[0].tables if self.has_parameter(name)] if self.shards else []
 
     @property
@@ -47,20 +47,20 @@ class ShardSet:
     def has_parameter(self, name: str) -> bool:
         return bool(self.shards) and all(name in shard.tables for shard in self.shards)
 
-    # -- what workers ask --------------------------------------------------------------------------------------------
+    # -- requests of workers -----------------------------------------------------------------------------------------
 
     def declare(self, spec: ParameterSpec, values: Array) -> bool:
-        """A parameter and its first values; whether it was new to anyone."""
+        """Add a parameter and its initial values; return whether it was new to any shard. Raise `UsageError`."""
         new = [shard for shard in self.shards if spec.name not in shard.tables]
         for shard in self.shards:
-            given = values
+            shard_values = values
             if values.nbytes and len(self.shards) > 1:
                 info = _PlacedParameter(spec, _make_placement(spec, partial_owners(self.server, self.slots)))
                 size = info.placement.count_rows(self.server)
                 if values.nbytes % size:
-                    raise UsageError(f"{spec.name} begins with {values.nbytes} bytes here, for {size} rows")
-                given = values.reshape(size, -1)[self._row_indexes(shard, info)].reshape(-1)
-            shard.declare(spec, given)
+                    raise UsageError(f"received {values.nbytes} bytes of initial values of {spec.name} for {size} rows")
+                shard_values = values.reshape(size, -1)[self._row_indexes(shard, info)].reshape(-1)
+            shard.declare(spec, shard_values)
         return bool(new)
 
     def check_spec(self, spec: ParameterSpec) -> None:
@@ -68,7 +68,7 @@ class ShardSet:
             shard.check_spec(spec)
 
     def push(self, push: PushGradients, body: Array, *, owned: bool) -> bool:
-        """Take a push in, where it is not known; whether it was new to anyone. Raises `UsageError`; nothing changed then."""
+        """Add a push to all shards that lack it; return whether any did. Raise `UsageError` without any change."""
         new = [push.rank >= self.serving.workers or not shard.has_pushed(push.step, push.rank) for shard in self.shards]
         if not any(new):
             return False
@@ -100,11 +100,11 @@ class ShardSet:
         return min((shard.last_pushed_steps[rank] for shard in self.shards), default=-1)
 
     def check_pull(self, selections: list[RowSelection], body: Array) -> None:
-        """Raises `UsageError` if these cannot be pulled."""
+        """Raise `UsageError` if these rows cannot be pulled."""
         parse_row_blocks(selections, body, self._parameter_infos(), self.server, values=False)
 
     def read_values(self, selections: list[RowSelection], body: Array) -> list[Array]:
-        """The values of these parts; those of whole parameters are not copied if that can be."""
+        """Return the values of these selections; those of complete parameters are not copied if there is one shard."""
         infos = self._parameter_infos()
         return [
             self._read_block(block, infos[block.name])
@@ -112,22 +112,22 @@ class ShardSet:
         ]
 
     def read_changed(self, selection: RowSelection, body: Array) -> tuple[int, Array, Array]:
-        """The number of the last change, which of the rows changed since the numbers that follow them, and their values."""
+        """Return the table's version, which rows changed since the versions that follow them in `body`, and their values."""
         infos, half = self._parameter_infos(), body.nbytes // 2
         [block] = parse_row_blocks([selection], body[:half], infos, self.server, values=False)
         since = body[half:].view(np.int64)
         if block.rows is None or len(since) != len(block.rows):
-            raise UsageError(f"{selection.name}: so many numbers of changes are needed as there are rows")
-        if len(self.shards) > 1:  # which number is meant?
+            raise UsageError(f"the request for {selection.name} is invalid: expected one version per row")
+        if len(self.shards) > 1:  # their versions differ: return all rows, with an invalid version
             return -1, np.ones(len(block.rows), bool), self._read_block(block, infos[selection.name])
         table = self.shards[0].tables[selection.name]
         changed = table.changed_since(block.rows, since)
         return table.update_count, changed, table.read_values(block.rows[changed])
 
-    # -- slots come and go -------------------------------------------------------------------------------------------
+    # -- slots -------------------------------------------------------------------------------------------------------
 
     def detach_slots(self, slots: Iterable[int]) -> None:
-        """Set these slots aside, as they are."""
+        """Detach these slots, unchanged, to be handed over."""
         leaving = frozenset(slots)
         for shard in list(self.shards):
             if part := shard.slots & leaving:
@@ -137,19 +137,19 @@ class ShardSet:
                     self.shards.append(shard.copy_slots(rest))
 
     def release_slots(self, slots: Iterable[int]) -> None:
-        """Another server has these."""
+        """Drop detached slots that another server has received."""
         gone = frozenset(slots)
         self.detached = [shard for shard in self.detached if not shard.slots <= gone]
 
     def add_slots(self, state: Any, body: Array) -> None:
-        """Slots from another server."""
+        """Add slots received from another server."""
         shard = Shard(self.serving, self.server, state[0])
         assert not shard.slots & self.slots
         shard.unpack(state[1], body)
         self.shards.append(shard)
 
     def merge_shards(self) -> None:
-        """Make one of those that agree."""
+        """Merge shards that are at the same point."""
         while len(self.shards) > 1:
             last = self.shards[-1]
             other = next((shard for shard in self.shards[:-1] if shard.can_merge(last)), None)
@@ -157,17 +157,17 @@ class ShardSet:
                 return
             self.shards = [other.merge(last), *(s for s in self.shards if s is not other and s is not last)]
 
-    # -- all of it ---------------------------------------------------------------------------------------------------
+    # -- transfers ---------------------------------------------------------------------------------------------------
 
     def as_single_shard(self) -> Shard:
-        """All rows in one shard, for a file; what is staged is not in it."""
+        """Return all rows as one shard, for a checkpoint; without detached slots."""
         found = self.shards[0]
         for shard in self.shards[1:]:
             found = found.merge(shard)
         return found
 
     def pack(self) -> tuple[Any, list[Array]]:
-        """Everything, as plain data and arrays."""
+        """Return everything, as plain data and arrays."""
         states: list[Any] = []
         arrays: list[Array] = []
         for shard in (*self.shards, *self.detached):
@@ -177,7 +177,7 @@ class ShardSet:
         return [len(self.shards), states], arrays
 
     def unpack(self, state: Any, body: Array) -> None:
-        """Become what `pack` described."""
+        """Replace everything by what `pack` returned."""
         count, states = state
         found = []
         for slots, inner in states:
@@ -189,7 +189,7 @@ class ShardSet:
     # -- several shards ----------------------------------------------------------------------------------------------
 
     def _parameter_infos(self) -> Mapping[str, ParameterInfo]:
-        """The parameters, as if all shards were one."""
+        """Return the parameters as if all shards were one."""
         if len(self.shards) == 1:
             return self.shards[0].tables
         owners = partial_owners(self.server, self.slots)
@@ -199,7 +199,7 @@ class ShardSet:
         }
 
     def _split_by_shard(self, blocks: list[RowBlock], infos: Mapping[str, ParameterInfo]) -> list[list[RowBlock]]:
-        """What of a message is for which shard."""
+        """Return the blocks of a message for each shard."""
         if len(self.shards) == 1:
             return [blocks]
         return [[self._block_for_shard(shard, block, infos[block.name]) for block in blocks] for shard in self.shards]
@@ -208,12 +208,12 @@ class ShardSet:
         if block.rows is None:
             values = block.values[self._row_indexes(shard, info)] if len(block.values) else block.values
             return RowBlock(block.name, None, values, block.lr)
-        mine = shard.tables[block.name].placement.owners_of_rows(block.rows) == self.server
-        values = block.values[mine] if len(block.values) else block.values
-        return RowBlock(block.name, block.rows[mine], values, block.lr)
+        is_own = shard.tables[block.name].placement.owners_of_rows(block.rows) == self.server
+        values = block.values[is_own] if len(block.values) else block.values
+        return RowBlock(block.name, block.rows[is_own], values, block.lr)
 
     def _row_indexes(self, shard: Shard, info: ParameterInfo) -> Array:
-        """Where a shard's rows lie among all."""
+        """Return the indexes of a shard's rows among all rows of the server."""
         placement = _make_placement(info.spec, shard.owners)
         return info.placement.local_indexes(placement.row_numbers(self.server, 0, placement.count_rows(self.server)))
 
@@ -227,8 +227,8 @@ class ShardSet:
             if block.rows is None:
                 found[self._row_indexes(shard, info)] = table.weights
             else:
-                mine = table.placement.owners_of_rows(block.rows) == self.server
-                found[mine] = table.read_values(block.rows[mine])
+                is_own = table.placement.owners_of_rows(block.rows) == self.server
+                found[is_own] = table.read_values(block.rows[is_own])
         return found
 
 

@@ -1,4 +1,4 @@
-"""One parameter's rows on one server: values, optimizer state, and how both begin."""
+"""One parameter's rows on one server: values, optimizer state, and their initial values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from covey.parameter_server.messages import DTYPES, InitialValues, ParameterSpec
 from covey.parameter_server.optimizers import Array, update_rows, update_weights
 from covey.parameter_server.row_placement import RowPlacement
 
-DRAW_CHUNK_ELEMENTS = 1 << 16  # elements that are drawn at a time: what that takes beside the rows must not show
+DRAW_CHUNK_ELEMENTS = 1 << 16  # elements drawn at a time, to limit temporary memory
 
 
 class Table:
@@ -26,7 +26,7 @@ class Table:
     ) -> None:
         self.spec, self.server, self.placement = spec, server, placement
         self.weights, self.states, self.update_count = weights, states, update_count
-        self._row_versions: Array | None = None  # by row: the update that changed it last; made by the first `changed_since`
+        self._row_versions: Array | None = None  # by row: number of its last update; created by the first `changed_since`
 
     @classmethod
     def create(cls, spec: ParameterSpec, server: int, owners: SlotOwners, values: Array | None = None) -> Table:
@@ -44,20 +44,20 @@ class Table:
     def copy_owned_rows(self, owners: SlotOwners) -> Table:
         """Return a table with copies of the rows that `owners` assigns to this server."""
         placement = RowPlacement(self.spec.rows, self.spec.striped, owners)
-        places = self.placement.local_indexes(placement.row_numbers(self.server, 0, placement.count_rows(self.server)))
-        states = {name: values[places] for name, values in self.states.items()}
-        return Table(self.spec, self.server, placement, self.weights[places], states, self.update_count)
+        indexes = self.placement.local_indexes(placement.row_numbers(self.server, 0, placement.count_rows(self.server)))
+        states = {name: values[indexes] for name, values in self.states.items()}
+        return Table(self.spec, self.server, placement, self.weights[indexes], states, self.update_count)
 
     def merge(self, other: Table, owners: SlotOwners) -> Table:
         """Return a table with the rows of both, which have the same update count."""
         placement = RowPlacement(self.spec.rows, self.spec.striped, owners)
-        places = [
+        indexes = [
             placement.local_indexes(table.placement.row_numbers(self.server, 0, len(table.weights))) for table in (self, other)
         ]
 
-        def join(ours: Array, theirs: Array) -> Array:
-            joined: Array = np.empty((placement.count_rows(self.server), self.spec.width), ours.dtype)
-            joined[places[0]], joined[places[1]] = ours, theirs
+        def join(first: Array, second: Array) -> Array:
+            joined: Array = np.empty((placement.count_rows(self.server), self.spec.width), first.dtype)
+            joined[indexes[0]], joined[indexes[1]] = first, second
             return joined
 
         states = {name: join(values, other.states[name]) for name, values in self.states.items()}
@@ -68,12 +68,12 @@ class Table:
         return self.weights.nbytes + sum(state.nbytes for state in self.states.values())
 
     def apply_gradient(self, gradient: Array, lr: float) -> None:
-        """A gradient for all rows."""
+        """Apply a gradient of all rows."""
         self.update_count += 1
         update_weights(self.spec.rule, lr, self.update_count, self.weights, gradient, list(self.states.values()))
 
     def apply_row_gradient(self, rows: Array, gradient: Array, lr: float) -> None:
-        """A gradient for some rows, by their numbers in the parameter, each named once."""
+        """Apply a gradient of some rows, given by their numbers in the parameter, each once."""
         self.update_count += 1
         local = self.placement.local_indexes(rows)
         if self._row_versions is not None:
@@ -81,11 +81,11 @@ class Table:
         update_rows(self.spec.rule, lr, self.update_count, self.weights, local, gradient, list(self.states.values()))
 
     def read_values(self, rows: Array | None) -> Array:
-        """The values of some rows, or of all: those are not copied."""
+        """Return the values of some rows, or of all (None), which are not copied."""
         return self.weights if rows is None else np.take(self.weights, self.placement.local_indexes(rows), axis=0)
 
     def changed_since(self, rows: Array, since: Array) -> Array:
-        """Which of these rows changed since the update that goes with each; before the first call, all may have."""
+        """Return which of these rows changed since the given versions. Before the first call all may have changed."""
         if self._row_versions is None:
             self._row_versions = np.full(len(self.weights), self.update_count, np.int64)
         found: Array = self._row_versions[self.placement.local_indexes(rows)] > since
@@ -93,7 +93,7 @@ class Table:
 
 
 def sum_duplicate_rows(rows: Array, gradient: Array) -> tuple[Array, Array]:
-    """Each row once, with the sum of its gradients in the order they are given."""
+    """Return each row once, with the sum of its gradients in the given order."""
     order = np.argsort(rows, kind="stable")
     rows, gradient = rows[order], gradient[order]
     first = np.flatnonzero(np.concatenate(([True], rows[1:] != rows[:-1]))) if len(rows) else np.empty(0, np.int64)
@@ -103,7 +103,7 @@ def sum_duplicate_rows(rows: Array, gradient: Array) -> tuple[Array, Array]:
 
 
 def draw_initial_values(weights: Array, begin: InitialValues, placement: RowPlacement, server: int) -> None:
-    """First values. Each is a function of (seed, row, column), so that they do not depend on how many servers there are."""
+    """Fill in initial values. Each is a function of (seed, row, column), independent of the number of servers."""
     if begin.kind in ("zeros", "given") or weights.size == 0:
         return
     width = weights.shape[1]
@@ -122,7 +122,7 @@ def draw_initial_values(weights: Array, begin: InitialValues, placement: RowPlac
 
 
 def _draw_uniform(number: Array, seed: int) -> Array:
-    """Numbers above 0 and up to 1, by splitmix64."""
+    """Return numbers above 0 and up to 1, by splitmix64."""
     z = number * np.uint64(0x9E3779B97F4A7C15) + np.uint64((seed * 0xD1342543DE82EF95 + 0x9E3779B97F4A7C15) & (1 << 64) - 1)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,4 +1,4 @@
-"""What a program hands to us, checked where it is handed over: a wrong argument is one sentence."""
+"""Checks of the arguments that a script passes; a wrong one raises `UsageError` at the call."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from covey.errors import UsageError
 
 
 def check_int(where: str, name: str, value: Any, least: int) -> None:
-    """A whole number, `least` or more."""
+    """Raise `UsageError` unless `value` is an integer >= `least`."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise UsageError(f"{where}({name}={value!r}) is not possible: it takes a whole number, {least} or more")
+        raise UsageError(f"{where}({name}={value!r}) is invalid: expected an integer >= {least}")
 
 
 def check_type(where: str, name: str, value: Any, *kinds: type) -> None:
-    """An object of one of these kinds."""
+    """Raise `UsageError` unless `value` is an instance of one of `kinds`."""
     if not isinstance(value, kinds):
-        words = " or ".join(kind.__name__ for kind in kinds)
-        article = "an" if words[0] in "AEIOU" else "a"
-        raise UsageError(f"{where}({name}=...) is not possible: it takes {article} {words}, not a {type(value).__name__}")
+        names = " or ".join(kind.__name__ for kind in kinds)
+        article = "an" if names[0] in "AEIOU" else "a"
+        raise UsageError(f"{where}({name}=...) is invalid: expected {article} {names}, got {type(value).__name__}")

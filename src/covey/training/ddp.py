@@ -1,7 +1,7 @@
-"""What takes the place of torch's DistributedDataParallel in a script that has it.
+"""Stand-in for torch's DistributedDataParallel.
 
-The loop averages the gradients, so nothing is left to do here but to look like torch's: `.module`, `no_sync()`, and the names
-of a state with "module." in front.
+The loop averages the gradients, so this class only provides torch's interface: `.module`, `no_sync()`, and a state dict whose
+keys begin with "module.".
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 from covey.errors import UsageError
 
-# How torch's does it, which changes no result: taken, and not needed.
+# Options that do not change the result: accepted and ignored.
 IGNORED_OPTIONS: Final = {
     "bucket_cap_mb",
     "find_unused_parameters",
@@ -34,30 +34,30 @@ class DistributedDataParallel(nn.Module):  # type: ignore[misc]
         for name, value in options.items():
             if name not in IGNORED_OPTIONS and (name not in REQUIRED_OPTIONS or value != REQUIRED_OPTIONS[name]):
                 raise UsageError(
-                    f"DistributedDataParallel({name}={value!r}) is not possible: covey's averages the gradients of a module on"
-                    " one device over all ranks, and copies rank 0's buffers"
+                    f"DistributedDataParallel({name}={value!r}) is not supported: covey averages the gradients of a module on"
+                    " one device over all ranks and copies rank 0's buffers; omit the option"
                 )
         self.module = module
         self._loop: Any = None
 
     def attach_loop(self, loop: Any) -> None:
-        """The loop that averages the gradients from here on."""
+        """Record the loop that averages the gradients."""
         self._loop = loop
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if self.training and torch.is_grad_enabled() and self._loop is None:
             raise UsageError(
-                "DistributedDataParallel is not in a loop yet, so nobody would average its gradients: make"
+                "DistributedDataParallel has no loop, so its gradients would not be averaged: create"
                 " covey.Loop(model, optimizer, loader) before the first forward pass, and iterate over that"
             )
         return self.module(*inputs, **named)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Around a micro-batch whose gradients are only added up. The loop knows which those are, and this agrees with it."""
+        """Skip averaging for a micro-batch. Raise `UsageError` in the last micro-batch of a step (`loop.boundary`)."""
         if self._loop is not None and self._loop.boundary:
             raise UsageError(
-                "no_sync() around a step's last micro-batch is not possible, the gradients are averaged after it: say"
-                " how many a step has by covey.Loop(..., accumulate=N), and use no_sync() while loop.boundary is false"
+                "no_sync() is not allowed in a step's last micro-batch, after which gradients are averaged: set the number of"
+                " micro-batches with covey.Loop(..., accumulate=N), and use no_sync() only while loop.boundary is false"
             )
         yield

@@ -1,12 +1,13 @@
-"""Gradients: averaged over all ranks while the backward pass still runs.
+"""Averaging of gradients over all ranks, overlapped with the backward pass.
 
-The parameters are cut into buckets by their order alone, because the bits of a sum depend on where an element lies. A hook
-copies each finished gradient, times this rank's part of the samples, into its bucket and issues full buckets in order;
-autograd's end of the backward pass waits for them and copies the result back. The local gradients stay intact until then, so a
-reduction that a death interrupted is repeated from them; and the result is kept, untouched by clipping, for a rank that missed
-it.
+Parameters are assigned to buckets by registration order alone, because the bits of a sum depend on an element's position. A
+hook scales each finished gradient by this rank's share of the samples, copies it into its bucket and issues full buckets in
+order.
+At the end of the backward pass autograd calls back, waits for the buckets and copies the results into `.grad`. Local gradients
+are unchanged until then, so a reduction that a failure interrupted can be repeated. The result stays cached, unaffected by
+gradient clipping, for a rank that missed it.
 
-Buffers (batch norm's statistics) travel in the last bucket: rank 0's values from rank 0, nothing from the others.
+Model buffers (batch norm's statistics) are sent in the last all_reduce: rank 0 sends its values, all other ranks send zeros.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ SERVED_ATTRIBUTE: Final = "covey_served"  # marks a parameter whose gradients go
 
 
 class Bucket:
-    """Some parameters, and where each lies in the flat buffer."""
+    """Parameters whose gradients are reduced together, and their offsets in the flat buffer."""
 
     def __init__(self, parameters: list[Any]) -> None:
         self.parameters = parameters
         self.offsets: list[int] = []
-        self._flags_start = 0  # from here on, one number for each parameter: whether any rank has a gradient of it
+        self._flags_start = 0  # index of the flags, one per parameter: non-zero if any rank has a gradient of it
         for parameter in parameters:
             self.offsets.append(self._flags_start)
             self._flags_start += parameter.numel()
@@ -50,46 +51,49 @@ class Bucket:
         self._missing_gradients = len(self.parameters)
 
     def allocate_flat(self) -> Any:
-        """Memory for all of its gradients."""
+        """Return an uninitialized buffer for the gradients and the flags."""
         first = self.parameters[0]
         return torch_module().empty(self._flags_start + len(self.parameters), dtype=first.dtype, device=first.device)
 
     def copy_gradients_in(self, flat: Any, parts: list[Any], scale: float) -> None:
-        """This rank's gradients, as far as it has them."""
+        """Copy this rank's gradients into `flat`, multiplied by `scale`; write zeros and a zero flag for a missing one.
+
+        Raise `UsageError` for a sparse gradient.
+        """
         torch = torch_module()
-        marks = flat[self._flags_start :]
-        marks.fill_(1)
+        flags = flat[self._flags_start :]
+        flags.fill_(1)
         for number, (parameter, part) in enumerate(zip(self.parameters, parts, strict=True)):
             if parameter.grad is None:
                 part.zero_()
-                marks[number] = 0
+                flags[number] = 0
             elif parameter.grad.layout != torch.strided:
                 raise UsageError(
-                    f"a parameter of shape {list(parameter.shape)} has a sparse gradient, which is not averaged: make it with"
+                    f"the gradient of a parameter of shape {list(parameter.shape)} is sparse and cannot be averaged: use"
                     " sparse=False, or a covey.Embedding on parameter servers"
                 )
             else:
                 torch.mul(parameter.grad, scale, out=part)
 
     def copy_gradients_out(self, flat: Any, parts: list[Any]) -> None:
-        """Give the sums to the parameters. One that nobody has a gradient of keeps none, as if it were trained alone."""
+        """Copy the sums into `.grad`. A parameter without a gradient on every rank keeps `grad=None`, as on a single rank."""
         torch = torch_module()
         if any(parameter.grad is None for parameter in self.parameters):
-            for parameter, mark in zip(self.parameters, flat[self._flags_start :].tolist(), strict=True):
-                if parameter.grad is None and mark:
+            for parameter, flag in zip(self.parameters, flat[self._flags_start :].tolist(), strict=True):
+                if parameter.grad is None and flag:
                     parameter.grad = torch.empty_like(parameter)
         pairs = [(p.grad, part) for p, part in zip(self.parameters, parts, strict=True) if p.grad is not None]
         if pairs:
             torch._foreach_copy_(*(list(side) for side in zip(*pairs, strict=True)))
 
     def gradient_views(self, flat: Any) -> list[Any]:
-        """Where each parameter's gradient lies in it."""
-        places = zip(self.parameters, self.offsets, strict=True)
-        return [flat[offset : offset + parameter.numel()].view_as(parameter) for parameter, offset in places]
+        """Return a view of `flat` for each parameter, in its shape."""
+        pairs = zip(self.parameters, self.offsets, strict=True)
+        return [flat[offset : offset + parameter.numel()].view_as(parameter) for parameter, offset in pairs]
 
 
 def make_buckets(parameters: Iterable[Any]) -> list[Bucket]:
-    """Buckets by registration order reversed, as gradients come; a dtype or device change begins a new one."""
+    """Return buckets in reverse registration order, the order of gradients; a change of dtype or device starts a new one."""
     buckets: list[list[Any]] = []
     filled, limit = 0, FIRST_BUCKET_BYTES
     for parameter in reversed(list(parameters)):
@@ -105,20 +109,20 @@ def make_buckets(parameters: Iterable[Any]) -> list[Bucket]:
 
 
 class SampleWeights(Protocol):
-    """Who holds how many of a step's samples: the loop knows."""
+    """Each rank's share of the samples of the current step; implemented by the loop."""
 
     def gradient_scale(self) -> float:
-        """What this rank's gradients count for among those of all who take part now."""
+        """Return this rank's share of the samples of all participating ranks."""
 
     def participants_tensor(self) -> Any:
-        """Who takes part now, as a tensor: it stays with the result, for who is handed it."""
+        """Return the participating ranks as a tensor, which is cached with the result for ranks that receive it."""
 
-    def on_reduction_complete(self, present: Any) -> None:
-        """The reduction is complete: this is who took part in it."""
+    def on_reduction_complete(self, participants: Any) -> None:
+        """Record the ranks that took part in the completed reduction."""
 
 
 class GradientReducer:
-    """The hooks of one model. `ends_step` says whether this backward pass ends a step."""
+    """Gradient hooks of one model. `ends_step` returns whether the current backward pass is the last of its step."""
 
     def __init__(
         self, model: Any, collectives: NumberedCollectives, *, weights: SampleWeights, ends_step: Callable[[], bool]
@@ -126,7 +130,8 @@ class GradientReducer:
         self._parameters = [p for p in model.parameters() if not hasattr(p, SERVED_ATTRIBUTE)]
         self._trainable: list[Any] = []
         self._buckets: list[Bucket] = []
-        self._free_buffers: collections.deque[FlatBuffers] = collections.deque([{}, {}])  # the kept one, and the one before it
+        # flat buffers of the last two steps: one is cached as a result, the other is free
+        self._free_buffers: collections.deque[FlatBuffers] = collections.deque([{}, {}])
         self._bucket_by_parameter: dict[int, Bucket] = {}
         self._hooked_ids: set[int] = set()
         self._model_buffers = ModelBuffers(model)
@@ -138,7 +143,7 @@ class GradientReducer:
         self._update_buckets()
 
     def _update_buckets(self) -> None:
-        """Cut buckets of what is trained from now on: a program may freeze and unfreeze parameters on its way."""
+        """Rebuild the buckets if the set of trainable parameters changed (a script may freeze and unfreeze parameters)."""
         trained = [p for p in self._parameters if p.requires_grad]
         if len(trained) == len(self._trainable) and all(p is q for p, q in zip(trained, self._trainable, strict=True)):
             return
@@ -152,16 +157,16 @@ class GradientReducer:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient_ready)
 
     def begin_step(self) -> None:
-        """The first reduction of a step uses memory again; further ones may not, their step's results are all kept."""
+        """Start a step. Only its first reduction reuses buffers, because all results of the step stay cached."""
         self._first_of_step = True
         self._update_buckets()
 
     def begin_micro_batch(self) -> None:
-        """A backward pass that failed, and was forgiven by the program, left a reduction behind: it must not be built upon."""
+        """Discard the reduction of a backward pass that raised, and abort the generation in which it was issued."""
         if self._reduction is not None:
             self._reduction = None
             if self._first_of_step:
-                self._free_buffers.appendleft({})  # the abandoned group may still write to what was taken
+                self._free_buffers.appendleft({})  # the aborted group may still write to the buffers in use
             self._collectives.abort_generation("a backward pass failed")
             for bucket in self._buckets:
                 bucket.begin_backward()
@@ -176,16 +181,16 @@ class GradientReducer:
             self._reduction = GradientReduction(self._buckets, buffers, self._sample_weights, free)
             torch_module().autograd.Variable._execution_engine.queue_callback(self._on_backward_end)
         bucket = self._bucket_by_parameter[id(parameter)]
-        bucket.count_gradient()  # one that was unfrozen in this pass may never be counted: its bucket is issued at the end
+        bucket.count_gradient()  # a bucket with a parameter unfrozen in this pass may stay incomplete: it is issued at the end
         if bucket.is_full:
             self._collectives.issue_ahead(self._reduction.issue_full_buckets)
 
     def _on_backward_end(self) -> None:
-        """The end of the backward pass: autograd calls this before `backward()` returns."""
+        """Complete the reduction. Autograd calls this before `backward()` returns."""
         reduction, self._reduction = self._reduction, None
         assert reduction is not None
         try:
-            self._collectives.run(reduction, limited=not self._first_of_step)  # the first is needed at any size
+            self._collectives.run(reduction, limited=not self._first_of_step)  # the first is cached at any size
             if self._first_of_step:
                 self._free_buffers.append(reduction.filled_buffers)
             self._first_of_step = False
@@ -194,13 +199,13 @@ class GradientReducer:
                 bucket.begin_backward()
 
 
-FlatBuffers = dict[int, tuple[Any, list[Any]]]  # by the bucket's number: a flat buffer and its parts
+FlatBuffers = dict[int, tuple[Any, list[Any]]]  # by bucket number: a flat buffer and its views
 
 
 class GradientReduction:
-    """One step's reduction, as a collective that can be issued again on another group.
+    """Gradient reduction of one step, as a collective that can be reissued on another group.
 
-    `free` are the flat buffers of the step before the last: using memory again is cheaper than allocating it.
+    `free`: flat buffers of the step before the last, reused because that is cheaper than an allocation.
     """
 
     def __init__(self, buckets: list[Bucket], buffers: list[Any], weights: SampleWeights, free: FlatBuffers) -> None:
@@ -215,13 +220,13 @@ class GradientReduction:
         self._works: list[Work] = []
 
     def issue_full_buckets(self, group: Group) -> None:
-        """Issue the buckets that are full, in order, while the backward pass goes on."""
+        """Issue the full buckets, in order, during the backward pass."""
         self._reset_for_group(group)
         while len(self._flats) < len(self._buckets) and self._buckets[len(self._flats)].is_full:
             self._issue_next_bucket(group)
 
     def issue(self, group: Group) -> list[Work]:
-        """Issue whatever has not been issued on this group yet; a gradient that this rank does not have counts as zero."""
+        """Issue everything not yet issued on this group. Gradients that this rank lacks are zero."""
         self._reset_for_group(group)
         while len(self._flats) < len(self._buckets):
             self._issue_next_bucket(group)
@@ -235,11 +240,11 @@ class GradientReduction:
         return self._results
 
     def complete(self, results: list[Any]) -> None:
-        """Copy back: what is kept must stay as it is, and the program will clip and unscale what it is given."""
-        if results is not self._results:  # handed over: what was issued here is an abandoned group's, which may write to it
+        """Copy the results into the gradients. A copy, because the cached result must survive clipping and unscaling."""
+        if results is not self._results:  # received from another rank; the aborted group may still write to local buffers
             self.filled_buffers = {}
-        *flats, present = results
-        self._sample_weights.on_reduction_complete(present)
+        *flats, participants = results
+        self._sample_weights.on_reduction_complete(participants)
         for number, (bucket, flat) in enumerate(zip(self._buckets, flats, strict=False)):
             bucket.copy_gradients_out(
                 flat, self.filled_buffers[number][1] if self.filled_buffers else bucket.gradient_views(flat)
@@ -249,7 +254,7 @@ class GradientReduction:
     def _reset_for_group(self, group: Group) -> None:
         if self._group is not group:
             if self._group is not None:
-                self._free_buffers = {}  # the abandoned group may still write there
+                self._free_buffers = {}  # the aborted group may still write to them
             self._group, self._flats, self._works, self.filled_buffers = group, [], [], {}
 
     def _issue_next_bucket(self, group: Group) -> None:
@@ -268,7 +273,7 @@ class GradientReduction:
         self._works.append(group.all_reduce(flat, ReduceOp.SUM))
 
     def _pack_buffers(self, rank: int) -> list[Any]:
-        """Rank 0's buffers, zeros from the others: their sum is rank 0's, bit for bit. As bytes, so of any dtype."""
+        """Return rank 0's buffers, or zeros on other ranks; their sum is rank 0's bit for bit. Bytes work for any dtype."""
         torch = torch_module()
         flat = torch.cat([b.detach().reshape(-1).view(torch.uint8) for b in self._model_buffers])
         return [flat if rank == 0 else torch.zeros_like(flat)]

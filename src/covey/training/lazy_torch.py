@@ -1,4 +1,4 @@
-"""Import of torch on first use: a program that calls no collective and has no loop runs without it."""
+"""Import of torch on first use, so that scripts without collectives and without a loop run without torch."""
 
 from __future__ import annotations
 

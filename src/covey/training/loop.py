@@ -1,4 +1,4 @@
-"""The loop: a training, step by step, of which no step is lost with the process that ran it.
+"""The training loop: iterates over micro-batches, step by step, and heals failures within a step.
 
     loop = covey.Loop(model, optimizer, covey.Data(dataset, batch_size=32), epochs=3, schedulers=[schedule])
     for images, labels in loop:
@@ -7,13 +7,14 @@
         optimizer.step()
         schedule.step()
 
-A step is everything between two boundaries: forward, backward, optimizer, evaluation, checkpoint. The loop seeds the random
-numbers of each micro-batch by (seed, step, micro-batch, rank), numbers the collectives of a step, and at a boundary commits it.
+A step is everything between two step boundaries: forward, backward, optimizer, evaluation, checkpoint. The loop seeds the
+random generators for each micro-batch by (seed, step, micro-batch, rank), numbers the collectives of a step, and commits the
+step at its boundary.
 
-A replacement runs the script from its top. Its loop receives the state of a boundary from another rank, takes up the data there
-and runs that step; results that the others have agreed on already are handed to it. If the others had run the step's optimizer
-when they stopped, the state they give is that after it: then the replacement runs the step with `replaying` true, and takes the
-state over as its own optimizer steps, and once more as it joins the others.
+A replacement runs the script from the start. Its loop receives the state of a step boundary from another rank, positions the
+data there and runs that step; results of collectives that the other ranks have completed are handed to it. If the other ranks
+had already run the step's optimizer, the donated state is the one after it. The replacement then runs the step with `replaying`
+true, and loads the received state when its own optimizer steps, and again before the first collective with the other ranks.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ log = logging.getLogger("covey")
 
 
 class Loop:
-    """Iterate over it to train."""
+    """A training. Iterate over it to receive the micro-batches."""
 
     def __init__(
         self,
@@ -63,9 +64,7 @@ class Loop:
         seed: int = 0,
         group: Communicator,
     ) -> None:
-        from covey.training.ps_parameters import (
-            ServedParameters,  # these import torch: a program without a loop does without it
-        )
+        from covey.training.ps_parameters import ServedParameters  # imports torch, which a script without a loop does not need
         from covey.training.sharded_optimizer import ShardedOptimizer
 
         loop_arguments.check_numbers(epochs=epochs, steps=steps, accumulate=accumulate, seed=seed)
@@ -76,23 +75,21 @@ class Loop:
         loop_arguments.check_model_and_optimizer(model, optimizer)
         self.model, self.optimizer = model, optimizer
         self._parameter_ids = {id(parameter) for parameter in model.parameters()}
-        self._optimized_count = sum(
-            len(group["params"]) for group in optimizer.param_groups
-        )  # how many, when that was last looked at
+        self._optimized_count = sum(len(group["params"]) for group in optimizer.param_groups)  # at the last check
         self.data, self.seed = data, seed
         self._group, self._checkpoint = group, checkpoint
         self._cursor = DataCursor(data, epochs=epochs, steps=steps, accumulate=accumulate, seed=seed)
         self._state = TrainingState(model, optimizer)
-        self._repeat_requested, self._repeat_count = False, 0  # this step is to be repeated; was, so often
+        self._repeat_requested, self._repeat_count = False, 0  # of the current step
         self._runs_closure_once = loop_arguments.runs_closure_once(optimizer)
-        self._epoch_open = False  # an epoch's batches are not at their end
-        self._state_checked = False  # that the state can be given
+        self._epoch_open = False  # the batches of the current epoch are not exhausted
+        self._state_checked = False  # whether the state was found to be transferable
         self._served = ServedParameters(model, optimizer, group)
         self._sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else None
         if self._sharded is not None and self._served.has_parameters:
-            raise UsageError("ShardedOptimizer cannot train parameters that are served: give it a model without them")
+            raise UsageError("ShardedOptimizer cannot train served parameters: pass a model without them, or another optimizer")
         follower = start_spare_sync(group.worker_context) if not self._served.has_parameters else None
-        # Nothing above asks for the rank or the world: a spare has done all of it when it is given its place here.
+        # Nothing above reads the rank or the world size, so a spare has done all of it before it receives its rank here.
         self._collectives = None if self._served.is_independent else group.collectives
         known = follower.stop_and_get_tensors() if follower is not None else NO_TENSORS
         self._cursor.start_at_rank(group, self._collectives)
@@ -104,16 +101,14 @@ class Loop:
             self._sharded.attach_to_loop(self._handover.run_sharded_update)
         self._step_timer = StepTimer()
         self._accumulation_detector = GradAccumulationDetector(model, self._state.on_accumulation_detected)
-        self._resumed_generation = (
-            group.worker_context.assignment.generation if group.worker_context is not None else 0
-        )  # the generation
+        self._resumed_generation = group.worker_context.assignment.generation if group.worker_context is not None else 0
         self._register_parts(schedulers, scaler)
         optimizer.register_step_pre_hook(self._before_optimizer_step)
         optimizer.register_step_post_hook(self._after_optimizer_step)
         self._begin_training(known)
 
     def _register_parts(self, schedulers: Sequence[Any], scaler: Any) -> None:
-        """What changes with the training, beside model and optimizer."""
+        """Register the state of schedulers, stream and gradient scaler."""
         for n, scheduler in enumerate(schedulers):
             self.register(f"scheduler {n}", scheduler.state_dict, scheduler.load_state_dict)
         if (stream := self._cursor.stream) is not None:
@@ -122,50 +117,50 @@ class Loop:
             self.register("scaler", scaler.state_dict, scaler.load_state_dict)
 
     def _begin_training(self, known: ReceiverTensors) -> None:
-        """Take up the training, at its start or wherever it is."""
+        """Receive or load the state and set the first step."""
         if self._collectives is not None:
             if self._collectives.has_loop:
-                raise UsageError("a second Loop in one program cannot be healed: train in one, or start a second program")
+                raise UsageError("a script has a second Loop, which cannot be healed: use one Loop, or a second script")
             self._reducer = GradientReducer(
                 self.model, self._collectives, weights=self._cursor, ends_step=lambda: self._cursor.boundary
             )
         self._handover.take_initial_state(known)
-        self._cursor.begin_training(aloud=self._group.rank == 0 and not self._handover.is_replacement)
+        self._cursor.begin_training(log_limits=self._group.rank == 0 and not self._handover.is_replacement)
         if self._served.has_parameters:
             folder = str(self._checkpoint.folder.absolute()) if self._checkpoint is not None else ""
             self._cursor.move_to_step(
-                self._served.align_start_step(self._group.rank, self.step, folder, given=self._handover.is_replacement)
+                self._served.align_start_step(self._group.rank, self.step, folder, has_state=self._handover.is_replacement)
             )
         self._first_step = -1 if self._handover.is_replacement else self.step
-        if self._group.worker_context is not None:  # the step to blame for an exception, also before one is completed
+        if self._group.worker_context is not None:  # so that an exception before the first commit is attributed to a step
             self._group.worker_context.report_progress(Progress(self.step, "train", first_step=self._first_step))
 
     def register(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
-        """Something else a replacement must receive: plain data and tensors, by a getter and a setter."""
+        """Add plain data and tensors to the state that replacements and checkpoints receive, by a getter and a setter."""
         self._state.register(name, get, put)
 
     def state(self) -> dict[str, Any]:
-        """Everything a replacement or a checkpoint must have, as it is now."""
+        """Return the current state: everything that a replacement or a checkpoint must contain."""
         return self._handover.current_state()
 
     @property
     def replaying(self) -> bool:
-        """Whether the others have run this step's optimizer already: what this rank computes before its own is not used."""
+        """Whether the other ranks have already run this step's optimizer; this rank's results before its own are discarded."""
         return self._handover.replaying
 
     @property
     def step(self) -> int:
-        """Which step this is, from 0."""
+        """Number of the current step, from 0."""
         return self._cursor.step
 
     @property
     def micro(self) -> int:
-        """Which micro-batch of the step this is, from 0."""
+        """Number of the current micro-batch within the step, from 0."""
         return self._cursor.micro
 
     @property
     def steps(self) -> int:
-        """How many steps this training has. Where the world shrinks in an epoch's last step, one more than planned."""
+        """Number of steps of this training. One more than planned for each epoch whose last step the world shrinks in."""
         return self._cursor.schedule_ahead.total_steps
 
     @property
@@ -182,33 +177,36 @@ class Loop:
 
     @property
     def ends_epoch(self) -> bool:
-        """Whether this step is its epoch's last. Certain once the step's gradients are there."""
+        """Whether this step is the last of its epoch. Final once the step's gradients are reduced."""
         return self._cursor.ends_epoch
 
     @property
     def accumulate(self) -> int:
-        """How many micro-batches this step has on this rank."""
+        """Number of micro-batches of this step on this rank."""
         return len(self._cursor.micro_batches)
 
     @property
     def boundary(self) -> bool:
-        """Whether this micro-batch is its step's last: the one after which the optimizer steps."""
+        """Whether this micro-batch is the last of its step; the optimizer steps after it."""
         return self._cursor.boundary
 
     @property
     def weight(self) -> float:
-        """What this micro-batch's mean loss counts for in this rank's: multiply by it where a step has several."""
-        cut = self._cursor.micro_batches
-        return len(cut[self.micro]) / sum(len(part) for part in cut)
+        """Share of this micro-batch in this rank's samples of the step; multiply the mean loss by it if a step has several."""
+        parts = self._cursor.micro_batches
+        return len(parts[self.micro]) / sum(len(part) for part in parts)
 
     def __iter__(self) -> Iterator[Any]:
-        """Micro-batches, from where this rank stands to the end."""
+        """Yield the micro-batches from the current step to the end."""
         for _, batches in self.epochs():
             yield from batches
 
     def epochs(self) -> Iterator[tuple[int, Iterator[Any]]]:
-        """Each epoch's number and its micro-batches, from where this rank stands. What the program does before the first batch
-        belongs to the epoch's first step, what it does after the last one to the last step, and is healed with it."""
+        """Yield each epoch's number and an iterator of its micro-batches, from the current step on.
+
+        Code before the first batch belongs to the epoch's first step, code after the last batch to its last step; both are
+        healed with that step. Raise `UsageError` if the batches of an epoch are not exhausted.
+        """
         self._cursor.discard_loader()
         self._handover.undo_script_changes()
         try:
@@ -217,25 +215,25 @@ class Loop:
                 self._begin_epoch()
                 yield self.epoch, self._epoch_batches()
                 if self._epoch_open:
-                    raise UsageError("an epoch's batches must be taken to their end: leave the loop over loop.epochs() as well")
+                    raise UsageError(
+                        "the batches of an epoch must be exhausted: to stop early, leave the loop over loop.epochs()"
+                    )
                 self._commit_step()
-            if (
-                self._checkpoint_writer is not None and not self._served.has_parameters
-            ):  # servers write down a step only as it is committed
+            if self._checkpoint_writer is not None and not self._served.has_parameters:  # servers save only at a commit
                 self._checkpoint_writer.retry_failed(self.step)
-        finally:  # also where the program leaves early
+        finally:  # also if the script leaves the loop early
             if self._checkpoint_writer is not None:
                 self._checkpoint_writer.close()
         if self._cursor.stream is not None:
             self._cursor.stream.close()
-        self._begin_step()  # what follows the last one: collectives are numbered after it, and a replacement begins there
+        self._begin_step()  # a step after the last: it numbers the collectives that follow, and a replacement starts there
         self._cursor.seed_outside(self.step)
 
     def _begin_epoch(self) -> None:
-        """A rank that takes the epoch up in its middle comes by its beginning, too: what it does there is done already."""
+        """Start an epoch. A rank that resumes in its middle runs the script's code before the first batch too; it is undone."""
         first = self.step - self.step_of_epoch
         self._cursor.begin_step()
-        self._cursor.discard_loader(ends=False)
+        self._cursor.discard_loader(keep_persistent=True)
         if self._collectives is not None:
             self._collectives.begin_epoch(first)
         self._cursor.seed_outside(first)
@@ -245,7 +243,7 @@ class Loop:
             self._state.snapshot_boundary()
 
     def _epoch_batches(self) -> Iterator[Any]:
-        """Steps up to the epoch's last, which is left uncommitted."""
+        """Yield the micro-batches of the epoch; all steps but the last are committed."""
         cursor = self._cursor
         if self._collectives is not None:
             self._collectives.on_first_batch()
@@ -263,7 +261,7 @@ class Loop:
                 yield cursor.next_micro_batch()
                 if self._repeat_requested:
                     self._repeat_requested = False
-                    cursor.prepare_loader(anew=True)
+                    cursor.prepare_loader(restart=True)
                 else:
                     cursor.end_micro_batch()
             if self.ends_epoch or self.step + 1 >= self.steps:
@@ -273,10 +271,13 @@ class Loop:
 
     @contextlib.contextmanager
     def retry(self, *kinds: type[Exception], times: int = 3) -> Iterator[None]:
-        """Around the loop's body: an exception of these kinds repeats the step in place, from its first micro-batch, while the
-        other ranks wait. It is raised all the same after the optimizer ran, and when it came `times` times in one step."""
+        """Repeat the step in place, from its first micro-batch, if the loop's body raises one of `kinds`.
+
+        Other ranks wait in their collective. The exception is raised if the optimizer has run, if it was raised more than
+        `times` times in one step, or if `retry` is not among the cluster's strategies.
+        """
         if not kinds or not all(isinstance(kind, type) and issubclass(kind, Exception) for kind in kinds):
-            raise UsageError("retry(...) takes kinds of exceptions, as in loop.retry(ConnectionError)")
+            raise UsageError("retry(...) is invalid: expected exception classes, as in loop.retry(ConnectionError)")
         try:
             yield
         except kinds as error:
@@ -285,8 +286,8 @@ class Loop:
             if spent or self._repeat_count >= times or (context is not None and not context.allows_retry):
                 raise
             self._repeat_count += 1
-            sentence = "step %d is repeated in place (%d of at most %d times): %s: %s"
-            log.warning(sentence, self.step, self._repeat_count, times, type(error).__name__, error)
+            message = "step %d is repeated in place (%d of at most %d times): %s: %s"
+            log.warning(message, self.step, self._repeat_count, times, type(error).__name__, error)
             self._rewind_step()
 
     def _rewind_step(self) -> None:
@@ -296,7 +297,7 @@ class Loop:
         if self._collectives is not None:
             self._collectives.rewind()
 
-    # -- boundaries --------------------------------------------------------------------------------------------------
+    # -- step boundaries ---------------------------------------------------------------------------------------------
 
     def _begin_step(self) -> None:
         self._cursor.begin_step()
@@ -304,7 +305,7 @@ class Loop:
         if self._collectives is not None:
             self._collectives.begin_step(self.step)
             self._reducer.begin_step()
-            if not self._state_checked:  # better now than at the first death
+            if not self._state_checked:  # fail at the start rather than at the first heal
                 pack(self.state())
                 self._state_checked = True
         if self._served.has_parameters:
@@ -314,7 +315,7 @@ class Loop:
         self._state.snapshot_boundary()
 
     def _commit_step(self) -> None:
-        if not self._served.is_pushed:  # the optimizer did not step: the servers must hear that this step is over all the same
+        if not self._served.is_pushed:  # the optimizer did not step; the servers still need a push to complete the step
             self._served.discard_gradients()
             self._served.push(self._collectives)
         self._handover.finish_replay()
@@ -335,31 +336,31 @@ class Loop:
             self._checkpoint_writer.save(self.step)
         if context is not None and context.leave_requested:
             if self._checkpoint is not None:
-                context.send_to_scheduler(DumpWritten(*self._handover.dump()))  # in case nobody is left to take this rank over
+                context.send_to_scheduler(DumpWritten(*self._handover.dump()))  # no other rank may be left to continue
             context.hand_over_rank()
 
     def _before_optimizer_step(self, optimizer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Before the optimizer. A closure is run here, ahead of it: while it runs, the state is still that of the boundary. One
-        that may be run several times, each with other parameters, is left to the optimizer."""
+        """Check the optimizer and push served gradients. Run the closure here, while the state is still that of the boundary,
+        unless the optimizer may call it several times with changed parameters."""
         if (count := sum(len(group["params"]) for group in optimizer.param_groups)) != self._optimized_count:
             loop_arguments.check_optimizer_parameters(optimizer, self._parameter_ids)
             self._optimized_count = count
         if self._collectives is not None and not self.boundary:
             raise UsageError(
-                f"the optimizer may not step after micro-batch {self.micro + 1} of {self.accumulate}, whose gradients are this"
-                " rank's alone: step it where loop.boundary is true"
+                f"the optimizer stepped after micro-batch {self.micro + 1} of {self.accumulate}, before gradients are averaged:"
+                " step it only if loop.boundary is true"
             )
-        given = None
+        replaced = None
         closure = args[1] if len(args) > 1 else named.get("closure")
         if closure is not None and self._runs_closure_once:
             with torch_module().enable_grad():
                 loss = closure()
-            given = (optimizer, lambda: loss, *args[2:]), {name: named[name] for name in named if name != "closure"}
+            replaced = (optimizer, lambda: loss, *args[2:]), {name: named[name] for name in named if name != "closure"}
         if self._served.has_parameters:
             self._served.push(self._collectives)
-        if self._sharded is None:  # one that is sharded changes nothing before all have its values
+        if self._sharded is None:  # a sharded one changes no parameter before all ranks have the new values
             self._state.begin_optimizer()
-        return given
+        return replaced
 
     def _after_optimizer_step(self, *_: Any) -> None:
         self._handover.on_optimizer_stepped()

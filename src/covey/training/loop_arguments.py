@@ -1,4 +1,4 @@
-"""What a loop is given: taken in the forms that programs have it in, and refused in one sentence where it cannot be trained."""
+"""Conversion and validation of `covey.Loop`'s arguments. An argument that cannot be trained raises `UsageError`."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from covey.errors import UsageError
 from covey.training.argument_checks import check_int, check_type
 from covey.training.data.loader import Data
 
-SHARDING_REFUSAL: Final = "it cuts the parameters by collectives of its own, which do not heal: use covey.ShardedOptimizer"
+SHARDING_REFUSAL: Final = "it shards parameters with its own collectives, which do not heal: use covey.ShardedOptimizer"
 REFUSED_WRAPPERS: Final = {
-    "DistributedDataParallel": "the loop averages the gradients itself: give it the module inside",
+    "DistributedDataParallel": "the loop averages the gradients itself: pass the wrapped module",
     "FullyShardedDataParallel": SHARDING_REFUSAL,
     "FSDPModule": SHARDING_REFUSAL,
 }
@@ -21,7 +21,7 @@ REFUSED_OPTIMIZERS: Final = {
 
 
 def check_numbers(*, epochs: Any, steps: Any, accumulate: Any, seed: Any) -> None:
-    """Raises `UsageError` for one that is none."""
+    """Raise `UsageError` if an argument is not an integer in its range."""
     check_int("Loop", "epochs", epochs, 0)
     check_int("Loop", "steps", 0 if steps is None else steps, 0)
     check_int("Loop", "accumulate", accumulate, 1)
@@ -29,7 +29,7 @@ def check_numbers(*, epochs: Any, steps: Any, accumulate: Any, seed: Any) -> Non
 
 
 def as_covey_data(data: Any) -> Data:
-    """Ours, also from a torch DataLoader."""
+    """Return `data` as a `covey.Data`; a torch DataLoader is converted."""
     from covey.training.data.torch_dataloader import data_from_dataloader, is_torch_dataloader
 
     found = data_from_dataloader(data) if is_torch_dataloader(data) else data
@@ -39,7 +39,7 @@ def as_covey_data(data: Any) -> Data:
 
 
 def unwrap_model(model: Any, loop: Any) -> Any:
-    """The one to train, also from what stands for torch's DistributedDataParallel."""
+    """Return the model to train; unwrap covey's DistributedDataParallel and attach `loop` to it."""
     from covey.training.ddp import DistributedDataParallel
 
     if not isinstance(model, DistributedDataParallel):
@@ -49,7 +49,7 @@ def unwrap_model(model: Any, loop: Any) -> Any:
 
 
 def check_model_and_optimizer(model: Any, optimizer: Any) -> None:
-    """Raises `UsageError` for what a death would break. By name: nothing is imported to find out that it is not used."""
+    """Raise `UsageError` for a model or optimizer that cannot be healed. Types are compared by name, to avoid imports."""
     from torch.nn.parameter import is_lazy
     from torch.optim import Optimizer
 
@@ -60,29 +60,29 @@ def check_model_and_optimizer(model: Any, optimizer: Any) -> None:
     check_optimizer_parameters(optimizer, {id(parameter) for parameter in model.parameters()})
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
-            raise UsageError(f"Loop cannot train {name}, which has no shape yet: run a batch through the model before the loop")
+            raise UsageError(f"Loop cannot train {name}, which has no shape yet: run one batch through the model first")
         for tensor in (parameter, parameter.data):
             if any(kind.__name__ == "DTensor" for kind in type(tensor).__mro__):
                 raise UsageError(
-                    f"Loop cannot train {name}, a DTensor (FSDP or tensor parallel): no other rank has what a rank holds of it"
+                    f"Loop cannot train {name}, a DTensor (FSDP or tensor parallel): its shards exist on one rank only"
                 )
 
 
 def check_optimizer_parameters(optimizer: Any, known: Set[int]) -> None:
-    """Raises `UsageError` for a parameter that no other rank would hear of: its gradients would be this rank's alone."""
+    """Raise `UsageError` if the optimizer has a parameter that is not in `known`: its gradients would not be averaged."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in known:
                 raise UsageError(
-                    f"the optimizer has a parameter of shape {list(parameter.shape)} that the loop's model had not when the"
-                    " loop was made, so nobody would average its gradients: put all that is trained into one module, as in"
-                    " torch.nn.ModuleList([model, loss]), and give that to covey.Loop"
+                    f"the optimizer has a parameter of shape {list(parameter.shape)} that was not in the loop's model when the"
+                    " loop was created, so its gradients would not be averaged: put everything that is trained into one module,"
+                    " as in torch.nn.ModuleList([model, loss]), and pass that to covey.Loop"
                 )
 
 
 def runs_closure_once(optimizer: Any) -> bool:
-    """Whether it is known that an optimizer runs its closure once, and before anything else: as all of torch's own do but one.
-    Others may run it with other parameters, for which it was made (SAM)."""
+    """Return whether the optimizer is known to run its closure once and first, as torch's own do except LBFGS. Others (SAM)
+    may run it with changed parameters."""
     from torch.optim import LBFGS
 
     return str(type(optimizer).step.__module__).startswith("torch.optim.") and not isinstance(optimizer, LBFGS)

@@ -1,11 +1,11 @@
-"""A training in one call, for scripts written in the manner of MindSpore.
+"""MindSpore-style training in one call.
 
     model = covey.Model(net, loss_fn=loss_fn, optimizer=optimizer)
     model.train(10, data, callbacks=[LossMonitor(20), ModelCheckpoint(directory=f"./ckpt_of_rank/{rank}")])
 
-It is a `Loop` and nothing more: it heals as a loop does. Callbacks run inside the step, so what they do is healed with it. They
-are called in a replacement that repeats a step too, because the others may wait in a collective of theirs; but what concerns
-the world outside, a line or a file, must then be left out: `loop.replaying` tells.
+`train` runs a `covey.Loop` and heals like one. Callbacks run inside the step, so their collectives are healed too. A
+replacement that repeats a step also calls them, because other ranks may be blocked in a collective of theirs. Side effects such
+as printing or writing a file must then be skipped: check `loop.replaying`.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from covey.training.loop import Loop
 
 
 class Callback:
-    """Something to do within a training. `loop.step` is the step that ends, counted from 0."""
+    """Base class of callbacks. `loop.step` is the step that ends, counted from 0."""
 
     def step_end(self, loop: Loop, loss: Any) -> None:
-        """After the optimizer; `loss` is this rank's, a tensor."""
+        """Called after the optimizer step; `loss` is this rank's, a tensor."""
 
     def epoch_end(self, loop: Loop) -> None:
-        """After the last step of an epoch."""
+        """Called after the last step of an epoch."""
 
 
 class LossMonitor(Callback):
-    """Prints the loss every so many steps; 0 means never. Epochs, and the steps of an epoch, are counted from 1."""
+    """Prints the loss every `per_print_times` steps; 0: never. Epochs and their steps are counted from 1."""
 
     def __init__(self, per_print_times: int = 1) -> None:
         if isinstance(per_print_times, bool) or not isinstance(per_print_times, int) or per_print_times < 0:
-            raise UsageError(f"LossMonitor({per_print_times!r}) is not possible: give a number of steps, or 0 for silence")
+            raise UsageError(f"LossMonitor({per_print_times!r}) is invalid: expected a number of steps, 0 to print nothing")
         self.per_print_times = per_print_times
 
     def step_end(self, loop: Loop, loss: Any) -> None:
@@ -47,7 +47,7 @@ class LossMonitor(Callback):
 
 
 class CheckpointConfig:
-    """How often a checkpoint is written, and how many are kept."""
+    """Interval of checkpoints in steps, and the number of checkpoints to keep."""
 
     def __init__(self, save_checkpoint_steps: int = 100, keep_checkpoint_max: int = 5) -> None:
         self.save_checkpoint_steps = save_checkpoint_steps
@@ -55,9 +55,10 @@ class CheckpointConfig:
 
 
 class ModelCheckpoint(Callback):
-    """Asks for checkpoints, and for resuming from them; the loop writes them between two steps.
+    """Requests checkpoints and resuming from them. The loop writes them between two steps.
 
-    `directory` is this rank's own folder and ends in its rank; beside it are the other ranks', any of whose copies will do.
+    `directory` is this rank's own and its last part is the rank. Its siblings are those of the other ranks; a rank can resume
+    from any of them.
     """
 
     def __init__(self, prefix: str = "train", directory: str | None = None, config: CheckpointConfig | None = None) -> None:
@@ -68,11 +69,11 @@ class ModelCheckpoint(Callback):
         self.checkpoint = Checkpoint(**folder, every=every, keep=keep, prefix=prefix)
 
     def check(self, rank: int) -> None:
-        """A folder that is not this rank's own would mix the copies of all."""
+        """Raise `UsageError` if `directory` does not end in `rank`, because the ranks' files would be mixed."""
         if self.directory is not None and self.directory.name != str(rank):
             raise UsageError(
-                f"ModelCheckpoint(directory={str(self.directory)!r}) is not possible on rank {rank}: each rank writes into"
-                f" a folder of its own that ends in its rank, as {str(self.directory.parent / str(rank))!r}"
+                f"ModelCheckpoint(directory={str(self.directory)!r}) is invalid on rank {rank}: the last part of the path must"
+                f" be the rank, as in {str(self.directory.parent / str(rank))!r}"
             )
 
 
@@ -93,9 +94,9 @@ class Model:
         schedulers: Sequence[Any] = (),
         seed: int = 0,
     ) -> Loop:
-        """Train for so many epochs, or what is left of them after a checkpoint.
+        """Train for `epochs` epochs, or the rest of them after a checkpoint, and return the loop.
 
-        `data` is a `covey.Data`, or a map-style data set with a `batch_size` per rank; its samples end in the label.
+        `data` is a `covey.Data`, or a map-style data set with a `batch_size` per rank. The last item of a sample is its label.
         `schedulers` step after each optimizer step.
         """
         loop = Loop(
@@ -126,16 +127,20 @@ class Model:
     def _as_data(self, data: Any, batch_size: int | None) -> Data:
         if isinstance(data, Data):
             if batch_size is not None:
-                raise UsageError("train(..., batch_size=...) is not possible with a covey.Data: it has a batch size already")
+                raise UsageError(
+                    "train(..., batch_size=...) is invalid with a covey.Data, which has its own batch size: omit it"
+                )
             return data
         if batch_size is None:
-            raise UsageError("train() needs a batch size: give covey.Data(dataset, batch_size), or batch_size= with a data set")
+            raise UsageError(
+                "train() needs a batch size: pass covey.Data(dataset, batch_size), or batch_size=N with a data set"
+            )
         return Data(data, batch_size)
 
     def _find_checkpoint(self, callbacks: Sequence[Callback]) -> Checkpoint | None:
         found = [callback for callback in callbacks if isinstance(callback, ModelCheckpoint)]
         if len(found) > 1:
-            raise UsageError(f"train() takes one ModelCheckpoint, not {len(found)}: a training resumes from one place")
-        for asked in found:
-            asked.check(self._group.rank)
+            raise UsageError(f"train() got {len(found)} ModelCheckpoint callbacks: pass at most one")
+        for callback in found:
+            callback.check(self._group.rank)
         return found[0].checkpoint if found else None

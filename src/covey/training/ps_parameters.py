@@ -1,9 +1,9 @@
-"""The part of a model that lies on the parameter servers, as its training process sees it.
+"""Parameters of a model that parameter servers hold, as seen by the training process.
 
-Parameters that were marked by `set_param_ps` have a copy here, which is refreshed at every step's boundary; an `Embedding`
-has none. When the optimizer steps, their gradients go to the servers instead, and the optimizer, finding none, leaves them
-alone. In sync mode that push is one of the step's collectives: it is complete when every rank's is, it has a number, and it
-is repeated after a death like any other.
+A parameter marked by `set_param_ps` has a local copy, which is refreshed at every step boundary; an `Embedding` has none. When
+the optimizer steps, the gradients of both go to the servers; the optimizer finds `grad=None` and skips them. In sync mode the
+push is one of the step's collectives: it has a number, it completes when every rank's push has, and it is repeated after a
+failure like any other.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from covey.training.embedding import Embedding
 from covey.training.gradient_reducer import SERVED_ATTRIBUTE as MARK
 from covey.training.lazy_torch import torch_module
 
-IN_LOOP_ATTRIBUTE: Final = "covey_in_loop"  # marks a parameter whose loop is made: who serves it is settled
-FINAL_SAVE_TIMEOUT_S: Final = 10.0  # for writing rows down when the run is about to end
-TOO_LATE_MESSAGE: Final = "set_param_ps comes too late for a model whose covey.Loop is made: call it before Loop(...)"
+IN_LOOP_ATTRIBUTE: Final = "covey_in_loop"  # marks a parameter of a created loop, which can no longer become served
+FINAL_SAVE_TIMEOUT_S: Final = 10.0  # limit of the save before the run ends
+TOO_LATE_MESSAGE: Final = "set_param_ps is too late for a model that is in a covey.Loop: call it before Loop(...)"
 
 log = logging.getLogger("covey")
 
 
 def mark_for_server(target: Any, *, recurse: bool, init_in_server: bool, optimizer: OptimizerRule | None) -> None:
-    """Have a parameter, or all that a module trains, served."""
+    """Mark a parameter, or all trainable ones of a module, as served. Raise `UsageError` if that is not possible."""
     torch = torch_module()
     if optimizer is not None:
         check_type("set_param_ps", "optimizer", optimizer, OptimizerRule)
@@ -56,13 +56,13 @@ def mark_for_server(target: Any, *, recurse: bool, init_in_server: bool, optimiz
             raise UsageError(TOO_LATE_MESSAGE)
         found = [target]
     else:
-        raise UsageError(f"set_param_ps takes a torch module or parameter, not a {type(target).__name__}")
+        raise UsageError(f"set_param_ps got a {type(target).__name__}: expected a torch module or parameter")
     for parameter in found:
         _check_dtype("a parameter", parameter)
         if parameter.is_meta:
             raise UsageError(
-                "a parameter on the meta device has no memory here, and needs some to be computed with: only a"
-                " torch.nn.Embedding does without, with init_in_server=True"
+                "a parameter on the meta device has no local memory and cannot be served: only a torch.nn.Embedding with"
+                " init_in_server=True can be on the meta device"
             )
         setattr(parameter, MARK, (optimizer, init_in_server))
 
@@ -73,12 +73,13 @@ def _is_in_loop(module: Any) -> bool:
 
 
 def move_embedding_to_servers(module: Any, optimizer: OptimizerRule | None) -> None:
-    """A torch.nn.Embedding whose rows begin and stay on the servers. Its weight, which may be on the meta device, is let go."""
+    """Make a torch.nn.Embedding hold its rows on the servers only. Its weight, which may be on the meta device, is dropped."""
     if module.padding_idx is not None or module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         raise UsageError(
-            "an Embedding with padding_idx, max_norm, scale_grad_by_freq or sparse cannot begin on the servers: do without"
+            "an Embedding with padding_idx, max_norm, scale_grad_by_freq or sparse cannot be initialized on the servers: remove"
+            " these options"
         )
-    module.served = Embedding(module.num_embeddings, module.embedding_dim, optimizer=optimizer, scale=1.0)  # as torch's
+    module.served = Embedding(module.num_embeddings, module.embedding_dim, optimizer=optimizer, scale=1.0)  # torch's scale
     module.weight = None
     module.forward = module.served.forward
 
@@ -88,7 +89,7 @@ def is_served(parameter: Any) -> bool:
 
 
 class ServedParameters:
-    """All of one model's parameters that are served."""
+    """All served parameters of one model."""
 
     def __init__(self, model: Any, optimizer: Any, group: Communicator) -> None:
         self.full_parameters = {name: p for name, p in model.named_parameters() if is_served(p)}
@@ -98,9 +99,9 @@ class ServedParameters:
         self._group = group
         self.step = 0
         self.is_pushed = True
-        self._proven_generation = 0  # the newest in which a push has shown that every rank takes part
+        self._proven_generation = 0  # the newest generation in which a push included an all_reduce of all ranks
         self._caches: dict[str, RowCache] = {}
-        self._prefetches: dict[str, Callable[[], Array]] = {}  # by table: what was asked for in the step before
+        self._prefetches: dict[str, Callable[[], Array]] = {}  # by table: requests started in the previous step
         if group.serving_settings is not None:
             for parameter in model.parameters():
                 setattr(parameter, IN_LOOP_ATTRIBUTE, True)
@@ -116,13 +117,13 @@ class ServedParameters:
 
     @property
     def is_independent(self) -> bool:
-        """Whether this worker waits for no other: nothing is reduced, and its pace is its own."""
+        """Whether this worker never waits for another: no local parameters to reduce, and not in sync mode."""
         return self.has_parameters and not self.is_sync and not self.has_local_parameters
 
-    # -- beginning ---------------------------------------------------------------------------------------------------
+    # -- start of the training -----------------------------------------------------------------------------------------
 
     def declare(self, rank: int) -> None:
-        """Make all parameters known to the servers; rank 0 says how they begin."""
+        """Declare all parameters to the servers; rank 0 also sends their initial values."""
         for name, parameter in self.full_parameters.items():
             begin = (
                 InitialValues("normal", seed=zlib.crc32(name.encode()))
@@ -140,30 +141,33 @@ class ServedParameters:
             spec = ParameterSpec(name, table.vocab_size, table.embedding_size, "float32", True, rule, table.initial_values)
             self.client.declare(spec, None, first=rank == 0)
 
-    def align_start_step(self, rank: int, step: int, folder: str, *, given: bool) -> int:
-        """Bring servers and this worker to one step, and return it. `given`: this worker's state came from another."""
+    def align_start_step(self, rank: int, step: int, folder: str, *, has_state: bool) -> int:
+        """Bring servers and this worker to the same step and return it. `has_state`: this worker received its state from
+        another rank. Raise `PeerError` if local parameters are lost."""
         self.declare(rank)
-        if given:
+        if has_state:
             return step
         if self.is_independent:
             saved = checkpoint_files.complete_steps(folder) if folder else []
             if saved and self.client.query_next_step() == 0:
                 self.client.load(saved[-1], folder)
             return self.client.query_next_step()
-        standing = self.client.query_next_step() if self._group.world == 1 else step
-        if standing > step and not self.has_local_parameters:
-            return standing
-        if standing > step and step == 0:
-            raise PeerError("the only worker died with the parameters that were not served, and there is no checkpoint")
+        server_step = self.client.query_next_step() if self._group.world == 1 else step
+        if server_step > step and not self.has_local_parameters:
+            return server_step
+        if server_step > step and step == 0:
+            raise PeerError(
+                "the only worker died with the parameters that were not served, and there is no checkpoint: restart"
+            )
         if step > 0 and rank == 0:
-            log.info("the servers take their rows from the checkpoint of step %d", step)
+            log.info("parameter servers load their rows from the checkpoint of step %d", step)
             self.client.load(step, folder)
         return step
 
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def pull_for_step(self, step: int) -> None:
-        """A step begins: the values it is to see."""
+        """Refresh the local copies of served parameters for this step."""
         self.step, self.is_pushed = step, False
         if not self.full_parameters:
             return
@@ -175,12 +179,12 @@ class ServedParameters:
                     parameter.copy_(torch_module().from_numpy(flat).view_as(parameter))
 
     def fetch_rows(self, table: Embedding, numbers: Array) -> Array:
-        """Rows for this step."""
+        """Return the rows `numbers` of a table for this step."""
         name = next(name for name, found in self.tables.items() if found is table)
         if not table.vocab_cache_size:
             return self.client.pull_rows(self.step, name, numbers)
         if (fetched := self._prefetches.pop(name, None)) is not None:
-            fetched()  # into the cache: what has changed since is asked for below
+            fetched()  # fills the cache; rows that changed since are requested below
         return self.client.pull_rows_cached(self.step, name, numbers, self._cache_for(name, table))()
 
     def _cache_for(self, name: str, table: Embedding) -> RowCache:
@@ -189,14 +193,14 @@ class ServedParameters:
         return self._caches[name]
 
     def _start_prefetch(self) -> None:
-        """The step is complete on all servers, and this rank has gone on: what the next one needs may be asked for. Not
-        earlier: asking for a step's values makes the one before it final, and a replacement may still have to repeat it."""
+        """Request the rows that the next step needs. Called only when the step is complete on all servers and this rank has
+        resumed: a request for a step makes the previous one final, and a replacement may still have to repeat it."""
         for name, table in self.tables.items():
             if (rows := table.take_next_rows()) is not None:
                 self._prefetches[name] = self.client.pull_rows_cached(self.step + 1, name, rows, self._cache_for(name, table))
 
     def take_gradients(self) -> list[GradientToPush]:
-        """What this step has gathered; with it the optimizer has nothing left to do for them."""
+        """Return this step's gradients of served parameters and clear them, so that the optimizer skips these parameters."""
         found: list[GradientToPush] = []
         for name, parameter in self.full_parameters.items():
             if parameter.grad is not None:
@@ -216,7 +220,7 @@ class ServedParameters:
         return found
 
     def discard_gradients(self) -> None:
-        """The step is repeated, or was not taken: what it gathered is not needed."""
+        """Drop this step's gradients, because it is repeated or the optimizer did not step."""
         self.is_pushed = not self.has_parameters
         for parameter in self.full_parameters.values():
             parameter.grad = None
@@ -224,11 +228,12 @@ class ServedParameters:
             table.take_used_rows()
 
     def push(self, collectives: NumberedCollectives | None) -> None:
-        """This step's gradients: in sync mode as one of its collectives, where there are others."""
-        if self.is_pushed:  # the servers know gradients by (step, rank) and take them once: a second push would be lost
+        """Push this step's gradients: in sync mode as one of its collectives if there are any. Raise `UsageError` on a second
+        push in a step."""
+        if self.is_pushed:  # servers accept gradients once per (step, rank): a second push would be ignored
             raise UsageError(
-                "where parameters are served the optimizer may step once in each step of the loop: take its next batch before"
-                " step() is called again"
+                "with served parameters the optimizer may step only once per step of the loop: take the next batch before"
+                " calling step() again"
             )
         self.is_pushed = True
         push = PushCollective(self.client, self.step, self.take_gradients(), self._notify_done, self._claim_proof)
@@ -239,14 +244,14 @@ class ServedParameters:
         self._start_prefetch()
 
     def save(self, step: int, folder: str, keep: int) -> None:
-        """Have the servers write down their rows; wait for it."""
+        """Have the servers write their rows to files; return when they are written."""
         self.client.save(step, folder, keep)
 
     def save_before_exit(self, step: int, folder: str) -> None:
-        """The same when the run is about to end, perhaps because a server is gone."""
+        """Like `save`, with a time limit, because a server may be gone."""
         if not self.client.try_save(step, folder, FINAL_SAVE_TIMEOUT_S):
             log.warning(
-                "the servers did not write down step %d within %g s: it cannot be resumed from", step, FINAL_SAVE_TIMEOUT_S
+                "parameter servers did not save step %d within %g s: the run cannot resume from it", step, FINAL_SAVE_TIMEOUT_S
             )
 
     def _notify_done(self, work: RequestBatch) -> None:
@@ -254,7 +259,7 @@ class ServedParameters:
         self._group.worker_context.inbox.put(WorkDone(work))
 
     def _claim_proof(self, generation: int) -> bool:
-        """Return whether the push that is being issued must show that every rank takes part: once in each generation."""
+        """Return whether this push must include an all_reduce of all ranks: true once per generation."""
         is_first, self._proven_generation = generation != self._proven_generation, generation
         return is_first
 
@@ -270,13 +275,13 @@ class ServedParameters:
         return first
 
     def _as_flat_array(self, tensor: Any) -> Array:
-        """The same memory where that is possible."""
+        """Return the tensor as a flat array; shares its memory if possible."""
         found: Array = tensor.detach().cpu().contiguous().view(-1).numpy()
         return found
 
 
 class PushCollective:
-    """One step's gradients of one rank, as a collective that can be issued again."""
+    """One rank's gradients of one step, as a collective that can be reissued."""
 
     def __init__(
         self,
@@ -291,21 +296,21 @@ class PushCollective:
         self._work: RequestBatch | None = None
 
     def issue(self, group: Group) -> list[Work]:
-        """Begin, or find out what became of what was begun: the servers know the gradients by (step, rank)."""
+        """Start the push, or wait for one that was started before; servers identify gradients by (step, rank)."""
         if self._work is None:
             self._work = self._client.push(self._step, self._gradients, self._notify_done)
         elif self._work.finished.is_set():
-            self._notify_done(self._work)  # the first news of it was lost with a generation
+            self._notify_done(self._work)  # the first notification was consumed in an earlier generation
         works: list[Work] = [self._work]
         if self._claim_proof(group.generation):
-            # The servers may have the gradients of a rank that died since. A donor must not continue before the replacement
-            # has its state, and neither may the servers: so this push depends on every rank, like all other collectives.
+            # The servers may hold the gradients of a rank that has died since. A donor must not continue before the replacement
+            # has its state, and neither may the servers, so this push depends on every rank, like all other collectives.
             torch = torch_module()
             works.append(group.all_reduce(torch.zeros(1, dtype=torch.uint8), ReduceOp.SUM))
         return works
 
     def results(self) -> list[Any]:
-        """Nothing to hand over: who missed it finds the values on the servers."""
+        """Return an empty list: a rank that missed the push reads the values from the servers."""
         return []
 
     def complete(self, results: list[Any]) -> None:
@@ -313,17 +318,18 @@ class PushCollective:
             raise self._work.error
 
     def run_without_group(self) -> None:
-        """Without a group: wait for the servers only."""
-        self._client.push(self._step, self._gradients, here=True)
+        """Push and wait for the servers only."""
+        self._client.push(self._step, self._gradients, blocking=True)
 
 
 def optimizer_rule_for(optimizer: Any, group: dict[str, Any], *, rows: bool) -> OptimizerRule:
-    """The optimizer of the loop, as the servers have it. For tables, Adam is LazyAdam: it moves the rows of the batch only."""
+    """Return the servers' equivalent of the loop's optimizer. For tables Adam becomes LazyAdam, which updates the rows of the
+    batch only. Raise `UsageError` if there is none."""
     kind, lr = type(optimizer).__name__, float(group["lr"])
     decay = float(group.get("weight_decay", 0.0))
     if group.get("maximize") or group.get("amsgrad"):
         raise UsageError(
-            f"{kind} with maximize or amsgrad is not known to the servers: give set_param_ps an optimizer of covey's"
+            f"{kind} with maximize or amsgrad is not supported by the servers: pass one of covey's optimizers to set_param_ps"
         )
     if kind == "SGD" and group["momentum"]:
         options = {"dampening": group["dampening"], "nesterov": group["nesterov"], "weight_decay": decay}
@@ -337,11 +343,11 @@ def optimizer_rule_for(optimizer: Any, group: dict[str, Any], *, rows: bool) -> 
     if kind == "Adagrad":
         initial = group["initial_accumulator_value"]
         return Adagrad(lr, lr_decay=group["lr_decay"], weight_decay=decay, initial=initial, eps=group["eps"])
-    raise UsageError(f"{kind} is not known to the servers: give set_param_ps or Embedding an optimizer of covey's")
+    raise UsageError(f"{kind} is not supported by the servers: pass one of covey's optimizers to set_param_ps or Embedding")
 
 
 def _check_dtype(name: str, values: Any) -> Any:
     found = str(values.dtype).removeprefix("torch.")
     if found not in DTYPES:
-        raise UsageError(f"{name} is {found}, which cannot be served: {' and '.join(DTYPES)} can")
+        raise UsageError(f"{name} is {found}, which cannot be served: convert it to {' or '.join(DTYPES)}")
     return found

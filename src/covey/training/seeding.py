@@ -1,4 +1,4 @@
-"""Random numbers that follow from numbers: a replacement draws what its predecessor drew."""
+"""Deterministic seeds: a replacement draws the same random numbers as the process it replaces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SPLITMIX64_CONSTANTS: Final = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049B
 
 
 def derive_seed(*numbers: int) -> int:
-    """A seed from several numbers: the same everywhere, and different for neighbours."""
+    """Return a seed derived from `numbers` (splitmix64): equal on all machines, different for adjacent numbers."""
     value = 0
     for number in numbers:
         value = (value + number + 1) * SPLITMIX64_CONSTANTS[0] & (1 << 64) - 1
@@ -37,9 +37,9 @@ def seed_process(seed: int) -> None:
 
 
 def seed_all(seed: int) -> None:
-    """Python's, numpy's and torch's generators; quickly, because it happens for every batch."""
-    for put in _seed_functions():
-        put(seed)
+    """Seed the generators of Python, numpy and torch. Runs once per batch, so the functions are looked up once."""
+    for seed_generator in _seed_functions():
+        seed_generator(seed)
 
 
 @functools.cache

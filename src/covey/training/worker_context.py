@@ -1,4 +1,4 @@
-"""What a training process needs of its node: its place, the board, and news of the cluster. A node is a `WorkerContext`."""
+"""Interface between training code and its node: rank, rendezvous store and notifications. A node is a `WorkerContext`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from covey.core.types import Progress
 
 
 class RankInfo(Protocol):
-    """Where a rank stands."""
+    """A rank's place in one generation of the cluster."""
 
     @property
     def rank(self) -> int: ...
@@ -32,23 +32,23 @@ class RankInfo(Protocol):
 
 
 class WorkerContext(Protocol):
-    """How the ranks of a generation find each other and hear of a new one."""
+    """What training code uses of its node."""
 
-    result_cache_max_bytes: int  # of collectives' results, for a replacement
-    may_grow: bool  # others may come, also to one that is alone, or come back
-    allows_retry: bool  # retry is among the strategies
-    spare_sync_every: int  # steps, after which spares take a copy of the state; 0: never
+    result_cache_max_bytes: int  # limit of cached collective results
+    may_grow: bool  # workers may join or return, also if the world size is 1 now
+    allows_retry: bool  # `retry` is among the configured strategies
+    spare_sync_every: int  # steps between two copies of the state by spares; 0: never
 
     @property
-    def waiting_in(self) -> CollectiveNumber | None: ...  # the collective this rank waits in, as its heartbeats report it
+    def waiting_in(self) -> CollectiveNumber | None: ...  # the collective this rank is blocked in; sent with heartbeats
     def set_waiting_in(self, number: CollectiveNumber | None) -> None: ...
-    def leave_at_step_boundary(self) -> None: ...  # from now on: a loop runs, which exits at a step boundary when requested
+    def leave_at_step_boundary(self) -> None: ...  # called by a loop: from now on a requested exit happens at a step boundary
     @property
-    def leave_requested(self) -> bool: ...  # SIGTERM came: finish the step and go
+    def leave_requested(self) -> bool: ...  # SIGTERM received: finish the step and exit
     @property
-    def assignment(self) -> RankInfo: ...  # a spare waits here for one
+    def assignment(self) -> RankInfo: ...  # a spare blocks here until it has a rank
     @property
-    def has_rank(self) -> bool: ...  # not a spare, or one no more
+    def has_rank(self) -> bool: ...  # false only in a spare without a rank
     @property
     def generation(self) -> int: ...
     @property
@@ -56,7 +56,7 @@ class WorkerContext(Protocol):
     @property
     def address(self) -> str: ...
     @property
-    def inbox(self) -> queue.SimpleQueue[Any]: ...  # news, in the order it happened: the only thing the main thread waits on
+    def inbox(self) -> queue.SimpleQueue[Any]: ...  # notifications, in order; the only thing on which the main thread blocks
     def put_rendezvous(self, key: str, value: bytes, generation: int) -> None: ...
     def get_rendezvous(self, key: str, generation: int, timeout_s: float) -> bytes: ...
     def has_rendezvous(self, key: str) -> bool: ...
@@ -64,16 +64,16 @@ class WorkerContext(Protocol):
     def report_progress(self, progress: Progress) -> None: ...
     def report_spare_step(self, step: int) -> None: ...  # a spare has a copy of the state of this step
     def hand_over_rank(self) -> None: ...
-    def wait_until_confirmed(self) -> None: ...  # returns while this rank's place is surely its own
+    def wait_until_confirmed(self) -> None: ...  # blocks until the scheduler has recently confirmed this rank
 
 
 class GenerationStarted(msgspec.Struct, frozen=True):
-    """News: the membership changed."""
+    """Notification: the membership changed."""
 
     generation: int
 
 
 class HealPlanReceived(msgspec.Struct, frozen=True):
-    """News: everyone has reported, and this is how to go on."""
+    """Notification: every rank has reported, and this is the heal plan."""
 
     plan: HealPlan

@@ -1,4 +1,4 @@
-"""TaskD's variables in covey's words, its configs judged, and torchrun's wishes as `covey run` has them."""
+"""TaskD: its environment variables, validation of its configs, and conversion of torchrun's options to `covey run`."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ from covey.storage.journal import has_resumable_journal, open_journal
         ({"PROCESS_RECOVER": "off", "ENABLE_RESTART_FAULT_PROCESS": "on"}, "exit"),
     ],
 )
-def test_what_the_switches_ask_for(environ: dict[str, str], strategy: str) -> None:
+def test_recovery_switches_select_the_strategy(environ: dict[str, str], strategy: str) -> None:
     loaded = load_settings(environ)
     assert loaded.settings.strategy == strategy
     assert all(f"{name}={value}" in loaded.origins["strategy"] for name, value in environ.items())
 
 
-def test_nothing_is_asked_for_by_nothing() -> None:
+def test_no_setting_is_read_from_unset_switches() -> None:
     assert read_taskd_settings({"HIGH_AVAILABILITY": "", "RANK": "0"}, without=(), default=DEFAULT_STRATEGY) == {}
 
 
-def test_the_job_is_mindx_task_id() -> None:
+def test_job_is_mindx_task_id_unless_covey_job_is_set() -> None:
     assert read_taskd_settings({"MINDX_TASK_ID": "j"}, without=(), default=DEFAULT_STRATEGY) == {
         "job": TaskdSetting("j", "MINDX_TASK_ID")
     }
@@ -71,16 +71,16 @@ def test_the_job_is_mindx_task_id() -> None:
         ("COVEY_TASKD_PORT", "80", "1024"),
     ],
 )
-def test_a_wrong_word_is_refused(name: str, value: str, allowed: str) -> None:
+def test_wrong_value_of_a_variable_is_refused(name: str, value: str, allowed: str) -> None:
     with pytest.raises(UsageError, match=f"^{name}.*is not allowed: .*{allowed}"):
         load_settings({name: value})
 
 
-def test_coveys_own_variable_mends_a_wrong_one() -> None:
+def test_covey_variable_overrides_a_wrong_taskd_variable() -> None:
     assert load_settings({"PROCESS_RECOVER": "yes", "COVEY_STRATEGY": "dump"}).settings.strategy == "dump,exit"
 
 
-# -- where -----------------------------------------------------------------------------------------------------------
+# -- address of the manager ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -98,7 +98,9 @@ def test_coveys_own_variable_mends_a_wrong_one() -> None:
         ({"sched_host": "10.0.0.2"}, {"MASTER_ADDR": "10.0.0.1"}, "", "10.0.0.1:9601"),
     ],
 )
-def test_where_the_manager_is(settings: dict[str, Any], environ: dict[str, str], endpoint: str, name: str) -> None:
+def test_manager_address_follows_precedence(
+    settings: dict[str, Any], environ: dict[str, str], endpoint: str, name: str
+) -> None:
     assert find_manager_address(Settings(**settings), environ, endpoint).host_port == name
 
 
@@ -108,55 +110,55 @@ JOB: dict[str, Any] = {"job_id": "j", "node_nums": 2, "proc_per_node": 4}
 
 
 @pytest.fixture
-def sentences(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """What was logged, in an environment without a word on any setting."""
+def messages(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Logged messages, in an environment without settings."""
     for name in ("MINDX_TASK_ID", "COVEY_STRATEGY", "PROCESS_RECOVER", "TASKD_PROCESS_ENABLE", "MASTER_ADDR", "POD_IP"):
         monkeypatch.delenv(name, raising=False)
     found: list[str] = []
-    listener = logging.Handler()
-    listener.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    log.addHandler(listener)
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
     level = log.level
     log.setLevel(logging.INFO)
     yield found
     log.setLevel(level)
-    log.removeHandler(listener)
+    log.removeHandler(handler)
 
 
 @pytest.mark.parametrize(
-    ("config", "sentence"),
+    ("config", "message"),
     [
-        (None, "give a dict"),
-        ([], "give a dict"),
+        (None, "expected a dict"),
+        ([], "expected a dict"),
         ({}, "no job_id, node_nums, proc_per_node"),
         (JOB | {"job_id": None}, "set MINDX_TASK_ID"),
         (JOB | {"job_id": ""}, "no job_id"),
-        (JOB | {"job_id": 7}, "a text is"),
+        (JOB | {"job_id": 7}, "expected a string"),
         (JOB | {"job_id": "a/b"}, 'without "/"'),
         (JOB | {"node_nums": 0}, "from 1 to"),
         (JOB | {"node_nums": True}, "from 1 to"),
         (JOB | {"proc_per_node": "4"}, "from 1 to"),
-        (JOB | {"node_nums": 1_000_000}, "at most 1000000"),
-        (JOB | {"nodes": 1}, "the key nodes, which is not known"),
-        (JOB | {"fault_recover": "yes"}, '"on" or "off" is'),
-        (JOB | {"taskd_enable": "off"}, "taskd_enable is off"),
-        (JOB | {"cluster_infos": [{"ip": 1}]}, "of the texts ip, port, name and role"),
+        (JOB | {"node_nums": 1_000_000}, "the limit is 1000000"),
+        (JOB | {"nodes": 1}, "the unknown key nodes"),
+        (JOB | {"fault_recover": "yes"}, 'expected "on" or "off"'),
+        (JOB | {"taskd_enable": "off"}, 'taskd_enable is "off"'),
+        (JOB | {"cluster_infos": [{"ip": 1}]}, "with the strings ip, port, name and role"),
     ],
 )
-def test_a_wrong_config_is_false_and_a_sentence(config: Any, sentence: str, sentences: list[str]) -> None:
+def test_init_manager_returns_false_and_logs_a_wrong_config(config: Any, message: str, messages: list[str]) -> None:
     assert taskd.init_taskd_manager(config) is False
-    assert len(sentences) == 1 and sentence in sentences[0]
+    assert len(messages) == 1 and message in messages[0]
     assert taskd.start_taskd_manager() is False
-    assert "call init_taskd_manager first" in sentences[1]
+    assert "call init_taskd_manager first" in messages[1]
 
 
-def test_switched_off_by_the_environment(sentences: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_manager_returns_false_if_taskd_is_disabled(messages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TASKD_PROCESS_ENABLE", "off")
     assert taskd.init_taskd_manager(JOB) is False
-    assert "TASKD_PROCESS_ENABLE=off" in sentences[0]
+    assert "TASKD_PROCESS_ENABLE=off" in messages[0]
 
 
-def test_a_config_becomes_settings(sentences: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_config_is_converted_to_settings(messages: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     more = {"plugin_dir": "p", "cluster_infos": {"ip": "10.0.0.1", "port": "8899", "name": "c", "role": "ClusterD"}}
     assert taskd.init_taskd_manager(JOB | more) is True
     found = settings_from_config(JOB)
@@ -164,13 +166,12 @@ def test_a_config_becomes_settings(sentences: list[str], monkeypatch: pytest.Mon
     assert found.origins["worker_num"] == "init_taskd_manager"
     assert settings_from_config(JOB | {"fault_recover": "off"}).settings.strategy == "exit"
     monkeypatch.setenv("PROCESS_RECOVER", "on")
-    assert (
-        settings_from_config(JOB | {"fault_recover": "off"}).settings.strategy == DEFAULT_STRATEGY
-    )  # as with TaskD, the variable is the stronger
-    assert sum("without effect" in sentence for sentence in sentences) == 2
+    strategy = settings_from_config(JOB | {"fault_recover": "off"}).settings.strategy
+    assert strategy == DEFAULT_STRATEGY, "the variable overrides the config, as with TaskD"
+    assert sum("is ignored" in message for message in messages) == 2
 
 
-def test_the_other_parts(sentences: list[str]) -> None:
+def test_agent_worker_and_proxy_calls_return_false_for_wrong_arguments_or_order(messages: list[str]) -> None:
     assert [taskd.init_taskd_worker(rank) for rank in ("1", -1, True)] == [False] * 3  # type: ignore[arg-type]
     assert taskd.init_taskd_worker(1, -5) is False
     assert taskd.init_taskd_worker(1, framework="tf") is False
@@ -191,32 +192,32 @@ def test_the_other_parts(sentences: list[str]) -> None:
     assert taskd.register_func("MAGIC", print) is False
     assert taskd.register_func("MONITOR", print) is True
     assert taskd.start_taskd_agent() == "ran"
-    assert len(sentences) == 14, sentences
+    assert len(messages) == 14, messages
 
 
-def test_whose_journal_can_be_taken_up(tmp_path: Path) -> None:
-    def written(phase: Phase, job: str = "j") -> Path:
+def test_journal_is_resumable_only_if_it_is_of_this_job_and_not_ended(tmp_path: Path) -> None:
+    def write(phase: Phase, job: str = "j") -> Path:
         folder = tmp_path / f"{phase}-{job}"
         journal = open_journal(folder, job=job, worker_num=1, server_num=0)
         journal.commit([ClusterRecord("c", job, 1, 0, phase, 1)])
         journal.close()
         return folder
 
-    assert has_resumable_journal(written(Phase.READY), "j")
-    assert not has_resumable_journal(written(Phase.ENDED), "j")
-    assert not has_resumable_journal(written(Phase.READY, "k"), "j")
+    assert has_resumable_journal(write(Phase.READY), "j")
+    assert not has_resumable_journal(write(Phase.ENDED), "j")
+    assert not has_resumable_journal(write(Phase.READY, "k"), "j")
     assert not has_resumable_journal(tmp_path, "j")
-    (tmp_path / "scheduler.journal").write_text("no database at all")
+    (tmp_path / "scheduler.journal").write_text("not a database")
     assert not has_resumable_journal(tmp_path, "j")
 
 
 # -- torchrun --------------------------------------------------------------------------------------------------------
 
 
-def asked(**more: Any) -> SimpleNamespace:
-    """torchrun's LaunchConfig, as far as it is read."""
+def launch_config(**changes: Any) -> SimpleNamespace:
+    """Return the used fields of torchrun's LaunchConfig, with defaults."""
     specs = SimpleNamespace(root_log_dir="/tmp/torchelastic_x1", _tee=0, _redirects=0, _local_ranks_filter=None)
-    wishes = {
+    defaults = {
         "min_nodes": 1,
         "max_nodes": 1,
         "nproc_per_node": 3,
@@ -231,14 +232,14 @@ def asked(**more: Any) -> SimpleNamespace:
         "shutdown_timeout": 30,
         "numa_options": None,
     }
-    return SimpleNamespace(**{**wishes, **more})
+    return SimpleNamespace(**{**defaults, **changes})
 
 
 PYTHON: tuple[str, list[str]] = (sys.executable, ["-u", "train.py", "--lr", "1"])
 
 
-def test_torchruns_wishes_are_covey_runs() -> None:
-    assert " ".join(covey_run_arguments(asked(), *PYTHON, {})) == (
+def test_torchruns_defaults_are_converted() -> None:
+    assert " ".join(covey_run_arguments(launch_config(), *PYTHON, {})) == (
         "--nproc-per-node 3 --nnodes 1 --master 127.0.0.1:9601 --or-join taskd_log --max-restarts 32767 --role default"
         " --no-live --grace 30 --log-dir taskd_log --tail_worker_log -1 train.py --lr 1"
     )
@@ -263,24 +264,24 @@ def test_torchruns_wishes_are_covey_runs() -> None:
         ({}, {"MS_RECOVERY_PATH": "/kept", "MINDX_TASK_ID": "j"}, "--or-join /kept"),
     ],
 )
-def test_each_wish(config: dict[str, Any], environ: dict[str, str], words: str) -> None:
-    assert words in " ".join(covey_run_arguments(asked(**config), *PYTHON, environ))
+def test_torchruns_option_is_converted(config: dict[str, Any], environ: dict[str, str], words: str) -> None:
+    assert words in " ".join(covey_run_arguments(launch_config(**config), *PYTHON, environ))
 
 
-def test_the_jobs_name_is_the_managers_and_not_torchruns_id() -> None:
-    scheduler = {"MS_SCHED_HOST": "10.0.0.1", "MS_SCHED_PORT": "8118"}  # which has COVEY_JOB, as all of a MSJob
+def test_torchruns_run_id_is_not_the_jobs_name() -> None:
+    scheduler = {"MS_SCHED_HOST": "10.0.0.1", "MS_SCHED_PORT": "8118"}  # has COVEY_JOB, like all pods of an MSJob
     for environ in ({}, {"MINDX_TASK_ID": "j"}, {"COVEY_JOB": "c"}, {"MINDX_TASK_ID": "j", "COVEY_JOB": "c"} | scheduler):
-        assert "--rdzv-id" not in covey_run_arguments(asked(run_id="r7"), *PYTHON, environ)
+        assert "--rdzv-id" not in covey_run_arguments(launch_config(run_id="r7"), *PYTHON, environ)
 
 
-def test_output_goes_where_torchrun_was_told() -> None:
+def test_torchruns_output_options_are_converted() -> None:
     specs = SimpleNamespace(root_log_dir="/logs", _tee={0: 3, 1: 1}, _redirects=2, _local_ranks_filter={1, 0})
-    words = " ".join(covey_run_arguments(asked(logs_specs=specs), *PYTHON, {}))
+    words = " ".join(covey_run_arguments(launch_config(logs_specs=specs), *PYTHON, {}))
     assert "--log-dir /logs --tee 0:3,1:1 --redirects 2 --local-ranks-filter 0,1 train.py" in words
 
 
 def run_script_path() -> None:
-    """Named as torch's own entry of --run-path."""
+    """Has the name of torch's entry point for --run-path."""
 
 
 @pytest.mark.parametrize(
@@ -292,18 +293,18 @@ def run_script_path() -> None:
         (run_script_path, ["train.py", "-x"], ["train.py", "-x"]),
     ],
 )
-def test_what_runs(entrypoint: Any, args: list[str], words: list[str]) -> None:
-    assert covey_run_arguments(asked(), entrypoint, args, {})[-len(words) :] == words
+def test_script_module_or_program_is_passed_on(entrypoint: Any, args: list[str], words: list[str]) -> None:
+    assert covey_run_arguments(launch_config(), entrypoint, args, {})[-len(words) :] == words
 
 
 @pytest.mark.parametrize(
-    ("config", "entrypoint", "args", "sentence"),
+    ("config", "entrypoint", "args", "message"),
     [
         ({}, print, [], "a function"),
         ({}, sys.executable, ["-u", "t.py", "--local-rank=${local_rank}"], "LOCAL_RANK"),
-        ({"virtual_local_rank": True}, *PYTHON, "no virtual_local_rank"),
+        ({"virtual_local_rank": True}, *PYTHON, "does not support virtual_local_rank"),
     ],
 )
-def test_what_covey_does_not_have_stays_torchruns(config: Any, entrypoint: Any, args: list[str], sentence: str) -> None:
-    with pytest.raises(UnsupportedByCovey, match=sentence):
-        covey_run_arguments(asked(**config), entrypoint, args, {})
+def test_unsupported_launch_raises(config: Any, entrypoint: Any, args: list[str], message: str) -> None:
+    with pytest.raises(UnsupportedByCovey, match=message):
+        covey_run_arguments(launch_config(**config), entrypoint, args, {})

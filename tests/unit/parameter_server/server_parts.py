@@ -1,4 +1,4 @@
-"""Messages and peers for tests that construct one part of a parameter server."""
+"""Messages and peers for tests of one part of a parameter server."""
 
 from __future__ import annotations
 
@@ -58,21 +58,21 @@ def push(step: int, *rows: int, rank: int = 0, generation: int = 1, version: int
 
 
 def pack_body(arrays: list[Array]) -> Array:
-    """Return arrays as the bytes in which they travel."""
+    """Return arrays as the bytes of a message."""
     return np.concatenate([EMPTY, *(np.ascontiguousarray(a).reshape(-1).view(np.uint8) for a in arrays)])
 
 
 def hand_over(slots: list[int], version: int, generation: int = 0) -> tuple[HandOverSlots, Array]:
     """Return the request in which server 1, which owned all slots, hands some over, and its body."""
-    giver = VersionedRows(ShardSet(PAIR, 1, range(SLOTS)))
-    giver.apply(DECLARE, EMPTY, owned=True)
-    giver.apply(DetachSlots(slots), EMPTY, owned=True)
-    state, arrays = giver.shard_set.detached[0].pack()
+    sender = VersionedRows(ShardSet(PAIR, 1, range(SLOTS)))
+    sender.apply(DECLARE, EMPTY, owned=True)
+    sender.apply(DetachSlots(slots), EMPTY, owned=True)
+    state, arrays = sender.shard_set.detached[0].pack()
     return HandOverSlots(version, [slots, state], [generation]), pack_body(arrays)
 
 
 class Peer:
-    """Another server, played by the test: it receives requests over socket pairs and replies to them."""
+    """Another server, simulated by the test: receives requests over socket pairs and replies to them."""
 
     def __init__(self) -> None:
         self._accepted: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
@@ -82,7 +82,7 @@ class Peer:
         return _PairEndpoint("", 0, "", self._accepted)
 
     def accept(self) -> None:
-        """Wait for a connection and receive from this one from now on."""
+        """Wait for a connection and receive from it from now on."""
         self.connection = self._accepted.get(timeout=WAIT_S)
         self.connection.settimeout(WAIT_S)
 
@@ -99,13 +99,13 @@ class _PairEndpoint(ServerEndpoint, frozen=True):
     accepted: queue.SimpleQueue[socket.socket] = msgspec.field(default_factory=queue.SimpleQueue)
 
     def connect(self) -> socket.socket:
-        ours, theirs = socket.socketpair()
-        self.accepted.put(theirs)
-        return ours
+        local, remote = socket.socketpair()
+        self.accepted.put(remote)
+        return local
 
 
 class Call:
-    """A call in a thread of its own, which may have to wait."""
+    """A call on its own thread, which may block."""
 
     def __init__(self, function: Callable[[], object]) -> None:
         self.result: object = None

@@ -1,4 +1,4 @@
-"""The servers' optimizers against torch's, and FTRL, which torch has not, against its definition."""
+"""The servers' optimizers compared with torch's; FTRL, which torch lacks, with its definition."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ def gradient(step: int, rows: int = ROWS) -> Array:
 
 
 @pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("rows", [ROWS, 30_000], ids=["small", "in several pieces"])
-def test_whole_parameters_as_torch_does(name: str, rows: int) -> None:
+@pytest.mark.parametrize("rows", [ROWS, 30_000], ids=["one chunk", "several chunks"])
+def test_update_of_all_rows_equals_torchs(name: str, rows: int) -> None:
     rule, make = PAIRS[name]
     weights, states = begin(rule, rows)
-    theirs = torch.nn.Parameter(torch.from_numpy(weights.copy()))
-    optimizer = make([theirs])
+    expected = torch.nn.Parameter(torch.from_numpy(weights.copy()))
+    optimizer = make([expected])
     for step in range(STEPS if rows == ROWS else 3):
-        theirs.grad = torch.from_numpy(gradient(step, rows))
+        expected.grad = torch.from_numpy(gradient(step, rows))
         optimizer.step()
         update_weights(rule, rule.lr, step + 1, weights, gradient(step, rows), states)
-    np.testing.assert_allclose(weights, theirs.detach().numpy(), rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(weights, expected.detach().numpy(), rtol=2e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize(
@@ -69,22 +69,22 @@ def test_whole_parameters_as_torch_does(name: str, rows: int) -> None:
     ],
     ids=["sgd", "adagrad", "lazy_adam"],
 )
-def test_some_rows_as_torch_does(rule: OptimizerRule, make: Callable[[Any], Any]) -> None:
+def test_update_of_some_rows_equals_torchs(rule: OptimizerRule, make: Callable[[Any], Any]) -> None:
     weights, states = begin(rule)
-    theirs = torch.nn.Parameter(torch.from_numpy(weights.copy()))
-    optimizer = make([theirs])
+    expected = torch.nn.Parameter(torch.from_numpy(weights.copy()))
+    optimizer = make([expected])
     for step in range(STEPS):
         rows = np.random.default_rng(step).choice(ROWS, 7, replace=False)
-        given = gradient(step)[:7]
-        theirs.grad = torch.sparse_coo_tensor(torch.from_numpy(rows[None]), torch.from_numpy(given), (ROWS, WIDTH))
+        row_gradient = gradient(step)[:7]
+        expected.grad = torch.sparse_coo_tensor(torch.from_numpy(rows[None]), torch.from_numpy(row_gradient), (ROWS, WIDTH))
         optimizer.step()
-        update_rows(rule, rule.lr, step + 1, weights, rows, given, states)
-    np.testing.assert_allclose(weights, theirs.detach().numpy(), rtol=2e-5, atol=2e-6)
+        update_rows(rule, rule.lr, step + 1, weights, rows, row_gradient, states)
+    np.testing.assert_allclose(weights, expected.detach().numpy(), rtol=2e-5, atol=2e-6)
 
 
-def test_adam_moves_rows_without_a_gradient_and_lazy_adam_does_not() -> None:
+def test_adam_updates_rows_without_a_gradient_and_lazy_adam_does_not() -> None:
     rows = np.array([3, 1])
-    for rule, moves in ((Adam(0.01), True), (LazyAdam(0.01), False)):
+    for rule, updates_all in ((Adam(0.01), True), (LazyAdam(0.01), False)):
         weights, states = begin(rule)
         full = np.zeros((ROWS, WIDTH), np.float32)
         full[rows] = gradient(0)[:2]
@@ -93,8 +93,8 @@ def test_adam_moves_rows_without_a_gradient_and_lazy_adam_does_not() -> None:
             update_rows(rule, rule.lr, t, weights, rows if t == 1 else np.array([0]), full[rows if t == 1 else [0]], states)
             update_weights(rule, rule.lr, t, dense, full if t == 1 else np.zeros_like(full), dense_states)
         before = begin(rule)[0]
-        assert np.array_equal(weights, dense) is moves, rule.kind
-        assert (weights[5] == before[5]).all(), "a row that never had a gradient stays"
+        assert np.array_equal(weights, dense) is updates_all, rule.kind
+        assert (weights[5] == before[5]).all(), "a row that never had a gradient does not change"
 
 
 def test_ftrl_follows_its_definition() -> None:
@@ -112,7 +112,7 @@ def test_ftrl_follows_its_definition() -> None:
     assert (weights == 0).any() == (w == 0).any()
 
 
-def test_numbers_that_make_no_sense_are_refused() -> None:
+def test_hyperparameters_out_of_range_are_refused() -> None:
     with pytest.raises(UsageError, match="sgd"):
         SGD(-1.0)
     with pytest.raises(UsageError, match="adam"):

@@ -30,7 +30,7 @@ def foreign_aliases(function: ast.AST) -> frozenset[str]:
             target, value = node.targets[0], node.value
             is_tuple = isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple)
             pairs = zip(target.elts, value.elts, strict=False) if is_tuple else [(target, value)]  # type: ignore[attr-defined]
-            names |= {name.id for name, given in pairs if isinstance(name, ast.Name) and is_foreign(given)}
+            names |= {name.id for name, assigned in pairs if isinstance(name, ast.Name) and is_foreign(assigned)}
     return frozenset(names)
 
 

@@ -1,4 +1,4 @@
-"""The rebalancer alone: the test plays the other server, and no rows are replicated."""
+"""The rebalancer alone: the test simulates the other server, and no rows are replicated."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from covey.parameter_server.shard_set import ShardSet
 SERVING = ServingSettings(servers=2, workers=1, copies=0)
 
 
-class Rebalanced:
-    """Rows of server 0, which has declared a parameter."""
+class RebalancedServer:
+    """Server 0 with one declared parameter."""
 
     def __init__(self, sharding: Sharding) -> None:
         self.peer, self.rows = Peer(), Rows(SERVING, 0, sharding)
@@ -39,74 +39,74 @@ class Rebalanced:
             return self.rebalancer.take_slots(request, body)
 
 
-def test_sharding_that_is_set_again_is_reported_again() -> None:
-    made = Rebalanced(all_slots())
-    made.start()
-    made.rebalancer.set_sharding(all_slots())
-    assert made.in_sync.get(timeout=WAIT_S) == 0
+def test_sharding_set_again_is_reported_again() -> None:
+    server = RebalancedServer(all_slots())
+    server.start()
+    server.rebalancer.set_sharding(all_slots())
+    assert server.in_sync.get(timeout=WAIT_S) == 0
 
 
 def test_older_sharding_is_ignored() -> None:
-    made = Rebalanced(all_slots(version=3))
-    made.start()
-    made.rebalancer.set_sharding(halves(version=2))
-    made.rebalancer.set_sharding(all_slots(version=4))
-    assert made.in_sync.get(timeout=WAIT_S) == 4 and made.in_sync.empty()
+    server = RebalancedServer(all_slots(version=3))
+    server.start()
+    server.rebalancer.set_sharding(halves(version=2))
+    server.rebalancer.set_sharding(all_slots(version=4))
+    assert server.in_sync.get(timeout=WAIT_S) == 4 and server.in_sync.empty()
 
 
 def test_slots_of_another_server_are_handed_over_and_released() -> None:
-    made = Rebalanced(all_slots())
-    made.start()
-    made.rebalancer.set_sharding(halves(version=1))
-    made.peer.accept()
-    request, body = made.peer.receive()
+    server = RebalancedServer(all_slots())
+    server.start()
+    server.rebalancer.set_sharding(halves(version=1))
+    server.peer.accept()
+    request, body = server.peer.receive()
     assert isinstance(request, HandOverSlots) and (request.sharding_version, request.state[0]) == (1, UPPER)
-    assert made.rows.state is RowsState.SERVING and made.in_sync.empty()
-    made.peer.reply(Done())
-    assert made.in_sync.get(timeout=WAIT_S) == 1
-    assert not made.rows.own.shard_set.detached and made.rows.own.change_count == 3
+    assert server.rows.state is RowsState.SERVING and server.in_sync.empty()
+    server.peer.reply(Done())
+    assert server.in_sync.get(timeout=WAIT_S) == 1
+    assert not server.rows.own.shard_set.detached and server.rows.own.change_count == 3
     receiver = VersionedRows(ShardSet(SERVING, 1))
     receiver.apply(request, body, owned=True)
     assert receiver.shard_set.slots == set(UPPER) and receiver.shard_set.parameter_names == ["t"]
 
 
-def test_hand_over_is_repeated_after_the_connection_broke() -> None:
-    made = Rebalanced(all_slots())
-    made.start()
-    made.rebalancer.set_sharding(halves(version=1))
+def test_hand_over_is_repeated_after_a_broken_connection() -> None:
+    server = RebalancedServer(all_slots())
+    server.start()
+    server.rebalancer.set_sharding(halves(version=1))
     requests = []
     for attempt in range(2):
-        made.peer.accept()
-        requests.append(made.peer.receive()[0])
-        assert made.peer.connection is not None
+        server.peer.accept()
+        requests.append(server.peer.receive()[0])
+        assert server.peer.connection is not None
         if attempt:
-            made.peer.reply(Done())
-        made.peer.connection.close()
-    assert requests[0] == requests[1] and made.in_sync.get(timeout=WAIT_S) == 1
+            server.peer.reply(Done())
+        server.peer.connection.close()
+    assert requests[0] == requests[1] and server.in_sync.get(timeout=WAIT_S) == 1
 
 
 def test_server_is_in_sync_when_it_has_received_all_its_slots() -> None:
-    made = Rebalanced(halves())
-    made.start()
-    made.rebalancer.set_sharding(all_slots(version=1))
+    server = RebalancedServer(halves())
+    server.start()
+    server.rebalancer.set_sharding(all_slots(version=1))
     request, body = hand_over(UPPER, version=1)
-    assert made.take_slots(request, body) == Done() == made.take_slots(request, body), "the second time, nothing changes"
-    assert made.in_sync.get(timeout=WAIT_S) == 1 and made.rows.own.change_count == 2
+    assert server.take_slots(request, body) == Done() == server.take_slots(request, body), "the repetition changes nothing"
+    assert server.in_sync.get(timeout=WAIT_S) == 1 and server.rows.own.change_count == 2
 
 
 def test_slots_are_not_taken_before_their_sharding_is_adopted() -> None:
-    made = Rebalanced(halves())
-    made.start()
+    server = RebalancedServer(halves())
+    server.start()
     request, body = hand_over(UPPER, version=1)
-    call = Call(lambda: made.take_slots(request, body))
-    assert call.is_waiting() and made.rows.own.change_count == 1
-    made.rebalancer.set_sharding(all_slots(version=1))
+    call = Call(lambda: server.take_slots(request, body))
+    assert call.is_waiting() and server.rows.own.change_count == 1
+    server.rebalancer.set_sharding(all_slots(version=1))
     assert call.wait() == Done()
 
 
 def test_newer_sharding_ends_the_wait_for_slots() -> None:
-    made = Rebalanced(halves())
-    made.start()
-    made.rebalancer.set_sharding(all_slots(version=1))
-    made.rebalancer.set_sharding(halves(version=2))
-    assert made.in_sync.get(timeout=WAIT_S) == 2, "the slots that version 1 assigned are not waited for"
+    server = RebalancedServer(halves())
+    server.start()
+    server.rebalancer.set_sharding(all_slots(version=1))
+    server.rebalancer.set_sharding(halves(version=2))
+    assert server.in_sync.get(timeout=WAIT_S) == 2, "it does not wait for the slots that version 1 assigned"

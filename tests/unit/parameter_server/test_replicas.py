@@ -1,4 +1,4 @@
-"""The replicas that a server holds, alone: the test plays the servers that send their changes."""
+"""The replicas of a server alone: the test simulates the servers that send their changes."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Sender:
 
     def __init__(self, replicas: Replicas, own: VersionedRows) -> None:
         self.own = own
-        self.connection, theirs = socket.socketpair()
+        self.connection, remote = socket.socketpair()
         self.connection.settimeout(WAIT_S)
         request = OpenReplication(0, own.replication_id, own.change_count)
-        self.following = Call(lambda: replicas.follow_server(theirs, request))
+        self.following = Call(lambda: replicas.follow_server(remote, request))
         self.replica_count = self._receive()
 
     def _receive(self) -> int:
@@ -66,7 +66,7 @@ def test_replica_applies_the_changes_of_its_server() -> None:
     assert np.array_equal(pack_body(found[1]), pack_body(arrays))
 
 
-def test_server_whoseconnection_broke_learns_how_many_changes_the_replica_has() -> None:
+def test_reconnecting_server_receives_the_change_count_of_its_replica() -> None:
     replicas, own = Replicas(PAIR), own_rows()
     first = Sender(replicas, own)
     first.send_all_rows()
@@ -74,10 +74,10 @@ def test_server_whoseconnection_broke_learns_how_many_changes_the_replica_has() 
     first.close()
     assert Sender(replicas, own).replica_count == 2
     own.reset_replication_id()
-    assert Sender(replicas, own).replica_count == -1, "no change led from the replica to these rows"
+    assert Sender(replicas, own).replica_count == -1, "the replica has another replication id"
 
 
-def test_change_whose_acknowledgement_cannot_be_sent_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_change_that_cannot_be_acknowledged_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     replicas, own = Replicas(PAIR), own_rows()
     sender = Sender(replicas, own)
     sender.send_all_rows()
@@ -100,7 +100,7 @@ def test_changes_from_before_a_restart_are_refused() -> None:
     sender.send_all_rows()
     assert replicas.pack_for_restore(0, None) is not None
     send_message(sender.connection, DECLARE)
-    with pytest.raises(EOFError, match="has taken its rows back"):
+    with pytest.raises(EOFError, match="has restored its rows"):
         sender.following.wait()
 
 
@@ -131,7 +131,7 @@ def test_initial_rows_are_returned_only_if_there_is_no_replica() -> None:
     assert found is not None and found[0].change_count == 1
 
 
-def test_wait_ends_when_all_replicas_are_here() -> None:
+def test_wait_for_replicas_ends_when_all_exist() -> None:
     replicas = Replicas(PAIR)
     call = Call(lambda: replicas.wait_for_replicas({0}))
     assert call.is_waiting()

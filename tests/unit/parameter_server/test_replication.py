@@ -1,4 +1,4 @@
-"""Replication alone: the test plays the replica holder."""
+"""Replication alone: the test simulates the replica holder."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from covey.parameter_server.replication import Replication, desired_holder, fetc
 from covey.parameter_server.rows import Rows
 
 
-class Replicated:
-    """Rows of server 0, whose replica is on another server."""
+class ReplicatedServer:
+    """Server 0, whose replica is on another server."""
 
     def __init__(self, sharding: Sharding | None = None) -> None:
         self.peer = Peer()
@@ -27,7 +27,7 @@ class Replicated:
             assert self.replication.apply(change, body)
 
     def full_sync(self, replica_count: int = -1) -> FullReplica:
-        """Accept a connection, and let the holder receive all rows."""
+        """Accept a connection and receive all rows."""
         self.peer.accept()
         request, _ = self.peer.receive()
         assert request == OpenReplication(0, self.rows.own.replication_id, self.rows.own.change_count)
@@ -53,7 +53,7 @@ def test_replica_holder_is_the_next_server_of_the_ring(ring: tuple[int, ...], co
     assert desired_holder(serving, 1, Sharding(0, (1,) * 256, ring)) == holder
 
 
-def test_without_a_holder_every_change_counts_as_replicated() -> None:
+def test_without_a_holder_every_change_is_replicated() -> None:
     rows = Rows(PAIR, 0, all_slots())
     replication = Replication(rows, Peer().find)
     replication.start()
@@ -62,120 +62,120 @@ def test_without_a_holder_every_change_counts_as_replicated() -> None:
 
 
 def test_changes_are_sent_in_order_after_all_rows() -> None:
-    made = Replicated()
-    made.apply(DECLARE)
-    made.replication.start()
-    first = made.wait_replicated(1)
-    assert made.full_sync().change_count == 1
+    server = ReplicatedServer()
+    server.apply(DECLARE)
+    server.replication.start()
+    first = server.wait_replicated(1)
+    assert server.full_sync().change_count == 1
     first.wait()
     for step in range(2):
-        made.apply(*push(step, 5))
-    both = made.wait_replicated(3)
+        server.apply(*push(step, 5))
+    both = server.wait_replicated(3)
     for step in range(2):
         assert both.is_waiting()
-        message, body = made.peer.receive()
+        message, body = server.peer.receive()
         assert message == push(step, 5)[0] and body.nbytes == 12
-        made.peer.reply(Done(2 + step))
+        server.peer.reply(Done(2 + step))
     both.wait()
 
 
-def test_change_that_was_applied_before_or_refused_is_not_sent() -> None:
-    made = Replicated()
-    made.apply(DECLARE)
-    made.replication.start()
-    made.full_sync()
-    with made.rows.condition:
-        assert not made.replication.apply(DECLARE, EMPTY)
+def test_repeated_or_refused_change_is_not_sent() -> None:
+    server = ReplicatedServer()
+    server.apply(DECLARE)
+    server.replication.start()
+    server.full_sync()
+    with server.rows.condition:
+        assert not server.replication.apply(DECLARE, EMPTY)
         with pytest.raises(UsageError):
-            made.replication.apply(*push(7, 5))
-    made.apply(*push(0, 5))
-    assert made.peer.receive()[0] == push(0, 5)[0]
+            server.replication.apply(*push(7, 5))
+    server.apply(*push(0, 5))
+    assert server.peer.receive()[0] == push(0, 5)[0]
 
 
-def test_missed_changes_are_sent_again_after_the_connection_broke() -> None:
-    made = Replicated()
-    made.replication.start()
-    made.full_sync()
-    made.apply(DECLARE)
-    assert made.peer.receive()[0] == DECLARE
-    assert made.peer.connection is not None
-    made.peer.connection.close()  # without a reply
-    made.peer.accept()
-    made.peer.receive()
-    made.peer.reply(Done(0))
-    assert made.peer.receive()[0] == DECLARE
-    made.peer.reply(Done(1))
-    made.wait_replicated(1).wait()
+def test_missed_changes_are_sent_again_after_a_broken_connection() -> None:
+    server = ReplicatedServer()
+    server.replication.start()
+    server.full_sync()
+    server.apply(DECLARE)
+    assert server.peer.receive()[0] == DECLARE
+    assert server.peer.connection is not None
+    server.peer.connection.close()  # without a reply
+    server.peer.accept()
+    server.peer.receive()
+    server.peer.reply(Done(0))
+    assert server.peer.receive()[0] == DECLARE
+    server.peer.reply(Done(1))
+    server.wait_replicated(1).wait()
 
 
 def test_change_that_the_replica_has_is_not_sent_again() -> None:
-    made = Replicated()
-    made.replication.start()
-    made.full_sync()
-    made.apply(DECLARE)
-    made.peer.receive()
-    assert made.peer.connection is not None
-    made.peer.connection.close()
-    made.peer.accept()
-    made.peer.receive()
-    made.peer.reply(Done(1))
-    made.wait_replicated(1).wait()
+    server = ReplicatedServer()
+    server.replication.start()
+    server.full_sync()
+    server.apply(DECLARE)
+    server.peer.receive()
+    assert server.peer.connection is not None
+    server.peer.connection.close()
+    server.peer.accept()
+    server.peer.receive()
+    server.peer.reply(Done(1))
+    server.wait_replicated(1).wait()
 
 
-def test_restart_of_the_sync_sends_all_rows_again() -> None:
-    made = Replicated()
-    made.replication.start()
-    made.full_sync()
-    made.wait_replicated(0).wait()
-    with made.rows.condition:
-        made.replication.restart_sync()
-        assert not made.replication.is_replicated(0)
-    made.full_sync()
-    made.wait_replicated(0).wait()
+def test_restart_sync_sends_all_rows_again() -> None:
+    server = ReplicatedServer()
+    server.replication.start()
+    server.full_sync()
+    server.wait_replicated(0).wait()
+    with server.rows.condition:
+        server.replication.restart_sync()
+        assert not server.replication.is_replicated(0)
+    server.full_sync()
+    server.wait_replicated(0).wait()
 
 
-def test_holder_that_the_rows_were_restored_from_drops_them_once_another_has_a_replica() -> None:
-    made = Replicated()
-    made.replication.start(restored_from=2)
-    made.full_sync()
-    replicated = made.wait_replicated(0)
-    made.peer.accept()
-    assert made.peer.receive()[0] == DropReplica(0) and replicated.is_waiting()
-    made.peer.reply(Done())
+def test_previous_holder_drops_its_replica_once_the_new_holder_has_one() -> None:
+    server = ReplicatedServer()
+    server.replication.start(restored_from=2)
+    server.full_sync()
+    replicated = server.wait_replicated(0)
+    server.peer.accept()
+    assert server.peer.receive()[0] == DropReplica(0) and replicated.is_waiting()
+    server.peer.reply(Done())
     replicated.wait()
 
 
-def test_holder_that_the_rows_were_restored_from_keeps_them_if_it_is_still_the_holder() -> None:
-    made = Replicated()
-    made.replication.start(restored_from=1)
-    made.full_sync()
-    made.wait_replicated(0).wait()
+def test_holder_that_restored_the_rows_keeps_its_replica() -> None:
+    server = ReplicatedServer()
+    server.replication.start(restored_from=1)
+    server.full_sync()
+    server.wait_replicated(0).wait()
 
 
-def test_another_holder_of_the_ring_receives_all_rows() -> None:
-    made = Replicated()
-    made.replication.start()
-    made.full_sync()
-    made.wait_replicated(0).wait()
-    made.replication.follow_ring()  # the same one
-    assert made.replication.holder == 1
-    with made.rows.condition:
-        made.rows.adopt(Sharding(1, made.rows.sharding.owners, (0, 2), (1,)))
-    made.replication.follow_ring()
-    assert made.replication.holder == 2 and not made.replication.is_replicated(0)
-    made.full_sync()
-    made.peer.accept()
-    assert made.peer.receive()[0] == DropReplica(0), "sent to the previous holder"
-    made.peer.reply(Done())
-    made.wait_replicated(0).wait()
+def test_new_holder_of_the_ring_receives_all_rows() -> None:
+    server = ReplicatedServer()
+    server.replication.start()
+    server.full_sync()
+    server.wait_replicated(0).wait()
+    server.replication.follow_ring()  # unchanged
+    assert server.replication.holder == 1
+    with server.rows.condition:
+        server.rows.adopt(Sharding(1, server.rows.sharding.owners, (0, 2), (1,)))
+    server.replication.follow_ring()
+    assert server.replication.holder == 2 and not server.replication.is_replicated(0)
+    server.full_sync()
+    server.peer.accept()
+    assert server.peer.receive()[0] == DropReplica(0), "sent to the previous holder"
+    server.peer.reply(Done())
+    server.wait_replicated(0).wait()
 
 
 def test_server_that_leaves_the_ring_keeps_its_holder() -> None:
-    made = Replicated()
-    with made.rows.condition:
-        made.rows.adopt(Sharding(1, (2,) * 256, (2, 3), (0,)))
-    made.replication.follow_ring()
-    assert made.replication.holder == 1
+    server = ReplicatedServer()
+    with server.rows.condition:
+        server.rows.adopt(Sharding(1, (2,) * 256, (2, 3), (0,)))
+    server.replication.follow_ring()
+    assert server.replication.holder == 1
 
 
 def test_rows_are_fetched_from_the_first_server_that_has_a_replica() -> None:
@@ -189,5 +189,5 @@ def test_rows_are_fetched_from_the_first_server_that_has_a_replica() -> None:
     assert isinstance(found, tuple) and (found[0], found[2]) == (FullReplica("id", 4, []), 2)
 
 
-def test_servers_that_have_left_are_not_asked_for_a_replica() -> None:
+def test_no_replica_is_requested_from_servers_that_have_left() -> None:
     assert fetch_replica(lambda server: None, [1, 2], 0) is None

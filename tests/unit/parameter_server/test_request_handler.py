@@ -1,4 +1,4 @@
-"""The request handler alone, without connections: on rows that have no replica."""
+"""The request handler alone, without connections, on rows without a replica."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from covey.parameter_server.rows import Rows, SlotsMovedError
 TWO_WORKERS = ServingSettings(servers=1, workers=2, copies=0)
 
 
-class Served:
+class Server:
     def __init__(self, serving: ServingSettings = ALONE) -> None:
         self.rows = Rows(serving, 0, all_slots() if serving.servers == 1 else halves())
         self.handler = RequestHandler(self.rows, Replication(self.rows, Peer().find))
@@ -62,104 +62,104 @@ class Served:
         return values.reshape(-1).tolist()
 
 
-def declared(serving: ServingSettings = ALONE) -> Served:
-    served = Served(serving)
-    assert served.request(DECLARE) == (Done(), [])
-    return served
+def declared(serving: ServingSettings = ALONE) -> Server:
+    server = Server(serving)
+    assert server.request(DECLARE) == (Done(), [])
+    return server
 
 
 def test_push_changes_the_values_of_the_next_step() -> None:
-    served = declared()
-    assert served.request(*push(0, 5, 6)) == (Done(0), [])
-    assert served.pull(1, 5, 6, 7) == [-1.0, -1.0, 0.0]
+    server = declared()
+    assert server.request(*push(0, 5, 6)) == (Done(0), [])
+    assert server.pull(1, 5, 6, 7) == [-1.0, -1.0, 0.0]
 
 
-def test_declaration_without_values_waits_for_the_one_with_values() -> None:
-    served = Served()
-    call = Call(lambda: served.request(DeclareParameter(SPEC, False)))
+def test_declaration_without_values_waits_for_one_with_values() -> None:
+    server = Server()
+    call = Call(lambda: server.request(DeclareParameter(SPEC, False)))
     assert call.is_waiting()
-    served.request(DECLARE)
+    server.request(DECLARE)
     assert call.wait() == (Done(), [])
 
 
-def test_push_in_sync_mode_is_answered_when_all_ranks_have_pushed() -> None:
-    served = declared(TWO_WORKERS)
-    call = Call(lambda: served.request(*push(0, 5, rank=1)))
+def test_push_in_sync_mode_is_acknowledged_when_all_ranks_have_pushed() -> None:
+    server = declared(TWO_WORKERS)
+    call = Call(lambda: server.request(*push(0, 5, rank=1)))
     assert call.is_waiting()
-    assert served.request(*push(0, 5, rank=0)) == (Done(0), []) == call.wait()
-    assert served.pull(1, 5) == [-1.0], "the mean of two gradients"
+    assert server.request(*push(0, 5, rank=0)) == (Done(0), []) == call.wait()
+    assert server.pull(1, 5) == [-1.0], "the mean of two gradients"
 
 
 def test_push_of_an_older_generation_is_refused() -> None:
-    served = declared()
-    served.request(*push(0, 5, generation=4))
-    reply, _ = served.request(*push(1, 5, generation=3))
+    server = declared()
+    server.request(*push(0, 5, generation=4))
+    reply, _ = server.request(*push(1, 5, generation=3))
     assert isinstance(reply, RequestFailed) and reply.is_stale and "generation 4" in reply.reason
-    assert served.rows.own.shard_set.last_pushed_step(0) == 0
+    assert server.rows.own.shard_set.last_pushed_step(0) == 0
 
 
-def test_request_by_an_older_sharding_is_answered_with_an_error() -> None:
-    served = declared()
-    with served.rows.condition:
-        served.rows.adopt(all_slots(version=1))
+def test_request_with_an_older_sharding_raises_slots_moved() -> None:
+    server = declared()
+    with server.rows.condition:
+        server.rows.adopt(all_slots(version=1))
     with pytest.raises(SlotsMovedError):
-        served.request(PullValues(0, []))
+        server.request(PullValues(0, []))
 
 
-def test_request_by_a_newer_sharding_waits_until_it_is_adopted() -> None:
-    served = declared()
-    call = Call(lambda: served.request(QueryRankStep(0, sharding_version=1)))
+def test_request_with_a_newer_sharding_waits_until_it_is_adopted() -> None:
+    server = declared()
+    call = Call(lambda: server.request(QueryRankStep(0, sharding_version=1)))
     assert call.is_waiting()
-    with served.rows.condition:
-        served.rows.adopt(all_slots(version=1))
+    with server.rows.condition:
+        server.rows.adopt(all_slots(version=1))
     assert call.wait() == (Done(0), [])
 
 
 def test_push_waits_while_slots_are_missing() -> None:
-    served = Served(ServingSettings(servers=2, workers=1, copies=0))
-    with served.rows.condition:
-        served.rows.adopt(all_slots(version=1))
-    assert Call(lambda: served.request(*push(0, 5, version=1))).is_waiting()
+    server = Server(ServingSettings(servers=2, workers=1, copies=0))
+    with server.rows.condition:
+        server.rows.adopt(all_slots(version=1))
+    assert Call(lambda: server.request(*push(0, 5, version=1))).is_waiting()
 
 
 def test_change_is_acknowledged_only_when_it_is_replicated() -> None:
-    served = Served(PAIR)
-    assert Call(lambda: served.request(DECLARE)).is_waiting(), "the replication thread is not started"
-    assert served.rows.own.change_count == 1
+    server = Server(PAIR)
+    assert Call(lambda: server.request(DECLARE)).is_waiting(), "the replication thread is not started"
+    assert server.rows.own.change_count == 1
 
 
-def test_only_rows_that_changed_are_sent_to_a_cache() -> None:
-    served = declared()
+def test_pull_changed_returns_only_rows_that_changed() -> None:
+    server = declared()
     rows = np.array([5, 6], np.int64)
 
     def pull_changed(step: int, replication_id: str, versions: list[int]) -> tuple[ServerReply, list[Array]]:
         body = pack_body([rows, np.array(versions, np.int64)])
-        return served.request(PullChanged(step, RowSelection("t", 2), replication_id), body)
+        return server.request(PullChanged(step, RowSelection("t", 2), replication_id), body)
 
     first, [changed, values] = pull_changed(0, "", [-1, -1])
     assert isinstance(first, ChangedRows) and changed.tolist() == [1, 1] and values.shape == (2, 1)
-    served.request(*push(0, 6))
+    server.request(*push(0, 6))
     second, [changed, values] = pull_changed(1, first.replication_id, [first.version] * 2)
     assert second == ChangedRows(first.replication_id, 1) and changed.tolist() == [0, 1] and values.tolist() == [[-1.0]]
     _, [changed, _] = pull_changed(1, "another id", [9, 9])
-    assert changed.tolist() == [1, 1], "versions of other rows are ignored"
+    assert changed.tolist() == [1, 1], "versions of another replication id are ignored"
 
 
-def test_bad_pulls_are_refused_before_any_wait() -> None:
-    served = declared()
-    with pytest.raises(UsageError, match="there is no parameter x"):
-        served.request(PullValues(9, [RowSelection("x", -1)]))
-    with pytest.raises(UsageError, match="and their numbers"):
-        served.request(PullChanged(9, RowSelection("t", 2), ""), EMPTY)
-    with pytest.raises(UsageError, match="there is no rank 3"):
-        served.request(QueryRankStep(3))
+def test_wrong_pulls_are_refused_immediately() -> None:
+    server = declared()
+    with pytest.raises(UsageError, match="parameter x does not exist"):
+        server.request(PullValues(9, [RowSelection("x", -1)]))
+    with pytest.raises(UsageError, match="of row numbers and versions"):
+        server.request(PullChanged(9, RowSelection("t", 2), ""), EMPTY)
+    with pytest.raises(UsageError, match="rank 3 does not exist"):
+        server.request(QueryRankStep(3))
 
 
-def test_saved_rows_can_be_loaded_by_a_repeated_request(tmp_path: Path) -> None:
-    served = declared()
-    served.request(*push(0, 5))
-    assert served.request(SaveRows(1, str(tmp_path))) == (Done(1), [])
-    other, request = Served(), LoadRows(1, str(tmp_path))
+def test_saved_rows_are_loaded_once_by_repeated_requests(tmp_path: Path) -> None:
+    server = declared()
+    server.request(*push(0, 5))
+    assert server.request(SaveRows(1, str(tmp_path))) == (Done(1), [])
+    other, request = Server(), LoadRows(1, str(tmp_path))
     assert other.request(request) == (Done(1), [])
     loaded, replication_id = other.rows.own.shard_set, other.rows.own.replication_id
     assert other.pull(1, 5) == [-1.0]
@@ -167,20 +167,20 @@ def test_saved_rows_can_be_loaded_by_a_repeated_request(tmp_path: Path) -> None:
     assert other.rows.own.shard_set is loaded and other.rows.own.replication_id == replication_id
     with pytest.raises(StoreError):
         other.request(LoadRows(2, str(tmp_path)))
-    assert other.rows.own.shard_set is loaded, "a load that fails changes nothing"
+    assert other.rows.own.shard_set is loaded, "a failed load changes nothing"
 
 
-def test_step_that_is_over_cannot_be_saved(tmp_path: Path) -> None:
-    served = declared()
-    served.request(*push(0, 5))
-    served.pull(1, 5)
-    with pytest.raises(UsageError, match="step 0 cannot be written down: server 0 is at step 1"):
-        served.request(SaveRows(0, str(tmp_path)))
+def test_applied_step_cannot_be_saved(tmp_path: Path) -> None:
+    server = declared()
+    server.request(*push(0, 5))
+    server.pull(1, 5)
+    with pytest.raises(UsageError, match="step 0 cannot be saved: server 0 is at step 1"):
+        server.request(SaveRows(0, str(tmp_path)))
 
 
-def test_whole_parameters_are_copied_if_they_may_change_while_they_are_sent() -> None:
-    served = declared(ServingSettings(servers=1, workers=1, copies=0, mode=ConsistencyMode.ASYNC))
+def test_complete_parameters_are_copied_in_async_mode() -> None:
+    server = declared(ServingSettings(servers=1, workers=1, copies=0, mode=ConsistencyMode.ASYNC))
     spec = msgspec.structs.replace(SPEC, name="w", rows=8, striped=False)
-    served.request(DeclareParameter(spec, True))
-    _, [values] = served.request(PullValues(0, [RowSelection("w", -1)]))
-    assert not np.shares_memory(values, served.rows.own.shard_set.shards[0].tables["w"].weights)
+    server.request(DeclareParameter(spec, True))
+    _, [values] = server.request(PullValues(0, [RowSelection("w", -1)]))
+    assert not np.shares_memory(values, server.rows.own.shard_set.shards[0].tables["w"].weights)

@@ -1,4 +1,4 @@
-"""Servers come and go while workers train: every row on one server, and the same bits as without."""
+"""Resharding during training: every row is on one server, and results are bitwise equal to those without it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.parameter_server_workload import TABLE, WAIT_S, WHOLE, WORKERS, RankThreads, Seen, Training, declare, equal
+from tests.parameter_server_workload import FLAT, TABLE, WAIT_S, WORKERS, RankThreads, Training, Values, declare, equal
 
 from covey.core.parameter_server.settings import ConsistencyMode, ServingSettings
 from covey.core.parameter_server.sharding import SLOTS, Sharding, initial_sharding, rebalance_slots
@@ -25,30 +25,30 @@ from covey.parameter_server.shard_set import ShardSet
 SCALINGS = st.lists(st.sets(st.integers(0, 6), min_size=1, max_size=5), min_size=1, max_size=6)
 
 
-# -- shelves alone ---------------------------------------------------------------------------------------------------
+# -- shard sets alone ------------------------------------------------------------------------------------------------
 
 
 class ShardSets:
-    """Servers without sockets, and pushes that reach them one by one."""
+    """Servers without sockets, and pushes that are delivered one by one."""
 
     def __init__(self, servers: Iterable[int], mode: ConsistencyMode) -> None:
         self.serving = ServingSettings(servers=1, workers=WORKERS, mode=mode)
         self.sharding = Sharding(0, rebalance_slots((-1,) * SLOTS, sorted(servers))[0], ())
         self.shard_sets = {server: ShardSet(self.serving, server, self._slots(server)) for server in self.sharding.servers}
         for server, shard_set in self.shard_sets.items():
-            for spec in (WHOLE, TABLE):
+            for spec in (FLAT, TABLE):
                 self.declare(server, shard_set, spec)
 
     def _slots(self, server: int) -> list[int]:
         return [slot for slot in range(SLOTS) if self.sharding.owners[slot] == server]
 
     def declare(self, server: int, shard_set: ShardSet, spec: ParameterSpec) -> None:
-        mine = (
+        ranges = (
             [slot * spec.rows // SLOTS for slot in self._slots(server)],
             [(s + 1) * spec.rows // SLOTS for s in self._slots(server)],
         )
-        rows = np.concatenate([np.arange(a, b) for a, b in zip(*mine, strict=True)])
-        shard_set.declare(spec, rows.astype(np.float32).view(np.uint8) if spec is WHOLE else np.empty(0, np.uint8))
+        rows = np.concatenate([np.arange(a, b) for a, b in zip(*ranges, strict=True)])
+        shard_set.declare(spec, rows.astype(np.float32).view(np.uint8) if spec is FLAT else np.empty(0, np.uint8))
 
     def scale(self, servers: Iterable[int]) -> None:
         owners, moves = rebalance_slots(self.sharding.owners, sorted(servers))
@@ -68,16 +68,18 @@ class ShardSets:
 
     def check_owners(self) -> None:
         held = sorted((slot, server) for server, shard_set in self.shard_sets.items() for slot in shard_set.slots)
-        assert held == list(enumerate(self.sharding.owners)), "each slot on its owner, and nowhere else"
+        assert held == list(enumerate(self.sharding.owners)), "each slot is on its owner only"
 
     def push(self, server: int, step: int, rank: int) -> None:
-        """By the sharing of now; what is known there is skipped."""
+        """Push to a server under the current sharding; a repetition is ignored there."""
         slots = self._slots(server)
-        whole, rows, gradient = gradients_of(step, rank)
-        mine = np.isin(rows % SLOTS, slots)
-        spans = [whole[s * 1000 // SLOTS : (s + 1) * 1000 // SLOTS] for s in slots]
-        body = np.concatenate([a.reshape(-1).view(np.uint8) for a in (rows[mine], np.concatenate(spans), gradient[mine])])
-        parts = [RowSelection("w", ALL, 1, "float32", 0.1), RowSelection("t", int(mine.sum()), 4, "float32", 0.1)]
+        flat, rows, gradient = gradients_of(step, rank)
+        is_owned = np.isin(rows % SLOTS, slots)
+        spans = [flat[s * 1000 // SLOTS : (s + 1) * 1000 // SLOTS] for s in slots]
+        body = np.concatenate(
+            [a.reshape(-1).view(np.uint8) for a in (rows[is_owned], np.concatenate(spans), gradient[is_owned])]
+        )
+        parts = [RowSelection("w", ALL, 1, "float32", 0.1), RowSelection("t", int(is_owned.sum()), 4, "float32", 0.1)]
         self.shard_sets[server].push(PushGradients(step, rank, 1, parts), body, owned=False)
 
     def values(self, step: int) -> tuple[Array, Array]:
@@ -86,15 +88,15 @@ class ShardSets:
             shard_set = self.shard_sets[server]
             assert shard_set.is_step_readable(step)
             shard_set.apply_until(step)
-            whole = shard_set.as_single_shard()
+            shard = shard_set.as_single_shard()
             for name, found in (("w", w), ("t", t)):
-                table = whole.tables[name]
+                table = shard.tables[name]
                 found[table.placement.row_numbers(server, 0, len(table.weights))] = table.weights
         return w, t
 
 
 def gradients_of(step: int, rank: int) -> tuple[Array, Array, Array]:
-    """A rank's gradients of a step."""
+    """Return a rank's gradients of a step: of the flat parameter, row numbers, and of these rows of the table."""
     rng = np.random.default_rng((step, rank))
     rows = np.unique(rng.integers(0, 3000, 200))
     return rng.standard_normal(1000).astype(np.float32), rows, rng.standard_normal((len(rows), 4)).astype(np.float32)
@@ -102,7 +104,7 @@ def gradients_of(step: int, rank: int) -> tuple[Array, Array, Array]:
 
 @settings(max_examples=20, deadline=None)
 @given(SCALINGS, st.sampled_from([ConsistencyMode.SYNC, ConsistencyMode.ASYNC]), st.integers(0, 1 << 30))
-def test_through_any_scalings_every_row_has_one_owner_and_its_value(
+def test_every_row_has_one_owner_and_its_value_after_any_scalings(
     scalings: list[set[int]], mode: ConsistencyMode, seed: int
 ) -> None:
     rng = random.Random(seed)
@@ -110,27 +112,27 @@ def test_through_any_scalings_every_row_has_one_owner_and_its_value(
     plans = list(scalings)
     for step in range(4):
         order = list(range(WORKERS))
-        if mode is ConsistencyMode.SYNC:  # in async mode the order counts, and must be the same in both
+        if mode is ConsistencyMode.SYNC:  # in async mode the result depends on the order
             rng.shuffle(order)
         for rank in order if mode is ConsistencyMode.SYNC else range(WORKERS):
             for server in set(unchanged.sharding.owners):
                 unchanged.push(server, step, rank)
             served: set[int] = set()
             while served != set(resharded.sharding.owners):
-                if plans and rng.random() < 0.3:  # some have this push already: all are asked again
+                if plans and rng.random() < 0.3:  # some servers have this push already: it is sent to all again
                     resharded.scale(plans.pop())
                     served = set()
                 served.add(rng.choice(sorted(set(resharded.sharding.owners) - served)))
                 for server in served:
                     resharded.push(server, step, rank)
-        if rng.random() < 0.7:  # else what is complete is not applied when slots move next
+        if rng.random() < 0.7:  # else a complete step is not applied before slots move again
             assert all(
                 np.array_equal(a, b) for a, b in zip(unchanged.values(step + 1), resharded.values(step + 1), strict=True)
             )
     assert all(np.array_equal(a, b) for a, b in zip(unchanged.values(4), resharded.values(4), strict=True))
 
 
-def test_what_a_copy_is_to_hear_does_not_change_with_the_rows() -> None:
+def test_packed_state_does_not_change_with_the_rows() -> None:
     shard_sets = ShardSets({0}, ConsistencyMode.SYNC)
     shard_sets.push(0, 0, 1)
     shard_sets.shard_sets[0].detach_slots([3, 4])
@@ -146,7 +148,7 @@ def test_what_a_copy_is_to_hear_does_not_change_with_the_rows() -> None:
 
 
 class ServerGroup:
-    """Servers that come and go as the scheduler would have them."""
+    """Servers that are started and removed, as by the scheduler."""
 
     def __init__(self, servers: int, copies: int = 1, mode: ConsistencyMode = ConsistencyMode.SYNC) -> None:
         self.serving = ServingSettings(servers=servers, workers=WORKERS, mode=mode, copies=copies)
@@ -196,14 +198,17 @@ class ServerGroup:
         for rank in new:
             self.servers[rank].recover()
         self.wait_in_sync(new)
-        going = tuple(sorted(self.servers.keys() - wanted))
+        departing = tuple(sorted(self.servers.keys() - wanted))
         self.sharding = Sharding(
-            self.sharding.version + 1, rebalance_slots(self.sharding.owners, sorted(wanted))[0], tuple(sorted(wanted)), going
+            self.sharding.version + 1,
+            rebalance_slots(self.sharding.owners, sorted(wanted))[0],
+            tuple(sorted(wanted)),
+            departing,
         )
         for server in self.servers.values():
             server.set_sharding(self.sharding)
         self.wait_in_sync(list(self.servers))
-        for rank in going:
+        for rank in departing:
             del self.servers[rank]
         self.sharding = msgspec.structs.replace(self.sharding, leaving=())
 
@@ -215,12 +220,12 @@ STEPS = 30
 PLAN: list[set[int]] = [{0, 1, 2}, {1, 2}, {1, 2, 3, 4}, {4}, {4, 5}]
 
 
-def undisturbed() -> Seen:
+def undisturbed() -> Values:
     return Training(ServerGroup(2).client, STEPS).result()
 
 
 @pytest.mark.parametrize("copies", [0, 1])
-def test_training_goes_on_to_the_same_bits_while_servers_come_and_go(copies: int) -> None:
+def test_training_is_bitwise_equal_while_servers_are_added_and_removed(copies: int) -> None:
     group = ServerGroup(2, copies)
     gate = threading.Semaphore(3)
     training = Training(group.client, STEPS, gate)
@@ -233,7 +238,7 @@ def test_training_goes_on_to_the_same_bits_while_servers_come_and_go(copies: int
     assert equal(training.result(), undisturbed())
 
 
-def test_in_async_mode_no_push_is_lost_or_counted_twice() -> None:
+def test_async_mode_loses_and_repeats_no_push_during_resharding() -> None:
     group = ServerGroup(2, mode=ConsistencyMode.ASYNC)
     clients = [group.client(0), *[None] * (WORKERS - 1)]
     for rank in range(1, WORKERS):

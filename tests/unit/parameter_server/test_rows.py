@@ -59,7 +59,7 @@ def test_restarted_server_has_no_rows_until_it_is_restored() -> None:
     assert (rows.own.replication_id, rows.own.change_count) == (before.own.replication_id, 1)
 
 
-def test_server_that_is_restored_after_the_sharding_changed_is_moving() -> None:
+def test_server_restored_after_a_sharding_change_is_moving() -> None:
     replica, arrays = rows_of_all_slots().own.pack()
     rows = Rows(PAIR, 0, halves(version=1), restoring=True)
     with rows.condition:
@@ -67,7 +67,7 @@ def test_server_that_is_restored_after_the_sharding_changed_is_moving() -> None:
     assert state(rows) is RowsState.MOVING
 
 
-def test_server_is_moving_until_it_has_detached_the_slots_of_others() -> None:
+def test_server_is_moving_until_it_has_detached_slots_of_other_servers() -> None:
     rows = rows_of_all_slots()
     with rows.condition:
         rows.adopt(halves(version=1))
@@ -97,17 +97,17 @@ def test_no_state_returns_to_restoring() -> None:
     assert not any(RowsState.RESTORING in following for following in TRANSITIONS.values())
 
 
-def test_selected_rows_can_be_read_while_other_slots_are_missing() -> None:
+def test_rows_of_present_slots_can_be_read_while_other_slots_are_missing() -> None:
     rows = Rows(PAIR, 0, halves())
     lower, upper = (np.array([slots[0]], np.int64).view(np.uint8) for slots in (LOWER, UPPER))
     with rows.condition:
         rows.adopt(all_slots(0, version=1))
         assert rows.has_rows([RowSelection("t", 1)], lower)
         assert not rows.has_rows([RowSelection("t", 1)], upper)
-        assert not rows.has_rows([RowSelection("w", -1)], EMPTY), "a whole parameter needs all slots"
+        assert not rows.has_rows([RowSelection("w", -1)], EMPTY), "a complete parameter needs all slots"
 
 
-def test_wait_ends_with_an_error_when_a_newer_sharding_is_adopted() -> None:
+def test_wait_raises_slots_moved_when_a_newer_sharding_is_adopted() -> None:
     rows = Rows(ALONE, 0, all_slots())
 
     def wait() -> None:
@@ -122,7 +122,7 @@ def test_wait_ends_with_an_error_when_a_newer_sharding_is_adopted() -> None:
         call.wait()
 
 
-def test_wait_for_a_step_ends_when_all_ranks_have_pushed_the_step_before() -> None:
+def test_wait_for_a_step_ends_when_all_ranks_have_pushed_the_previous_one() -> None:
     rows = rows_of_all_slots()
 
     def wait() -> ShardSet:
@@ -142,7 +142,7 @@ def test_newest_generation_of_a_rank_never_decreases() -> None:
     assert [rows.record_generation(0, generation) for generation in (3, 5, 4)] == [3, 5, 5]
 
 
-def test_change_that_was_applied_before_is_not_counted() -> None:
+def test_repeated_change_is_not_counted() -> None:
     rows = rows_of_all_slots()
     with rows.condition:
         assert [rows.apply(*push(0, 3), owned=True) for _ in range(2)] == [True, False]
@@ -150,7 +150,7 @@ def test_change_that_was_applied_before_is_not_counted() -> None:
     assert rows.own.change_count == 2
 
 
-def test_change_that_is_refused_changes_nothing() -> None:
+def test_refused_change_changes_nothing() -> None:
     rows = rows_of_all_slots()
     with rows.condition, pytest.raises(UsageError):
         rows.apply(*push(7, 3), owned=True)
@@ -165,7 +165,7 @@ def test_loaded_rows_have_another_replication_id() -> None:
     assert rows.own.shard_set is loaded and rows.own.replication_id != old and rows.last_load == request
 
 
-def test_the_same_changes_make_equal_rows() -> None:
+def test_equal_changes_make_equal_rows() -> None:
     own, replica = (VersionedRows(ShardSet(ALONE, 0, range(SLOTS))) for _ in range(2))
     changes: list[tuple[ReplicatedChange, Array]] = [
         (DECLARE, EMPTY),
@@ -183,7 +183,7 @@ def test_the_same_changes_make_equal_rows() -> None:
     assert np.array_equal(pack_body(packed[0][1]), pack_body(packed[1][1]))
 
 
-def test_handed_over_rows_are_copied_if_the_body_is_still_to_be_sent() -> None:
+def test_handed_over_rows_are_copied_if_the_body_is_not_owned() -> None:
     request, body = hand_over(UPPER, version=1)
     before = body.copy()
     rows = VersionedRows(ShardSet(PAIR, 0))

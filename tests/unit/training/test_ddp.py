@@ -1,4 +1,4 @@
-"""What DistributedDataParallel's stand-in and a DataLoader become, and what is refused."""
+"""covey's DistributedDataParallel, and conversion of torch DataLoaders."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def gather(samples: list[Any]) -> list[float]:
     return [value.item() for (value,) in samples]
 
 
-def test_a_loader_becomes_data() -> None:
+def test_dataloader_keeps_batch_size_order_and_drop_last() -> None:
     ordered = loop(nn.Linear(1, 1), DataLoader(SAMPLES, batch_size=4, collate_fn=gather), epochs=2)
     assert list(ordered) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]] * 2
-    whole = loop(nn.Linear(1, 1), DataLoader(SAMPLES, batch_size=4, collate_fn=gather, drop_last=True))
-    assert list(whole) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    full_batches = loop(nn.Linear(1, 1), DataLoader(SAMPLES, batch_size=4, collate_fn=gather, drop_last=True))
+    assert list(full_batches) == [[0, 1, 2, 3], [4, 5, 6, 7]]
     sampler: Any = DistributedSampler(SAMPLES, num_replicas=2, rank=1)
     for loader in (
         DataLoader(SAMPLES, 5, shuffle=True, collate_fn=gather),
@@ -46,7 +46,7 @@ def test_a_loader_becomes_data() -> None:
         assert sorted(batches[0] + batches[1]) == list(range(10)) != batches[0] + batches[1]
 
 
-def test_what_a_loader_would_have_given_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_omitted_samples_are_logged_if_accumulate_prevents_a_smaller_batch(caplog: pytest.LogCaptureFixture) -> None:
     loop(nn.Linear(1, 1), DataLoader(SAMPLES, batch_size=2, drop_last=True), accumulate=2)
     loop(nn.Linear(1, 1), DataLoader(SAMPLES, batch_size=4))
     assert not caplog.records
@@ -55,26 +55,27 @@ def test_what_a_loader_would_have_given_is_said(caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize(
-    ("loader", "sentence"),
+    ("loader", "message"),
     [
         (DataLoader(SAMPLES, batch_size=None), "batch_size=None"),
         (
             DataLoader(SAMPLES, batch_sampler=type("Own", (BatchSampler,), {})(SequentialSampler(SAMPLES), 2, False)),
             "batch_sampler=",
         ),
-        (DataLoader(SAMPLES, 2, sampler=WeightedRandomSampler([1.0] * 10, 10)), "a WeightedRandomSampler of the program"),
+        (DataLoader(SAMPLES, 2, sampler=WeightedRandomSampler([1.0] * 10, 10)), "sampler is a WeightedRandomSampler"),
     ],
+    ids=["no batch size", "custom batch sampler", "custom sampler"],
 )
-def test_a_loader_that_cannot_be_kept_is_refused(loader: Any, sentence: str) -> None:
-    with pytest.raises(UsageError, match=sentence):
+def test_dataloader_with_custom_batches_or_order_is_refused(loader: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         loop(nn.Linear(1, 1), loader)
 
 
-def test_the_stand_in_looks_like_torchs() -> None:
+def test_ddp_has_torchs_interface_and_needs_a_loop() -> None:
     inner = nn.Linear(1, 1)
     model = DistributedDataParallel(inner, find_unused_parameters=True, device_ids=None)
     assert model.module is inner and list(model.state_dict()) == ["module.weight", "module.bias"]
-    with pytest.raises(UsageError, match="nobody would average its gradients"):
+    with pytest.raises(UsageError, match="gradients would not be averaged"):
         model(torch.ones(1))
     with torch.no_grad():
         model(torch.ones(1))
@@ -91,17 +92,17 @@ def test_the_stand_in_looks_like_torchs() -> None:
         DistributedDataParallel(inner, process_group=3)
 
 
-def test_epochs_are_taken_one_by_one_and_to_their_end() -> None:
+def test_epochs_yields_each_epoch_and_requires_that_it_is_exhausted() -> None:
     training = loop(nn.Linear(1, 1), DataLoader(SAMPLES, batch_size=4, drop_last=True), epochs=3)
     seen = [(epoch, len(list(batches)), training.step) for epoch, batches in training.epochs()]
-    assert seen == [(0, 2, 1), (1, 2, 3), (2, 2, 5)], "after an epoch's last batch its last step is still open"
+    assert seen == [(0, 2, 1), (1, 2, 3), (2, 2, 5)], "an epoch's last step is not committed before the next epoch"
     assert training.step == 6
-    with pytest.raises(UsageError, match="taken to their end"):
+    with pytest.raises(UsageError, match="must be exhausted"):
         for _, batches in loop(nn.Linear(1, 1), DataLoader(SAMPLES, batch_size=4), epochs=2).epochs():
             next(batches)
 
 
-def test_a_closure_is_run_once_and_before_the_optimizer() -> None:
+def test_closure_runs_once_before_the_optimizer_while_state_is_consistent() -> None:
     model = nn.Linear(1, 1)
     training = loop(model, DataLoader(SAMPLES, batch_size=5))
     states = []

@@ -1,4 +1,4 @@
-"""The training in one call: what it prints, what it keeps, where it goes on."""
+"""`covey.Model`: printed loss, checkpoints, resuming."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from covey.training.model import Callback, CheckpointConfig, LossMonitor, Model,
 SAMPLES = torch.utils.data.TensorDataset(torch.randn(40, 4, generator=torch.Generator().manual_seed(2)), torch.arange(40) % 3)
 
 
-class Seen(Callback):
-    """What a callback is told; it can stop a training after a number of steps, as a power cut would."""
+class Recorder(Callback):
+    """Records losses and epochs. Raises KeyboardInterrupt after `stop_after` steps; -1: never."""
 
     def __init__(self, stop_after: int = -1) -> None:
         self.losses: list[float] = []
@@ -36,29 +36,29 @@ class Seen(Callback):
         self.epochs.append(loop.epoch)
 
 
-def made() -> Model:
+def make_model() -> Model:
     torch.manual_seed(1)
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 3))
     return Model(net, nn.CrossEntropyLoss(), torch.optim.Adam(net.parameters(), 1e-2), group=Communicator(None))
 
 
-def kept(folder: Path, every: int = 4) -> ModelCheckpoint:
+def make_checkpoint(folder: Path, every: int = 4) -> ModelCheckpoint:
     return ModelCheckpoint("train", str(folder / "0"), CheckpointConfig(save_checkpoint_steps=every, keep_checkpoint_max=2))
 
 
-def test_the_loss_is_printed_in_the_originals_words(capsys: pytest.CaptureFixture[str]) -> None:
-    seen = Seen()
-    made().train(2, Data(SAMPLES, 8), callbacks=[LossMonitor(3), seen])
-    assert seen.epochs == [0, 1] and len(seen.losses) == 10
+def test_loss_monitor_prints_mindspores_line_every_n_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    recorder = Recorder()
+    make_model().train(2, Data(SAMPLES, 8), callbacks=[LossMonitor(3), recorder])
+    assert recorder.epochs == [0, 1] and len(recorder.losses) == 10
     assert capsys.readouterr().out.splitlines() == [
-        f"epoch: 1 step: 3, loss is {seen.losses[2]}",
-        f"epoch: 2 step: 1, loss is {seen.losses[5]}",
-        f"epoch: 2 step: 4, loss is {seen.losses[8]}",
+        f"epoch: 1 step: 3, loss is {recorder.losses[2]}",
+        f"epoch: 2 step: 1, loss is {recorder.losses[5]}",
+        f"epoch: 2 step: 4, loss is {recorder.losses[8]}",
     ]
 
 
-def test_a_monitor_says_nothing_while_a_step_is_repeated(capsys: pytest.CaptureFixture[str]) -> None:
-    model = made()
+def test_loss_monitor_prints_nothing_while_replaying(capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_model()
     loop = Loop(model.net, model.optimizer, Data(SAMPLES, 8), group=Communicator(None))
     for replaying in (True, False):
         loop._handover.replaying = replaying
@@ -66,40 +66,41 @@ def test_a_monitor_says_nothing_while_a_step_is_repeated(capsys: pytest.CaptureF
     assert capsys.readouterr().out == "epoch: 1 step: 1, loss is 0.5\n"
 
 
-def test_a_training_goes_on_from_its_newest_checkpoint_as_if_nothing_had_been(tmp_path: Path) -> None:
-    straight, whole = made(), Seen()
-    straight.train(3, SAMPLES, callbacks=[whole], batch_size=8)
+def test_training_resumed_from_checkpoint_has_the_same_losses_and_weights(tmp_path: Path) -> None:
+    uninterrupted, expected = make_model(), Recorder()
+    uninterrupted.train(3, SAMPLES, callbacks=[expected], batch_size=8)
 
     with pytest.raises(KeyboardInterrupt):
-        made().train(3, SAMPLES, callbacks=[kept(tmp_path), Seen(stop_after=9)], batch_size=8)
-    resumed, rest = made(), Seen()
-    resumed.train(3, SAMPLES, callbacks=[kept(tmp_path), rest], batch_size=8)
+        make_model().train(3, SAMPLES, callbacks=[make_checkpoint(tmp_path), Recorder(stop_after=9)], batch_size=8)
+    resumed, rest = make_model(), Recorder()
+    resumed.train(3, SAMPLES, callbacks=[make_checkpoint(tmp_path), rest], batch_size=8)
 
-    assert rest.losses == whole.losses[8:]
-    for left, right in zip(straight.net.state_dict().values(), resumed.net.state_dict().values(), strict=True):
+    assert rest.losses == expected.losses[8:]
+    for left, right in zip(uninterrupted.net.state_dict().values(), resumed.net.state_dict().values(), strict=True):
         assert torch.equal(left, right)
     assert sorted(path.name for path in (tmp_path / "0").glob("*.json")) == ["train-12.json", "train-8.json"]
 
 
 @pytest.mark.parametrize(
-    ("callbacks", "options", "words"),
+    ("callbacks", "options", "message"),
     [
         ([], {}, "needs a batch size"),
-        ([ModelCheckpoint(), ModelCheckpoint()], {"batch_size": 8}, "takes one ModelCheckpoint, not 2"),
-        ([ModelCheckpoint(directory="ckpt")], {"batch_size": 8}, "not possible on rank 0: .* ends in its rank, as '0'"),
+        ([ModelCheckpoint(), ModelCheckpoint()], {"batch_size": 8}, "got 2 ModelCheckpoint callbacks"),
+        ([ModelCheckpoint(directory="ckpt")], {"batch_size": 8}, "is invalid on rank 0: .* be the rank, as in '0'"),
     ],
+    ids=["no batch size", "two checkpoints", "directory without rank"],
 )
-def test_what_cannot_be_is_one_sentence(callbacks: list[Callback], options: dict[str, Any], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        made().train(1, SAMPLES, callbacks=callbacks, **options)
+def test_train_refuses_invalid_arguments(callbacks: list[Callback], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make_model().train(1, SAMPLES, callbacks=callbacks, **options)
 
 
-def test_one_checkpoint_is_too_few() -> None:
-    with pytest.raises(UsageError, match="2 is the least"):
+def test_model_checkpoint_refuses_to_keep_only_one() -> None:
+    with pytest.raises(UsageError, match="expected 2 or more"):
         ModelCheckpoint(config=CheckpointConfig(keep_checkpoint_max=1))
 
 
 @pytest.mark.parametrize("times", [-1, True, 2.0])
-def test_a_monitor_counts_in_whole_steps(times: Any) -> None:
-    with pytest.raises(UsageError, match="give a number of steps"):
+def test_loss_monitor_refuses_an_invalid_interval(times: Any) -> None:
+    with pytest.raises(UsageError, match="expected a number of steps"):
         LossMonitor(times)

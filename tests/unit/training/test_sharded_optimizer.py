@@ -1,4 +1,4 @@
-"""An optimizer whose state is cut, in one process: what it computes, whose slots are whose, and what is refused."""
+"""ShardedOptimizer in one process: results, assignment of slots, refused arguments."""
 
 from __future__ import annotations
 
@@ -59,18 +59,19 @@ def groups(model: Any) -> list[dict[str, Any]]:
         (torch.optim.RMSprop, {"lr": 0.01, "foreach": True}),
     ],
 )
-def test_the_bits_are_those_of_the_ordinary_optimizer(kind: Any, options: dict[str, Any]) -> None:
+def test_sharded_optimizer_computes_the_same_bits_as_the_plain_one(kind: Any, options: dict[str, Any]) -> None:
     plain, ordinary = trained(lambda model: kind(groups(model), **options))
     model, optimizer = trained(lambda model: ShardedOptimizer(groups(model), kind, **options))
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), model.parameters(), strict=True))
-    mine, theirs = optimizer.state_dict(), ordinary.state_dict()
-    assert mine["param_groups"] == theirs["param_groups"]
-    assert mine["state"].keys() == theirs["state"].keys()
-    for number, state in theirs["state"].items():
-        assert all(torch.equal(torch.as_tensor(mine["state"][number][key]), torch.as_tensor(state[key])) for key in state)
+    sharded_state, plain_state = optimizer.state_dict(), ordinary.state_dict()
+    assert sharded_state["param_groups"] == plain_state["param_groups"]
+    assert sharded_state["state"].keys() == plain_state["state"].keys()
+    for number, state in plain_state["state"].items():
+        loaded = sharded_state["state"][number]
+        assert all(torch.equal(torch.as_tensor(loaded[key]), torch.as_tensor(state[key])) for key in state)
 
 
-def test_an_uncut_state_is_taken_over() -> None:
+def test_state_of_an_unsharded_optimizer_can_be_loaded() -> None:
     _, ordinary = trained(lambda model: torch.optim.Adam(model.parameters(), 0.01))
     optimizer = ShardedOptimizer(net().parameters(), torch.optim.Adam, copies=0)
     optimizer.attach_to_loop(ShardedUpdate.run_without_group)
@@ -85,7 +86,7 @@ def test_an_uncut_state_is_taken_over() -> None:
 
 
 @pytest.mark.parametrize(("world", "copies"), [(1, 1), (2, 1), (3, 1), (4, 2), (9, 1), (3, 7)])
-def test_every_slot_is_with_its_rank_and_the_next(world: int, copies: int) -> None:
+def test_every_slot_is_held_by_its_owner_and_the_next_ranks(world: int, copies: int) -> None:
     held: list[set[int]] = []
     for rank in range(world):
         optimizer = ShardedOptimizer(net().parameters(), torch.optim.Adam, copies=copies)
@@ -93,10 +94,10 @@ def test_every_slot_is_with_its_rank_and_the_next(world: int, copies: int) -> No
         optimizer.set_rank(rank, world)
         held.append(decode_mask(optimizer.holds))
     parts = optimizer.slots_by_rank(world)
-    assert sorted(n for part in parts for n in part) == list(range(6)), "each is in one part"
+    assert sorted(n for part in parts for n in part) == list(range(6)), "each slot is in exactly one part"
     sizes = [p.numel() for p in net().parameters()]
     loads = [sum(sizes[n] for n in part) for part in parts]
-    assert max(loads) <= max(max(sizes), sum(sizes) / world * 2), "and no rank has much more than another"
+    assert max(loads) <= max(max(sizes), sum(sizes) / world * 2), "the parts are of similar size"
     for owner, part in enumerate(parts):
         assert {rank for rank in range(world) if set(part) <= held[rank]} >= {
             (owner + more) % world for more in range(min(copies, world - 1) + 1)
@@ -104,44 +105,44 @@ def test_every_slot_is_with_its_rank_and_the_next(world: int, copies: int) -> No
     assert sum(len(found) for found in held) == 6 * min(copies + 1, world)
 
 
-def test_masks() -> None:
+def test_mask_encodes_and_decodes_sets_of_numbers() -> None:
     assert encode_mask({0, 3, 8}, 12) == b"\x09\x01"
     assert decode_mask(b"\x09\x01") == {0, 3, 8}
     assert decode_mask(encode_mask((), 12)) == set()
 
 
-def test_a_slot_that_is_ahead_is_not_updated_again() -> None:
-    """What a replacement receives from one who has updated already, and from one who has not, leads to the same."""
+def test_slot_that_is_ahead_is_not_updated_again() -> None:
+    """A replacement ends with the same values whether a slot's donor had computed the update or not."""
     model = net()
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
-    giver = ShardedOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
-    giver.attach_to_loop(ShardedUpdate.run_without_group)
-    giver.set_rank(0, 1)
-    before = copy.deepcopy(giver.donate_slots(encode_mask({0, 1}, 6)).state)
+    donor = ShardedOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+    donor.attach_to_loop(ShardedUpdate.run_without_group)
+    donor.set_rank(0, 1)
+    before = copy.deepcopy(donor.donate_slots(encode_mask({0, 1}, 6)).state)
     values = [parameter.detach().clone() for parameter in model.parameters()]
-    changes = [parameter._version for parameter in model.parameters()]
-    giver.compute_update()
-    assert [parameter._version for parameter in model.parameters()] == changes, "a boundary is still intact"
-    assert all(torch.equal(a, b) for a, b in zip(values, model.parameters(), strict=True)), "nothing is written yet"
-    after = giver.donate_slots(encode_mask({2, 3, 4, 5}, 6)).state
+    versions = [parameter._version for parameter in model.parameters()]
+    donor.compute_update()
+    assert [parameter._version for parameter in model.parameters()] == versions, "the step boundary's state is unchanged"
+    assert all(torch.equal(a, b) for a, b in zip(values, model.parameters(), strict=True)), "no parameter is written yet"
+    after = donor.donate_slots(encode_mask({2, 3, 4, 5}, 6)).state
     assert [before[0]["version"], after[2]["version"]] == [0, 1]
-    taker = ShardedOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
-    taker.attach_to_loop(ShardedUpdate.run_without_group)
-    taker.set_rank(0, 1)
-    taker.load_state_dict(taker.assemble_state(taker.state_without_slots(), before | after))
-    ShardedUpdate(taker).run_without_group()
-    assert all(torch.equal(giver.value(n), p) for n, p in enumerate(model.parameters()))
-    assert all(float(state["step"]) == 1 for state in taker.state_dict()["state"].values())
-    assert not taker.parameters_changed
+    receiver = ShardedOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+    receiver.attach_to_loop(ShardedUpdate.run_without_group)
+    receiver.set_rank(0, 1)
+    receiver.load_state_dict(receiver.assemble_state(receiver.state_without_slots(), before | after))
+    ShardedUpdate(receiver).run_without_group()
+    assert all(torch.equal(donor.value(n), p) for n, p in enumerate(model.parameters()))
+    assert all(float(state["step"]) == 1 for state in receiver.state_dict()["state"].values())
+    assert not receiver.parameters_changed
     with torch.no_grad():
         model[0].weight.mul_(2)
-    assert taker.parameters_changed
+    assert receiver.parameters_changed
 
 
-def test_what_is_refused() -> None:
+def test_sharded_optimizer_refuses_invalid_arguments_and_use_outside_a_loop() -> None:
     model = net()
-    with pytest.raises(UsageError, match="takes a kind of torch optimizer"):
+    with pytest.raises(UsageError, match="expected a torch optimizer class"):
         ShardedOptimizer(model.parameters(), torch.optim.LBFGS)
     with pytest.raises(UsageError, match="copies=-1"):
         ShardedOptimizer(model.parameters(), torch.optim.Adam, copies=-1)
@@ -155,8 +156,8 @@ def test_what_is_refused() -> None:
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
 
 
-def test_what_a_loop_cannot_train() -> None:
-    """Made as torch makes them, in a group of one."""
+def test_loop_refuses_torchs_sharded_models_and_optimizers() -> None:
+    """Created by torch itself, in a process group of size 1."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.optim import ZeroRedundancyOptimizer
     from torch.distributed.tensor import init_device_mesh
@@ -171,7 +172,7 @@ def test_what_a_loop_cannot_train() -> None:
             loop(wrapped, torch.optim.Adam(wrapped.parameters()), data)
         mesh = init_device_mesh("cpu", (1,))
         sharded = fully_shard(net(), mesh=mesh)
-        with pytest.raises(UsageError, match="FSDPModule: it cuts the parameters"):
+        with pytest.raises(UsageError, match="FSDPModule: it shards parameters"):
             loop(sharded, torch.optim.Adam(sharded.parameters()), data)
         parallel = torch.distributed.tensor.parallel.parallelize_module(
             net(), mesh, {"0": torch.distributed.tensor.parallel.ColwiseParallel()}

@@ -9,7 +9,7 @@ import pytest
 from tests.documents import ROOT
 
 MUTATORS = {"append", "add", "discard", "pop", "clear", "remove", "update", "setdefault", "extend", "insert", "popitem", "sort"}
-ALLOWED = {  # by module, the target and why its owner is no class of covey
+ALLOWED = {  # by module, the target and why its owner is not a class of covey
     "training/collectives/gloo_group.py": {
         "options.reduceOp": "torch's options",
         "options.rootRank": "torch's options",
@@ -36,8 +36,8 @@ ALLOWED = {  # by module, the target and why its owner is no class of covey
     "integrations/accelerate.py": {
         "os.environ.pop": "the process's environment",
         "os.environ.update": "the process's environment",
-        "place.process_index": "Accelerate's state",
-        "place.local_process_index": "Accelerate's state",
+        "state.process_index": "Accelerate's state",
+        "state.local_process_index": "Accelerate's state",
     },
     "integrations/lightning.py": {
         "rank_zero_only.rank": "Lightning's function",
@@ -104,5 +104,5 @@ def test_no_class_writes_fields_of_another(package: str) -> None:
         ("a, loop.count = 1, 2", ["loop.count"]),
     ],
 )
-def test_writes_that_are_found(source: str, expected: list[str]) -> None:
+def test_foreign_writes_finds_stores_to_other_objects(source: str, expected: list[str]) -> None:
     assert list(foreign_writes(source)) == expected

@@ -1,4 +1,4 @@
-"""How parameters are served in this cluster: what workers and servers must agree on."""
+"""Settings of parameter serving, which must be equal on workers and servers."""
 
 from __future__ import annotations
 
@@ -7,31 +7,31 @@ from typing import Final
 
 import msgspec
 
-MESSAGE_MAX: Final = 4 << 30  # bytes of one message, unless the setting says otherwise
+MESSAGE_MAX: Final = 4 << 30  # bytes of one message; default
 
 
 class ConsistencyMode(StrEnum):
-    """Whose gradients a value has seen."""
+    """Which workers' gradients a value includes."""
 
-    SYNC = "sync"  # of all workers, step by step
-    ASYNC = "async"  # of whoever was faster
-    BOUNDED = "bounded"  # likewise, but no worker is more than so many steps ahead of another
+    SYNC = "sync"  # those of all workers, step by step
+    ASYNC = "async"  # those that have arrived
+    BOUNDED = "bounded"  # as async, but no worker is more than `staleness` steps ahead of another
 
 
 class ServingSettings(msgspec.Struct, frozen=True):
-    """The settings of parameter serving."""
+    """Settings of parameter serving."""
 
     servers: int
     workers: int
     mode: ConsistencyMode = ConsistencyMode.SYNC
-    staleness: int = 0  # of BOUNDED
+    staleness: int = 0  # steps, for BOUNDED
     copies: int = 1
     refuse_nan: bool = True
     message_max: int = MESSAGE_MAX
 
 
 def parse_mode(text: str) -> tuple[ConsistencyMode, int]:
-    """ "sync", "async" or "bounded:3"; raises ValueError."""
+    """Return mode and staleness of "sync", "async" or "bounded:3". Raise `ValueError` for anything else."""
     word, _, steps = text.strip().partition(":")
     mode = ConsistencyMode(word)
     if (mode is ConsistencyMode.BOUNDED) != bool(steps) or (steps and not steps.isdecimal()):

@@ -1,9 +1,9 @@
-"""Which server owns which rows of a parameter, where their copy lies, and what moves when servers come and go.
+"""Sharding: the owner of each slot, its replica holder, and the moves when the set of servers changes.
 
-Every parameter is cut into the same number of slots, and a slot has one owner: so every row has exactly one, whatever happens
-to the servers. A table whose rows are asked for one by one is *striped* (row r lies in slot r mod SLOTS), because the rows in
-demand tend to lie together; a parameter that is moved as a whole is cut into contiguous spans, so that a server's part is few
-pieces.
+Every parameter is divided into the same number of slots, and each slot has one owner, so every row has exactly one. A table
+whose rows are pulled individually is *striped* (row r is in slot r mod SLOTS), because rows in demand tend to have adjacent
+numbers. A parameter that is pulled completely is divided into contiguous ranges, so that a server has few
+ranges.
 """
 
 from __future__ import annotations
@@ -13,33 +13,33 @@ from typing import Any, Final
 
 import msgspec
 
-SLOTS: Final = 256  # and so at most this many servers
+SLOTS: Final = 256  # also the maximum number of servers
 
 SlotOwners = tuple[int, ...]  # by slot: the server's rank
 ServerRanks = tuple[int, ...]
 
 
 class Sharding(msgspec.Struct, frozen=True):
-    """Who owns which slot. Servers and workers act by the same version: whoever asks by an older one is told the newer."""
+    """Owner of each slot. A request based on an older version is answered with the newer sharding."""
 
     version: int
     owners: SlotOwners
-    ring: ServerRanks  # who hold each other's copies
-    leaving: ServerRanks = ()  # who own nothing any more, but may still hold what moves
+    ring: ServerRanks  # servers that hold each other's replicas
+    leaving: ServerRanks = ()  # servers that own no slot any more, but may still have slots to hand over
 
     @property
     def servers(self) -> set[int]:
-        """Everyone who may be asked for something."""
+        """All servers that may receive requests."""
         return {*self.owners, *self.ring, *self.leaving}
 
 
 def initial_sharding(servers: int) -> Sharding:
-    """As a cluster begins, where nothing else was said."""
+    """Return the default sharding of a new cluster."""
     return Sharding(0, assign_initial_slots(range(servers)), tuple(range(servers)))
 
 
 class SlotMove(msgspec.Struct, frozen=True):
-    """A slot that changes hands."""
+    """A slot that changes its owner."""
 
     slot: int
     old_owner: int
@@ -47,47 +47,47 @@ class SlotMove(msgspec.Struct, frozen=True):
 
 
 def assign_initial_slots(servers: Sequence[int]) -> SlotOwners:
-    """The first layout: each server owns one run of slots."""
+    """Return the initial owners: each server has one contiguous run of slots."""
     assert 0 < len(servers) <= SLOTS and len(set(servers)) == len(servers)
     return tuple(servers[slot * len(servers) // SLOTS] for slot in range(SLOTS))
 
 
 def rebalance_slots(owners: SlotOwners, servers: Sequence[int]) -> tuple[SlotOwners, list[SlotMove]]:
-    """The layout for another set of servers, and the fewest moves that lead to it. Shares differ by at most one slot."""
+    """Return the owners for another set of servers, and the minimal moves. Numbers of slots differ by at most one."""
     assert 0 < len(servers) <= SLOTS and len(set(servers)) == len(servers)
     held = {server: [slot for slot, owner in enumerate(owners) if owner == server] for server in servers}
     least, over = divmod(SLOTS, len(servers))
     fullest = sorted(servers, key=lambda server: (-len(held[server]), server))
-    share = {server: least + (place < over) for place, server in enumerate(fullest)}
-    homeless = [slot for slot, owner in enumerate(owners) if owner not in held]
+    share = {server: least + (position < over) for position, server in enumerate(fullest)}
+    unassigned = [slot for slot, owner in enumerate(owners) if owner not in held]
     for server in servers:
-        homeless += held[server][share[server] :]
+        unassigned += held[server][share[server] :]
     found, moves = list(owners), []
-    takers = [server for server in sorted(servers) for _ in range(share[server] - len(held[server]))]
-    for slot, taker in zip(sorted(homeless), takers, strict=True):
-        moves.append(SlotMove(slot, owners[slot], taker))
-        found[slot] = taker
+    receivers = [server for server in sorted(servers) for _ in range(share[server] - len(held[server]))]
+    for slot, receiver in zip(sorted(unassigned), receivers, strict=True):
+        moves.append(SlotMove(slot, owners[slot], receiver))
+        found[slot] = receiver
     return tuple(found), moves
 
 
 def replica_holder(server: int, servers: Collection[int]) -> int | None:
-    """Who holds the copy of a server's rows: the next in the ring; None for a server that is alone."""
+    """Return the server that holds the replica of a server's rows: the next in the ring; None if there is no other."""
     ring = sorted(servers)
     return ring[(ring.index(server) + 1) % len(ring)] if len(ring) > 1 else None
 
 
 def slot_of(row: Any, rows: int, striped: bool) -> Any:
-    """The slot of a row of a parameter that has so many; of an array of rows, an array."""
+    """Return the slot of a row of a parameter with `rows` rows; for an array of rows, an array."""
     return row % SLOTS if striped else ((row + 1) * SLOTS - 1) // rows
 
 
 def slot_row_range(slot: int, rows: int) -> tuple[int, int]:
-    """First and last (not included) row of a slot of a parameter that is not striped."""
+    """Return the first row and the end (exclusive) of a slot of a parameter that is not striped."""
     return rows * slot // SLOTS, rows * (slot + 1) // SLOTS
 
 
 def count_slot_rows(slot: int, rows: int, striped: bool) -> int:
-    """How many rows a slot has."""
+    """Return the number of rows of a slot."""
     if striped:
         return (rows - slot + SLOTS - 1) // SLOTS
     first, last = slot_row_range(slot, rows)

@@ -1,7 +1,7 @@
-"""TaskD's agent, worker and proxy.
+"""TaskD's agent, worker and proxy calls.
 
-covey's own agent starts and keeps the workers, and every node speaks with the scheduler itself. What is left for these calls is
-to judge what they are given, and to say whether there is a scheduler to belong to.
+covey's own agent starts and monitors the workers, and every node connects to the scheduler itself. These calls only validate
+their arguments and check that a scheduler is reachable.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ LISTEN_CHECKS: Final = {"ListenAddr": check_text, "ListenPort": check_text}
 
 
 class _InitializedRoles:
-    """What was initialised in this process."""
+    """Roles that were initialized in this process."""
 
     def __init__(self) -> None:
-        self.agent: list[Any] = []  # torch's elastic agent, or None where there is none
+        self.agent: list[Any] = []  # torch's elastic agent, or None for another framework; empty: not initialized
         self.rank = -1
         self.has_proxy = False
 
@@ -51,62 +51,62 @@ _initialized_roles = _InitializedRoles()
 
 @false_on_error
 def init_taskd_agent(config: dict[str, Any] | None = None, cls: Any = None) -> None:
-    """Take torch's elastic agent (`cls`), or none for another framework."""
+    """Register torch's elastic agent (`cls`); None for another framework."""
     found = check_config({} if config is None else config, {"Framework": _check_framework} | UPSTREAM_CHECKS)
     load_taskd_settings()
     if found.get("Framework") == "PyTorch" and not callable(getattr(cls, "run", None)):
-        raise UsageError(f"cls is {cls!r}: the framework PyTorch needs its elastic agent, which has a run()")
+        raise UsageError(f"cls={cls!r} is invalid: Framework PyTorch needs torch's elastic agent, which has a run() method")
     _initialized_roles.agent = [cls]
 
 
 def start_taskd_agent() -> Any:
-    """What the elastic agent's own run returns; None, with a sentence, where there is none."""
+    """Return what the elastic agent's run() returns. Without an agent log an error and return None."""
     ensure_logging()
     if not _initialized_roles.agent:
-        log.error("start_taskd_agent: no agent is there: call init_taskd_agent first, and see that it answers True")
+        log.error("start_taskd_agent: the agent is not initialized: call init_taskd_agent first and check that it returns True")
         return None
     agent = _initialized_roles.agent.pop()
     if agent is None:
-        log.error("start_taskd_agent: this framework's workers are kept by covey's own agent: start them with covey run")
+        log.error("start_taskd_agent: covey's own agent starts the workers of this framework: start them with covey run")
         return None
     return agent.run()
 
 
 @false_on_error
 def register_func(operator: str, func: Callable[..., Any]) -> None:
-    """Judge a framework's way to manage its processes. covey's agent has its own, so nobody calls it."""
+    """Validate a process management function. It is never called, because covey's agent manages the processes."""
     if operator not in OPERATORS:
-        raise UsageError(f"the operator {operator!r} is not known: {', '.join(OPERATORS)} are")
+        raise UsageError(f"the operator {operator!r} is unknown: expected one of {', '.join(OPERATORS)}")
     if not callable(func):
-        raise UsageError(f"{func!r} cannot be called: give a function for {operator}")
+        raise UsageError(f"func={func!r} is not callable: expected a function for {operator}")
     if not _initialized_roles.agent:
-        raise UsageError("no agent is there: call init_taskd_agent first, and see that it answers True")
+        raise UsageError("the agent is not initialized: call init_taskd_agent first and check that it returns True")
 
 
 @false_on_error
 def init_taskd_worker(rank_id: int, upper_limit_of_disk_in_mb: int = 5000, framework: str = "pt") -> None:
-    """Say which rank this process is. The disk is not written to: covey takes no profile."""
+    """Set the rank of this process. The disk limit has no effect: covey writes no profile."""
     for name, value in (("rank_id", rank_id), ("upper_limit_of_disk_in_mb", upper_limit_of_disk_in_mb)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise UsageError(f"{name}={value!r} is not allowed: a whole number, 0 or more, is")
+            raise UsageError(f"{name}={value!r} is invalid: expected an integer >= 0")
     if framework not in WORKER_FRAMEWORKS:
-        raise UsageError(f"framework={framework!r} is not allowed: {' or '.join(WORKER_FRAMEWORKS)} is")
+        raise UsageError(f"framework={framework!r} is invalid: expected {' or '.join(WORKER_FRAMEWORKS)}")
     load_taskd_settings()
     _initialized_roles.rank = rank_id
 
 
 @false_on_error
 def start_taskd_worker() -> None:
-    """See that this process has a scheduler to belong to; `covey.init()` joins it."""
+    """Check that the scheduler accepts connections; `covey.init()` joins it later."""
     if _initialized_roles.rank < 0:
-        raise UsageError("no worker is there: call init_taskd_worker first, and see that it answers True")
+        raise UsageError("the worker is not initialized: call init_taskd_worker first and check that it returns True")
     settings = load_taskd_settings().settings
     where = find_manager_address(settings, os.environ)
     try:
         socket.create_connection((where.host, where.port), CONNECT_TIMEOUT_S).close()
     except OSError as error:
         raise PeerError(
-            f"nobody listens at {where.host_port} ({error.strerror or error}): start manager.py there first",
+            f"no process listens at {where.host_port} ({error.strerror or error}): start manager.py there first",
             ExitCode.UNREACHABLE,
         ) from None
     set_join_variables()
@@ -114,15 +114,15 @@ def start_taskd_worker() -> None:
 
 @false_on_error
 def destroy_taskd_worker() -> None:
-    """Forget what init_taskd_worker was told. Leaving the cluster is the end of the process, as ever."""
+    """Reset what init_taskd_worker set. A worker leaves the cluster when its process exits."""
     if _initialized_roles.rank < 0:
-        raise UsageError("no worker is there: call init_taskd_worker first")
+        raise UsageError("the worker is not initialized: call init_taskd_worker first")
     _initialized_roles.rank = -1
 
 
 @false_on_error
 def init_taskd_proxy(config: dict[str, Any]) -> None:
-    """Judge a proxy's config. Every node speaks with the scheduler itself, so none is started."""
+    """Validate a proxy's config. No proxy is started, because every node connects to the scheduler itself."""
     check_config(config, UPSTREAM_CHECKS | LISTEN_CHECKS)
     load_taskd_settings()
     _initialized_roles.has_proxy = True
@@ -130,16 +130,16 @@ def init_taskd_proxy(config: dict[str, Any]) -> None:
 
 @false_on_error
 def destroy_taskd_proxy() -> None:
-    """The end of a proxy that was never needed."""
+    """Reset what init_taskd_proxy set."""
     if not _initialized_roles.has_proxy:
-        raise UsageError("no proxy is there: call init_taskd_proxy first")
+        raise UsageError("the proxy is not initialized: call init_taskd_proxy first")
     _initialized_roles.has_proxy = False
 
 
 def set_join_variables() -> None:
-    """Let `covey.init()` of a worker that torchrun started join the manager's scheduler, as RANK and WORLD_SIZE say."""
+    """Set the MS_* variables by which `covey.init()` of a torchrun worker joins the manager, from RANK and WORLD_SIZE."""
     if INCARNATION_VARIABLE in os.environ or "MS_ROLE" in os.environ:
-        return  # covey's agent, or a script, has said it already
+        return  # set by covey's agent or by the script
     rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")
     if not (rank.isdigit() and world.isdigit()):
         return

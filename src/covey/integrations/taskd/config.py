@@ -1,4 +1,4 @@
-"""What TaskD's calls have in common: how a config is judged, how a mistake is said, and where the manager is."""
+"""Shared by TaskD's calls: validation of configs, handling of errors, address of the manager."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from covey.transport import address
 
 LOOPBACK = "127.0.0.1"
 SCHED_HOST_VARIABLE = "MS_SCHED_HOST"
-MANAGER_HOST_VARIABLES = ("MASTER_ADDR", "POD_IP")  # who says where the manager is, the first one first
+MANAGER_HOST_VARIABLES = ("MASTER_ADDR", "POD_IP")  # in order of precedence
 
 Given = ParamSpec("Given")
 
 
 def false_on_error(call: Callable[Given, None]) -> Callable[Given, bool]:
-    """A call as TaskD has them: True, or a sentence in the log and False."""
+    """Return a function that returns True, or logs a `CoveyError` and returns False, as TaskD's calls do."""
 
     @functools.wraps(call)
-    def asked(*args: Given.args, **options: Given.kwargs) -> bool:
+    def wrapper(*args: Given.args, **options: Given.kwargs) -> bool:
         ensure_logging()
         try:
             call(*args, **options)
@@ -36,34 +36,35 @@ def false_on_error(call: Callable[Given, None]) -> Callable[Given, bool]:
             return False
         return True
 
-    return asked
+    return wrapper
 
 
 def ensure_logging() -> None:
-    """See that a sentence reaches somebody, in a program that has not set up covey's log."""
+    """Configure covey's log if the script has not."""
     if not log.handlers:
         configure_logging(Settings(), "taskd")
 
 
-def check_config(config: object, kinds: Mapping[str, Callable[[object], str]]) -> dict[str, Any]:
-    """The config, if it is a dict of known keys whose values are of their kind. A kind answers "" or what would be allowed."""
+def check_config(config: object, checks: Mapping[str, Callable[[object], str]]) -> dict[str, Any]:
+    """Return the config. Raise `UsageError` unless it is a dict of known keys with valid values. A check returns "" or what
+    is expected."""
     if not isinstance(config, dict):
-        raise UsageError(f"the config is of type {type(config).__name__}: give a dict")
+        raise UsageError(f"the config is of type {type(config).__name__}: expected a dict")
     for key, value in config.items():
-        if key not in kinds:
-            raise UsageError(f"the config has the key {printable(str(key))}, which is not known: {', '.join(kinds)} are")
-        if allowed := kinds[key](value):
-            raise UsageError(f"{key}={printable(repr(value))} is not allowed: {allowed} is")
+        if key not in checks:
+            raise UsageError(f"the config has the unknown key {printable(str(key))}: expected {', '.join(checks)}")
+        if expected := checks[key](value):
+            raise UsageError(f"{key}={printable(repr(value))} is invalid: expected {expected}")
     return config
 
 
 def check_text(value: object) -> str:
-    return "" if isinstance(value, str) else "a text"
+    return "" if isinstance(value, str) else "a string"
 
 
 def check_count(value: object) -> str:
     fits = isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= NODES_MAX
-    return "" if fits else f"a whole number from 1 to {NODES_MAX}"
+    return "" if fits else f"an integer from 1 to {NODES_MAX}"
 
 
 def check_switch(value: object) -> str:
@@ -71,28 +72,28 @@ def check_switch(value: object) -> str:
 
 
 def check_cluster_infos(value: object) -> str:
-    """One address or a list of them, each a dict with ip, port, name and role."""
+    """Return "" for an address or a list of addresses, each a dict with ip, port, name and role; else what is expected."""
     listed = value if isinstance(value, list) else [value]
     keys = {"ip", "port", "name", "role"}
     fits = all(isinstance(one, dict) and one.keys() <= keys and all(isinstance(v, str) for v in one.values()) for one in listed)
-    return "" if fits else "a dict, or a list of dicts, of the texts ip, port, name and role"
+    return "" if fits else "a dict, or a list of dicts, with the strings ip, port, name and role"
 
 
 def load_taskd_settings() -> LoadedSettings:
-    """The settings, if TaskD is on."""
+    """Return the settings. Raise `UsageError` if TaskD is switched off."""
     found = load_settings(os.environ)
     if found.settings.taskd == "off":
-        raise UsageError("TASKD_PROCESS_ENABLE=off switches TaskD off: nothing is done")
+        raise UsageError("TASKD_PROCESS_ENABLE=off disables TaskD: set it to on")
     return found
 
 
 class ManagerAddress(NamedTuple):
-    """Where the job's scheduler is, and who said so. With MS_SCHED_HOST and MS_SCHED_PORT somebody else starts it there."""
+    """Address of the job's scheduler and where it comes from. One from MS_SCHED_HOST and MS_SCHED_PORT is started elsewhere."""
 
     host: str
     port: int
     source: str
-    standbys: tuple[tuple[str, int], ...] = ()  # where its standbys are
+    standbys: tuple[tuple[str, int], ...] = ()  # addresses of standby schedulers
 
     @property
     def is_external(self) -> bool:
@@ -104,7 +105,11 @@ class ManagerAddress(NamedTuple):
 
 
 def find_manager_address(settings: Settings, environ: Mapping[str, str], endpoint: str = "") -> ManagerAddress:
-    """Where manager and agents meet. `endpoint` is a host that a launcher was told, which may be no more than "here"."""
+    """Return the address of the manager. `endpoint`: host of a launcher's option; ignored if it is a loopback address.
+
+    Precedence: MS_SCHED_HOST and MS_SCHED_PORT, `endpoint`, MASTER_ADDR, POD_IP, 127.0.0.1. Raise `UsageError` for an invalid
+    variable.
+    """
     if settings.sched_host and settings.sched_port:
         (host, port), *others = address.split_list(settings.sched_host, settings.sched_port)
         return ManagerAddress(host, port, SCHED_HOST_VARIABLE, tuple(others))
@@ -124,10 +129,10 @@ def log_folder(environ: Mapping[str, str]) -> Path:
 
 
 def journal_folder(settings: Settings, environ: Mapping[str, str]) -> Path:
-    """Where the manager's journal of this job lies."""
+    """Return the directory of the manager's journal of this job."""
     return Path(settings.recovery_path) if settings.recovery_path else log_folder(environ) / settings.job
 
 
 def with_scheduler_at(settings: Settings, where: ManagerAddress) -> Settings:
-    """The settings of a process whose scheduler is there."""
+    """Return the settings with the scheduler's address replaced."""
     return msgspec.structs.replace(settings, sched_host=where.host, sched_port=where.port)

@@ -1,7 +1,7 @@
-"""TaskD's manager: a covey scheduler in this process, or one who watches the scheduler that is there already.
+"""TaskD's manager: a covey scheduler in this process, or a monitor of the scheduler that is already running.
 
-Whoever binds the port first decides, and nobody else does. The journal lies in TASKD_LOG_PATH (./taskd_log), so a manager that
-was killed goes on where it was when it is started again; its workers train on meanwhile.
+The process that binds the port first is the scheduler. The journal is in TASKD_LOG_PATH (./taskd_log), so a manager that was
+killed continues from it after a restart; its workers continue to train in between.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from covey.storage.journal import has_resumable_journal
 from covey.transport.connection import Connection, NoListenerError, connect
 from covey.transport.handshake import SecretNotRequired
 
-SETTINGS_SOURCE: Final = "init_taskd_manager"  # where these settings come from, for sentences and `covey env`
-RETRY_INTERVAL_S: Final = 0.5  # between two calls to a scheduler that does not answer
+SETTINGS_SOURCE: Final = "init_taskd_manager"  # origin of these settings, in messages and `covey env`
+RETRY_INTERVAL_S: Final = 0.5  # between two connections to a scheduler that does not answer
 
 CONFIG_CHECKS: Final = {
     "job_id": check_text,
@@ -56,41 +56,41 @@ CONFIG_CHECKS: Final = {
 }
 REQUIRED_KEYS: Final = ("job_id", "node_nums", "proc_per_node")
 IGNORED_KEYS: Final = {
-    "plugin_dir": "what covey does after a failure is a strategy, not a plugin",
-    "cluster_infos": "covey needs no ClusterD",
+    "plugin_dir": "recovery is configured by strategies, not plugins",
+    "cluster_infos": "covey does not use ClusterD",
 }
-_initialized_settings: list[LoadedSettings] = []  # what init_taskd_manager settled, at most one
+_initialized_settings: list[LoadedSettings] = []  # of init_taskd_manager; at most one
 
 
 @false_on_error
 def init_taskd_manager(config: dict[str, Any]) -> None:
-    """Settle the job's name and size; `start_taskd_manager` follows."""
+    """Set the job's name and size, for `start_taskd_manager`."""
     _initialized_settings.clear()
     _initialized_settings.append(settings_from_config(config))
 
 
 @false_on_error
 def start_taskd_manager() -> None:
-    """Decide for the job until it has ended; False if it failed, or if this process cannot decide."""
+    """Run or monitor the job's scheduler until the job has ended. Return False if the job failed or there is no scheduler."""
     if not _initialized_settings:
-        raise UsageError("nothing is settled: call init_taskd_manager first, and see that it answers True")
+        raise UsageError("the manager is not initialized: call init_taskd_manager first and check that it returns True")
     wanted = _initialized_settings.pop()
     settings = wanted.settings
     where = find_manager_address(settings, os.environ)
     configure_logging(settings, "scheduler")
     while True:
-        sockets, why = _try_bind(wanted, where)
+        sockets, reason = _try_bind(wanted, where)
         if sockets is not None:
             return _run_scheduler(wanted, where, sockets)
-        if asyncio.run(_watch_scheduler(where, settings, why)):
+        if asyncio.run(_watch_scheduler(where, settings, reason)):
             return None
-        log.warning("the manager at %s is gone: this one goes on in its place, from its journal", where.host_port)
+        log.warning("the manager at %s is gone: this one takes over and continues from its journal", where.host_port)
 
 
 def _try_bind(wanted: LoadedSettings, where: ManagerAddress) -> tuple[ListeningSockets | None, str]:
-    """The manager's sockets; or none, and why another decides."""
+    """Return the manager's sockets; or None and the reason why another process is the scheduler."""
     if where.is_external:
-        return None, "MS_SCHED_HOST and MS_SCHED_PORT say that it is there"
+        return None, "MS_SCHED_HOST and MS_SCHED_PORT name its address"
     try:
         manage_given = wanted.origins["manage_port"] != "default"
         return bind_scheduler_ports(with_scheduler_at(wanted.settings, where), manage_given=manage_given, what=where.source), ""
@@ -101,66 +101,70 @@ def _try_bind(wanted: LoadedSettings, where: ManagerAddress) -> tuple[ListeningS
 
 
 def settings_from_config(config: dict[str, Any]) -> LoadedSettings:
-    """The settings of the scheduler that a config asks for."""
+    """Return the settings of the scheduler for a config. Raise `UsageError` if the config is invalid."""
     if isinstance(config, dict) and config.get("job_id", "") is None:
-        raise UsageError("job_id is None: give the job's name, or set MINDX_TASK_ID where it is taken from there")
+        raise UsageError("job_id is None: pass the job's name; if it is read from MINDX_TASK_ID, set MINDX_TASK_ID")
     check_config(config, CONFIG_CHECKS)
     if missing := [key for key in REQUIRED_KEYS if config.get(key) in (None, "")]:
-        raise UsageError(f"the config has no {', '.join(missing)}: {', '.join(REQUIRED_KEYS)} are needed")
+        raise UsageError(f"the config has no {', '.join(missing)}: {', '.join(REQUIRED_KEYS)} are required")
     world = config["node_nums"] * config["proc_per_node"]
     if world > NODES_MAX:
-        raise UsageError(f"node_nums times proc_per_node is {world}: at most {NODES_MAX} workers can be")
+        raise UsageError(f"node_nums times proc_per_node is {world}: the limit is {NODES_MAX} workers")
     environment = load_taskd_settings()
     if config.get("taskd_enable") == "off" and environment.origins["taskd"] == "default":
-        raise UsageError("taskd_enable is off: nothing is done")
+        raise UsageError('taskd_enable is "off": set it to "on", or set TASKD_PROCESS_ENABLE=on')
     flags = {"job": GivenValue(config["job_id"], SETTINGS_SOURCE), "worker_num": GivenValue(world, SETTINGS_SOURCE)}
     if config.get("fault_recover") == "off" and environment.origins["strategy"] == "default":
         flags["strategy"] = GivenValue("exit", f"{SETTINGS_SOURCE}'s fault_recover")
     for key in IGNORED_KEYS.keys() & config.keys():
-        log.info("%s is accepted without effect: %s", key, IGNORED_KEYS[key])
+        log.info("%s is ignored: %s", key, IGNORED_KEYS[key])
     return load_settings(os.environ, flags=flags)
 
 
 def _run_scheduler(wanted: LoadedSettings, where: ManagerAddress, sockets: ListeningSockets) -> None:
-    # Workers that torchrun itself starts again may come back; an agent may only where MS_ENABLE_RECOVERY says so.
+    # Workers restarted by torchrun may rejoin; agents only if MS_ENABLE_RECOVERY is set.
     settings = msgspec.structs.replace(with_scheduler_at(wanted.settings, where), recovery=True)
-    kept = SchedulerHandoff(
+    handoff = SchedulerHandoff(
         socket_fds=([], []),
         journal_folder=str(journal_folder(settings, os.environ)),
         max_restarts=TASKD_MAX_RESTARTS,
         agents_return=wanted.settings.recovery,
     )
-    code = run_scheduler(LoadedSettings(settings, wanted.origins), sockets=sockets, kept=kept)
+    code = run_scheduler(LoadedSettings(settings, wanted.origins), sockets=sockets, kept=handoff)
     if code:
         raise CoveyError(f"the job {settings.job} ended with code {code}", code)
 
 
-# -- watching another scheduler --------------------------------------------------------------------------------------
+# -- monitoring another scheduler ------------------------------------------------------------------------------------
 
 
-async def _watch_scheduler(where: ManagerAddress, settings: Settings, why: str) -> bool:
-    """Stay until the job has ended, as a manager does. False: the manager there is gone, and left us its journal and port."""
+async def _watch_scheduler(where: ManagerAddress, settings: Settings, reason: str) -> bool:
+    """Monitor the scheduler until the job has ended, and return True. Return False if the scheduler is gone and left its
+    journal and port, so that this process can take over. Raise `PeerError` if the job failed or no scheduler answers."""
     loop = asyncio.get_running_loop()
-    heard, turn = False, 0
+    was_connected, attempt = False, 0
     limit = loop.time() + (_timeout_or_infinite(settings.topo_timeout_s) if where.is_external else 0)
     while True:
         try:
             view = await _follow_view(
-                _scheduler_address(where, settings), turn, "" if where.is_external else settings.job, first=not heard
+                _scheduler_address(where, settings),
+                attempt,
+                "" if where.is_external else settings.job,
+                first=not was_connected,
             )
         except SecretNotRequired:
             raise
         except PeerError as error:
-            turn += 1
-            left = has_resumable_journal(journal_folder(settings, os.environ), settings.job)
-            if heard and isinstance(error, NoListenerError) and not where.is_external and left:
+            attempt += 1
+            resumable = has_resumable_journal(journal_folder(settings, os.environ), settings.job)
+            if was_connected and isinstance(error, NoListenerError) and not where.is_external and resumable:
                 return False
             if loop.time() > limit:
                 raise PeerError(
-                    f"no covey scheduler answers at {where.host_port} ({error}); {why}", ExitCode.UNREACHABLE
+                    f"no covey scheduler answers at {where.host_port} ({error}); {reason}", ExitCode.UNREACHABLE
                 ) from None
         else:
-            heard = True
+            was_connected = True
             limit = loop.time() + _timeout_or_infinite(settings.node_timeout_s)
             if view.phase is Phase.ENDED:
                 _raise_if_failed(view)
@@ -173,36 +177,40 @@ def _timeout_or_infinite(seconds: float) -> float:
 
 
 def _scheduler_address(where: ManagerAddress, settings: Settings) -> SchedulerAddress:
-    """How to get in: by what a scheduler of this user on this host has left for us, else by the settings."""
+    """Return address and credentials: from the registry of this user's clusters on this host, else from the settings."""
     known = next((entry for entry in cluster_registry.running_clusters() if entry.address == where.host_port), None)
     if known is not None:
         settings = msgspec.structs.replace(
             settings, secret=known.secret or settings.secret, tls_config=known.tls or settings.tls_config
         )
-    guard = credentials.load_credentials(settings, reaches=where.host)
-    return SchedulerAddress(where.host, where.port, guard.secret, guard.secret_configured, guard.client_context, where.standbys)
+    found = credentials.load_credentials(settings, reaches=where.host)
+    return SchedulerAddress(where.host, where.port, found.secret, found.secret_configured, found.client_context, where.standbys)
 
 
-async def _follow_view(door: SchedulerAddress, turn: int, job: str, *, first: bool) -> ClusterView:
-    """The last view before the scheduler, or the standby whose turn it is, fell silent. Raises PeerError if there was none, and
-    UsageError if it is the scheduler of another job."""
-    host, port = door.addresses[turn % len(door.addresses)]
+async def _follow_view(scheduler: SchedulerAddress, attempt: int, job: str, *, first: bool) -> ClusterView:
+    """Return the last view before the connection ended. Attempts rotate over the scheduler and its standbys.
+
+    Raise `PeerError` if no view was received, `UsageError` if it is the scheduler of another job.
+    """
+    host, port = scheduler.addresses[attempt % len(scheduler.addresses)]
     closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    seen: list[ClusterView] = []
+    views: list[ClusterView] = []  # the last one
 
-    def hear(link: Connection, message: Any) -> None:
+    def on_message(connection: Connection, message: Any) -> None:
         if isinstance(message, ViewReply):
             view = msgspec.json.decode(message.view, type=ClusterView)
             if job and view.job not in ("", job):
-                end(link, "it is that of another job")
-            elif first and not seen:
-                log.info("the scheduler of cluster %s at %s decides: this manager only watches", view.cluster_id, door.name)
-            seen[:] = [view]
+                on_close(connection, "it belongs to another job")
+            elif first and not views:
+                log.info(
+                    "the scheduler of cluster %s at %s decides: this manager only watches", view.cluster_id, scheduler.name
+                )
+            views[:] = [view]
 
-    def end(link: Connection, reason: str) -> None:
+    def on_close(connection: Connection, reason: str) -> None:
         if closed.done():
             return
-        if link.peer_requires_no_secret:
+        if connection.peer_requires_no_secret:
             closed.set_exception(SecretNotRequired(reason))
         else:
             closed.set_result(reason)
@@ -210,22 +218,22 @@ async def _follow_view(door: SchedulerAddress, turn: int, job: str, *, first: bo
     await connect(
         host,
         port,
-        door.secret,
-        door.ssl_context,
-        insist=door.secret_required,
-        on_open=lambda link: link.send(ViewRequest(follow=True)),
-        on_message=hear,
-        on_close=end,
+        scheduler.secret,
+        scheduler.ssl_context,
+        insist=scheduler.secret_required,
+        on_open=lambda connection: connection.send(ViewRequest(follow=True)),
+        on_message=on_message,
+        on_close=on_close,
     )
     reason = await closed
-    if not seen:
+    if not views:
         raise PeerError(reason)
-    if job and (other := seen[0].job) not in ("", job):
+    if job and (other := views[0].job) not in ("", job):
         raise UsageError(
-            f"the scheduler at {door.name} is that of the job {other}, not of {job}: jobs on one host need a port each"
+            f"the scheduler at {scheduler.name} belongs to job {other}, not to {job}: give each job on a host its own port"
             " (COVEY_TASKD_PORT)"
         )
-    return seen[0]
+    return views[0]
 
 
 def _raise_if_failed(view: ClusterView) -> None:

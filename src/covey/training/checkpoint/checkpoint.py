@@ -1,12 +1,12 @@
-"""Checkpoints: what must outlive all workers at once.
+"""Checkpoint directories, from which a training resumes if all workers are lost.
 
-Every rank writes into a folder of its own, because ranks may lie on different disks and because any one copy will do: in data
-parallel all ranks hold the same state, so another rank's copy replaces a lost or damaged one, also in a world of another size.
-(Where an optimizer's state is cut, each writes the slots it has, and `resume` puts them together.)
+Every rank writes into its own directory, because ranks may use different disks. In data-parallel training all ranks hold the
+same state, so any rank's copy replaces a lost or damaged one, also in a world of another size. (With a sharded optimizer each
+rank writes the slots it has, and `resume` assembles them.)
 
-A checkpoint exists when its manifest does, and is used only when all of it verifies (`checkpoint_files`). Nothing is removed
-because ranks disagree or because it cannot be read: only what is older than the `keep` newest goes, after the new one is
-durable. Dumps are counted apart.
+A checkpoint exists if its manifest does, and is used only if all of it verifies (`files`). A checkpoint is never removed
+because ranks disagree or because it cannot be read. Only those older than the `keep` newest are removed, after the new one is
+durable. Dumps are counted separately.
 """
 
 from __future__ import annotations
@@ -31,64 +31,70 @@ from covey.training.checkpoint.files import (
     write_temporary_files,
 )
 
-DUMP_PREFIX: Final = "dump"  # the prefix of a dying gasp
+DUMP_PREFIX: Final = "dump"
 KEEP_MIN: Final = 2
 
 log = logging.getLogger("covey")
 
 
 class Checkpoint:
-    """Where checkpoints lie, how often one is written, and how many of each rank's are kept."""
+    """Directory of checkpoints, interval in steps, and number of checkpoints kept per rank."""
 
     def __init__(
         self, folder: str | os.PathLike[str] = "ckpt_of_rank", *, every: int = 100, keep: int = 5, prefix: str = "train"
     ) -> None:
         if not _is_int(every) or every < 1:
-            raise UsageError(f"Checkpoint(every={every!r}) is not possible: give a number of steps, 1 or more")
+            raise UsageError(f"Checkpoint(every={every!r}) is invalid: expected a number of steps, 1 or more")
         if not _is_int(keep) or keep < KEEP_MIN:
             raise UsageError(
-                f"Checkpoint(keep={keep!r}) is not possible: 2 is the least, because when the newest checkpoint turns out to be"
-                " damaged there must be one before it to go back to"
+                f"Checkpoint(keep={keep!r}) is invalid: expected 2 or more, because an earlier checkpoint is needed if the"
+                " newest is damaged"
             )
         if not re.fullmatch(r"\w[\w.-]*", prefix):
-            raise UsageError(f"Checkpoint(prefix={prefix!r}) is not possible: it begins file names; use letters, digits, _ . -")
+            raise UsageError(f"Checkpoint(prefix={prefix!r}) is invalid: expected letters, digits, _ . - (part of file names)")
         self.folder = Path(folder)
         self.every, self.keep, self.prefix = every, keep, prefix
         self.before_commit: Callable[[], None] = lambda: None
 
     def set_before_commit(self, wait: Callable[[], None]) -> None:
-        """Call this before a checkpoint is renamed into place. It returns if the checkpoint may still be written."""
+        """Set a function that is called before a checkpoint is renamed into place. It blocks while that is not allowed."""
         self.before_commit = wait
 
     def due(self, step: int) -> bool:
-        """Whether a checkpoint is to be written after `step` committed steps."""
+        """Return whether a checkpoint is due after `step` committed steps."""
         return step > 0 and step % self.every == 0
 
     def save(self, step: int, state: Any, *, rank: int, world: int, generation: int) -> Path:
-        """Make a state durable, then remove this rank's checkpoints beyond `keep`. Returns the manifest's path."""
+        """Write a state durably, then remove this rank's checkpoints beyond `keep`. Return the manifest's path.
+
+        Raise `StoreError` if it cannot be written.
+        """
         path = self._write(self.prefix, step, state, rank, world, generation)
         try:
             self._prune(path.parent, step)
-        except OSError as error:  # this one counts all the same
+        except OSError as error:  # the new checkpoint is valid all the same
             log.warning("old checkpoints cannot be removed from %s (%s): make it writable", path.parent, describe_error(error))
         return path
 
     def dump(self, step: int, state: Any, *, rank: int, world: int, generation: int) -> Path:
-        """A dying gasp: the same between two regular ones. A restart resumes from it too. The `keep` newest are left."""
+        """Write a state between two regular checkpoints, before the cluster ends; a restart resumes from it too.
+
+        Remove this job's dumps beyond `keep`. Return the manifest's path. Raise `StoreError` if it cannot be written.
+        """
         path = self._write(DUMP_PREFIX, step, state, rank, world, generation)
-        mine = sorted(
+        own = sorted(
             (s for s in list_steps(path.parent, DUMP_PREFIX) if s <= step and self._is_own_dump(path.parent, s)), reverse=True
         )
         try:
-            for old in mine[self.keep :]:
+            for old in own[self.keep :]:
                 for ending in (".json", ".safetensors"):
                     (path.parent / f"{DUMP_PREFIX}-{old}{ending}").unlink(missing_ok=True)
-        except OSError as error:  # this one counts all the same
+        except OSError as error:  # the new dump is valid all the same
             log.warning("old dumps cannot be removed from %s: %s", path.parent, describe_error(error))
         return path
 
     def available(self) -> list[int]:
-        """The steps of which any rank has a checkpoint or a dump, newest first, whole or not."""
+        """Return the steps of which any rank has a checkpoint or a dump, newest first; not verified."""
         found: set[int] = set()
         for folder in self._rank_folders():
             for prefix in (self.prefix, DUMP_PREFIX):
@@ -96,7 +102,7 @@ class Checkpoint:
         return sorted(found, reverse=True)
 
     def newest_step(self) -> int | None:
-        """The newest step of which any rank has a copy that is whole as far as its manifest tells: no tensor is read."""
+        """Return the newest step with a copy whose manifest and file size are valid, without reading tensors; or None."""
         for step in self.available():
             for path in self._manifest_paths(step, rank=0):
                 with contextlib.suppress(UnusableCheckpointError, OSError):
@@ -106,11 +112,11 @@ class Checkpoint:
         return None
 
     def load(self, step: int, *, rank: int) -> Any | None:
-        """The state of a step: this rank's own copy if it is whole, else any other rank's, else None."""
+        """Return the state of a step from this rank's copy if it verifies, else from any other rank's, else None."""
         return next(self.copies(step, rank=rank), None)
 
     def copies(self, step: int, *, rank: int) -> Iterator[Any]:
-        """The state of a step as each rank wrote it, where it is whole; this rank's own first."""
+        """Yield the state of a step from each rank's copy that verifies, this rank's first; log those that do not."""
         for manifest in self._manifest_paths(step, rank):
             try:
                 yield self._read_state(manifest, step)
@@ -118,7 +124,7 @@ class Checkpoint:
                 log.warning("a checkpoint of step %d is skipped: %s", step, unusable)
 
     def newest(self, *, rank: int, before: int | None = None) -> tuple[int, Any] | None:
-        """The newest step, perhaps before another, of which there is a whole copy, and its state."""
+        """Return the newest step, below `before` if given, of which a copy verifies, and its state; None if there is none."""
         for step in self.available():
             if before is None or step < before:
                 state = self.load(step, rank=rank)
@@ -130,34 +136,34 @@ class Checkpoint:
 
     def _write(self, prefix: str, step: int, state: Any, rank: int, world: int, generation: int) -> Path:
         folder = self.folder / str(rank)
-        aside = folder / f".{self.prefix}-{step}.{os.getpid()}"
+        temporary = folder / f".{self.prefix}-{step}.{os.getpid()}"
         try:
-            write_temporary_files(aside, state, prefix=self.prefix, step=step, world=world, generation=generation)
+            write_temporary_files(temporary, state, prefix=self.prefix, step=step, world=world, generation=generation)
             self.before_commit()
-            return commit_files(aside, folder / f"{prefix}-{step}")
+            return commit_files(temporary, folder / f"{prefix}-{step}")
         except OSError as error:
             raise StoreError(
                 f"the checkpoint of step {step} cannot be written to {folder} ({describe_error(error)}): free the "
                 "disk or make it writable"
             ) from None
         finally:
-            shutil.rmtree(aside, ignore_errors=True)  # what cannot be removed now is removed after a later checkpoint
+            shutil.rmtree(temporary, ignore_errors=True)  # left-overs are removed after a later checkpoint
 
     def _prune(self, folder: Path, step: int) -> None:
-        """Remove what is older than the `keep` newest up to this step, and what a killed process left half-written."""
+        """Remove checkpoints older than the `keep` newest up to `step`, and temporary files of killed processes."""
         for entry in folder.iterdir():
             if re.fullmatch(rf"\.{re.escape(self.prefix)}-\d+\.\d+", entry.name):
-                shutil.rmtree(entry, ignore_errors=True)  # its writer may live, cut off, and be removing it itself
-        kept = sorted((s for s in list_steps(folder, self.prefix) if s <= step), reverse=True)[: self.keep]
-        if len(kept) < self.keep:
+                shutil.rmtree(entry, ignore_errors=True)  # an isolated writer may still run and remove it concurrently
+        newest = sorted((s for s in list_steps(folder, self.prefix) if s <= step), reverse=True)[: self.keep]
+        if len(newest) < self.keep:
             return
-        for ending in (".json", ".safetensors"):  # the manifest first: what has one must be whole
+        for ending in (".json", ".safetensors"):  # the manifest first, because a manifest must imply complete tensors
             for old in list_steps(folder, self.prefix, ending):
-                if old < kept[-1]:
+                if old < newest[-1]:
                     (folder / f"{self.prefix}-{old}{ending}").unlink(missing_ok=True)
 
     def _is_own_dump(self, folder: Path, step: int) -> bool:
-        """Whether a dump is one of this job's."""
+        """Return whether a dump belongs to this job."""
         try:
             return read_manifest(folder / f"{DUMP_PREFIX}-{step}.json").prefix == self.prefix
         except UnusableCheckpointError:
@@ -174,7 +180,7 @@ class Checkpoint:
             raise StoreError(f"the checkpoints in {self.folder} cannot be read: {describe_error(error)}") from None
 
     def _manifest_paths(self, step: int, rank: int) -> Iterator[Path]:
-        """Every manifest of a step, this rank's own first."""
+        """Yield the path of every manifest of a step, this rank's first."""
         for folder in sorted(self._rank_folders(), key=lambda folder: folder.name != str(rank)):
             for prefix in (self.prefix, DUMP_PREFIX):
                 if step in list_steps(folder, prefix):
@@ -183,8 +189,8 @@ class Checkpoint:
     def _read_state(self, path: Path, step: int) -> Any:
         manifest = read_manifest(path)
         if (manifest.step, manifest.prefix) != (step, self.prefix):
-            what = f"step {manifest.step} of {manifest.prefix!r}"
-            raise UnusableCheckpointError(path, f"it holds {what}, and step {step} of {self.prefix!r} is looked for")
+            content = f"step {manifest.step} of {manifest.prefix!r}"
+            raise UnusableCheckpointError(path, f"it contains {content}, expected step {step} of {self.prefix!r}")
         return read_state(manifest, path)
 
 

@@ -1,9 +1,9 @@
-"""One checkpoint on disk: two files, of which the second makes it one.
+"""Files of one checkpoint.
 
 `train-k.safetensors` holds the tensors of step k (k steps are committed), under names that any reader of the format
-understands. `train-k.json`, the manifest, holds everything else, with the size and checksum of the tensors and a seal over
-itself. Both are written aside, synced and renamed, the manifest last. Nothing is ever unpickled. Which checkpoints there are to
-be is not decided here but in `checkpoint`.
+understands. `train-k.json`, the manifest, holds everything else, with the size and checksum of the tensors and a checksum of
+itself. Both are written to a temporary directory, synced and renamed, the manifest last; the checkpoint exists from then on.
+Nothing is unpickled. `checkpoint` decides which checkpoints are written and removed.
 """
 
 from __future__ import annotations
@@ -32,62 +32,62 @@ log = logging.getLogger("covey")
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All of a checkpoint but its tensors."""
+    """Everything of a checkpoint except its tensors."""
 
     format: int
-    prefix: str  # the job's, in a dump too: two jobs may share a folder
+    prefix: str  # of the job, also in a dump, because two jobs may share a directory
     step: int
     world: int
     generation: int
-    covey: str  # the version that wrote it
-    size: int  # of the tensors' file
+    covey: str  # version of covey that wrote it
+    size: int  # of the tensor file, in bytes
     sha256: str
-    tensors: list[str]  # their names, in the skeleton's order
+    tensors: list[str]  # names, in the order of the skeleton
     skeleton: Any
 
 
 class UnusableCheckpointError(Exception):
-    """A file that is no part of a whole checkpoint, and why."""
+    """A file is not part of a complete checkpoint; the message has the path and the reason."""
 
-    def __init__(self, path: Path, why: object) -> None:
-        super().__init__(f"{path}: {why}")
+    def __init__(self, path: Path, reason: object) -> None:
+        super().__init__(f"{path}: {reason}")
 
 
 def write_temporary_files(folder: Path, state: Any, *, prefix: str, step: int, world: int, generation: int) -> None:
-    """Both files, durable, in a folder of their own, for `commit_files`."""
-    frame, tensors = pytree.pack(state)
-    names, frozen = _to_json_skeleton(frame, len(tensors))
+    """Write both files durably into a temporary directory, for `commit_files`. Raise `OSError`."""
+    skeleton, tensors = pytree.pack(state)
+    names, encoded = _to_json_skeleton(skeleton, len(tensors))
     make_durable_directory(folder)
     size, sha256 = _write_tensors(folder / "tensors", dict(zip(names, tensors.values(), strict=True)))
-    manifest = Manifest(FORMAT_VERSION, prefix, step, world, generation, VERSION, size, sha256, names, frozen)
+    manifest = Manifest(FORMAT_VERSION, prefix, step, world, generation, VERSION, size, sha256, names, encoded)
     write_synced(folder / "manifest", _encode_manifest(manifest))
 
 
 def read_state(manifest: Manifest, path: Path) -> Any:
-    """The state that was written with the manifest at this path, if the tensors beside it are those."""
+    """Return the state of the manifest at this path. Raise `UnusableCheckpointError` if the tensors do not match it."""
     return pytree.unpack(_from_json_skeleton(manifest.skeleton), _read_tensors(path.with_suffix(".safetensors"), manifest))
 
 
 # -- skeletons as JSON -----------------------------------------------------------------------------------------------
 
 
-def _to_json_skeleton(frame: pytree.Skeleton, count: int) -> tuple[list[str], pytree.Skeleton]:
-    """A name for each of `count` tensors, after its place in the state, and the skeleton as strict JSON can hold it."""
+def _to_json_skeleton(skeleton: pytree.Skeleton, count: int) -> tuple[list[str], pytree.Skeleton]:
+    """Return a name for each of `count` tensors, from its path in the state, and the skeleton as strict JSON."""
     paths = [""] * count
-    frozen = _to_json_node(frame, "", paths)
+    encoded = _to_json_node(skeleton, "", paths)
     names: list[str] = []
-    taken = {"", "__metadata__"}  # the second means something else in the format
+    taken = {"", "__metadata__"}  # the second is reserved by the format
     for path in paths:
         name = path[1:].encode(errors="backslashreplace").decode()
         while name in taken:
             name += "#"
         taken.add(name)
         names.append(name)
-    return names, frozen
+    return names, encoded
 
 
-def _to_json_node(frame: pytree.Skeleton, path: str, paths: list[str]) -> pytree.Skeleton:
-    kind, content = frame
+def _to_json_node(node: pytree.Skeleton, path: str, paths: list[str]) -> pytree.Skeleton:
+    kind, content = node
     if kind == "dict":
         return [kind, [[key, _to_json_node(item, f"{path}.{key[1]}", paths)] for key, item in content]]
     if kind in ("list", "tuple"):
@@ -101,8 +101,8 @@ def _to_json_node(frame: pytree.Skeleton, path: str, paths: list[str]) -> pytree
     return [kind, content]
 
 
-def _from_json_skeleton(frozen: pytree.Skeleton) -> pytree.Skeleton:
-    kind, content = frozen
+def _from_json_skeleton(encoded: pytree.Skeleton) -> pytree.Skeleton:
+    kind, content = encoded
     if kind == "dict":
         return [kind, [[key, _from_json_skeleton(item)] for key, item in content]]
     if kind in ("list", "tuple"):
@@ -118,17 +118,17 @@ def _from_json_skeleton(frozen: pytree.Skeleton) -> pytree.Skeleton:
 
 
 def _write_tensors(path: Path, tensors: dict[str, Any]) -> tuple[int, str]:
-    """Their size and checksum, as soon as they are durable."""
+    """Write the tensors durably and return the file's size and checksum."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     try:
         save_file(_to_storable(tensors), path)
-    except SafetensorError as error:  # how it says that the disk is full
+    except SafetensorError as error:  # raised, among others, if the disk is full
         raise OSError(str(error).rpartition("I/O error: ")[2]) from None
     except KeyError as error:
         raise UsageError(
-            f"a tensor of type {error} cannot lie in a checkpoint: convert it to a type that safetensors knows"
+            f"a tensor of type {error} cannot be stored in a checkpoint: convert it to a dtype that safetensors supports"
         ) from None
     with path.open("rb+") as file:
         digest = hashlib.file_digest(file, "sha256")
@@ -137,7 +137,7 @@ def _write_tensors(path: Path, tensors: dict[str, Any]) -> tuple[int, str]:
 
 
 def _to_storable(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Dense, on the CPU, contiguous, and no two on the same memory, which safetensors refuses."""
+    """Return the tensors dense, on the CPU, contiguous and without shared memory, which safetensors refuses."""
     seen = set()
     found = {}
     for name, tensor in tensors.items():
@@ -156,22 +156,22 @@ def _read_tensors(path: Path, manifest: Manifest) -> list[Any]:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if size != manifest.size:
-                raise UnusableCheckpointError(path, f"it has {size} bytes, and its manifest says {manifest.size}")
+                raise UnusableCheckpointError(path, f"it has {size} bytes, expected {manifest.size} from its manifest")
             if hashlib.file_digest(file, "sha256").hexdigest() != manifest.sha256:
-                raise UnusableCheckpointError(path, "its checksum is not the one in its manifest: it is damaged")
+                raise UnusableCheckpointError(path, "its checksum differs from the one in its manifest: it is damaged")
         loaded = load_file(path)
-        # Copies: what the library gives is the file itself, mapped, and the training must not hang on that.
+        # Cloned, because the library returns views of the mapped file, on which the training must not depend.
         return [loaded.pop(name).clone() for name in manifest.tensors]
     except (OSError, SafetensorError) as error:
         raise UnusableCheckpointError(path, describe_error(error)) from None
 
 
 def _encode_manifest(manifest: Manifest) -> bytes:
-    """The manifest as JSON, with a checksum over all of it."""
+    """Return the manifest as JSON, with a checksum (`seal`) of all other fields."""
     fields = msgspec.structs.asdict(manifest)
     sealed = json.dumps({**fields, "seal": _manifest_checksum(fields)}, allow_nan=False).encode()
     if len(sealed) > MANIFEST_MAX:
-        raise UsageError(f"a state has {len(sealed)} bytes of plain data, {MANIFEST_MAX} is the limit: keep it in tensors")
+        raise UsageError(f"the state has {len(sealed)} bytes of plain data, the limit is {MANIFEST_MAX}: store it in tensors")
     return sealed
 
 
@@ -181,10 +181,10 @@ def read_manifest(path: Path) -> Manifest:
             text = file.read(MANIFEST_MAX + 1)
         fields = json.loads(text)
         if len(text) > MANIFEST_MAX or not isinstance(fields, dict) or fields.pop("seal", "") != _manifest_checksum(fields):
-            raise UnusableCheckpointError(path, "its seal does not match: it is damaged, or was edited")
+            raise UnusableCheckpointError(path, "its seal does not match: it is damaged or was edited")
         if fields.get("format") != FORMAT_VERSION:
             raise UnusableCheckpointError(
-                path, f"it has format {fields.get('format')}, and this version of covey reads {FORMAT_VERSION}"
+                path, f"it has format {fields.get('format')}, this version of covey reads {FORMAT_VERSION}"
             )
         return msgspec.convert(fields, Manifest)
     except (OSError, ValueError, RecursionError, msgspec.MsgspecError) as error:
@@ -195,25 +195,26 @@ def _manifest_checksum(fields: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
 
 
-def commit_files(aside: Path, target: Path) -> Path:
-    """Give two synced files their names. An older manifest of this step goes first: it vouches for other bytes."""
+def commit_files(temporary: Path, target: Path) -> Path:
+    """Rename two synced files into place and return the manifest's path. An older manifest of the step is removed first,
+    because it describes other bytes."""
     manifest, tensors = target.with_name(f"{target.name}.json"), target.with_name(f"{target.name}.safetensors")
-    (aside / "tensors").chmod((aside / "manifest").stat().st_mode)  # the library's temporary file is the writer's alone
+    (temporary / "tensors").chmod((temporary / "manifest").stat().st_mode)  # the library creates it readable by its owner only
     manifest.unlink(missing_ok=True)
-    (aside / "tensors").rename(tensors)
-    (aside / "manifest").rename(manifest)
+    (temporary / "tensors").rename(tensors)
+    (temporary / "manifest").rename(manifest)
     sync_directory(target.parent)
     return manifest
 
 
 def list_steps(folder: Path, prefix: str, ending: str = ".json") -> list[int]:
-    """The steps of which a folder has a file. A folder that cannot be listed counts as empty: another rank's may do."""
+    """Return the steps of which a directory has a file. An unreadable directory is logged and treated as empty."""
     try:
         entries = [entry.name for entry in folder.iterdir()]
     except (FileNotFoundError, NotADirectoryError):
         return []
     except OSError as error:
-        log.warning("the checkpoints in %s cannot be read: %s", folder, describe_error(error))
+        log.warning("checkpoints in %s cannot be read: %s", folder, describe_error(error))
         return []
     pattern = re.compile(rf"{re.escape(prefix)}-(0|[1-9]\d{{0,17}}){re.escape(ending)}", re.ASCII)
     return [int(match[1]) for entry in entries if (match := pattern.fullmatch(entry))]

@@ -1,8 +1,9 @@
-"""When a checkpoint is written, and what follows where it cannot be.
+"""Schedule of checkpoints, and handling of failed writes.
 
-A disk that refuses is no reason to end a training that has a checkpoint to go back to: it is said, and tried again when the
-next one is due. (Not sooner: a full disk would be written to in every step, and ranks would have checkpoints of different
-steps.) A training that has none yet ends: nobody would know that it never had one.
+A failed checkpoint write does not end a training that has an earlier checkpoint. It is logged, reported (`CheckpointFailed`),
+and retried when the next one is due and at the end. An earlier retry would write to a full disk on every step, and ranks would
+have checkpoints of different steps. Without an earlier checkpoint the error is raised, because a training that cannot be
+resumed must not look healthy.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ log = logging.getLogger("covey")
 
 
 class CheckpointWriter:
-    """One rank's checkpoints. `write` makes one of the state as it is, and raises `StoreError`."""
+    """Checkpoints of one rank. `write` writes the current state and raises `StoreError`."""
 
     def __init__(self, checkpoint: Checkpoint, write: Callable[[Checkpoint], None], context: WorkerContext | None) -> None:
         self._checkpoint, self._write, self._context = checkpoint, write, context
-        self._last_written_step: int | None = None  # of those this process has written
-        self._failed_step: int | None = None  # the newest that was due and could not be written
+        self._last_written_step: int | None = None  # by this process
+        self._failed_step: int | None = None  # the newest whose write failed; None: no write is missing
 
     def is_due(self, step: int) -> bool:
         return self._checkpoint.due(step)
 
     def save(self, step: int) -> None:
-        """Write a checkpoint, or say why not. Raises `StoreError` where there is no earlier one."""
+        """Write a checkpoint; log and report a failure. Raise `StoreError` if there is no earlier checkpoint."""
         try:
             self._write(self._checkpoint)
         except StoreError as error:
@@ -38,17 +39,17 @@ class CheckpointWriter:
             if newest is None:
                 raise
             self._failed_step = step
-            self._report_failure(step, f"{error}; training goes on, the newest is that of step {newest}")
+            self._report_failure(step, f"{error}; training continues, the newest is that of step {newest}")
         else:
             self._last_written_step, self._failed_step = step, None
 
     def retry_failed(self, step: int) -> None:
-        """The training is complete: what is missing is tried once more, as it is now."""
+        """At the end of the training, write the current state if the last write failed."""
         if self._failed_step is not None:
             self.save(step)
 
     def close(self) -> None:
-        """The training ends here: who looks for its last checkpoint must know that it is not there."""
+        """Report a missing last checkpoint when the training ends."""
         if self._failed_step is not None:
             missing, self._failed_step = self._failed_step, None
             self._report_failure(
@@ -60,7 +61,7 @@ class CheckpointWriter:
     def _newest_step(self) -> int | None:
         return self._last_written_step if self._last_written_step is not None else self._checkpoint.newest_step()
 
-    def _report_failure(self, step: int, sentence: str) -> None:
-        log.warning("%s", sentence)
+    def _report_failure(self, step: int, message: str) -> None:
+        log.warning("%s", message)
         if self._context is not None:
-            self._context.send_to_scheduler(CheckpointFailed(step, sentence))
+            self._context.send_to_scheduler(CheckpointFailed(step, message))

@@ -2,7 +2,7 @@
 
 `numbered`       numbers each collective, waits in it while the cluster heals, repeats it in the next generation
 `operations`     all_reduce, broadcast, all_gather, mean
-`communicator`   what a script calls; in a world of one without a network
+`communicator`   what a script calls; without network if the world size is 1
 `group`          interface of a transport: the group of one generation
 `gloo_group`     the gloo transport
 `result_cache`   results that other ranks may need after a failure

@@ -1,5 +1,7 @@
-"""The group of all workers: what a program calls. In a world of one every collective is the identity, and no group is
-made unless others may come."""
+"""Collectives of all workers, as a script calls them.
+
+If the world size is 1 every collective is the identity, and no group is built unless the world may grow.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from covey.training.lazy_torch import torch_module
 from covey.training.worker_context import RankInfo, WorkerContext
 
 if TYPE_CHECKING:
-    from covey.parameter_server.client import ParameterClient  # it imports numpy, which a program may do without
+    from covey.parameter_server.client import ParameterClient  # imports numpy, which is optional for a script
 
 DEFAULT_TRANSPORT: Final = GlooTransport()
 Array = TypeVar("Array")  # a torch tensor or a numpy array
@@ -32,7 +34,7 @@ class Communicator:
         serving_settings: ServingSettings | None = None,
         transport: Transport = DEFAULT_TRANSPORT,
     ) -> None:
-        """`serving_settings`: how parameters are served; None if there are no parameter servers."""
+        """`serving_settings`: settings of the parameter servers; None if there are none."""
         self.worker_context = context
         self.serving_settings = serving_settings
         self._transport = transport
@@ -41,7 +43,7 @@ class Communicator:
 
     @property
     def assignment(self) -> RankInfo | None:
-        """Where this rank stands, for the program: it changes only inside a collective. None in a program on its own."""
+        """Rank and world as the script sees them; they change only inside a collective. None outside a cluster."""
         if self._collectives is not None:
             return self._collectives.assignment
         return self.worker_context.assignment if self.worker_context is not None else None
@@ -58,14 +60,14 @@ class Communicator:
 
     @property
     def collectives(self) -> NumberedCollectives | None:
-        """None in a world of one that stays so."""
+        """The numbered collectives; None if the world size is 1 and cannot grow."""
         if self._collectives is None and self.worker_context is not None and (self.world > 1 or self.worker_context.may_grow):
             self._collectives = NumberedCollectives(self.worker_context, self._transport)
         return self._collectives
 
     @property
     def client(self) -> ParameterClient:
-        """This worker's way to the parameter servers."""
+        """This worker's client of the parameter servers, created on first use. Raise `UsageError` if there are none."""
         if self.serving_settings is None or self.worker_context is None:
             raise UsageError("this cluster has no parameter servers: start it with --servers N, or with MS_SERVER_NUM=N")
         if self._client is None:
@@ -83,43 +85,43 @@ class Communicator:
         return self._client
 
     def all_reduce(self, array: Array, op: Reduction = "sum") -> Array:
-        """Reduce over all ranks, in place, and return the array."""
+        """Reduce `array` over all ranks in place and return it."""
         reduction = AllReduce(_as_tensor(array), op)
         if self.collectives is not None:
             self.collectives.run(reduction)
         return array
 
     def reduce(self, tensors: Sequence[Any]) -> list[Any]:
-        """The mean of gradients over all ranks, in place: what stands between the backward pass and the optimizer."""
+        """Average gradients over all ranks in place, between the backward pass and the optimizer; None entries are skipped."""
         found = [_as_tensor(tensor) for tensor in tensors if tensor is not None]
         if self.collectives is not None and found:
             self.collectives.run(Mean(found))
         return list(tensors)
 
     def broadcast(self, array: Array, root: int = 0) -> Array:
-        """The root's values for everyone, in place."""
+        """Copy the root's values to all ranks, in place, and return the array."""
         tensor = _as_tensor(array)
         if not isinstance(root, int) or not 0 <= root < self.world:
-            raise UsageError(f"broadcast from rank {root} is not possible: ranks go from 0 to {self.world - 1}")
+            raise UsageError(f"broadcast(root={root!r}) is invalid: expected a rank from 0 to {self.world - 1}")
         if self.collectives is not None:
             self.collectives.run(Broadcast([tensor], root, self.rank))
         return array
 
     def all_gather(self, array: Any) -> list[Any]:
-        """Every rank's array, in order of rank. Shapes and dtypes must agree."""
-        gathering = AllGather(_as_tensor(array))
+        """Return every rank's array, in rank order. Shapes and dtypes must be equal on all ranks."""
+        gather = AllGather(_as_tensor(array))
         if self.collectives is not None:
-            self.collectives.run(gathering)
+            self.collectives.run(gather)
         else:
-            gathering.complete([_as_tensor(array)])
-        return [t.numpy() for t in gathering.gathered] if _is_numpy(array) else gathering.gathered
+            gather.complete([_as_tensor(array)])
+        return [t.numpy() for t in gather.gathered] if _is_numpy(array) else gather.gathered
 
     def barrier(self) -> None:
-        """Return when every rank is here."""
+        """Return when every rank has called this."""
         self.all_reduce(torch_module().zeros(1))
 
     def wait_for_all_ranks(self) -> None:
-        """The program is at its end: stay until every rank is, to help one that died in its last step."""
+        """Block at the end of the script until every rank has finished; until then this rank can heal another."""
         if self._collectives is not None:
             self._collectives.wait_for_all_ranks()
 
@@ -131,12 +133,12 @@ def _as_tensor(array: Any) -> Any:
     if _is_numpy(array):
         try:
             return torch.from_numpy(array)
-        except (TypeError, ValueError) as error:  # a single number, texts, a view that runs backwards
-            what = " ".join(str(error).split())[:200]
-            raise UsageError(f"this {type(array).__name__} cannot be reduced ({what}): make it an array of numbers") from None
-    raise UsageError(f"collectives take torch tensors and numpy arrays, not {type(array).__name__}")
+        except (TypeError, ValueError) as error:  # a scalar, strings, a view with negative strides
+            cause = " ".join(str(error).split())[:200]
+            raise UsageError(f"this {type(array).__name__} cannot be reduced ({cause}): make it an array of numbers") from None
+    raise UsageError(f"a collective got a {type(array).__name__}: expected a torch tensor or a numpy array")
 
 
 def _is_numpy(array: Any) -> bool:
-    """numpy is not imported to find out that something is not numpy's."""
+    """Return whether `array` is numpy's, without importing numpy."""
     return type(array).__module__.partition(".")[0] == "numpy"

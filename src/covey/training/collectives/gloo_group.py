@@ -21,21 +21,21 @@ from covey.training.collectives.group import GroupBuilt, ReduceOp, Work, WorkDon
 from covey.training.lazy_torch import torch_module
 from covey.training.worker_context import RankInfo, WorkerContext
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # of a collective; long, because a slow step is not a fault
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # long, because a slow step is not a failure
 
 
 class GlooTransport:
     """Builds groups on gloo."""
 
-    def build(self, context: WorkerContext, place: RankInfo) -> GlooGroup:
-        return GlooGroup(context, place)
+    def build(self, context: WorkerContext, rank_info: RankInfo) -> GlooGroup:
+        return GlooGroup(context, rank_info)
 
 
 class GlooGroup:
-    """A gloo group. A thread of its own builds it, because building waits for every rank."""
+    """A gloo group, built on its own thread, because building blocks until every rank takes part."""
 
-    def __init__(self, context: WorkerContext, place: RankInfo) -> None:
-        self.generation, self.rank, self.world = place.generation, place.rank, place.world
+    def __init__(self, context: WorkerContext, rank_info: RankInfo) -> None:
+        self.generation, self.rank, self.world = rank_info.generation, rank_info.rank, rank_info.world
         self.is_ready = False
         self._context = context
         self._process_group: Any = None
@@ -105,7 +105,7 @@ def _torch_reduce_op(op: ReduceOp) -> Any:
 
 
 def _make_process_group(context: WorkerContext, generation: int, rank: int, world: int) -> Any:
-    """Return a gloo group whose device is bound to the node's address, never to what the host name resolves to."""
+    """Return a gloo group whose device is bound to the node's address, not to what the host name resolves to."""
     dist = torch_module().distributed
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=context.address, lazy_init=False)]
@@ -114,7 +114,7 @@ def _make_process_group(context: WorkerContext, generation: int, rank: int, worl
 
 
 def _make_rendezvous_store(context: WorkerContext, generation: int) -> Any:
-    """Return torch's store interface over the cluster's rendezvous store. Its waits end when the generation does."""
+    """Return torch's store interface over the cluster's rendezvous store. Its waits end with the generation."""
     dist = torch_module().distributed
 
     class RendezvousTorchStore(dist.Store):  # type: ignore[misc, name-defined]
@@ -135,7 +135,7 @@ def _make_rendezvous_store(context: WorkerContext, generation: int) -> Any:
 
 
 def list_sockets() -> dict[str, int]:
-    """Return this process's sockets by kernel name. Descriptors are reused, kernel names are not."""
+    """Return this process's sockets by kernel name, which is unique; descriptors are reused."""
     found: dict[str, int] = {}
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -146,7 +146,7 @@ def list_sockets() -> dict[str, int]:
 
 
 def shut_down_socket(name: str, descriptor: int) -> None:
-    """Shut a connected socket if the descriptor still is that socket. A listening one is left alone: gloo dies of it."""
+    """Shut down a connected socket if the descriptor still refers to it. Listening sockets are skipped: gloo would abort."""
     with contextlib.suppress(OSError):
         if str(Path(f"/proc/self/fd/{descriptor}").readlink()) != name:
             return

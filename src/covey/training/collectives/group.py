@@ -7,11 +7,11 @@ from typing import Any, Protocol
 
 from covey.training.worker_context import RankInfo, WorkerContext
 
-Work = object  # a handle of an operation in progress, compared by identity
+Work = object  # handle of a pending operation, compared by identity
 
 
 class ReduceOp(enum.Enum):
-    """Elementwise reductions that a group computes. A mean is a sum that the caller divides."""
+    """Elementwise reductions of a group. A mean is a sum that the caller divides."""
 
     SUM = enum.auto()
     MAX = enum.auto()
@@ -36,14 +36,14 @@ class WorkDone:
 
 
 class Group(Protocol):
-    """The ranks of one generation, as a transport connects them. The program's main thread calls it.
+    """The ranks of one generation, connected by a transport. Called on the script's main thread.
 
     Contract of a transport:
 
     - No call blocks. A group that is not ready yet puts `GroupBuilt` into the context's inbox when it is, or when it cannot be
-      built. Each operation returns a `Work` at once and puts one `WorkDone` into the inbox when that work ends.
+      built. Each operation returns a `Work` immediately and puts one `WorkDone` into the inbox when that work ends.
     - Operations may be called only while `is_ready`, in the same order on all ranks. `all_reduce` and `broadcast` write their
-      result into `tensor`, `all_gather` into `outputs`, in order of rank. All tensors are contiguous.
+      result into `tensor`, `all_gather` into `outputs`, in rank order. All tensors are contiguous.
     - The group references every buffer of a work until the work has ended. The caller does not touch the buffers before it
       has received the `WorkDone`.
     - After `abort` every pending work completes with an error, within milliseconds and without the other ranks. No operation is
@@ -74,9 +74,9 @@ class Group(Protocol):
 class Transport(Protocol):
     """Builds the groups of a process."""
 
-    def build(self, context: WorkerContext, place: RankInfo) -> Group:
-        """Begin to build the group of `place.generation` and return at once; rank and world are those of `place`.
+    def build(self, context: WorkerContext, rank_info: RankInfo) -> Group:
+        """Start to build the group of `rank_info.generation` and return immediately; rank and world are those of `rank_info`.
 
-        `context.assignment` may already belong to a newer generation, so it is not read. Ranks exchange addresses by the
+        `context.assignment` may already belong to a newer generation, so it is not read. Ranks exchange addresses through the
         rendezvous store of the context, whose waits end with the generation.
         """

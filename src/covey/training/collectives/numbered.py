@@ -1,14 +1,16 @@
 """Numbered collectives that heal.
 
-Theory of operation. Every collective has a number (step, n): the n-th of its step, -1 being the step before the first. All
+Theory of operation. Every collective has a number (step, n): the n-th of its step, where step -1 precedes the first step. All
 ranks run the same sequence, and each result depends on every rank, so no rank can be more than one collective ahead of another.
 
-When the membership changes, whoever waits in a collective stays there: it is a safe point, where parameters and optimizer are
-at rest. It *reports* the last number it completed. Once every rank has reported, the scheduler plans: the highest completed
-number wins; who has it gives its kept result to who was one behind; who is new receives the state of a step's boundary and the
-results of that step so far. Then the group of the new generation carries on with the next number. Nobody's program notices.
+When the membership changes, a rank that is blocked in a collective stays there: it is a safe point, at which neither parameters
+nor optimizer change. The rank *reports* the last number it completed. Once every rank has reported, the scheduler makes the
+heal plan, based on the highest completed number. A rank that has it hands its cached result to ranks one behind. A replacement
+receives the state of a step boundary and the results of that step so far. Then the group of the new generation continues with
+the next number. None of this is visible to the script.
 
-The order of news in the inbox decides whether a collective completed before the generation changed; nothing else needs a lock.
+The order of notifications in the inbox decides whether a collective completed before the generation changed, so no lock is
+needed.
 """
 
 from __future__ import annotations
@@ -42,35 +44,33 @@ from covey.training.state.spare_sync import FollowRequested, SpareSource
 from covey.training.state.transfer import NO_TENSORS, DonatedState, ReceiverTensors, TransferServer, fetch_from_donor
 from covey.training.worker_context import GenerationStarted, HealPlanReceived, RankInfo, WorkerContext
 
-FIRST_GENERATION: Final = 1  # the generation of formation
+FIRST_GENERATION: Final = 1  # the generation in which the cluster forms
 
 
 class Collective(Protocol):
-    """One collective: it can be issued any number of times, on any generation's group, until it has a result."""
+    """A collective that can be issued any number of times, on the group of any generation, until it has a result."""
 
     def issue(self, group: Group) -> list[Work]:
-        """Start it on buffers of its own; returns the works to wait for."""
+        """Start the operation on its own buffers and return the works to wait for."""
 
     def results(self) -> list[Any]:
-        """What this rank may have to hand to another: tensors that nobody writes to any more."""
+        """Return the result tensors, which are cached for other ranks and must not be written to any more."""
 
     def complete(self, results: list[Any]) -> None:
-        """Give the results to the program."""
+        """Write the results to the script's tensors."""
 
 
 class ShardedState(Protocol):
-    """An optimizer whose state is cut: it has that of some parameters, and may need that of others."""
+    """An optimizer whose state is sharded into slots, of which each rank holds some."""
 
     @property
-    def slot_count(self) -> int: ...  # of all
+    def slot_count(self) -> int: ...  # in all ranks together
     @property
-    def holds(self) -> bytes: ...  # a mask of those that are here
+    def holds(self) -> bytes: ...  # bit mask of the slots held here
     def donate_slots(self, wanted: bytes) -> DonatedState: ...
-    def fetch_missing_slots(
-        self, holders: list[SlotHolder], rank: int, world: int
-    ) -> Any: ...  # what this place needs and has not
-    def move_to_rank(self, rank: int, world: int, collected: Any) -> None: ...  # to another place, with what it needs there
-    def drop_unneeded_slots(self) -> None: ...  # everyone has what they need: let go of the rest
+    def fetch_missing_slots(self, holders: list[SlotHolder], rank: int, world: int) -> Any: ...  # needed by `rank`, not held
+    def move_to_rank(self, rank: int, world: int, collected: Any) -> None: ...  # with the fetched slots
+    def drop_unneeded_slots(self) -> None: ...  # all ranks have fetched theirs
 
 
 class StateProvider(Protocol):
@@ -85,7 +85,7 @@ class StateProvider(Protocol):
     @property
     def spare_source(self) -> SpareSource | None: ...  # this rank's tensors, for spares that copy them
     @property
-    def indexes_version(self) -> int: ...  # the newest `MemberIndexes` by which the data is shared; 0: none
+    def indexes_version(self) -> int: ...  # of the newest `MemberIndexes` by which the data is distributed; 0: none
     def destination_tensors(self) -> Mapping[str, Any]: ...  # tensors that may receive a state directly
     def finish_replay(self) -> None: ...  # called before each collective in which other ranks take part
     @property
@@ -93,41 +93,42 @@ class StateProvider(Protocol):
     @property
     def is_consistent(self) -> bool: ...  # whether the state can be donated now
     @property
-    def is_result_invalid(self) -> bool: ...  # the program changed the parameters, which are the last collective's result
+    def is_result_invalid(self) -> bool: ...  # the script changed the parameters, which hold the last collective's result
     def donate(self) -> DonatedState: ...
-    def dump(self) -> tuple[int, str]: ...  # the step, and the path or ""
+    def dump(self) -> tuple[int, str]: ...  # the step, and the path; "" if nothing was written
 
 
 class NumberedCollectives:
-    """All collectives of a process, in order. Used by one thread, the program's main one."""
+    """All collectives of a process, in order. Not thread-safe: used by the script's main thread only."""
 
     def __init__(self, context: WorkerContext, transport: Transport) -> None:
-        place = context.assignment
-        self.assignment: RankInfo = place  # of the agreed generation
-        self.member_indexes: MemberIndexes | None = None  # who is in the world, once it has changed
+        rank_info = context.assignment
+        self.assignment: RankInfo = rank_info  # of the agreed generation
+        self.member_indexes: MemberIndexes | None = None  # None until the first resize
         self._provider: StateProvider | None = None
         self._donation: DonatedState | None = None  # received by a replacement, until the loop takes it
         self._fetched_slots: Any = None  # of the optimizer: received by a replacement, until the loop takes them
         self._receiver_tensors = NO_TENSORS  # the part of a state that this process copied as a spare
         self._context, self._transport = context, transport
         self._group: Group | None = None
-        self._aborted_groups: list[Group] = []  # kept until they are drained
-        # Only the generation in which the cluster formed needs no agreement: in it nobody can have anything yet.
-        self._agreed_generation = FIRST_GENERATION if place.generation == FIRST_GENERATION and place.restarts == 0 else 0
-        self._needs_state = place.restarts > 0 or place.since_generation > FIRST_GENERATION
+        self._aborted_groups: list[Group] = []  # referenced until they are drained
+        # The generation in which the cluster formed needs no heal barrier, because no rank has completed anything in it.
+        is_first = rank_info.generation == FIRST_GENERATION and rank_info.restarts == 0
+        self._agreed_generation = FIRST_GENERATION if is_first else 0
+        self._needs_state = rank_info.restarts > 0 or rank_info.since_generation > FIRST_GENERATION
         self._step, self._count = BEFORE_FIRST_STEP, 0
         self._result_cache = ResultCache(context.result_cache_max_bytes)
-        self._count_before_batch = 0  # how many of this step's came before its first batch
-        self._has_partial_state = False  # a state arrived in part, over what this process had begun with
+        self._count_before_batch = 0  # collectives of this step before its first batch
+        self._has_partial_state = False  # a transfer failed midway and may have overwritten some tensors
         self._results_to_replay: dict[CollectiveNumber, list[Any]] = {}
         self._resumed_generation = self._dropped_slots_generation = self._agreed_generation
-        self._slot_holders: list[SlotHolder] = []  # as the last plan says
+        self._slot_holders: list[SlotHolder] = []  # of the last plan
         self._transfer_server: TransferServer | None = None
-        self._published_generation = 0  # the generation in which they were told where to ask
-        self.waited_s = 0.0  # in collectives, so far
+        self._published_generation = 0  # generation in which this rank last published its address for spares
+        self.waited_s = 0.0  # total time in collectives
         os.register_at_fork(after_in_child=self._after_fork_in_child)
 
-    # -- for the program ---------------------------------------------------------------------------------------------
+    # -- script interface --------------------------------------------------------------------------------------------
 
     @property
     def has_loop(self) -> bool:
@@ -136,22 +137,22 @@ class NumberedCollectives:
 
     @property
     def count(self) -> int:
-        """How many collectives this step has had so far."""
+        """Number of collectives of the current step so far."""
         return self._count
 
     @property
     def last_completed(self) -> CollectiveNumber | None:
-        """The last one."""
+        """Number of the last completed collective; None before the first."""
         return self._result_cache.last_completed
 
     def attach(self, provider: StateProvider, known: ReceiverTensors) -> None:
-        """Register the loop's state. In a replacement, receive one for it; `known` is what it copied of it as a spare."""
+        """Register the loop's state. In a replacement, also receive it; `known`: tensors copied from it while a spare."""
         self._provider, self._receiver_tensors = provider, known
         if self._needs_state:
             self.run_heal_barrier()
         elif self._donation is not None:
             self._fetch_slots_late()
-        self._receiver_tensors = NO_TENSORS  # their memory belongs to the donation now, or to nothing
+        self._receiver_tensors = NO_TENSORS  # release: the donation references the tensors it uses
 
     def take_donation(self) -> DonatedState | None:
         """Return, once, the state that this process received as a replacement; None if it received none."""
@@ -164,12 +165,14 @@ class NumberedCollectives:
         return slots
 
     def skip_to(self, count: int) -> None:
-        """A replacement that received state need not run what the others did to have it."""
+        """Continue at collective `count` of this step: a replacement with a received state skips the ones before."""
         self._count = count
 
-    def run(self, operation: Collective, *, passing: bool = False, limited: bool = True) -> None:
-        """Run a collective to its end, through any number of generations. The results of a `passing` one are part of the
-        state afterwards: they are kept only until the first step. Those of one that is not `limited` are kept at any size."""
+    def run(self, operation: Collective, *, transient: bool = False, limited: bool = True) -> None:
+        """Run a collective to completion, across any number of generations.
+
+        `transient` and `limited` control caching of the results, see `ResultCache.add`.
+        """
         number = CollectiveNumber(self._step, self._count)
         self._count += 1
         self._context.set_waiting_in(number)
@@ -177,7 +180,7 @@ class NumberedCollectives:
         while True:
             if number not in self._results_to_replay:
                 if self._provider is not None:
-                    self._provider.finish_replay()  # ahead of a heal barrier, in which this rank may donate its state
+                    self._provider.finish_replay()  # before a heal barrier, in which this rank may donate its state
                 if self._agreed_generation != self._context.assignment.generation:
                     self.run_heal_barrier()
             if number in self._results_to_replay:
@@ -191,7 +194,7 @@ class NumberedCollectives:
         self.waited_s += time.monotonic() - since
         self._context.set_waiting_in(None)
         operation.complete(results)
-        self._result_cache.add(number, results, passing=passing, limited=limited)
+        self._result_cache.add(number, results, transient=transient, limited=limited)
         if self._resumed_generation != self._agreed_generation:
             self._resumed_generation = self._agreed_generation
             self._context.send_to_scheduler(RankResumed(self._agreed_generation, number.step))
@@ -199,7 +202,7 @@ class NumberedCollectives:
             self._publish_spare_source()
 
     def issue_ahead(self, issue: Callable[[Group], None]) -> None:
-        """Issue a part of the next collective ahead of its `run`, if nothing speaks against it."""
+        """Issue a part of the next collective before its `run`, if the group is ready and its result is not cached."""
         fresh = (
             self._agreed_generation == self._context.assignment.generation
             and CollectiveNumber(self._step, self._count) not in self._results_to_replay
@@ -208,47 +211,47 @@ class NumberedCollectives:
             issue(self._group)
 
     def abort_generation(self, reason: str) -> None:
-        """What was issued ahead will not be completed here: the others must leave this generation's group too."""
+        """Leave this generation on all ranks, because what was issued ahead will not be completed here."""
         self._context.send_to_scheduler(CollectiveFailed(self._agreed_generation, reason))
         self._wait_for_new_generation(self._agreed_generation)
 
     def begin_epoch(self, step: int) -> None:
-        """An epoch begins, whose first step this is: what the program runs before the first batch is numbered with that step,
-        also in a replacement that takes the epoch up at another."""
+        """Start an epoch. Collectives before its first batch are numbered with `step`, the epoch's first step, also in a
+        replacement that resumes at a later step."""
         self._step, self._count = step, 0
         self._result_cache.begin_epoch(step)
 
     def on_first_batch(self) -> None:
-        """The epoch's first batch comes, or the first that this rank takes."""
+        """Record that this rank receives its first batch of the epoch."""
         self._count_before_batch = self._count
         self._result_cache.on_first_batch(self._count)
 
     def begin_step(self, step: int) -> None:
-        """A step begins: its collectives are numbered from 0, and what only the step before needed is let go."""
+        """Start a step: number its collectives from 0 and drop results that only earlier steps needed."""
         self._step, self._count, self._count_before_batch = step, 0, 0
         self._result_cache.begin_step(step)
 
     def rewind(self) -> None:
-        """This step is repeated here, and here alone: what it has agreed on already is handed out once more."""
+        """Prepare to repeat this step on this rank alone; its completed collectives are replayed from the cache."""
         self._count = self._count_before_batch
         self._context.set_waiting_in(None)
         self._results_to_replay |= self._result_cache.results_of_step(self._step, self._count_before_batch)
 
     def run_heal_barrier(self) -> None:
-        """A safe point after the membership changed: report, and do what the plan says. Repeats until one holds."""
+        """Report at a safe point and execute the plan; repeat until a plan completes without a new generation."""
         while True:
-            place = self._context.assignment
-            generation = place.generation
+            rank_info = self._context.assignment
+            generation = rank_info.generation
             self._abort_older_group(generation)
-            self._ensure_group(place)  # it is built while reports, plan and state are sent
+            self._ensure_group(rank_info)  # built concurrently with reports, plan and state transfer
             plan = self._report_safe_point(generation)
             if plan is not None and self._execute_plan(plan):
-                self._agreed_generation, self._needs_state, self.assignment = generation, False, place
+                self._agreed_generation, self._needs_state, self.assignment = generation, False, rank_info
                 return
 
     def _fetch_slots_late(self) -> None:
-        """Fetch the optimizer's slots of a replacement that received its state before the loop was made. If a holder is gone,
-        start over, as a replacement that has received nothing."""
+        """Fetch the optimizer's slots of a replacement that received its state before the loop was created. If a holder is
+        gone, start over as a replacement without state."""
         try:
             self._fetch_slots()
         except PeerError as error:
@@ -258,7 +261,7 @@ class NumberedCollectives:
             self.run_heal_barrier()
 
     def wait_for_all_ranks(self) -> None:
-        """The program is at its end: stay, as one who can give, until every rank is."""
+        """Block at the end of the script until every rank has finished; this rank stays a possible donor."""
         while True:
             generation = self._context.assignment.generation
             self._abort_older_group(generation)
@@ -291,7 +294,7 @@ class NumberedCollectives:
     # -- waiting -----------------------------------------------------------------------------------------------------
 
     def _next_notification(self) -> Any:
-        """Return the next notification. Dumps and copies for spares are served on the way: this is a safe point."""
+        """Return the next notification. Serve dump requests and spares in between, because this is a safe point."""
         while True:
             notification = self._context.inbox.get()
             if (source := self._spare_source) is not None:
@@ -304,7 +307,8 @@ class NumberedCollectives:
             self._context.send_to_scheduler(DumpWritten(step, path))
 
     def _wait_for_works(self, works: list[Work]) -> bool:
-        """True when all are done; False when the generation is over. A work that broke waits for the generation to end."""
+        """Return True when all works are done, False if a new generation starts first. After a failed work, block until it
+        starts."""
         waiting = {id(work) for work in works}
         while waiting:
             notification = self._next_notification()
@@ -319,7 +323,7 @@ class NumberedCollectives:
         return True
 
     def _wait_for_group(self) -> Group | None:
-        """The group of the agreed generation once it is there; None when the generation is over first."""
+        """Return the group of the agreed generation once it is ready; None if a new generation starts first."""
         group = self._ensure_group(self.assignment)
         while not group.is_ready:
             notification = self._next_notification()
@@ -334,10 +338,10 @@ class NumberedCollectives:
                 self._context.send_to_scheduler(CollectiveFailed(self._agreed_generation, notification.error[:500]))
         return group
 
-    def _ensure_group(self, place: RankInfo) -> Group:
-        """Return the group, which is begun to be built for this place if there is none."""
+    def _ensure_group(self, rank_info: RankInfo) -> Group:
+        """Return the current group; start to build one for `rank_info` if there is none."""
         if self._group is None:
-            self._group = self._transport.build(self._context, place)
+            self._group = self._transport.build(self._context, rank_info)
         return self._group
 
     def _abort_older_group(self, generation: int) -> None:
@@ -347,10 +351,10 @@ class NumberedCollectives:
             self._group = None
         self._aborted_groups = [group for group in self._aborted_groups if not group.is_drained]
 
-    # -- agreeing ----------------------------------------------------------------------------------------------------
+    # -- heal barrier ------------------------------------------------------------------------------------------------
 
     def _report_safe_point(self, generation: int, finished: bool = False) -> HealPlan | None:
-        """Say where this rank stands and wait for the plan; None when the generation is over first."""
+        """Send this rank's report and return the plan; None if a new generation starts first."""
         server = self._ensure_transfer_server()
         state = self._loop_state
         slots = state.sharded_state if state is not None else None
@@ -381,12 +385,12 @@ class NumberedCollectives:
                 return notification.plan
 
     def _execute_plan(self, plan: HealPlan) -> bool:
-        """Fetch what the plan says this rank lacks. Return False if the donor is gone: its death starts a new generation, whose
-        plan names another donor."""
+        """Fetch what this rank lacks according to the plan. Return False if a donor is gone: its death starts a new
+        generation, whose plan names another donor. Raise `PeerError` if no donor is left for a partially received state."""
         self.member_indexes, self._slot_holders = plan.member_indexes or self.member_indexes, plan.slot_holders
         if plan.donor is None and not plan.slot_holders:
             if self._has_partial_state:
-                raise PeerError("the state was received in part when its giver died, and nobody else has it: start it again")
+                raise PeerError("the state transfer was interrupted and no other rank has the state: restart this worker")
             return True
         try:
             self._fetch_missing(plan.donor, plan.generation)
@@ -398,12 +402,12 @@ class NumberedCollectives:
         return True
 
     def _fetch_missing(self, donor: Donor | None, generation: int) -> None:
-        """Fetch what this rank lacks. Raise `PeerError` if a donor is gone: destination tensors may then be half written."""
+        """Fetch what this rank lacks. Raise `PeerError` if a donor is gone; destination tensors may then be partly written."""
         if donor is None:
             return self._fetch_slots()
         kind, destinations = ("state", self._destination_tensors()) if self._needs_state else ("results", {})
         known = self._receiver_tensors
-        self._receiver_tensors = ReceiverTensors(known.tensors)  # no digest holds for memory that is being overwritten
+        self._receiver_tensors = ReceiverTensors(known.tensors)  # without digests: the memory is being overwritten
         received = fetch_from_donor(donor, kind, destinations, known=known)
         self._fetch_slots()
         self._has_partial_state = False
@@ -411,23 +415,23 @@ class NumberedCollectives:
         self._results_to_replay = received.results
         if self._needs_state:
             self._donation = received
-            if received.last_collective is not None:  # this rank may soon be the only one that has the last result
+            if received.last_collective is not None:  # this rank may become the only one that has the last result
                 self._result_cache.replace_with_received(received.last_collective, received.results)
         return None
 
     def _fetch_slots(self) -> None:
-        """Fetch the optimizer's slots that this process lacks for its rank and world, which may have changed."""
+        """Fetch the optimizer's slots that this rank needs and lacks; rank and world size may have changed."""
         sharded = self._sharded_state
         if sharded is not None and self._slot_holders:
-            place = self._context.assignment
-            slots = sharded.fetch_missing_slots(self._slot_holders, place.rank, place.world)
+            rank_info = self._context.assignment
+            slots = sharded.fetch_missing_slots(self._slot_holders, rank_info.rank, rank_info.world)
             if self._loop_state is not None:
-                sharded.move_to_rank(place.rank, place.world, slots)
+                sharded.move_to_rank(rank_info.rank, rank_info.world, slots)
             else:
                 self._fetched_slots = slots
 
     def _drop_unneeded_slots(self) -> None:
-        """Drop, once in each generation, the slots that only other ranks needed: all take part, so all have fetched theirs."""
+        """Drop slots that this rank does not need, once per generation: a completed collective proves that all have fetched."""
         if self._dropped_slots_generation != self._agreed_generation and (sharded := self._sharded_state) is not None:
             self._dropped_slots_generation = self._agreed_generation
             sharded.drop_unneeded_slots()
@@ -436,7 +440,7 @@ class NumberedCollectives:
         while self._context.assignment.generation == generation:
             self._next_notification()
 
-    # -- giving ------------------------------------------------------------------------------------------------------
+    # -- donor side --------------------------------------------------------------------------------------------------
 
     def _ensure_transfer_server(self) -> TransferServer:
         if self._transfer_server is None:
@@ -454,11 +458,11 @@ class NumberedCollectives:
         if self.assignment.rank == 0:
             server = self._ensure_transfer_server()
             donor = Donor(0, self._context.address, server.port, server.token)
-            with contextlib.suppress(PeerError):  # this generation is over: the next one is told
+            with contextlib.suppress(PeerError):  # the generation ended: this rank publishes again in the next one
                 self._context.put_rendezvous(spare_sync.FOLLOW_KEY, msgspec.msgpack.encode(donor), self._agreed_generation)
 
     def _donate_state(self, _wanted: bytes) -> DonatedState:
-        """Called by the server's thread while this rank is at a safe point."""
+        """Return the state for a replacement. Called on the server's thread while this rank is at a safe point."""
         state = self._loop_state.donate() if self._loop_state is not None else DonatedState()
         return msgspec.structs.replace(
             state,
@@ -478,7 +482,7 @@ class NumberedCollectives:
         return self._spare_source.donate_at_step(wanted)
 
     def _after_fork_in_child(self) -> None:
-        """In a forked child (a data loader's worker): our connections are not its to keep open."""
+        """Close the inherited connections in a forked child (a data loader's worker)."""
         if self._group is not None:
             self._group.close_in_child()
         if self._transfer_server is not None:

@@ -1,4 +1,4 @@
-"""The collectives a program calls: each works on copies until it has a result, so that it can be issued again."""
+"""Collectives that a script calls. Each works on copies until it has a result, so that it can be reissued."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REDUCE_OPS: Final[dict[Reduction, ReduceOp]] = {
     "product": ReduceOp.PRODUCT,
 }
 
-# Of real numbers, what gloo reduces.
+# Real dtypes that gloo reduces.
 REDUCIBLE_DTYPES: Final = ("float64", "float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8", "bool")
 
 
@@ -45,8 +45,11 @@ class AllReduce:
 
 
 class Broadcast:
-    """The root's bytes plus nothing from the others: a sum over all ranks, so that nobody can run ahead of it. One byte more
-    says that the root took part: the world may have shrunk by it."""
+    """Copy the root's bytes to all ranks, in place.
+
+    Implemented as a sum in which all other ranks contribute zeros, so that no rank can complete it before all take part. One
+    extra byte marks that the root took part, because the root may have left the world.
+    """
 
     def __init__(self, tensors: list[Any], root: int, rank: int) -> None:
         self._tensors = [tensor for tensor in tensors if tensor.numel()]
@@ -67,14 +70,14 @@ class Broadcast:
 
     def complete(self, results: list[Any]) -> None:
         if results and not results[-1][-1]:
-            raise PeerError("the rank that was to broadcast is gone, and the world goes on without it: nobody has its values")
+            raise PeerError("broadcast failed: the root rank left the cluster, and no other rank has its values")
         for tensor, flat in zip(self._tensors, results, strict=True):
             flat = flat[: tensor.numel() * tensor.element_size()]
             tensor.copy_(flat.clone().view(tensor.dtype).view_as(tensor))
 
 
 class AllGather:
-    """Every rank's tensor, in order of rank."""
+    """Gather every rank's tensor, in rank order."""
 
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor
@@ -85,7 +88,7 @@ class AllGather:
         torch = torch_module()
         source = self._tensor.clone(memory_format=torch.contiguous_format)
         self._outputs = [torch.empty_like(source) for _ in range(group.world)]
-        flats = [tensor.view(-1).view(torch.uint8) for tensor in self._outputs]  # as bytes, so of any type
+        flats = [tensor.view(-1).view(torch.uint8) for tensor in self._outputs]  # as bytes, for any dtype
         return [group.all_gather(flats, source.view(-1).view(torch.uint8))]
 
     def results(self) -> list[Any]:
@@ -96,7 +99,7 @@ class AllGather:
 
 
 class Mean:
-    """The mean of many tensors over all ranks, in place, as one flat buffer per dtype."""
+    """Average tensors over all ranks, in place, with one flat buffer per dtype."""
 
     def __init__(self, tensors: list[Any]) -> None:
         for tensor in tensors:
@@ -127,16 +130,16 @@ class Mean:
 
 
 def _check_reducible(tensor: Any, op: Reduction) -> None:
-    """Raises `UsageError` for numbers that cannot be reduced so: better here than on all ranks at once, again and again."""
+    """Raise `UsageError` if the dtype does not support `op`. Without this check all ranks would fail and retry."""
     name = str(tensor.dtype).removeprefix("torch.")
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise UsageError(f"the mean of {name} is not one of them: convert the tensor with .float(), or ask for the sum")
+        raise UsageError(f"mean of {name} is not possible: convert the tensor with .float(), or use op='sum'")
     possible = op in ("sum", "mean") if tensor.is_complex() else name in REDUCIBLE_DTYPES
     if not possible:
-        raise UsageError(f"{op} of {name} is not possible: convert the tensor, to float32 or int64 for example")
+        raise UsageError(f"{op} of {name} is not possible: convert the tensor, for example to float32 or int64")
 
 
 def _reduce_op(op: Reduction) -> ReduceOp:
     if op not in REDUCE_OPS:
-        raise UsageError(f"all_reduce knows {', '.join(REDUCE_OPS)}, not {op}")
+        raise UsageError(f"all_reduce(op={op!r}) is invalid: expected one of {', '.join(REDUCE_OPS)}")
     return REDUCE_OPS[op]

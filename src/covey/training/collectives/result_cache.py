@@ -1,7 +1,8 @@
-"""Results of collectives that another rank may need: the last one, for who missed it; and for who is new, those of the step, of
-what the program ran before its first step, and of what it runs before an epoch's first batch, which a replacement runs too.
+"""Cache of collective results that other ranks may need after a failure.
 
-They are kept up to a limit. Above it only the last one is: who missed it can still be helped, who is new cannot.
+A survivor that missed the last collective needs its result. A replacement needs the results of all code it re-executes: the
+current step, and what the script runs before the first step and before the epoch's first batch. Above `limit` bytes only the
+last result is kept; a survivor can still be healed, a replacement cannot join.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any, Final
 
 from covey.core.messages import CollectiveNumber
 
-BEFORE_FIRST_STEP: Final = -1  # the step before the first
+BEFORE_FIRST_STEP: Final = -1  # step number of collectives that run before the first step
 
 
 class ResultLifetime(enum.Enum):
@@ -24,54 +25,56 @@ class ResultLifetime(enum.Enum):
 
 
 class ResultCache:
-    """What one rank keeps; `limit` in bytes."""
+    """Result cache of one rank; `limit` in bytes."""
 
     def __init__(self, limit: int) -> None:
-        self.last_completed: CollectiveNumber | None = None  # the last one
+        self.last_completed: CollectiveNumber | None = None  # None before the first collective
         self._limit_bytes = limit
         self._results: dict[CollectiveNumber, list[Any]] = {}
         self._transient_number: CollectiveNumber | None = None
-        self._epoch_start = (
-            BEFORE_FIRST_STEP,
-            0,
-        )  # the first step of this epoch, and how many of its collectives came before its first batch
+        # first step of this epoch, and the number of its collectives before its first batch
+        self._epoch_start = (BEFORE_FIRST_STEP, 0)
         self._bytes_by_lifetime = dict.fromkeys(ResultLifetime, 0)
         self._complete_by_lifetime = dict.fromkeys(ResultLifetime, True)
 
     @property
     def is_complete(self) -> bool:
-        """Whether all that a replacement needs is here."""
+        """Whether the cache has every result that a replacement needs."""
         return all(self._complete_by_lifetime.values())
 
     @property
     def last_result(self) -> dict[CollectiveNumber, list[Any]]:
-        """The result of the last one."""
+        """The result of the last completed collective, by its number."""
         assert self.last_completed is not None
         return {self.last_completed: self._results[self.last_completed]}
 
     def results_of_step(self, step: int, first: int = 0) -> dict[CollectiveNumber, list[Any]]:
-        """The results of a step, from one on."""
+        """Return the cached results of a step, from index `first` on."""
         return {number: results for number, results in self._results.items() if number.step == step and number.index >= first}
 
     def results_for_replacement(self, step: int) -> dict[CollectiveNumber, list[Any]]:
-        """What a replacement needs that begins at this step."""
-        here = {
+        """Return the results that a replacement needs if it starts at this step."""
+        lasting = {
             number: results for number, results in self._results.items() if self._lifetime_of(number) is not ResultLifetime.STEP
         }
-        return here | self.results_of_step(step) | (self.last_result if self.last_completed is not None else {})
+        return lasting | self.results_of_step(step) | (self.last_result if self.last_completed is not None else {})
 
     def replace_with_received(self, last: CollectiveNumber, results: Mapping[CollectiveNumber, list[Any]]) -> None:
-        """From another rank: this one may be the only one left who has them."""
+        """Replace the cache by received results, because this rank may become the only one that has them."""
         self.last_completed, self._results = last, dict(results)
 
-    def add(self, number: CollectiveNumber, results: list[Any], *, passing: bool, limited: bool) -> None:
-        """A `passing` one is part of the state afterwards: it is needed only until the first step."""
-        if passing:
+    def add(self, number: CollectiveNumber, results: list[Any], *, transient: bool, limited: bool) -> None:
+        """Cache the results of a collective.
+
+        `transient` results are part of the training state afterwards: they are kept until the first step and not counted
+        against the limit. Results that are not `limited` are kept at any size.
+        """
+        if transient:
             self._transient_number = number
-        if self.last_completed is None or number > self.last_completed:  # what was handed out again is not the last one
+        if self.last_completed is None or number > self.last_completed:  # a replayed result is not the last one
             self.last_completed = number
         self._results[number] = results
-        if limited and not passing:
+        if limited and not transient:
             self._enforce_limit(self._lifetime_of(number), results)
 
     def _enforce_limit(self, span: ResultLifetime, results: list[Any]) -> None:
@@ -82,16 +85,16 @@ class ResultCache:
                 del self._results[old]
 
     def begin_epoch(self, step: int) -> None:
-        """An epoch begins with this step: what was kept for the one before is not needed."""
-        self._epoch_start = (step, 1 << 62)  # until `opened`, whatever comes
+        """Start an epoch whose first step is `step`; results kept for the previous epoch are no longer needed."""
+        self._epoch_start = (step, 1 << 62)  # until `on_first_batch` every collective belongs to the epoch's start
         self._bytes_by_lifetime[ResultLifetime.EPOCH], self._complete_by_lifetime[ResultLifetime.EPOCH] = 0, True
 
     def on_first_batch(self, count: int) -> None:
-        """Its first batch comes: so many were run before it."""
+        """Record that `count` collectives ran before the epoch's first batch."""
         self._epoch_start = (self._epoch_start[0], count)
 
     def begin_step(self, step: int) -> None:
-        """A step begins: what only the one before needed is let go."""
+        """Start a step and drop the results that only earlier steps needed."""
         self._bytes_by_lifetime[ResultLifetime.STEP], self._complete_by_lifetime[ResultLifetime.STEP] = 0, True
         if self._transient_number is not None and self._transient_number != self.last_completed:
             self._results.pop(self._transient_number, None)

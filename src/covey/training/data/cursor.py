@@ -1,7 +1,7 @@
-"""One rank on its course: the step it stands at, which samples are its own there, and where their batches come from.
+"""Data cursor of one rank: the current step, the rank's samples of it, and the loader of its batches.
 
-The course is the same on all ranks, and who took part in a step's reduction decides how it goes on. What a rank adds is its
-seat, which gives it a share of each step, and a loader, which is ahead of it.
+The sample schedule is the same on all ranks; the ranks that took part in a step's reduction determine how it continues. Only
+the member index, which selects a share of each step, and the loader, which reads ahead, belong to the rank.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ class DataCursor:
     """`step` counts optimizer steps from 0, `micro` the micro-batches within one. `start_at_rank` must be called before use."""
 
     schedule: SampleSchedule
-    member_index: int  # this rank's number for life
+    member_index: int  # does not change in a resize
     micro_batches: list[range]  # this rank's part of the step, in micro-batches
 
     def __init__(self, data: Data, *, epochs: int, steps: int | None, accumulate: int, seed: int) -> None:
-        """What can be done before this rank is known."""
+        """Do everything that does not depend on the rank."""
         self.step, self.micro = 0, 0
-        self.indexes_version = 0  # the newest `MemberIndexes` by which the data is shared; 0: none
-        self.member_position = 0  # of the seat among those of the course
-        self.next_schedule: SampleSchedule | None = None  # the course after this step, once its reduction is complete
+        self.indexes_version = 0  # of the newest `MemberIndexes` by which the data is distributed; 0: none
+        self.member_position = 0  # of the member index in `schedule.seats`
+        self.next_schedule: SampleSchedule | None = None  # the schedule after this step, once its reduction is complete
         self.stream = data.make_stream(seed=seed, accumulate=accumulate)
         if self.stream is not None and steps is None:
-            raise UsageError("Loop(..., steps=...) is needed with an iterable data set, which does not say where it ends")
+            raise UsageError("Loop(..., steps=N) is required with an iterable data set, which has no length")
         self._data, self._epochs, self._steps, self._accumulate, self._seed = data, epochs, steps, accumulate, seed
         self._micro_batch_limit = data.limit if data.limit is not None else data.batch_size if accumulate > 1 else None
-        self._rank_share: RankShare | None = None  # of the course, for this rank
+        self._rank_share: RankShare | None = None  # of the schedule, for this rank
         self._loader: Iterator[Any] = iter(())
-        self._loader_share: RankShare | None = None  # what the loader is for
+        self._loader_share: RankShare | None = None  # the share that the loader reads
         self._collectives: NumberedCollectives | None = None
-        self._unchanged_members = torch_module().empty(0, dtype=torch_module().int64)  # made once: a step has little time
+        self._unchanged_members = torch_module().empty(0, dtype=torch_module().int64)  # created once, for speed
 
     def start_at_rank(self, group: Communicator, collectives: NumberedCollectives | None) -> None:
-        """This rank has its place."""
+        """Set up the schedule for this rank and world."""
         self._collectives = collectives
         self.member_index = (
             group.assignment.member_index if group.assignment is not None and group.assignment.member_index >= 0 else group.rank
@@ -62,71 +62,71 @@ class DataCursor:
         if self.stream is not None:
             self.stream.reset_positions(self.schedule.seats)
 
-    def begin_training(self, *, aloud: bool) -> None:
-        """It is known where the training begins. `aloud`: say what is to be expected of the data."""
-        if (left_out := self._data.describe_left_out(self.schedule)) and aloud:
+    def begin_training(self, *, log_limits: bool) -> None:
+        """Start at the current step. `log_limits`: log which samples are left out and what a stream does not guarantee."""
+        if (left_out := self._data.describe_left_out(self.schedule)) and log_limits:
             log.warning(left_out)
         if self.stream is not None:
             self.stream.set_member(self.member_index, self.step)
-            if aloud:
+            if log_limits:
                 self.stream.log_limitations()
 
-    def restore_schedule(self, course: dict[str, Any]) -> None:
+    def restore_schedule(self, state: dict[str, Any]) -> None:
         """Continue the schedule of a received state or a checkpoint."""
-        self.schedule = self._with_step_count(self.schedule.with_state(course))
+        self.schedule = self._with_step_count(self.schedule.with_state(state))
 
     def move_to_step(self, step: int) -> None:
         """Continue at this step."""
         self.step = step
 
     def share_among_members(self, world: int) -> None:
-        """Share the data among the members of the present world, in a training that starts or resumes."""
+        """Distribute the data over the current members, when a training starts or resumes."""
         indexes = self._collectives.member_indexes if self._collectives is not None else None
         if indexes is not None:
             self.indexes_version = indexes.version
         self.schedule = self.schedule.with_members(tuple(indexes.indexes) if indexes is not None else tuple(range(world)))
 
     def _with_step_count(self, schedule: SampleSchedule) -> SampleSchedule:
-        """With the number of steps that was asked for: an epoch has as many as the first world's batches fill."""
+        """Return the schedule with the requested number of steps; by default the batches of the first world fill an epoch."""
         steps = self._steps if self._steps is not None else self._epochs * schedule.steps_per_epoch
         return msgspec.structs.replace(schedule, steps=steps)
 
-    # -- where it stands ---------------------------------------------------------------------------------------------
+    # -- position ----------------------------------------------------------------------------------------------------
 
     @property
     def schedule_ahead(self) -> SampleSchedule:
-        """The course as it goes on from this step, as far as that is known."""
+        """The schedule after this step, as far as it is known."""
         return self.next_schedule or self.schedule
 
     @property
     def ends_epoch(self) -> bool:
-        """Whether this step is its epoch's last. Certain once the step's gradients are there."""
+        """Whether this step is the last of its epoch. Final once the step's gradients are reduced."""
         return self.schedule_ahead.locate_step(self.step + 1)[0] != self.schedule.locate_step(self.step)[0]
 
     @property
     def boundary(self) -> bool:
-        """Whether this micro-batch is its step's last."""
+        """Whether this micro-batch is the last of its step."""
         return self.micro == len(self.micro_batches) - 1
 
-    # -- a step ------------------------------------------------------------------------------------------------------
+    # -- steps -------------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """This rank's part of it."""
+        """Compute this rank's share of the step."""
         if self._rank_share is None or self._rank_share.schedule != self.schedule:
             seats = self.schedule.seats
             self.member_position = seats.index(self.member_index) if self.member_index in seats else len(seats)
             self._rank_share = RankShare(self.schedule, self.member_position, self._micro_batch_limit)
         self.micro_batches = self._rank_share.micro_batches(self.step)
 
-    def prepare_loader(self, *, anew: bool = False) -> None:
-        """Have a loader whose next batch is this step's first: `anew`, if some of the step's were taken already."""
+    def prepare_loader(self, *, restart: bool = False) -> None:
+        """Provide a loader whose next batch is the first of this step. `restart`: some of its batches were already taken."""
         self.micro = 0
-        if anew or self._loader_share is not self._rank_share:
+        if restart or self._loader_share is not self._rank_share:
             self._loader, self._loader_share = self._open_batches(), self._rank_share
 
-    def discard_loader(self, *, ends: bool = True) -> None:
-        """What was loaded ahead is not what comes next. Not `ends`: an epoch is over, beyond which some loaders go."""
-        if ends or not self._data.has_persistent_workers:
+    def discard_loader(self, *, keep_persistent: bool = False) -> None:
+        """Discard batches loaded ahead. `keep_persistent`: an epoch ended, which persistent loader workers outlive."""
+        if not (keep_persistent and self._data.has_persistent_workers):
             self._loader_share = None
 
     def _open_batches(self) -> Iterator[Any]:
@@ -137,7 +137,7 @@ class DataCursor:
         return self._data.batches(self._rank_share, self.step)
 
     def next_micro_batch(self) -> Any:
-        """The next micro-batch; the random numbers are its own from here on."""
+        """Return the next micro-batch and seed the random generators for it."""
         batch = next(self._loader)
         seed_all(derive_seed(self._seed, self.step, self.micro, self.member_position))
         return batch
@@ -147,19 +147,19 @@ class DataCursor:
         self.micro += 1
 
     def seed_outside(self, step: int) -> None:
-        """The random numbers of what the program does ahead of an epoch that begins with this step, or after the last one."""
+        """Seed the random generators for code before an epoch that starts with this step, or after the last step."""
         seed_all(derive_seed(self._seed, step, self.member_position))
 
     def end_step(self) -> None:
-        """On to the next one."""
+        """Advance to the next step and its schedule."""
         self.schedule = self.next_schedule or self.schedule.next_schedule(self.step, self.schedule.seats)
         self.next_schedule = None
         self.step += 1
 
-    # -- what this rank's samples count for (reducer.Shares) -----------------------------------------------------------
+    # -- weight of this rank's samples (gradient_reducer.SampleWeights) ------------------------------------------------
 
     def _participants(self) -> tuple[int, ...]:
-        """Who takes part in a reduction that begins now."""
+        """Return the member indexes that take part in a reduction that starts now."""
         assert self._collectives is not None
         indexes = self._collectives.member_indexes
         if indexes is None or indexes.version <= self.indexes_version:
@@ -167,22 +167,22 @@ class DataCursor:
         return tuple(indexes.indexes)
 
     def gradient_scale(self) -> float:
-        """What this rank's gradients count for among those of all who take part now."""
+        """Return this rank's share of the samples of all participating ranks."""
         return self.schedule.member_weight(self.step, self.member_position, self._participants())
 
     def participants_tensor(self) -> Any:
-        """The seating by which a reduction was made, if it is not the one of the course."""
+        """Return the version and the member indexes of a reduction; empty if they are those of the schedule."""
         assert self._collectives is not None
-        present, indexes = self._participants(), self._collectives.member_indexes
-        if present is self.schedule.seats or indexes is None:
+        participants, indexes = self._participants(), self._collectives.member_indexes
+        if participants is self.schedule.seats or indexes is None:
             return self._unchanged_members
-        return torch_module().tensor([indexes.version, *present], dtype=torch_module().int64)
+        return torch_module().tensor([indexes.version, *participants], dtype=torch_module().int64)
 
-    def on_reduction_complete(self, present: Any) -> None:
-        """The step's reduction is complete. Who did not take part in it is gone, and what it held is carried over."""
+    def on_reduction_complete(self, participants: Any) -> None:
+        """Compute the next schedule. Members that did not take part are gone; their samples are carried over."""
         if self.next_schedule is None:
             seats = self.schedule.seats
-            if present.numel():
-                self.indexes_version, *found = present.tolist()
+            if participants.numel():
+                self.indexes_version, *found = participants.tolist()
                 seats = tuple(found)
             self.next_schedule = self.schedule.next_schedule(self.step, seats)

@@ -1,7 +1,7 @@
-"""A data set and its loader: the samples of this rank, batch by batch.
+"""`covey.Data`: a data set and the loader of this rank's batches.
 
-Which samples those are is the course's affair, or, where the data set is a stream, the stream's. Each batch is loaded under
-random numbers of its own, so augmentation repeats when a batch is loaded again, with or without loader workers.
+The sample schedule, or for iterable data sets the stream, determines the samples. Each batch is loaded with its own random
+seed, so augmentation is repeated when a batch is loaded again, with or without loader workers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SeededDataset:
-    """A data set whose batches are loaded under their own random numbers."""
+    """A data set whose batches are loaded with their own random seeds."""
 
     def __init__(self, dataset: Any, share: RankShare) -> None:
         self._dataset = dataset
@@ -31,17 +31,17 @@ class SeededDataset:
         return len(self._dataset)
 
     def __getitems__(self, numbers: list[tuple[int, int]]) -> Any:
-        """What torch's loader calls for a batch. Our sampler gives it one number, the batch's."""
+        """Return the samples of one micro-batch. Called by torch's loader with what `MicroBatchSampler` yields."""
         [(step, micro)] = numbers
         samples = self._rank_share.micro_batch_samples(step, micro)
         seed_all(self._rank_share.micro_batch_seed(step, micro))
-        if whole := getattr(self._dataset, "__getitems__", None):
-            return whole(samples)
+        if get_batch := getattr(self._dataset, "__getitems__", None):
+            return get_batch(samples)
         return [self._dataset[sample] for sample in samples]
 
 
 class MicroBatchSampler:
-    """What torch takes for a sampler: every micro-batch of a share, from a step on."""
+    """Batch sampler for torch's DataLoader: every micro-batch of a share, from a step on."""
 
     def __init__(self, share: RankShare, first: int, *, all_epochs: bool) -> None:
         self._rank_share, self._first_step, self._all_epochs = share, first, all_epochs
@@ -51,16 +51,15 @@ class MicroBatchSampler:
 
 
 class Data:
-    """A data set, cut into batches for this rank. `options` go to torch's DataLoader (num_workers, ...).
+    """A data set, split into batches for this rank. `options` go to torch's DataLoader (num_workers, ...).
 
-    One with a length and samples by number is shared among the ranks. One that can only be iterated over is a stream, of which
-    each rank reads its own, in its own order.
+    A map-style data set is distributed over the ranks. An iterable one is a stream: each rank reads its own, in its own order.
 
-    `batch_size` is a rank's at the first start. In a smaller world a rank's part of a step is larger: it comes in micro-batches
-    of at most `limit` samples. Without a limit, a loop that accumulates takes at most `batch_size` at once, and any other takes
-    its part of a step as one batch, because its program steps the optimizer after each.
+    `batch_size` is per rank at the first start. In a smaller world a rank's share of a step is larger: it is split into
+    micro-batches of at most `limit` samples. Without a limit, a loop with accumulate > 1 uses at most `batch_size` samples per
+    micro-batch; any other loop gets its share as one batch, because its script steps the optimizer after each.
 
-    With `drop_last=False`, as torch's DataLoader has it, what is left of an epoch is a last, smaller batch of all ranks.
+    With `drop_last=False`, as in torch's DataLoader, the rest of an epoch is a last, smaller batch of all ranks.
     """
 
     def __init__(
@@ -75,12 +74,16 @@ class Data:
     ) -> None:
         for name in ("sampler", "batch_sampler"):
             if name in options:
-                raise UsageError(f"Data(..., {name}=...) is not possible: the batches follow from seed, step and rank")
+                raise UsageError(
+                    f"Data(..., {name}=...) is not supported: batches are derived from seed, step and rank; omit it"
+                )
         self.is_stream = _is_stream(dataset)
         if not self.is_stream and not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
-            raise UsageError("Data needs a data set with a length and samples by number, or an iterable one")
+            raise UsageError("the data set of Data is invalid: expected __len__ and __getitem__, or an iterable data set")
         if self.is_stream and limit is not None:
-            raise UsageError("Data(..., limit=...) is not possible with an iterable data set: its batches are always as large")
+            raise UsageError(
+                "Data(..., limit=...) is not supported with an iterable data set, whose batch size is fixed: omit it"
+            )
         check_int("Data", "batch_size", batch_size, 1)
         check_int("Data", "limit", 1 if limit is None else limit, 1)
         self.dataset = dataset
@@ -91,7 +94,7 @@ class Data:
         self.options = options
 
     def make_stream(self, *, seed: int, accumulate: int) -> Stream | None:
-        """This rank's stream, if the data set is one."""
+        """Return this rank's stream; None for a map-style data set."""
         if not self.is_stream:
             return None
         from covey.training.data.stream import Stream
@@ -99,7 +102,7 @@ class Data:
         return Stream(self.dataset, self.batch_size, accumulate, seed, self.options)
 
     def make_schedule(self, *, seed: int, world: int, accumulate: int) -> SampleSchedule:
-        """The way through this data of a training that starts."""
+        """Return the sample schedule of a training that starts."""
         if self.is_stream:
             from covey.training.data.stream import initial_stream_schedule
 
@@ -114,21 +117,24 @@ class Data:
             drop_last=self.drop_last or accumulate > 1,
         )
 
-    def describe_left_out(self, course: SampleSchedule) -> str:
-        """What was to be given and a course does not give, in a sentence."""
-        rest = course.sample_count % course.global_batch_size if course.drop_last and not self.drop_last else 0
+    def describe_left_out(self, schedule: SampleSchedule) -> str:
+        """Return a message if the schedule omits samples although `drop_last` is false; otherwise ""."""
+        rest = schedule.sample_count % schedule.global_batch_size if schedule.drop_last and not self.drop_last else 0
         if not rest:
             return ""
         return (
-            f"each epoch leaves out {rest} of {course.sample_count} samples, which do not fill a batch of all ranks"
-            f" ({course.global_batch_size} samples): with accumulate above 1 there is no last, smaller batch"
+            f"each epoch leaves out {rest} of {schedule.sample_count} samples, which do not fill a batch of all ranks"
+            f" ({schedule.global_batch_size} samples): drop_last=False has no effect with accumulate above 1"
         )
 
     def batches(self, share: RankShare, first: int) -> Iterator[Any]:
-        """Every micro-batch of a share from a step to the end of its epoch: as with torch, loader workers see in each epoch
-        what the program has made of its data set (`set_epoch`). Those that are to stay alive go on to the last."""
+        """Return an iterator of a share's micro-batches from a step to the end of its epoch.
+
+        As with torch, loader workers are created per epoch, so that they see changes of the data set (`set_epoch`). With
+        persistent workers the iterator continues to the last step.
+        """
         torch = torch_module()
-        # torch's loader draws its base seed from the program's generator, which `Walk.take` seeds before the program draws.
+        # torch's loader draws its base seed from the script's generator, which `next_micro_batch` seeds before the script runs.
         numbers = MicroBatchSampler(share, first, all_epochs=self.has_persistent_workers)
         return iter(torch.utils.data.DataLoader(SeededDataset(self.dataset, share), batch_sampler=numbers, **self.options))
 
@@ -139,6 +145,7 @@ class Data:
 
 
 def _is_stream(dataset: Any) -> bool:
-    """torch's own have a `__getitem__` that only raises. By name: torch is not imported to find out."""
+    """Return whether `dataset` is iterable only. torch's IterableDataset is recognized by name, to avoid the import; it has a
+    `__getitem__` that only raises."""
     named = any(kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__)
     return named or (hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"))

@@ -1,12 +1,11 @@
-"""Data that comes as a stream: an iterable data set, of which each rank reads its own, batch by batch.
+"""Streams: iterable data sets, of which each rank reads its own, batch by batch.
 
-A stream can only be read on from a *position*, which is what its `state_dict` says. Batches are numbered, and loaded under
-random numbers that follow from their number: so from an older position the same batches come again. Therefore positions need
-not be exact. Every few batches a loader takes one down; every few steps all ranks tell each other theirs; and a replacement, or
-a training that resumes, reads on from the last it knows and lets go of what it need not see again. A data set without
-`state_dict` is read again from its beginning.
+A stream can be resumed only from a *position*, which the data set's `state_dict` returns. Batches are numbered and loaded with
+seeds derived from their number, so an older position yields the same batches again. Positions therefore need not be exact. A
+loader records one every few batches, and every few steps all ranks exchange theirs. A replacement, or a training that resumes,
+starts at the last known position and discards batches it does not need. A data set without `state_dict` is read from its start.
 
-Loader workers each read a stream of their own, a *lane*: batch n is the next of lane n % lanes.
+Each loader worker reads a stream of its own, a *lane*: batch n is the next of lane n % lanes.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from covey.training.state.pytree import from_byte_tensor, to_byte_tensor
 
 BATCHES_PER_POSITION: Final = 8  # batches of a lane between two positions
 STEPS_PER_EXCHANGE: Final = 16  # steps between two exchanges of positions
-POSITION_BYTES_MAX: Final = 16 * 1024 * 1024  # bytes
+POSITION_BYTES_MAX: Final = 16 * 1024 * 1024
 
 log = logging.getLogger("covey")
 
-Position = tuple[int, bytes]  # after so many batches of a lane, and the data set's state then; without one it is the beginning
+Position = tuple[int, bytes]  # number of batches read of a lane, and the data set's state after them; b"": the start
 START_POSITION: Final[Position] = (0, b"")
 
 
 class StreamSchedule(SampleSchedule, frozen=True, kw_only=True):
-    """A course through data without numbers: every member has the same share of each step, whoever they are."""
+    """Schedule of a stream: every member has the same share of each step."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -48,19 +47,19 @@ class StreamSchedule(SampleSchedule, frozen=True, kw_only=True):
     def micro_batches(self, step: int, index: int, limit: int | None) -> list[range]:
         return [range(i * self.batch_size, (i + 1) * self.batch_size) for i in range(self.accumulate)]
 
-    def member_weight(self, step: int, index: int, present: tuple[int, ...]) -> float:
-        """Who came in the middle of a step counts from the next, unless nobody else is left."""
-        counted = len(set(present) & set(self.seats))
+    def member_weight(self, step: int, index: int, participants: tuple[int, ...]) -> float:
+        """Return the weight of a member. One that joined during the step has weight 0, unless only such members are left."""
+        counted = len(set(participants) & set(self.seats))
         if not counted:
-            return 1 / len(present)
+            return 1 / len(participants)
         return 1 / counted if index < len(self.seats) else 0.0
 
-    def next_schedule(self, step: int, present: tuple[int, ...]) -> SampleSchedule:
-        return self if present == self.seats else self.with_members(present)
+    def next_schedule(self, step: int, participants: tuple[int, ...]) -> SampleSchedule:
+        return self if participants == self.seats else self.with_members(participants)
 
 
 def initial_stream_schedule(batch_size: int, accumulate: int, world: int, seed: int) -> StreamSchedule:
-    """The course of a training that starts; the loop says how many steps it has."""
+    """Return the schedule of a training that starts; the caller sets the number of steps."""
     return StreamSchedule(
         sample_count=0,
         shuffle=False,
@@ -74,7 +73,7 @@ def initial_stream_schedule(batch_size: int, accumulate: int, world: int, seed: 
 
 
 class StreamDataset(IterableDataset):  # type: ignore[misc]
-    """What torch's loader reads, perhaps in a process of its own: batches from a number on, some with the position after."""
+    """Data set for torch's loader, which may run in another process: batches from a number on, some with their position."""
 
     def __init__(
         self,
@@ -109,22 +108,22 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
                 yield self._collate(drawn), (lane, count, dataset_state(self._dataset)) if due else None
 
     def _iterate_endlessly(self) -> Iterator[Any]:
-        """The samples; when they end, from the beginning."""
-        fruitless = False
+        """Yield samples; restart the data set at its end. Raise `UsageError` if it yields none twice in a row."""
+        was_empty = False
         while True:
-            given = False
+            is_empty = True
             for sample in self._dataset:
-                given = True
+                is_empty = False
                 yield sample
-            if not given and (fruitless or not self._initial_state):
-                raise UsageError("the data set gave no sample: after its end, iterating over it must begin anew")
-            if not given:
+            if is_empty and (was_empty or not self._initial_state):
+                raise UsageError("the data set yielded no sample: iterating over it again must restart it")
+            if is_empty:
                 _load_dataset_state(self._dataset, self._initial_state)
-            fruitless = not given
+            was_empty = is_empty
 
 
 class Stream:
-    """One rank's stream, and what is known of all ranks' positions."""
+    """One rank's stream, and the last known positions of all ranks."""
 
     def __init__(self, dataset: Any, batch_size: int, accumulate: int, seed: int, options: dict[str, Any]) -> None:
         self._lane_count = max(1, options.get("num_workers", 0))
@@ -132,73 +131,73 @@ class Stream:
         self._dataset, self._batch_size, self._seed = dataset, batch_size, seed
         self._collate = options.get("collate_fn") or default_collate
         self._options = {key: value for key, value in options.items() if key != "collate_fn"}
-        self._positions_by_member: dict[
-            int, dict[str, Any]
-        ] = {}  # by seat: the step its stream began in, and a position of each lane
+        # by member index: the first step of its stream, and a position of each lane
+        self._positions_by_member: dict[int, dict[str, Any]] = {}
         self._member_index, self._first_step = 0, 0
         self._recorded_positions: list[list[Position]] = []  # by lane, the oldest first
         self._batch_iterator: Iterator[Any] | None = None
-        self._next_batch_number = -1  # of the batch that comes next
+        self._next_batch_number = -1
         self._initial_state = dataset_state(dataset) if is_stateful(dataset) else b""
 
     def log_limitations(self) -> None:
-        """What to expect of it, once at the start."""
-        log.info("the data is a stream: each sample counts once as long as the world keeps its size, and not beyond")
+        """Log what a stream does not guarantee."""
+        log.info("the data is a stream: each sample is used once only while the world size does not change")
         if not is_stateful(self._dataset):
-            log.info("the data set has no state_dict and load_state_dict: a replacement reads it again from its beginning")
+            log.info("the data set has no state_dict and load_state_dict: a replacement reads it again from its start")
 
     # -- positions ---------------------------------------------------------------------------------------------------
 
     def reset_positions(self, seats: tuple[int, ...]) -> None:
-        """A training that starts: these all begin at their beginning."""
+        """Set the positions of all members to the start."""
         self._positions_by_member = {seat: {"began": 0, "lanes": [START_POSITION] * self._lane_count} for seat in seats}
 
     def current_state(self) -> dict[str, Any]:
-        """For a replacement or a checkpoint."""
+        """Return the state for a replacement or a checkpoint."""
         return {"lanes": self._lane_count, "places": self._positions_by_member}
 
-    def load_state(self, known: dict[str, Any]) -> None:
-        if known["lanes"] != self._lane_count:
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Load the positions. Raise `UsageError` if they were recorded with another number of loaders."""
+        if state["lanes"] != self._lane_count:
             raise UsageError(
-                f"this stream was read by {known['lanes']} loaders, and a position of one of {self._lane_count} does not follow"
-                " from that: give Data the num_workers it had"
+                f"this stream was read by {state['lanes']} loaders and cannot be resumed by {self._lane_count}:"
+                f" set Data(..., num_workers=...) as before"
             )
-        self._positions_by_member = known["places"]
+        self._positions_by_member = state["places"]
 
     def set_member(self, seat: int, step: int) -> None:
-        """Who this rank is. One that nobody knows a position of is new: its stream begins with this step."""
-        place = self._positions_by_member.get(seat)
-        self._member_index, self._first_step = seat, place["began"] if place is not None else step
-        lanes = place["lanes"] if place is not None else [START_POSITION] * self._lane_count
+        """Set this rank's member index. Without a known position its stream starts with this step."""
+        known = self._positions_by_member.get(seat)
+        self._member_index, self._first_step = seat, known["began"] if known is not None else step
+        lanes = known["lanes"] if known is not None else [START_POSITION] * self._lane_count
         self._recorded_positions = [[(count, state)] for count, state in lanes]
 
     def begin_step(self, step: int, group: Communicator) -> None:
-        """A step begins: nothing before it is needed any more. From time to time, hear where the others are."""
+        """Drop positions before this step. Every `STEPS_PER_EXCHANGE` steps, exchange positions with the other ranks."""
         self._recorded_positions = [taken[-1:] for taken in self._recorded_positions]
         if step and step % STEPS_PER_EXCHANGE == 0:
             self._exchange_positions(group)
 
     def _exchange_positions(self, group: Communicator) -> None:
-        mine = {
+        own = {
             "seat": self._member_index,
             "began": self._first_step,
             "lanes": [taken[0] for taken in self._recorded_positions],
         }
-        flat = to_byte_tensor(mine)
+        flat = to_byte_tensor(own)
         size = int(group.all_reduce(torch.tensor(flat.numel()), "max"))
         if size > POSITION_BYTES_MAX:
             raise UsageError(
-                f"the data set's state_dict has {size} bytes, {POSITION_BYTES_MAX} is the limit: keep samples out of it"
+                f"the data set's state_dict has {size} bytes, the limit is {POSITION_BYTES_MAX}: keep samples out of it"
             )
         padded = torch.zeros(size, dtype=torch.uint8)
         padded[: flat.numel()] = flat
         positions = [from_byte_tensor(found) for found in group.all_gather(padded)]
-        self._positions_by_member = {place.pop("seat"): place for place in positions}
+        self._positions_by_member = {member.pop("seat"): member for member in positions}
 
     # -- batches -----------------------------------------------------------------------------------------------------
 
     def batches(self, step: int) -> Iterator[Any]:
-        """From a step on, without end."""
+        """Yield batches from a step on, without end."""
         if self._batch_iterator is None or self._next_batch_number != self._first_batch_of_step(step):
             self._open_loader(self._first_batch_of_step(step))
         while True:
@@ -211,15 +210,14 @@ class Stream:
             yield batch
 
     def close(self) -> None:
-        """No more batches are needed: it has no end by itself."""
+        """Release the loader; a stream has no end."""
         self._batch_iterator = None
 
     def _first_batch_of_step(self, step: int) -> int:
-        """The number of a step's first batch."""
         return (step - self._first_step) * self._batches_per_step
 
     def _open_loader(self, number: int) -> None:
-        # torch begins with the first worker, whose lane must be the first: the data set may ask
+        # torch starts with its first worker, whose lane must therefore be the first (a data set may read the worker's id)
         skipped = number % self._lane_count
         dataset = StreamDataset(
             self._dataset,
@@ -231,7 +229,7 @@ class Stream:
             [taken[0] for taken in self._recorded_positions],
         )
         if self._batch_iterator is not None and self._initial_state and not self._options.get("num_workers", 0):
-            _load_dataset_state(self._dataset, self._initial_state)  # it was read here before
+            _load_dataset_state(self._dataset, self._initial_state)  # it was read in this process before
         self._recorded_positions = [taken[:1] for taken in self._recorded_positions]
         self._next_batch_number = number
         self._batch_iterator = iter(DataLoader(dataset, batch_size=None, collate_fn=_identity, **self._options))

@@ -1,6 +1,6 @@
-"""A torch DataLoader as our data: what it says about its batches is kept, or refused in one sentence.
+"""Conversion of a torch DataLoader into a `covey.Data`; what cannot be kept raises `UsageError`.
 
-Which samples a rank gets is the course's affair, so of a sampler only one thing is kept, whether it shuffles.
+The sample schedule selects the samples, so of a sampler only whether it shuffles is kept.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from covey.errors import UsageError
 from covey.training.data.loader import Data
 
-# As torch names them, both as arguments and as attributes.
+# torch's names, of both arguments and attributes.
 LOADER_OPTIONS: Final = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
 WORKER_OPTIONS: Final = ("prefetch_factor", "persistent_workers")
 
@@ -22,11 +22,10 @@ def is_torch_dataloader(data: Any) -> bool:
 
 
 def data_from_dataloader(loader: Any) -> Data:
-    """The same data set in batches of the same size, loaded in the same manner."""
+    """Return the same data set with the same batch size and loader options. Raise `UsageError` for custom batches or order."""
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise UsageError(
-            "Loop cannot keep this DataLoader's batches, which are the program's own (batch_sampler=, or batch_size=None):"
-            " give it a data set and a batch_size"
+            "Loop cannot use a DataLoader with batch_sampler= or batch_size=None: create it with a data set and a batch_size"
         )
     names = LOADER_OPTIONS + (WORKER_OPTIONS if loader.num_workers else ())
     options = {name: getattr(loader, name) for name in names}
@@ -43,6 +42,6 @@ def _shuffles(sampler: Any) -> bool:
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
         return True
     raise UsageError(
-        f"Loop cannot keep this DataLoader's order, which a {type(sampler).__name__} of the program makes: it shuffles"
-        " (shuffle=True or a DistributedSampler), or takes the samples in their order"
+        f"Loop cannot use a DataLoader whose sampler is a {type(sampler).__name__}: use shuffle=True or False, or a"
+        " DistributedSampler"
     )

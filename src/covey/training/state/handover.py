@@ -1,9 +1,9 @@
-"""How a training's state goes from one process to the next: to a replacement by way of a survivor, to a later run by way of
-the disk.
+"""Hand-over of the training state: from a survivor to a replacement, and through files to a later run.
 
-A rank gives its state at a safe point: as it was at the step's boundary, or as it is after the step's optimizer ran. With the
-first, a replacement runs the step like any other. With the second it runs the step `replaying`: its own optimizer's result is
-overwritten with what was given, as it was right after the giver's, and everything once more, as it is, once it joins the rest.
+A rank donates its state at a safe point: the state of the step boundary, or the state after the step's optimizer. With the
+first, a replacement runs the step like any other. With the second it runs the step with `replaying` set. The received state as
+of right after the donor's optimizer replaces the result of its own optimizer. The complete received state is loaded again
+before the first collective with the other ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:  # these import torch
     from covey.training.ps_parameters import ServedParameters
     from covey.training.sharded_optimizer import ShardedOptimizer, ShardedUpdate
 
-AFTER_OPTIMIZER_KEY: Final = "stepped"  # in a state that is given after the optimizer ran
+AFTER_OPTIMIZER_KEY: Final = "stepped"  # in a state donated after the optimizer ran: the snapshot taken right after it
 
 log = logging.getLogger("covey")
 
@@ -54,18 +54,18 @@ class Handover:
         collectives: NumberedCollectives | None,
         checkpoint: Checkpoint | None,
     ) -> None:
-        self.replaying = False  # this step's state was received, and is that after its optimizer
-        self.is_replacement = False  # this rank is a replacement
+        self.replaying = False  # the received state is the one after this step's optimizer
+        self.is_replacement = False
         self.has_state = False
         self.sharded_state = sharded
         self._state, self._cursor, self._served = state, cursor, served
         self._group, self._collectives, self._checkpoint = group, collectives, checkpoint
         self.spare_source = self._make_spare_source()
-        self._initial_collectives = 0  # how many collectives were run before the first step
-        self._last_sharing_collective: CollectiveNumber | None = None  # the collective by which the parameters were shared last
-        self._received_state: dict[str, Any] = {}  # while `replaying`: the state that was received
-        self._received_snapshot: StateSnapshot | None = None  # to a replacement: all that a program may change,
-        self._after_optimizer_snapshot: StateSnapshot | None = None  # and how that was when the donor's optimizer had run
+        self._initial_collectives = 0  # collectives before the first step
+        self._last_sharing_collective: CollectiveNumber | None = None  # the last one that distributed the parameters
+        self._received_state: dict[str, Any] = {}  # while `replaying`
+        self._received_snapshot: StateSnapshot | None = None  # in a replacement, until its first batch
+        self._after_optimizer_snapshot: StateSnapshot | None = None  # of the donor, right after its optimizer
 
     def _make_spare_source(self) -> SpareSource | None:
         context = self._group.worker_context
@@ -74,7 +74,7 @@ class Handover:
         sharded = self.sharded_state is not None
         return SpareSource(self._state.destination_tensors if sharded else self._state.tensors_for_spares, context.inbox.put)
 
-    # -- taking ------------------------------------------------------------------------------------------------------
+    # -- receiver side -----------------------------------------------------------------------------------------------
 
     def take_initial_state(self, known: ReceiverTensors) -> None:
         """Start the training: from its beginning, from a checkpoint, or from the state of the other ranks."""
@@ -92,7 +92,7 @@ class Handover:
         donation = collectives.take_donation()
         self._set_optimizer_rank()
         if donation is None or donation.state is None:
-            collectives.run(Broadcast(self._state.model_tensors(), 0, self._group.rank), passing=True)
+            collectives.run(Broadcast(self._state.model_tensors(), 0, self._group.rank), transient=True)
             self._start_or_resume()
         else:
             self._apply_donation(collectives, donation)
@@ -120,8 +120,8 @@ class Handover:
             self._restore_state(self._with_optimizer_snapshot(state))
         except (RuntimeError, ValueError, KeyError) as error:
             raise UsageError(
-                f"the state of step {donation.step} does not fit this model and optimizer ({_describe_error(error)}): make the"
-                " same ones in every process, and all of them before covey.Loop(...)"
+                f"the state of step {donation.step} does not fit this model and optimizer ({_describe_error(error)}): create"
+                " the same ones in every process, before covey.Loop(...)"
             ) from None
         self._received_snapshot = self._state.take_snapshot()
         self._received_state = state if self.replaying else {}
@@ -145,15 +145,15 @@ class Handover:
         except (RuntimeError, ValueError, KeyError) as error:
             raise UsageError(
                 f"the checkpoint of step {self._cursor.step} in {self._checkpoint.folder} does not fit this model and optimizer"
-                f" ({_describe_error(error)}): make them as they were, or train in another folder"
+                f" ({_describe_error(error)}): restore them, or use another checkpoint directory"
             ) from None
         world, before = self._group.world, len(self._cursor.schedule.seats)
         if before != world:
-            log.info("resumed in a world of %d, after one of %d", world, before)
+            log.info("resumed in a world of %d; the checkpoint was written in a world of %d", world, before)
 
     def _restore_state(self, state: Any) -> None:
         self._cursor.restore_schedule(state["course"])
-        self._state.load_state(state, again=self.replaying)
+        self._state.load_state(state, reused=self.replaying)
 
     def undo_script_changes(self) -> None:
         """Undo what a replacement's script changed between receiving its state and its first batch; the received state already
@@ -171,19 +171,19 @@ class Handover:
         self._state.snapshot_after_optimizer(self._after_optimizer_snapshot)
 
     def finish_replay(self) -> None:
-        """The replacement joins the others: from here on its state is the one they have."""
+        """End the replay before a collective with other ranks: load the complete received state."""
         if self.replaying:
             self.replaying = False
             state, self._received_state = self._received_state, {}
-            self._restore_state(state | {GRADIENTS: {}})  # its own gradients are what it joins them with
+            self._restore_state(state | {GRADIENTS: {}})  # this rank's own gradients take part in the next reduction
             self._state.snapshot_after_optimizer(self._after_optimizer_snapshot)
-            log.info("step %d was replayed here: what this rank computed before its optimizer differs", self._cursor.step)
+            log.info("replayed step %d: values that this rank computed before its optimizer were discarded", self._cursor.step)
 
     def _with_optimizer_snapshot(self, state: Any) -> Any:
-        """What a replacement goes on from: where the giver has come further since its optimizer ran, as it was then."""
+        """Return the state with everything that may change after the optimizer as it was right after the donor's."""
         return overlay_snapshot(state, self._after_optimizer_snapshot) if self._after_optimizer_snapshot is not None else state
 
-    # -- giving ------------------------------------------------------------------------------------------------------
+    # -- donor side --------------------------------------------------------------------------------------------------
 
     @property
     def indexes_version(self) -> int:
@@ -198,7 +198,7 @@ class Handover:
 
     @property
     def is_result_invalid(self) -> bool:
-        """Whether the last collective shared the parameters, and the program has changed them since."""
+        """Whether the script changed the parameters since the last collective, of which they are the result."""
         assert self._collectives is not None
         sharded = self.sharded_state
         return (
@@ -216,17 +216,16 @@ class Handover:
             self._last_sharing_collective = self._collectives.last_completed
 
     def current_state(self) -> dict[str, Any]:
-        """Everything a replacement or a checkpoint must have, as it is now."""
+        """Return the current state: everything that a replacement or a checkpoint must contain."""
         return self._state_metadata() | self._state.current_state()
 
     def donate(self) -> DonatedState:
-        """This rank's state at a safe point."""
+        """Return this rank's state at a safe point."""
         state = self._state_metadata() | self._state.consistent_state()
         if self.sharded_state is not None:
             groups = state[OPTIMIZER][PARAM_GROUPS]
-            state[OPTIMIZER] = self.sharded_state.state_without_slots() | {
-                PARAM_GROUPS: groups
-            }  # each place has its own slots, from who has them
+            # without slots: a rank fetches those it needs from their holders
+            state[OPTIMIZER] = self.sharded_state.state_without_slots() | {PARAM_GROUPS: groups}
         if (stepped := self._state.after_optimizer_snapshot) is not None:
             state[AFTER_OPTIMIZER_KEY] = msgspec.structs.asdict(stepped)
         return DonatedState(
@@ -237,24 +236,28 @@ class Handover:
         )
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """At a boundary. Raises `StoreError`."""
+        """Write a checkpoint at a step boundary. Raise `StoreError` if it cannot be written."""
         step = self._cursor.step
-        if self._served.has_parameters and (self._group.rank == 0 or not self._served.is_independent):  # by all: any may die
+        if self._served.has_parameters and (self._group.rank == 0 or not self._served.is_independent):  # all: any may fail
             self._served.save(step, str(checkpoint.folder.absolute()), checkpoint.keep)
         checkpoint.save(step, self.current_state(), **self._writer_info())
 
     def dump(self) -> tuple[int, str]:
-        """The dying gasp: this rank's state on disk, in the form of a checkpoint. Returns the step and the path; no path where
-        the disk refuses, or where the state is none that a training could go on from, which is said: another rank's may do."""
+        """Write this rank's state in the format of a checkpoint, and return the step and the path.
+
+        The path is "" if the write fails or the state is inconsistent. Both are logged; another rank's dump may succeed.
+        """
         target = self._checkpoint or Checkpoint("covey_dump")
         step = self._cursor.step + self._state.optimizer_applied
         if not self._state.is_consistent:
-            log.error("step %d cannot be dumped: something else than the loop's optimizer was changing parameters in it", step)
+            log.error(
+                "step %d cannot be dumped: the parameters were changed by something other than the loop's optimizer", step
+            )
             return step, ""
         state = self._state_metadata() | self._state.consistent_state() | {"step": step}
         if self._state.optimizer_applied:
             state["course"] = self._cursor.schedule_ahead.state()
-            log.warning("the dump is of the middle of step %d: what the program does after it in a step is left out", step - 1)
+            log.warning("the dump is from within step %d: code after the optimizer has not run for it", step - 1)
         if self._served.has_parameters:
             self._served.save_before_exit(step, str(target.folder.absolute()))
         try:
@@ -264,15 +267,15 @@ class Handover:
             return step, ""
 
     def _state_metadata(self) -> dict[str, Any]:
-        place = self._group.assignment
+        rank_info = self._group.assignment
         return {
             "step": self._cursor.step,
             "course": self._cursor.schedule.state(),
-            "made_in": [place.generation, place.world] if place is not None else [0, 1],
+            "made_in": [rank_info.generation, rank_info.world] if rank_info is not None else [0, 1],
         }
 
     def _writer_info(self) -> dict[str, int]:
-        """Who writes a checkpoint, and when: the generation may be newer than the one this rank's place is of."""
+        """Return rank, world and generation of a write. The generation may be newer than the rank's assignment."""
         context = self._group.worker_context
         generation = context.assignment.generation if context is not None else 0
         return {"rank": self._group.rank, "world": self._group.world, "generation": generation}

@@ -1,7 +1,7 @@
-"""Memory of another process on this host, read directly: one copy by the kernel, and no work for the process that is read.
+"""Direct reads of another process's memory on this host: one copy by the kernel, without work for the process that is read.
 
-A process number means nothing on another host or in another container, so nothing is read before a random mark, which the
-other process has told the address of, was found there.
+A process id is meaningless on another host or in another container. Therefore nothing is read before a random marker, whose
+address the other process has sent, was found in its memory.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from typing import Final
 import msgspec
 
 MARKER_SIZE: Final = 16
-BLOCKS_PER_CALL_MAX: Final = 1024  # the kernel's limit for one call
-HUGE_PAGE_SIZE: Final = 2 << 20  # from this size on, large pages pay
+BLOCKS_PER_CALL_MAX: Final = 1024  # the kernel's limit (IOV_MAX)
+HUGE_PAGE_SIZE: Final = 2 << 20  # bytes; smaller buffers do not benefit from huge pages
 
 
 class MemoryBlock(msgspec.Struct, frozen=True, array_like=True):
-    """Some bytes in the memory of a process."""
+    """A range of bytes in the memory of a process."""
 
     address: int
     size: int
 
 
 class MemoryMarker:
-    """What a reader looks for first. Lives as long as the process that is read should be recognised."""
+    """Random bytes by which a reader recognizes the process. They are in memory as long as this object."""
 
     def __init__(self) -> None:
         self.value = secrets.token_bytes(MARKER_SIZE)
@@ -42,7 +42,7 @@ class _IoVec(ctypes.Structure):
 
 
 def allocate_buffer(size: int) -> memoryview:
-    """Fresh memory to receive into, in large pages where there are such: handing out small ones takes longer than the copy."""
+    """Return memory for a transfer, in huge pages if available: page faults of small pages take longer than the copy."""
     if size < HUGE_PAGE_SIZE:
         return memoryview(bytearray(size))
     memory = mmap.mmap(-1, size)
@@ -50,30 +50,30 @@ def allocate_buffer(size: int) -> memoryview:
     return memoryview(memory)
 
 
-def is_expected_process(pid: int, mark: MemoryBlock, value: bytes) -> bool:
-    """Whether the process with this number here is the one that speaks to us."""
+def is_expected_process(pid: int, marker: MemoryBlock, value: bytes) -> bool:
+    """Return whether the local process `pid` has the marker in its memory."""
     found = bytearray(MARKER_SIZE)
     try:
-        read_process_memory(pid, [mark], [memoryview(found)])
-    except OSError:  # there is none, or it may not be read
+        read_process_memory(pid, [marker], [memoryview(found)])
+    except OSError:  # no such process, or no permission
         return False
     return len(value) == MARKER_SIZE and bytes(found) == value
 
 
-def read_process_memory(pid: int, pieces: Sequence[MemoryBlock], into: Sequence[memoryview]) -> None:
-    """Read each of these pieces into memory of its size. Raises `OSError`."""
-    here = [MemoryBlock(ctypes.addressof(ctypes.c_char.from_buffer(view)), view.nbytes) for view in into]
-    waiting = [(there, mine) for there, mine in zip(pieces, here, strict=True) if there.size]
-    assert all(there.size == mine.size for there, mine in waiting)
-    while waiting:
-        chosen, waiting = waiting[:BLOCKS_PER_CALL_MAX], waiting[BLOCKS_PER_CALL_MAX:]
-        waiting = _remaining_blocks(chosen, _read_once(pid, chosen)) + waiting
+def read_process_memory(pid: int, blocks: Sequence[MemoryBlock], into: Sequence[memoryview]) -> None:
+    """Read each block into the buffer of the same position and size. Raise `OSError` if the kernel refuses."""
+    local = [MemoryBlock(ctypes.addressof(ctypes.c_char.from_buffer(view)), view.nbytes) for view in into]
+    pending = [(remote, target) for remote, target in zip(blocks, local, strict=True) if remote.size]
+    assert all(remote.size == target.size for remote, target in pending)
+    while pending:
+        chosen, pending = pending[:BLOCKS_PER_CALL_MAX], pending[BLOCKS_PER_CALL_MAX:]
+        pending = _remaining_blocks(chosen, _read_once(pid, chosen)) + pending
 
 
 def _read_once(pid: int, pairs: list[tuple[MemoryBlock, MemoryBlock]]) -> int:
-    """One call to the kernel; how many bytes it read."""
-    theirs, mine = ((_IoVec * len(pairs))(*(_IoVec(p.address, p.size) for p in side)) for side in zip(*pairs, strict=True))
-    count = int(_libc().process_vm_readv(pid, mine, len(pairs), theirs, len(pairs), 0))
+    """Call the kernel once and return the number of bytes read."""
+    remote, local = ((_IoVec * len(pairs))(*(_IoVec(p.address, p.size) for p in side)) for side in zip(*pairs, strict=True))
+    count = int(_libc().process_vm_readv(pid, local, len(pairs), remote, len(pairs), 0))
     if count <= 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return count
@@ -87,10 +87,10 @@ def _libc() -> ctypes.CDLL:
 
 
 def _remaining_blocks(pairs: list[tuple[MemoryBlock, MemoryBlock]], read: int) -> list[tuple[MemoryBlock, MemoryBlock]]:
-    """What is left of them: the kernel reads at most 2 GB in one call."""
-    for place, (theirs, mine) in enumerate(pairs):
-        if read < theirs.size:
-            left = theirs.size - read
-            return [(MemoryBlock(theirs.address + read, left), MemoryBlock(mine.address + read, left)), *pairs[place + 1 :]]
-        read -= theirs.size
+    """Return what is left after `read` bytes; the kernel reads at most 2 GB per call."""
+    for index, (remote, local) in enumerate(pairs):
+        if read < remote.size:
+            left = remote.size - read
+            return [(MemoryBlock(remote.address + read, left), MemoryBlock(local.address + read, left)), *pairs[index + 1 :]]
+        read -= remote.size
     return []

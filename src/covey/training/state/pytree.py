@@ -1,7 +1,7 @@
-"""State as plain data and tensors: what may travel between ranks or lie in a checkpoint, and nothing that could run.
+"""State as plain data and tensors, for transfers between ranks and checkpoints. Nothing in it can execute code.
 
-`pack` turns nested dicts, lists, tuples, numbers, texts, tensors and arrays into a skeleton of plain data and a list of
-tensors; `unpack` turns them back. Anything else is refused by name: nothing here is ever pickled.
+`pack` converts nested dicts, lists, tuples, numbers, strings, tensors and arrays into a skeleton of plain data and a list of
+tensors; `unpack` is its inverse. Any other type raises `UsageError` with its name: nothing is pickled.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ ROOT_NAME = "state"
 
 
 def pack(value: Any) -> tuple[Skeleton, dict[str, Any]]:
-    """A skeleton, and the tensors it refers to by position, under their names (`tensor_path`)."""
+    """Return a skeleton, and the tensors it refers to by position, by name (`tensor_path`)."""
     tensors: dict[str, Any] = {}
     return _pack(value, tensors, ROOT_NAME), tensors
 
 
 def tensor_path(*keys: str | int) -> str:
-    """The name of the tensor that lies under these keys."""
+    """Return the name of the tensor under these keys."""
     return ROOT_NAME + "".join(f"[{key!r}]" for key in keys)
 
 
 def unpack(skeleton: Skeleton, tensors: list[Any]) -> Any:
-    """The value a skeleton describes, with these tensors."""
+    """Return the value that a skeleton describes, with these tensors."""
     kind, content = skeleton
     if kind == "dict":
         return {_unpack_key(key): unpack(item, tensors) for key, item in content}
@@ -47,18 +47,18 @@ def unpack(skeleton: Skeleton, tensors: list[Any]) -> Any:
 
 
 def match_dict_types(value: Any, pattern: Any) -> Any:
-    """A value whose dicts are of the kinds that `pattern` has in the same places: what travels is plain, a Counter is not."""
+    """Return `value` with the dict types that `pattern` has at the same positions; transferred dicts are plain ones."""
     if not isinstance(value, dict) or not isinstance(pattern, dict):
         return value
-    made = copy.copy(pattern)
-    made.clear()
+    typed = copy.copy(pattern)
+    typed.clear()
     for key, item in value.items():
-        made[key] = match_dict_types(item, pattern.get(key))
-    return made
+        typed[key] = match_dict_types(item, pattern.get(key))
+    return typed
 
 
 def to_byte_tensor(value: Any) -> Any:
-    """A value as one tensor of bytes, for a broadcast."""
+    """Return a value as one tensor of bytes, for a broadcast."""
     torch = torch_module()
     skeleton, tensors = pack(value)
     plain = [tensor.cpu().contiguous().resolve_conj().resolve_neg() for tensor in tensors.values()]
@@ -69,7 +69,7 @@ def to_byte_tensor(value: Any) -> Any:
 
 
 def from_byte_tensor(flat: Any) -> Any:
-    """The value of `to_byte_tensor`."""
+    """Return the value from which `to_byte_tensor` made `flat`."""
     torch = torch_module()
     size = int.from_bytes(bytes(flat[:8].tolist()), "big")
     skeleton, metas = msgspec.msgpack.decode(flat[8 : 8 + size].numpy().tobytes())
@@ -89,11 +89,11 @@ def _pack(value: Any, tensors: dict[str, Any], path: str) -> Skeleton:
         return ["plain", value]
     if isinstance(value, int):
         return ["plain", int(value)] if -(2**63) <= value < 2**64 else ["integer", str(int(value))]
-    if isinstance(value, float | str):  # numpy's among them, which are more than they look
+    if isinstance(value, float | str):  # subclasses, such as numpy's, become plain ones
         return ["plain", float(value) if isinstance(value, float) else str(value)]
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided:
-            raise UsageError(f"{path} is a sparse tensor, which cannot travel: make it dense with to_dense()")
+            raise UsageError(f"{path} is a sparse tensor, which cannot be transferred: convert it with to_dense()")
         tensors[path] = value.detach()
         return ["tensor", len(tensors) - 1]
     if isinstance(value, dict):
@@ -106,12 +106,14 @@ def _pack(value: Any, tensors: dict[str, Any], path: str) -> Skeleton:
             tensors[path] = torch.from_numpy(value)
             return ["array", len(tensors) - 1]
         return ["plain", value.item()]
-    raise UsageError(f"{path} is a {type(value).__name__}, which cannot travel: give numbers, texts, tensors, lists and dicts")
+    raise UsageError(
+        f"{path} is of type {type(value).__name__}, which cannot be transferred: use numbers, strings, tensors, lists and dicts"
+    )
 
 
 def _pack_key(key: Any, path: str) -> list[Any]:
     if isinstance(key, bool) or not isinstance(key, str | int):
-        raise UsageError(f"{path} has the key {key!r}, which cannot travel: use texts and whole numbers")
+        raise UsageError(f"{path} has the key {key!r}, which cannot be transferred: use strings and integers")
     return [isinstance(key, int), str(key)]
 
 

@@ -1,12 +1,12 @@
-"""A spare follows the state while it waits: every so many steps it takes a copy of the tensors, off the others' way.
+"""Background copies of the state by spares, taken every n steps without delaying the training.
 
-Rank 0 says on the board where it gives. As it waits for the others in a collective it names its tensors, and no more: they are
-read while the training goes on, so what is written meanwhile arrives torn. That is no harm, because a copy is never believed.
-When the spare is promoted, whoever gives it the state compares each tensor, at rest, with the digest of what the spare has, and
-sends what differs. On one host everything is read again, which takes less time than to compare it; there a copy is worth its
-memory, for the kernel needs longer to hand out fresh pages than to fill those that are there.
+Rank 0 publishes its address in the rendezvous store. While it waits in a collective it only lists its tensors. They are read
+while the training continues, so a tensor that is written during the read is inconsistent. This is harmless, because a copy is
+never trusted. When the spare is promoted, its donor is at a safe point, compares each tensor with the digest of the spare's
+copy, and sends those that differ. On the same host all tensors are read again, because that is faster than comparing; the copy
+is still useful, because its memory is already allocated, and new pages cost more time than filling existing ones.
 
-What differed in the last two copies will differ again: its digest is not offered.
+Tensors that differed between the last two copies will differ again: their digests are not offered.
 """
 
 from __future__ import annotations
@@ -25,67 +25,70 @@ from covey.training.state.transfer import NO_TENSORS, DonatedState, ReceiverTens
 from covey.training.worker_context import WorkerContext
 
 FOLLOW_KEY: Final = "follow"
-FOLLOWERS_MAX: Final = 8  # at the same time: others must find a giver free
-STEP_WAIT_S: Final = 20.0  # how long a follower waits for the step it wants, before it asks again
+FOLLOWERS_MAX: Final = 8  # concurrent spares per donor, so that replacements can still be served
+STEP_WAIT_S: Final = 20.0  # limit of the wait for a step; then the spare requests it again
 RENDEZVOUS_TIMEOUT_S: Final = 10.0
 RETRY_DELAY_S: Final = 1.0
-PAUSE_TO_COPY_RATIO: Final = 100  # a copy is taken in at most one part in so many of the time
+PAUSE_TO_COPY_RATIO: Final = 100  # pause between two copies, as a multiple of the duration of the last one
 
 
 class FollowRequested(msgspec.Struct, frozen=True):
-    """News to a rank that waits in a collective: somebody wants to follow."""
+    """Notification to a rank that waits in a collective: a spare requests the tensors."""
 
 
 class SpareSource:
-    """A rank's tensors, for those who follow."""
+    """A rank's tensors, for spares that copy them."""
 
-    def __init__(self, tensors: Callable[[], dict[str, Any]], tell: Callable[[FollowRequested], None]) -> None:
-        self._get_tensors, self._notify = tensors, tell
+    def __init__(self, tensors: Callable[[], dict[str, Any]], notify: Callable[[FollowRequested], None]) -> None:
+        self._get_tensors, self._notify = tensors, notify
         self._changed = threading.Condition()
-        self._wanted_step: int | None = None  # from this step on a follower wants them
+        self._wanted_step: int | None = None  # first step for which a spare is waiting; None: no spare is
         self._waiting_count = 0
         self._latest_state = DonatedState()
 
     def offer_if_wanted(self, step: int) -> None:
-        """The training's thread, as it waits for others in this step: a program's own code may be asked for the tensors."""
+        """Offer the tensors if a spare waits for this step. Called on the main thread, because it may run the script's code."""
         if self._wanted_step is not None and step >= self._wanted_step:
             with self._changed:
                 self._latest_state, self._wanted_step = DonatedState(step=step, state=self._get_tensors()), None
                 self._changed.notify_all()
 
     def donate_at_step(self, wanted: bytes) -> DonatedState:
-        """A thread of the giver: as soon as the training is in a step that is not before the wanted one."""
-        after, by = int.from_bytes(wanted, "big"), time.monotonic() + STEP_WAIT_S
+        """Return the tensors once the training has reached the wanted step. Called on a thread of the transfer server.
+
+        Raise `EOFError` if too many spares wait, or after `STEP_WAIT_S` seconds.
+        """
+        after, deadline = int.from_bytes(wanted, "big"), time.monotonic() + STEP_WAIT_S
         with self._changed:
             if self._waiting_count >= FOLLOWERS_MAX:
-                raise EOFError("too many follow already")
+                raise EOFError(f"{FOLLOWERS_MAX} spares are already waiting")
             self._waiting_count += 1
             try:
                 while self._latest_state.step < after:
                     self._wanted_step = after if self._wanted_step is None else min(after, self._wanted_step)
                     self._notify(FollowRequested())
-                    if not self._changed.wait(by - time.monotonic()):
-                        raise EOFError("that step was not reached")
+                    if not self._changed.wait(deadline - time.monotonic()):
+                        raise EOFError(f"step {after} was not reached within {STEP_WAIT_S:g} s")
                 return self._latest_state
             finally:
                 self._waiting_count -= 1
 
 
 class SpareSync:
-    """A spare's copy, and the thread that renews it."""
+    """A spare's copy of the state, and the thread that updates it."""
 
     def __init__(self, context: WorkerContext, every: int) -> None:
         self._context, self._interval_steps = context, every
         self._lock = threading.Lock()
         self._stopped = threading.Event()
-        self._is_copying = False  # a copy arrives, over the one before
+        self._is_copying = False  # the previous copy is being overwritten
         self._receiver_tensors = NO_TENSORS
         self._previous_digests: Mapping[str, bytes] = {}
         self._copied_step = 0
         threading.Thread(target=self._run_sync, name="covey follower", daemon=True).start()
 
     def stop_and_get_tensors(self) -> ReceiverTensors:
-        """The spare has its place: what it has of the state. Nothing while a copy arrives."""
+        """Stop copying and return the copied tensors; `NO_TENSORS` while a copy is in progress."""
         with self._lock:
             self._stopped.set()
             return NO_TENSORS if self._is_copying else self._receiver_tensors
@@ -93,14 +96,14 @@ class SpareSync:
     def _run_sync(self) -> None:
         while not self._stopped.is_set():
             try:
-                place = self._context.get_rendezvous(FOLLOW_KEY, self._context.generation, RENDEZVOUS_TIMEOUT_S)
-                took_s = self._refresh_copy(msgspec.msgpack.decode(place, type=Donor))
-            except PeerError:  # it is gone, or has not come that far: the next one is looked for
+                encoded = self._context.get_rendezvous(FOLLOW_KEY, self._context.generation, RENDEZVOUS_TIMEOUT_S)
+                took_s = self._refresh_copy(msgspec.msgpack.decode(encoded, type=Donor))
+            except PeerError:  # the donor is gone, or has not reached the step: look it up again
                 took_s = RETRY_DELAY_S / PAUSE_TO_COPY_RATIO
             self._stopped.wait(PAUSE_TO_COPY_RATIO * took_s)
 
     def _refresh_copy(self, donor: Donor) -> float:
-        """Take a copy; returns the seconds that took, without the waiting for it."""
+        """Copy the tensors and return the duration in seconds, without the wait for the step."""
         began = 0.0
 
         def begin() -> None:
@@ -108,19 +111,17 @@ class SpareSync:
             began = time.monotonic()
             with self._lock:
                 if self._stopped.is_set():
-                    raise PeerError("this spare has its place")
-                self._is_copying, self._receiver_tensors = (
-                    True,
-                    ReceiverTensors(known.tensors),
-                )  # what is written over is right no more
+                    raise PeerError("this spare has received a rank")
+                # without digests, because the memory is being overwritten
+                self._is_copying, self._receiver_tensors = True, ReceiverTensors(known.tensors)
 
         known = self._receiver_tensors
-        inside = ReceiverTensors(
+        known_by_path = ReceiverTensors(
             *({pytree.tensor_path(path): value for path, value in part.items()} for part in (known.tensors, known.digests))
         )
         wanted = (self._copied_step + self._interval_steps).to_bytes(8, "big")
         try:
-            donation = fetch_from_donor(donor, FOLLOW_KEY, known=inside, wanted=wanted, begin=begin)
+            donation = fetch_from_donor(donor, FOLLOW_KEY, known=known_by_path, wanted=wanted, begin=begin)
             tensors: dict[str, Any] = donation.state
             digests = {path: tensor_digest(tensor) for path, tensor in tensors.items()}
             self._receiver_tensors = ReceiverTensors(
@@ -135,7 +136,7 @@ class SpareSync:
 
 
 def start_spare_sync(context: WorkerContext | None) -> SpareSync | None:
-    """Begin to, in a process that is a spare."""
+    """Start copying if this process is a spare without a rank and copies are configured; otherwise return None."""
     if context is None or context.has_rank or not context.spare_sync_every:
         return None
     return SpareSync(context, context.spare_sync_every)

@@ -1,8 +1,8 @@
-"""State and kept results from one rank to another, over a connection of their own.
+"""Transfer of state and cached results between ranks, over a separate connection.
 
-It does not go through the group: so it overlaps with building the group, can be interrupted, and needs no lock, because the
-giver waits in a collective that the receiver has yet to join. Tensors are sent from where they lie; a receiver on the same host
-reads them there itself.
+The group is not used, so a transfer overlaps with building the group and can be interrupted. No lock is needed, because the
+donor waits in a collective that the receiver has not joined yet. Tensors are sent without a copy; a receiver on the same host
+reads them from the donor's memory.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from covey.transport.token_server import TokenServer
 
 HEADER_MAX: Final = 64 * 1024 * 1024
 CONNECT_TIMEOUT_S: Final = 10.0
-REQUEST_TIMEOUT_S: Final = 2.0  # who has said nothing by then wants nothing
-IDLE_TIMEOUT_S: Final = 30.0  # a giver that sends nothing for so long is gone
-TRANSFERS_MAX: Final = 32  # at the same time
-SEND_ALL: Final = b"s"  # from a receiver that cannot read the giver's memory
-COMPARE_DIGESTS: Final = b"c"  # the same, from one that has some of it perhaps: their digests follow
+REQUEST_TIMEOUT_S: Final = 2.0  # from the connection to the request
+IDLE_TIMEOUT_S: Final = 30.0  # without any byte; then the peer is considered gone
+TRANSFERS_MAX: Final = 32  # concurrent
+SEND_ALL: Final = b"s"  # from a receiver that cannot read the donor's memory
+COMPARE_DIGESTS: Final = b"c"  # the same, from a receiver that may have some tensors: their digests follow
 RECEIVED: Final = b"t"
 DIGEST_SIZE: Final = 16
 ALIGNMENT: Final = 64  # bytes
-SEND_CHUNK_BYTES: Final = 1 << 20  # bytes that are sent at once
+SEND_CHUNK_BYTES: Final = 1 << 20
 REQUEST_KINDS: Final = {"state": b"s", "results": b"r", "slots": b"p", "follow": b"f"}
-REQUEST_BYTES_MAX: Final = 65536  # bytes
+REQUEST_BYTES_MAX: Final = 65536
 
 
 class DonatedState(msgspec.Struct, frozen=True):
-    """What a rank gives: where in the training it stands, its state, and the results that are agreed already."""
+    """What a donor sends: its position in the training, its state, and cached results of collectives."""
 
     step: int = -1
-    optimizer_applied: bool = False  # the state is that after this step's optimizer ran
-    last_collective: CollectiveNumber | None = None  # the collective the giver completed last; its result is among these
-    initial_collectives: int = 0  # how many collectives were run before the first step
-    state: Any = None  # nested plain data and tensors; None where the giver has none yet
+    optimizer_applied: bool = False  # the state is the one after this step's optimizer
+    last_collective: CollectiveNumber | None = None  # the last one that the donor completed; `results` contains its result
+    initial_collectives: int = 0  # collectives before the first step
+    state: Any = None  # nested plain data and tensors; None if the donor has no state yet
     results: dict[CollectiveNumber, list[Any]] = {}
 
 
 class ReceiverTensors(msgspec.Struct, frozen=True):
-    """What a receiver has already, by its names in the state: memory to receive into, and the digests of what may be right."""
+    """Tensors that a receiver already has, by path: memory to receive into, and digests of those that may be current."""
 
     tensors: Mapping[str, Any] = {}
     digests: Mapping[str, bytes] = {}
@@ -68,12 +68,12 @@ NO_TENSORS: Final = ReceiverTensors()
 
 
 class TensorHeader(msgspec.Struct, frozen=True, array_like=True):
-    """What is to be known of a tensor before its bytes come."""
+    """Metadata of a tensor, sent before its bytes."""
 
-    path: str  # its name in the state; "" for a result
+    path: str  # in the state; "" for a result
     dtype: str
     shape: list[int]
-    block: MemoryBlock  # where it lies in the giver's memory
+    block: MemoryBlock  # in the donor's memory
 
 
 class _TransferHeader(msgspec.Struct, frozen=True):
@@ -90,10 +90,10 @@ class _TransferHeader(msgspec.Struct, frozen=True):
 
 
 class TransferServer:
-    """Gives on request, to whoever knows the token. The token reaches the receiver through the scheduler's plan."""
+    """Serves transfers to clients that present the token, which the receiver gets in the scheduler's heal plan."""
 
     def __init__(self, address: str, **handlers: Callable[[bytes], DonatedState]) -> None:
-        """`handlers` has what to call for each of `REQUEST_KINDS`; it is told what is wanted of it."""
+        """`handlers`: for each of `REQUEST_KINDS` the function that is called with the request's argument."""
         self._handlers = {REQUEST_KINDS[kind]: found for kind, found in handlers.items()}
         self._free_transfers = threading.Semaphore(TRANSFERS_MAX)
         self._token_server = TokenServer(address, self._serve, "covey gift", first_s=REQUEST_TIMEOUT_S)
@@ -103,7 +103,7 @@ class TransferServer:
         self._token_server.close()
 
     def _serve(self, connection: socket.socket) -> None:
-        with self._free_transfers, contextlib.suppress(msgspec.MsgspecError):  # a receiver that went away asks again
+        with self._free_transfers, contextlib.suppress(msgspec.MsgspecError):  # a disconnected receiver requests again
             self._handle_request(connection)
 
     def _handle_request(self, connection: socket.socket) -> None:
@@ -124,11 +124,11 @@ def fetch_from_donor(
     known: ReceiverTensors = NO_TENSORS,
     begin: Callable[[], None] = lambda: None,
 ) -> DonatedState:
-    """Receive a state. Raise `PeerError` if the donor is gone; tensors that receive directly may then be half written.
+    """Receive a state. Raise `PeerError` if the donor is gone; destination tensors may then be partly written.
 
-    `destinations` are tensors of this process by their names in the state. A tensor that fits is received into its destination,
-    which saves memory and a copy; not in a state after the optimizer, which is needed twice and must not change. `begin` is
-    called when the donor has answered, before memory that is `known` is written.
+    `destinations` are tensors of this process by path. A tensor that fits is received into its destination, which saves memory
+    and a copy; but not in a state after the optimizer, which is loaded twice and must not change. `begin` is called when the
+    donor has answered, before any `known` memory is written.
     """
     try:
         with socket.create_connection((donor.address, donor.port), CONNECT_TIMEOUT_S) as connection:
@@ -140,21 +140,21 @@ def fetch_from_donor(
         raise PeerError(f"the state could not be fetched from {donor.address}: {error}") from None
 
 
-def _send_state(connection: socket.socket, given: DonatedState) -> None:
-    skeleton, named = pytree.pack(given.state)
+def _send_state(connection: socket.socket, donation: DonatedState) -> None:
+    skeleton, named = pytree.pack(donation.state)
     tensors = list(named.items())
     results: list[tuple[int, int, list[int]]] = []
-    for number, items in given.results.items():
+    for number, items in donation.results.items():
         results.append((number.step, number.index, list(range(len(tensors), len(tensors) + len(items)))))
         tensors += [("", item) for item in items]
     plain = [(path, tensor.detach().cpu().contiguous().resolve_conj().resolve_neg()) for path, tensor in tensors]
-    last = (given.last_collective.step, given.last_collective.index) if given.last_collective is not None else None
+    last = (donation.last_collective.step, donation.last_collective.index) if donation.last_collective is not None else None
     marker = MemoryMarker()
     header = _TransferHeader(
-        step=given.step,
-        optimizer_applied=given.optimizer_applied,
+        step=donation.step,
+        optimizer_applied=donation.optimizer_applied,
         last_collective=last,
-        initial_collectives=given.initial_collectives,
+        initial_collectives=donation.initial_collectives,
         state=skeleton,
         results=results,
         tensors=[_tensor_header(path, tensor) for path, tensor in plain],
@@ -166,24 +166,24 @@ def _send_state(connection: socket.socket, given: DonatedState) -> None:
     connection.sendall(len(encoded).to_bytes(8, "big") + encoded)
     if (answer := bytes(_receive_exactly(connection, bytearray(1)))) != RECEIVED:
         same = _match_digests(connection, [tensor for _, tensor in plain]) if answer == COMPARE_DIGESTS else set()
-        for place, (_, tensor) in enumerate(plain):
-            if tensor.numel() and place not in same:
+        for index, (_, tensor) in enumerate(plain):
+            if tensor.numel() and index not in same:
                 _send_bytes(connection, _tensor_bytes(tensor))
         _receive_exactly(connection, bytearray(1))
-    # Only now may what was read move: `plain` and `marker` have been kept until here.
+    # The receiver may read memory until here, so `plain` and `marker` must stay referenced.
 
 
 def _send_bytes(connection: socket.socket, view: memoryview) -> None:
-    """In pieces: what has a limit is how long the other side takes nothing, and not how long all of it takes."""
+    """Send in chunks, so that the timeout limits the time without progress, not the total time."""
     for start in range(0, view.nbytes, SEND_CHUNK_BYTES):
         connection.sendall(view[start : start + SEND_CHUNK_BYTES])
 
 
 def _match_digests(connection: socket.socket, tensors: list[Any]) -> set[int]:
-    """Which of the tensors, by number, the receiver has already."""
+    """Return the numbers of the tensors that the receiver already has."""
     size = int.from_bytes(_receive_exactly(connection, bytearray(8)), "big")
     if size > HEADER_MAX:
-        raise EOFError(f"its digests have {size} bytes, {HEADER_MAX} is the limit")
+        raise EOFError(f"the digests have {size} bytes, the limit is {HEADER_MAX}")
     offered = msgspec.msgpack.decode(_receive_exactly(connection, bytearray(size)), type=dict[int, bytes])
     same = {number for number, found in offered.items() if number < len(tensors) and tensor_digest(tensors[number]) == found}
     connection.sendall(bytes(number in same for number in range(len(tensors))))
@@ -191,13 +191,13 @@ def _match_digests(connection: socket.socket, tensors: list[Any]) -> set[int]:
 
 
 def tensor_digest(tensor: Any) -> bytes:
-    """By which two processes find out that they have the same bytes."""
+    """Return a digest by which two processes find that they have the same bytes."""
     return hashlib.sha256(_tensor_bytes(tensor)).digest()[:DIGEST_SIZE]
 
 
 def _tensor_header(path: str, tensor: Any) -> TensorHeader:
-    piece = MemoryBlock(tensor.data_ptr(), tensor.numel() * tensor.element_size())
-    return TensorHeader(path, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), piece)
+    block = MemoryBlock(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    return TensorHeader(path, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), block)
 
 
 def _receive_state(
@@ -205,7 +205,7 @@ def _receive_state(
 ) -> DonatedState:
     size = int.from_bytes(_receive_exactly(connection, bytearray(8)), "big")
     if size > HEADER_MAX:
-        raise EOFError(f"its header has {size} bytes, {HEADER_MAX} is the limit")
+        raise EOFError(f"the header has {size} bytes, the limit is {HEADER_MAX}")
     header = msgspec.msgpack.decode(_receive_exactly(connection, bytearray(size)), type=_TransferHeader)
     begin()
     tensors = _destination_tensors(header.tensors, {**known.tensors, **({} if header.optimizer_applied else destinations)})
@@ -220,10 +220,10 @@ def _receive_state(
         for number, view in enumerate(into):
             if number not in same:
                 _receive_exactly(connection, view)
-            elif (mine := known.tensors[header.tensors[number].path]) is not tensors[number]:
-                view[:] = _tensor_bytes(mine)
+            elif (own := known.tensors[header.tensors[number].path]) is not tensors[number]:
+                view[:] = _tensor_bytes(own)
     connection.sendall(RECEIVED)
-    results = {CollectiveNumber(step, n): [tensors[place] for place in places] for step, n, places in header.results}
+    results = {CollectiveNumber(step, n): [tensors[index] for index in indices] for step, n, indices in header.results}
     last = CollectiveNumber(*header.last_collective) if header.last_collective is not None else None
     return DonatedState(
         header.step, header.optimizer_applied, last, header.initial_collectives, pytree.unpack(header.state, tensors), results
@@ -231,7 +231,7 @@ def _receive_state(
 
 
 def _request_tensors(connection: socket.socket, described: list[TensorHeader], known: ReceiverTensors) -> set[int]:
-    """Ask for all but what is here already, as the giver finds by its digest; returns the numbers of that."""
+    """Request all tensors except those whose digest the donor confirms, and return the numbers of these."""
     offered = {
         number: known.digests[wanted.path]
         for number, wanted in enumerate(described)
@@ -247,7 +247,7 @@ def _request_tensors(connection: socket.socket, described: list[TensorHeader], k
 
 
 def _destination_tensors(described: list[TensorHeader], destinations: Mapping[str, Any]) -> list[Any]:
-    """For each tensor the one at home, if it fits; the others share one piece of fresh memory."""
+    """Return for each tensor its destination if it fits; the others share one newly allocated buffer."""
     torch = torch_module()
     found: list[Any] = []
     fresh = allocate_buffer(
@@ -281,11 +281,11 @@ def _tensor_bytes(tensor: Any) -> memoryview:
 
 
 def _receive_exactly(connection: socket.socket, into: Any) -> Any:
-    """Fill a buffer from a connection."""
+    """Fill a buffer from a connection and return it. Raise `EOFError` if the connection closes before."""
     view = memoryview(into)
     while view.nbytes:
         count = connection.recv_into(view)
         if not count:
-            raise EOFError("the connection closed too early")
+            raise EOFError("the connection was closed during the transfer")
         view = view[count:]
     return into

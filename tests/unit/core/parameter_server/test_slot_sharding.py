@@ -1,4 +1,4 @@
-"""Every row has one owner, through any sequence of scalings, and no more moves than must."""
+"""Slots: every row has one owner after any sequence of scalings, and the number of moves is minimal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS = st.integers(1, 5000)
 
 
 @given(ROWS, st.booleans())
-def test_every_row_lies_in_exactly_one_slot(rows: int, striped: bool) -> None:
+def test_every_row_is_in_exactly_one_slot(rows: int, striped: bool) -> None:
     found = [slot_of(row, rows, striped) for row in range(rows)]
     assert [found.count(slot) for slot in range(SLOTS)] == [count_slot_rows(slot, rows, striped) for slot in range(SLOTS)]
     if not striped:
@@ -31,7 +31,7 @@ def test_every_row_lies_in_exactly_one_slot(rows: int, striped: bool) -> None:
 
 
 @given(st.lists(SERVERS, min_size=1, max_size=8))
-def test_through_any_scaling_every_slot_has_one_owner_and_shares_are_even(sequence: list[list[int]]) -> None:
+def test_every_slot_has_one_owner_and_loads_are_even_after_any_scaling(sequence: list[list[int]]) -> None:
     owners = assign_initial_slots(sequence[0])
     check(owners, sequence[0])
     for servers in sequence[1:]:
@@ -39,7 +39,7 @@ def test_through_any_scaling_every_slot_has_one_owner_and_shares_are_even(sequen
         owners, moves = rebalance_slots(before, servers)
         check(owners, servers)
         moved = {move.slot: move for move in moves}
-        assert len(moved) == len(moves), "a slot moves once"
+        assert len(moved) == len(moves), "a slot moves at most once"
         for slot in range(SLOTS):
             if slot in moved:
                 assert (moved[slot].old_owner, moved[slot].new_owner) == (before[slot], owners[slot]) and before[
@@ -47,24 +47,24 @@ def test_through_any_scaling_every_slot_has_one_owner_and_shares_are_even(sequen
                 ] != owners[slot]
             else:
                 assert before[slot] == owners[slot]
-        assert len(moves) == fewest(before, servers)
+        assert len(moves) == minimal_moves(before, servers)
 
 
 def check(owners: SlotOwners, servers: list[int]) -> None:
     shares = [owners.count(server) for server in servers]
-    assert len(owners) == SLOTS == sum(shares), "no other owner, none missing"
+    assert len(owners) == SLOTS == sum(shares), "every slot is owned by one of the servers"
     assert max(shares) - min(shares) <= 1
 
 
-def fewest(before: SlotOwners, servers: list[int]) -> int:
-    """What cannot stay where it is if shares are to be even."""
+def minimal_moves(before: SlotOwners, servers: list[int]) -> int:
+    """Return the number of slots that must move for even loads."""
     least, over = divmod(SLOTS, len(servers))
     held = sorted((before.count(server) for server in servers), reverse=True)
-    return SLOTS - sum(min(have, least + (place < over)) for place, have in enumerate(held))
+    return SLOTS - sum(min(count, least + (position < over)) for position, count in enumerate(held))
 
 
 @given(SERVERS)
-def test_a_copy_lies_on_another_server_and_each_holds_one(servers: list[int]) -> None:
+def test_replica_is_on_another_server_and_each_server_holds_one(servers: list[int]) -> None:
     holders = [replica_holder(server, servers) for server in servers]
     if len(servers) == 1:
         assert holders == [None]
@@ -73,20 +73,17 @@ def test_a_copy_lies_on_another_server_and_each_holds_one(servers: list[int]) ->
         assert all(h != server for h, server in zip(holders, servers, strict=True))
 
 
-def test_a_cluster_begins_with_even_runs_and_copies_at_the_next_in_the_ring() -> None:
-    begun = initial_sharding(3)
-    assert (begun.version, begun.ring, begun.leaving) == (0, (0, 1, 2), ())
-    assert begun.owners == assign_initial_slots([0, 1, 2]) and [begun.owners.count(server) for server in range(3)] == [
-        86,
-        85,
-        85,
-    ]
-    assert list(begun.owners) == sorted(begun.owners)
-    assert [replica_holder(server, begun.ring) for server in range(3)] == [1, 2, 0]
+def test_initial_sharding_has_contiguous_slots_and_replicas_on_the_next_server() -> None:
+    sharding = initial_sharding(3)
+    assert (sharding.version, sharding.ring, sharding.leaving) == (0, (0, 1, 2), ())
+    assert sharding.owners == assign_initial_slots([0, 1, 2])
+    assert [sharding.owners.count(server) for server in range(3)] == [86, 85, 85]
+    assert list(sharding.owners) == sorted(sharding.owners)
+    assert [replica_holder(server, sharding.ring) for server in range(3)] == [1, 2, 0]
 
 
-@pytest.mark.parametrize("wrong", [[], [1, 1], list(range(SLOTS + 1))])
-def test_nobody_twice_one_and_more_servers_than_slots_are_a_bug(wrong: list[int]) -> None:
+@pytest.mark.parametrize("wrong", [[], [1, 1], list(range(SLOTS + 1))], ids=["none", "duplicate", "too many"])
+def test_slots_of_no_duplicate_or_too_many_servers_fail_an_assertion(wrong: list[int]) -> None:
     with pytest.raises(AssertionError):
         assign_initial_slots(wrong)
     with pytest.raises(AssertionError):

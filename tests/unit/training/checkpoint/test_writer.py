@@ -1,4 +1,4 @@
-"""A disk that refuses costs a checkpoint, and not the training that has an earlier one."""
+"""Failed checkpoint writes: the training continues if it has an earlier checkpoint."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from covey.training.collectives.communicator import Communicator
 from covey.training.data.loader import Data
 from covey.training.loop import Loop
 
-FULL = 2000  # bytes: fewer than a checkpoint has
+FULL = 2000  # bytes; less than the size of a checkpoint
 
 
 @pytest.fixture
 def lines() -> Iterator[list[str]]:
-    """What covey says."""
-    said: list[str] = []
-    listener = logging.Handler()
-    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("covey").addHandler(listener)
-    yield said
-    logging.getLogger("covey").removeHandler(listener)
+    """Messages that covey logs."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("covey").addHandler(handler)
+    yield messages
+    logging.getLogger("covey").removeHandler(handler)
 
 
 def loop(folder: Path, steps: int) -> Loop:
@@ -46,53 +46,53 @@ def loop(folder: Path, steps: int) -> Loop:
     )
 
 
-def train(made: Loop, full: range = range(0)) -> None:
-    """With a disk that is full as these steps are committed."""
-    batches = iter(made)
+def train(training: Loop, full: range = range(0)) -> None:
+    """Run a training whose disk is full while the steps in `full` are committed."""
+    batches = iter(training)
     while True:
-        with files_up_to(FULL if made.step + 1 in full else -1):
+        with files_up_to(FULL if training.step + 1 in full else -1):
             if next(batches, None) is None:
                 return
 
 
-def test_a_training_goes_on_without_a_checkpoint_that_cannot_be_written(tmp_path: Path, lines: list[str]) -> None:
+def test_training_continues_if_a_later_checkpoint_cannot_be_written(tmp_path: Path, lines: list[str]) -> None:
     train(loop(tmp_path, 22), range(8, 13))
     assert Checkpoint(tmp_path).available() == [20, 15, 5]
     (line,) = lines
     assert f"the checkpoint of step 10 cannot be written to {tmp_path}/0 (File too large" in line
-    assert line.endswith("; training goes on, the newest is that of step 5")
+    assert line.endswith("; training continues, the newest is that of step 5")
 
 
-def test_the_end_writes_what_is_missing_or_says_so(tmp_path: Path, lines: list[str]) -> None:
-    train(loop(tmp_path, 12), range(8, 12))  # there is room again when the last step is committed
+def test_missing_checkpoint_is_retried_at_the_end_and_reported_if_it_fails(tmp_path: Path, lines: list[str]) -> None:
+    train(loop(tmp_path, 12), range(8, 12))  # the disk has space again when the last step is committed
     assert Checkpoint(tmp_path).available() == [12, 5] and len(lines) == 1
     train(loop(tmp_path, 17), range(13, 99))
     assert "this training ends without the checkpoint of step 17" in lines[-1]
     assert lines[-1].endswith("the newest is that of step 12") and len(lines) == 4
 
 
-def test_a_program_that_leaves_early_hears_it_too(tmp_path: Path, lines: list[str]) -> None:
-    made = loop(tmp_path, 100)
-    for _ in made:
-        if made.step == 13:
+def test_missing_checkpoint_is_reported_if_the_script_leaves_the_loop_early(tmp_path: Path, lines: list[str]) -> None:
+    training = loop(tmp_path, 100)
+    for _ in training:
+        if training.step == 13:
             break
-        if made.step == 7:
-            made._checkpoint.folder.joinpath("0").rename(tmp_path / "away")  # type: ignore[union-attr]
+        if training.step == 7:
+            training._checkpoint.folder.joinpath("0").rename(tmp_path / "away")  # type: ignore[union-attr]
             (tmp_path / "0").touch()
     assert "ends without the checkpoint of step 10" in lines[-1]
 
 
-def test_the_first_one_must_be_written(tmp_path: Path) -> None:
+def test_first_checkpoint_that_cannot_be_written_raises_store_error(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="the checkpoint of step 5 cannot be written"):
         train(loop(tmp_path, 22), range(1, 9))
     damaged = Checkpoint(tmp_path)
     damaged.save(4, {"step": 4}, rank=1, world=2, generation=1)
     (tmp_path / "1" / "train-4.safetensors").write_bytes(b"")
-    assert damaged.available() == [4] and damaged.newest_step() is None, "what is not whole is nothing to go back to"
+    assert damaged.available() == [4] and damaged.newest_step() is None, "a damaged checkpoint is not an earlier one"
 
 
-@pytest.mark.parametrize("flags", [[], ["-u"]])
-def test_what_is_printed_to_a_full_disk_is_lost_and_counted(tmp_path: Path, flags: list[str]) -> None:
+@pytest.mark.parametrize("flags", [[], ["-u"]], ids=["buffered", "unbuffered"])
+def test_output_lost_on_a_full_disk_is_counted(tmp_path: Path, flags: list[str]) -> None:
     script = """
 import resource, sys
 from covey.runtime.log_stream import install_log_streams

@@ -1,4 +1,4 @@
-"""Both transports, for the tests of this folder. Groups are kept until they are drained, as the contract demands."""
+"""Fixture with both transports. Groups are referenced until they are drained, as the contract requires."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from covey.training.collectives.group import Group, Transport
 from covey.training.worker_context import RankInfo, WorkerContext
 
 
-class KeepingTransport:
-    """Keeps the groups that another transport builds."""
+class RecordingTransport:
+    """Records the groups that another transport builds."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self.groups: list[Group] = []
 
-    def build(self, context: WorkerContext, place: RankInfo) -> Group:
-        self.groups.append(self._transport.build(context, place))
+    def build(self, context: WorkerContext, rank_info: RankInfo) -> Group:
+        self.groups.append(self._transport.build(context, rank_info))
         return self.groups[-1]
 
 
 @pytest.fixture(params=["gloo", "memory"])
 def transport(request: pytest.FixtureRequest) -> Iterator[Transport]:
-    keeping = KeepingTransport(GlooTransport() if request.param == "gloo" else MemoryTransport())
-    yield keeping
-    for group in keeping.groups:
+    recording = RecordingTransport(GlooTransport() if request.param == "gloo" else MemoryTransport())
+    yield recording
+    for group in recording.groups:
         group.abort()
-    while not all(group.is_drained for group in keeping.groups):
+    while not all(group.is_drained for group in recording.groups):
         time.sleep(0.001)

@@ -26,10 +26,10 @@ class MemoryTransport:
         self._lock = threading.Lock()
         self._exchanges: dict[int, Exchange] = {}
 
-    def build(self, context: WorkerContext, place: RankInfo) -> MemoryGroup:
+    def build(self, context: WorkerContext, rank_info: RankInfo) -> MemoryGroup:
         with self._lock:
-            exchange = self._exchanges.setdefault(place.generation, Exchange(place.world))
-        group = MemoryGroup(context, place, exchange)
+            exchange = self._exchanges.setdefault(rank_info.generation, Exchange(rank_info.world))
+        group = MemoryGroup(context, rank_info, exchange)
         exchange.join(group)
         return group
 
@@ -45,8 +45,8 @@ class Operation:
 class MemoryGroup:
     """The group of one rank."""
 
-    def __init__(self, context: WorkerContext, place: RankInfo, exchange: Exchange) -> None:
-        self.generation, self.rank, self.world = place.generation, place.rank, place.world
+    def __init__(self, context: WorkerContext, rank_info: RankInfo, exchange: Exchange) -> None:
+        self.generation, self.rank, self.world = rank_info.generation, rank_info.rank, rank_info.world
         self.is_ready = False
         self._context, self._exchange = context, exchange
         self._pending: list[Operation] = []
@@ -78,7 +78,7 @@ class MemoryGroup:
         self._exchange.abort(self.rank)
 
     def close_in_child(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there are no descriptors."""
 
     def on_built(self, error: str = "") -> None:
         self.is_ready = not error

@@ -1,4 +1,4 @@
-"""Numbered collectives on every transport: results, and what follows a change of the membership."""
+"""Numbered collectives on every transport: results, and recovery after a membership change."""
 
 from __future__ import annotations
 
@@ -93,38 +93,40 @@ def test_mean_averages_tensors_of_several_dtypes_in_place(transport: Transport) 
     assert ThreadedCluster(2).run(program) == [[[[0.5, 0.5], [0.5, 0.5]], [2.0, 2.0, 2.0]]] * 2
 
 
-def test_communicator_runs_on_the_transport_it_is_given(transport: Transport) -> None:
+def test_communicator_runs_on_the_given_transport(transport: Transport) -> None:
     def program(context: ThreadContext) -> tuple[list[int], list[int], list[float]]:
         group = Communicator(context, transport=transport)
         assert (group.rank, group.world) == (context.assignment.rank, 3)
         gathered = [int(part) for part in group.all_gather(torch.tensor(10 * group.rank))]
-        given = group.broadcast(torch.tensor([group.rank, 5], dtype=torch.int16), root=1).tolist()
+        received = group.broadcast(torch.tensor([group.rank, 5], dtype=torch.int16), root=1).tolist()
         group.barrier()
-        return gathered, given, group.reduce([torch.tensor([3.0 * group.rank])])[0].tolist()
+        return gathered, received, group.reduce([torch.tensor([3.0 * group.rank])])[0].tolist()
 
     assert ThreadedCluster(3).run(program) == [([0, 10, 20], [1, 5], [3.0])] * 3
 
 
-def test_ranks_that_wait_repeat_the_collective_in_the_next_generation(transport: Transport) -> None:
+def test_waiting_ranks_repeat_the_collective_in_the_next_generation(transport: Transport) -> None:
     cluster = ThreadedCluster(3)
     survivors = cluster.contexts[:2]
-    made = {context: NumberedCollectives(context, transport) for context in cluster.contexts}
-    assert cluster.run(lambda rank: all_reduce(made[rank], 1.0)) == [3.0] * 3  # the group of generation 1 is built
+    collectives_of = {context: NumberedCollectives(context, transport) for context in cluster.contexts}
+    assert cluster.run(lambda rank: all_reduce(collectives_of[rank], 1.0)) == [3.0] * 3  # the group of generation 1 is built
     results: dict[ThreadContext, float] = {}
-    threads = [start(lambda rank: results.update({rank: all_reduce(made[rank], 1.0)}), context) for context in survivors]
+    threads = [
+        start(lambda rank: results.update({rank: all_reduce(collectives_of[rank], 1.0)}), context) for context in survivors
+    ]
     cluster.wait_for(lambda: all(context.waiting_in == CollectiveNumber(-1, 1) for context in survivors))
     cluster.start_generation(survivors)
     for thread in threads:
         thread.join()
     assert list(results.values()) == [2.0, 2.0]
     for context in survivors:
-        assert made[context].assignment.world == 2
+        assert collectives_of[context].assignment.world == 2
         report = next(message for message in context.sent if isinstance(message, SafePointReport))
         assert (report.completed, report.waiting_in) == (CollectiveNumber(-1, 0), CollectiveNumber(-1, 1))
         assert RankResumed(2, -1) in context.sent and context.waiting_in is None
 
 
-def test_rank_that_missed_a_result_fetches_it_from_another(transport: Transport) -> None:
+def test_rank_that_missed_a_result_fetches_it_from_another_rank(transport: Transport) -> None:
     cluster = ThreadedCluster(2)
     late = LateInbox()
     cluster.contexts[1].inbox = late
@@ -144,20 +146,20 @@ def test_rank_that_missed_a_result_fetches_it_from_another(transport: Transport)
     assert [StateFetched(2) in context.sent for context in cluster.contexts] == [False, True]
 
 
-def test_replacement_takes_the_state_and_the_results_of_the_step(transport: Transport) -> None:
+def test_replacement_receives_the_state_and_the_results_of_the_step(transport: Transport) -> None:
     cluster = ThreadedCluster(2)
     survivor = cluster.contexts[0]
-    made = {context: NumberedCollectives(context, transport) for context in cluster.contexts}
+    collectives_of = {context: NumberedCollectives(context, transport) for context in cluster.contexts}
     provider = Provider(torch.arange(4.0), has_state=True)
-    made[survivor].attach(provider, NO_TENSORS)
+    collectives_of[survivor].attach(provider, NO_TENSORS)
 
     def first_collective_of_step(context: ThreadContext) -> float:
-        made[context].begin_step(3)
-        return all_reduce(made[context], 2.0)
+        collectives_of[context].begin_step(3)
+        return all_reduce(collectives_of[context], 2.0)
 
     assert cluster.run(first_collective_of_step) == [4.0] * 2
     results: list[float] = []
-    waiting = start(lambda: results.append(all_reduce(made[survivor], 5.0)))
+    waiting = start(lambda: results.append(all_reduce(collectives_of[survivor], 5.0)))
     cluster.wait_for(lambda: survivor.waiting_in == CollectiveNumber(3, 1))
     replacement = ThreadContext(cluster, restarts=1)
     cluster.start_generation([survivor, replacement])
@@ -168,15 +170,15 @@ def test_replacement_takes_the_state_and_the_results_of_the_step(transport: Tran
     assert torch.equal(donation.state["weights"], torch.arange(4.0))
     assert collectives.take_donation() is None and collectives.take_fetched_slots() is None
     collectives.begin_step(3)
-    assert all_reduce(collectives, 0.0) == 4.0, "the others completed it: its result was received"
+    assert all_reduce(collectives, 0.0) == 4.0, "the other rank completed it, so its cached result is used"
     assert all_reduce(collectives, 6.0) == 11.0
     waiting.join()
     assert results == [11.0]
-    assert made[survivor].has_loop and not collectives.has_loop
-    assert provider.replays_finished == 3, "before each collective, and before it is repeated"
+    assert collectives_of[survivor].has_loop and not collectives.has_loop
+    assert provider.replays_finished == 3, "called before each collective, and before its repetition"
 
 
-def test_report_has_what_the_provider_says(transport: Transport) -> None:
+def test_report_contains_the_providers_state_flags(transport: Transport) -> None:
     cluster = ThreadedCluster(1)
     collectives = NumberedCollectives(cluster.contexts[0], transport)
     provider = Provider(torch.zeros(1), has_state=True)
@@ -196,29 +198,29 @@ def test_dump_request_is_served_while_the_rank_waits(transport: Transport) -> No
         context.inbox.put(DumpRequest("a test"))
     cluster.run(lambda rank: all_reduce(collectives[rank.assignment.rank], 1.0))
     assert DumpWritten(3, "the dump") in cluster.contexts[0].sent
-    assert DumpWritten(-1, "") in cluster.contexts[1].sent, "without a loop there is nothing to dump"
+    assert DumpWritten(-1, "") in cluster.contexts[1].sent, "without a loop nothing can be dumped"
 
 
-def test_error_of_a_work_is_reported_and_the_collective_repeated(transport: Transport) -> None:
+def test_failed_work_is_reported_and_the_collective_repeated(transport: Transport) -> None:
     cluster = ThreadedCluster(2)
-    made = {context: NumberedCollectives(context, transport) for context in cluster.contexts}
-    cluster.run(lambda rank: all_reduce(made[rank], 1.0))
+    collectives_of = {context: NumberedCollectives(context, transport) for context in cluster.contexts}
+    cluster.run(lambda rank: all_reduce(collectives_of[rank], 1.0))
     first, second = cluster.contexts
     results: list[float] = []
-    thread = start(lambda: results.append(all_reduce(made[first], 1.0)))
+    thread = start(lambda: results.append(all_reduce(collectives_of[first], 1.0)))
     cluster.wait_for(lambda: first.waiting_in is not None)
-    broken = made[second]._group
+    broken = collectives_of[second]._group
     assert broken is not None
     broken.abort()
     cluster.wait_for(lambda: bool(cluster.failures))
     assert cluster.failures[0].generation == 1 and cluster.failures[0].reason
     cluster.start_generation(cluster.contexts)
-    results.append(all_reduce(made[second], 1.0))
+    results.append(all_reduce(collectives_of[second], 1.0))
     thread.join()
     assert results == [2.0, 2.0]
 
 
-def test_repeated_step_gets_the_results_it_had_without_the_other_ranks(transport: Transport) -> None:
+def test_rewound_step_replays_its_results_without_the_other_ranks(transport: Transport) -> None:
     def program(context: ThreadContext) -> list[float]:
         collectives = NumberedCollectives(context, transport)
         collectives.begin_step(0)
@@ -243,7 +245,7 @@ def test_collective_can_be_issued_ahead_once_the_group_is_ready(transport: Trans
     assert ThreadedCluster(2).run(program) == [(0, 1)] * 2
 
 
-def test_ranks_that_finish_wait_for_each_other(transport: Transport) -> None:
+def test_finished_ranks_wait_until_all_have_finished(transport: Transport) -> None:
     cluster = ThreadedCluster(2)
     cluster.run(lambda rank: NumberedCollectives(rank, transport).wait_for_all_ranks())
     assert all(isinstance(context.sent[-1], SafePointReport) for context in cluster.contexts)

@@ -1,4 +1,4 @@
-"""The contract of a transport (`Group`), on every implementation. The ranks of a group are threads of this process."""
+"""The contract of a transport (`Group`), on every implementation. Ranks are threads of this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from covey.training.collectives.group import Group, GroupBuilt, ReduceOp, Transp
 
 
 def next_of(context: ThreadContext, kind: type) -> Any:
-    """Return the next notification of this kind; others are dropped."""
+    """Return the next notification of this kind; drop others."""
     while not isinstance(found := context.inbox.get(timeout=WAIT_S), kind):
         pass
     return found
@@ -40,7 +40,7 @@ def values(rank: int) -> Any:
     return torch.tensor([rank + 1.0, 4.0 - rank, -2.0])
 
 
-def test_group_is_ready_when_every_rank_has_come(transport: Transport) -> None:
+def test_group_is_ready_when_every_rank_has_built_it(transport: Transport) -> None:
     cluster = ThreadedCluster(2)
     first = transport.build(cluster.contexts[0], cluster.contexts[0].assignment)
     assert not first.is_ready and first.is_drained
@@ -49,11 +49,11 @@ def test_group_is_ready_when_every_rank_has_come(transport: Transport) -> None:
     assert first.is_ready
 
 
-def test_group_takes_rank_world_and_generation_from_its_place(transport: Transport) -> None:
+def test_group_takes_rank_world_and_generation_from_its_argument(transport: Transport) -> None:
     cluster = ThreadedCluster(1)
-    place = cluster.contexts[0].assignment
+    rank_info = cluster.contexts[0].assignment
     cluster.contexts[0].assignment = RankAssigned(2, 4, 5, 4, 5)  # the context is at a newer generation
-    group = transport.build(cluster.contexts[0], place)
+    group = transport.build(cluster.contexts[0], rank_info)
     assert (group.generation, group.rank, group.world) == (1, 0, 1)
 
 
@@ -75,7 +75,7 @@ def test_all_reduce_writes_the_result_in_place(transport: Transport, op: ReduceO
     assert [tensor.tolist() for tensor in tensors] == [expected] * 3
 
 
-def test_all_gather_writes_outputs_in_order_of_rank(transport: Transport) -> None:
+def test_all_gather_writes_outputs_in_rank_order(transport: Transport) -> None:
     cluster = ThreadedCluster(3)
     groups = build(cluster, transport)
     outputs = [[torch.zeros(3) for _ in groups] for _ in groups]
@@ -114,7 +114,7 @@ def test_pending_works_end_with_an_error_after_abort(transport: Transport) -> No
     first.abort()
     done = [next_of(cluster.contexts[0], WorkDone) for _ in works]
     assert {id(end.work) for end in done} == {id(work) for work in works}
-    assert all(end.error for end in done), "each error has a text"
+    assert all(end.error for end in done), "every error has a message"
     cluster.wait_for(lambda: first.is_drained)
 
 

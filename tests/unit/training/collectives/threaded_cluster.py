@@ -86,7 +86,7 @@ class ThreadedCluster:
         self.start_generation([ThreadContext(self) for _ in range(world)])
 
     def start_generation(self, contexts: list[ThreadContext]) -> None:
-        """These are the ranks from now on, in this order."""
+        """Start the next generation with these ranks, in this order."""
         with self._changed:
             self.generation += 1
             self.contexts, self._values, self._reports = contexts, {}, {}
@@ -95,12 +95,12 @@ class ThreadedCluster:
             self._changed.notify_all()
 
     def run(self, program: Callable[[ThreadContext], Result]) -> list[Result]:
-        """Run the program of each rank in a thread; return what they return."""
+        """Run the program of each rank in a thread and return the results."""
         with ThreadPoolExecutor(len(self.contexts)) as pool:
             return list(pool.map(program, self.contexts, timeout=WAIT_S))
 
     def wait_for(self, condition: Callable[[], bool]) -> None:
-        """Wait until a condition holds; it need not be one of which this cluster is notified."""
+        """Wait until a condition holds; polls, because a condition may change without notification."""
         until = time.monotonic() + WAIT_S
         while not condition():
             assert time.monotonic() < until
@@ -117,7 +117,7 @@ class ThreadedCluster:
         with self._changed:
             assert self._changed.wait_for(lambda: key in self._values or generation != self.generation, WAIT_S)
             if generation != self.generation:
-                raise PeerError(f"generation {generation} is over")
+                raise PeerError(f"generation {generation} is superseded")
             return self._values[key]
 
     def has(self, key: str) -> bool:
@@ -136,7 +136,7 @@ class ThreadedCluster:
             self._changed.notify_all()
 
     def _plan(self, rank: int) -> HealPlan:
-        """A rank that needs state, or has not completed the newest collective, fetches from one that has both."""
+        """Return the plan of a rank: one that needs state or missed the newest collective fetches from a donor."""
         if all(report.finished for report in self._reports.values()):
             return HealPlan(self.generation, done=True)
         completed = {r: report.completed for r, report in self._reports.items() if not report.needs_state}

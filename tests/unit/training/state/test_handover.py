@@ -1,4 +1,4 @@
-"""How a replacement takes over the training state of another rank. The ranks are threads of this process."""
+"""Hand-over of the training state to a replacement. Ranks are threads of this process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from covey.training.state.transfer import NO_TENSORS
 
 
 class Rank:
-    """What a loop has, without the loop."""
+    """Model, optimizer, data cursor and hand-over of one rank, without a loop."""
 
     def __init__(self, context: ThreadContext | None, transport: Transport, weight: float) -> None:
         self.model = torch.nn.Linear(2, 1)
@@ -73,7 +73,7 @@ def replace_last(cluster: ThreadedCluster, transport: Transport, survivor: Rank,
     return rank, thread
 
 
-def test_fresh_start_gives_all_ranks_the_parameters_of_rank_0() -> None:
+def test_fresh_start_copies_the_parameters_of_rank_0_to_all_ranks() -> None:
     first, second = start_ranks(ThreadedCluster(2), MemoryTransport())
     assert first.weights == second.weights == [1.0, 1.0]
     assert first.handover.has_state and not first.handover.is_replacement
@@ -115,13 +115,13 @@ def test_replacement_replays_a_step_whose_optimizer_the_donor_has_run() -> None:
     assert rank.group.collectives is not None
     rank.group.collectives.begin_step(0)
     rank.step_optimizer()
-    assert rank.weights == survivor.weights, "its own update was replaced by the donor's"
+    assert rank.weights == survivor.weights, "the donor's update replaces the rank's own"
     assert rank.wait_in_collective(2.0) == 3.0
     thread.join()
-    assert not rank.handover.replaying, "it takes part in the collectives of the others from here on"
+    assert not rank.handover.replaying, "replay ends before the first collective with other ranks"
 
 
-def test_state_changed_by_the_script_before_its_first_batch_is_restored() -> None:
+def test_changes_of_the_script_before_its_first_batch_are_undone_in_a_replacement() -> None:
     cluster, transport, results = ThreadedCluster(2), MemoryTransport(), list[float]()
     survivor, _ = start_ranks(cluster, transport)
     rank, thread = replace_last(cluster, transport, survivor, results)

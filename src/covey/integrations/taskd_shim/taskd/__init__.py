@@ -1,1 +1,1 @@
-"""TaskD's names, forwarded to covey: put the folder that `covey compat` prints on PYTHONPATH. See docs/taskd.md."""
+"""TaskD's module names, forwarded to covey: add the directory that `covey compat` prints to PYTHONPATH (docs/taskd.md)."""

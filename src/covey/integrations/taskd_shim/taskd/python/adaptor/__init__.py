@@ -1,1 +1,1 @@
-"""The line `import taskd.python.adaptor.patch` leads through here."""
+"""Package on the path of `import taskd.python.adaptor.patch`."""

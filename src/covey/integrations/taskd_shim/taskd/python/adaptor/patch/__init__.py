@@ -1,4 +1,4 @@
-"""Importing this hands torchrun's workers to covey."""
+"""Importing this module lets covey run torchrun's workers."""
 
 from covey.integrations.taskd.torchrun_patch import patch
 
