@@ -291,6 +291,7 @@ def test_by_hand_with_one_worker_and_a_server_that_is_started_again(cluster: Clu
     until((marks / "held-12").exists, "the worker to be held", story=cluster.tails)
     server.kill()
     (marks / "go-12").touch()
-    cluster.node("MS_PSERVER", 0, script=script, args=[marks], name="server-again").wait_for("restored 5 parameters from their replica")
+    again = cluster.node("MS_PSERVER", 0, script=script, args=[marks], name="server-again")
+    again.wait_for("restored 5 parameters from their replica")
     worker.wait_for("HASH")
     assert worker.wait() == 0
