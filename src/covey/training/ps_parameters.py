@@ -157,7 +157,7 @@ class ServedParameters:
             return server_step
         if server_step > step and step == 0:
             raise PeerError(
-                "the only worker died with the parameters that were not served, and there is no checkpoint: restart"
+                "the only worker died with its local parameters, and there is no checkpoint: start the training over"
             )
         if step > 0 and rank == 0:
             log.info("parameter servers load their rows from the checkpoint of step %d", step)
