@@ -150,7 +150,7 @@ def test_too_few_to_unmask_abandon_the_round_and_the_next_is_made(shell: Shell) 
     first.end()
     late.end()
     log = next((shell.folder / "state").glob("federated_*/logs/scheduler.log")).read_text()
-    assert "abandoned: iteration 1 begins again, nothing of it is known: 3 devices told their shares" in log, log
+    assert "abandoned: iteration 1 is repeated and its updates are discarded: 3 devices revealed their shares" in log, log
     assert np.array_equal(model(federation), expected([0, 1, 2, 3, 4], [0, 1, 2, 3, 4]))
     assert federation.instance()["instanceStatus"] == "kFinish"
 

@@ -46,7 +46,7 @@ def test_a_plain_round_admits_devices_has_no_deadline_and_adds_sealed_parts() ->
 def test_a_secure_round_admits_devices_until_it_has_its_keys() -> None:
     secure = make_aggregation(SECURE, "c/1")
     assert secure.admits_devices and secure.secagg_round is not None
-    refusal = SecaggOutcome(SecaggVerdict.LATE, "this device was not admitted to the round: ask startFLJob")
+    refusal = SecaggOutcome(SecaggVerdict.LATE, "this device was not admitted to the round: call startFLJob first")
     assert secure.handle_request(keys("x"), is_admitted=False, now=0.0) == refusal
     for device in "abc":
         secure.handle_request(keys(device), is_admitted=True, now=0.0)
@@ -68,7 +68,7 @@ def test_a_phase_that_takes_too_long_ends_a_secure_round() -> None:
     secure = make_aggregation(SECURE, "c/1")
     secure.handle_request(keys("a"), is_admitted=True, now=1.0)
     assert secure.check_deadline(5.9) == ""
-    assert secure.check_deadline(6.0) == "1 devices gave keys within 5 s, and 3 are needed"
+    assert secure.check_deadline(6.0) == "1 devices sent keys within 5 s, and 3 are needed"
 
 
 def test_sealed_parts_are_unmasked_before_they_are_added() -> None:
@@ -82,6 +82,6 @@ def test_sealed_parts_are_unmasked_before_they_are_added() -> None:
 
 def test_parts_of_other_devices_or_an_error_of_a_server_abandon_the_round() -> None:
     verdict = with_list("a", "b").on_all_sealed([ServerStatus(counted_devices=("a",))], 0.0)
-    assert verdict == Abandon("the parts are not those of the list that was given out")
+    assert verdict == Abandon("the sealed parts differ from the list of uploaders that devices received")
     failed = [ServerStatus(counted_devices=("a", "b")), ServerStatus(aggregation_error="a key does not fit")]
     assert with_list("a", "b").on_all_sealed(failed, 0.0) == Abandon("a key does not fit")

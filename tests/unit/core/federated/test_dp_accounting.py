@@ -102,7 +102,7 @@ def test_no_round_begins_that_would_go_past_the_budget() -> None:
     assert bench.machine.instance.state is InstanceState.FINISHED
     assert bench.machine.instance.spent == pytest.approx(2.0)
     (sentence,) = bench.said("finished")
-    assert "another round would spend epsilon" in sentence and "the budget is" in sentence
+    assert "another round would raise epsilon to" in sentence and "the budget is" in sentence
     with pytest.raises(UsageError, match="the budget is"):
         bench.machine.request_new_instance(plan, bench.now)
     kept = bench.machine.make_instructions()

@@ -35,23 +35,23 @@ def enlist(bench: Bench, link: int, life: str, http: str = "", wish: int = -1, h
 
 def test_coming_returning_and_leaving_are_told() -> None:
     bench = Bench()
-    assert told(bench.come(1, "0")) == ["server:0 came: a server for devices at h:0"]
+    assert told(bench.come(1, "0")) == ["server:0 came: it serves devices at h:0"]
     bench = Bench().form()
     for number in (1, 2):
         lose(bench, 1)
-        assert told(bench.come(1, "0", life=f"0{number}")) == ["server:0 returned: it lives again at h:0"]
+        assert told(bench.come(1, "0", life=f"0{number}")) == ["server:0 returned: it was restarted and serves devices at h:0"]
         assert bench.machine.roster.servers["0"].restarts == number
         bench.stand(1)
     assert bench.orders().leaving == () and not bench.machine.roster.servers["0"].leaving, "who returns is here to stay"
     lose(bench, 1)
-    assert "server:0 left: server 1 took over its log" in told(bench.stand(2, adopted_instances=("02",)))
+    assert "server:0 left: server 1 adopted its log" in told(bench.stand(2, adopted_instances=("02",)))
 
 
 def test_an_id_that_lives_and_another_clusters_server_are_refused_and_hung_up_on() -> None:
     bench = Bench().form()
-    taken = "a server with the id 0 is here already (h:0): give each its own MS_NODE_ID"
+    taken = "server 0 is already connected (h:0): give each server its own MS_NODE_ID"
     assert bench.come(7, "0", life="other") == [Send(Refused(taken), 7), Close(7)]
-    foreign = "this is cluster c, and server 5 belongs to theirs: start it anew"
+    foreign = "this is cluster c, but server 5 belongs to theirs: restart the server"
     assert bench.come(8, "5", cluster_id="theirs") == [Send(Refused(foreign), 8), Close(8)]
 
 
@@ -152,7 +152,7 @@ def test_one_that_leaves_and_holds_nothing_needs_nobody() -> None:
     bench.stand(2, drained=True)
     assert [peer.node_id for peer in bench.orders().members] == ["0", "1"], "its update is in no other log"
     left = bench.stand(2, totals=RoundTotals(0))
-    assert "server:1 left: it held nothing of this round" in told(left)
+    assert "server:1 left: it held no updates of this round" in told(left)
     assert (bench.machine.roster.servers["1"].is_member, bench.machine.roster.servers["1"].rank) == (False, -1)
 
 
@@ -168,9 +168,9 @@ def test_a_log_that_nobody_can_read_is_given_up_once_and_said_so() -> None:
     bench.stand(1)
     assert bench.orders().missing == ()
     effects = bench.tick(0.1)
-    why = "it did not come back within 5 s and nobody could read its log"
+    why = "it did not return within 5 s and no server could read its log"
     assert told(effects) == [f"server:1 left: {why}"]
-    assert told(effects, Level.WARNING) == [f"server:1 given up: round 1 goes without its 3 updates: {why}"]
+    assert told(effects, Level.WARNING) == [f"server:1 given up: round 1 continues without its 3 updates: {why}"]
     assert bench.orders().missing == ("1",) and [peer.node_id for peer in bench.orders().members] == ["0"]
 
 
@@ -226,7 +226,7 @@ def test_registration_replies_with_the_key_and_the_discarded_rounds() -> None:
     request = RegisterServer("0", "0", HERE, "h:0", "p:0")
     assert roster.register(now, 1, request, key=b"k", is_forming=True) == NO_LOSSES
     assert now.out.effects == [
-        PublishEvent("server:0", "came", "a server for devices at h:0", Level.NOTE),
+        PublishEvent("server:0", "came", "it serves devices at h:0", Level.NOTE),
         Send(ServerRegistered("0", "c", b"k", -1), 1),
     ]
     assert roster.servers["0"].last_heartbeat_at == 3.0

@@ -116,7 +116,7 @@ def test_a_round_without_any_update_is_abandoned_and_repeats_its_iteration() -> 
     assert (made.stage, made.aggregator, made.expected_totals) == (RoundStage.SUMMING, "0", ())
     assert made.advance(now, counted(0, sealed=True, model_round=1))
     assert (made.number, made.iteration, made.stage, made.abandon_reason) == (2, 1, RoundStage.OPEN, "")
-    assert made.voided == (1, "its updates were at servers that were given up")
+    assert made.voided == (1, "all its updates were on servers that were given up")
 
 
 def test_a_missed_window_keeps_the_round_open() -> None:
@@ -140,4 +140,4 @@ def test_a_secure_round_without_a_stored_list_is_abandoned_by_the_next_scheduler
     made = Round(FederatedInstance(plan), 0.0)
     made.restore(step(), msgspec.structs.replace(RECORD, plan=plan))
     assert made.stage is RoundStage.SEALING
-    assert made.abandon_reason == "the scheduler went away before the list of updates was kept"
+    assert made.abandon_reason == "the scheduler ended before the list of uploaders was stored"

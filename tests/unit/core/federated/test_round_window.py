@@ -24,7 +24,7 @@ def test_a_round_is_over_with_as_many_updates_as_are_needed() -> None:
 
 def test_the_window_for_updates_runs_from_the_first_and_begins_anew_when_it_is_missed() -> None:
     made = window(update_min=0)
-    said = WindowMissed("1 of 2 updates came within 2 s")
+    said = WindowMissed("1 of 2 updates arrived within 2 s")
     assert [made.decide_closing(1, now) for now in (101.0, 102.9, 103.0, 104.9, 105.0)] == [None, None, said, None, said]
     assert made.missed_count == 2
     assert window(0.0).decide_closing(0, 50.0) is None, "without an update it does not run"
@@ -34,7 +34,7 @@ def test_at_the_end_of_that_window_fewer_are_enough_where_that_was_said() -> Non
     made = window(update_min=1)
     assert made.decide_closing(1, 100.0) is None
     assert (
-        made.decide_closing(1, 102.0) == ThresholdReached("1 update when the window ended, 1 are enough")
+        made.decide_closing(1, 102.0) == ThresholdReached("1 update at the end of the window, at least 1 required")
         and made.missed_count == 0
     )
 
@@ -52,7 +52,7 @@ def test_the_window_for_devices_runs_from_the_first_that_asked_and_until_all_hav
     made.start_join_window(0.0)
     made.start_join_window(0.5)
     assert made.decide_closing(0, 9.9) is None
-    assert made.decide_closing(0, 10.0) == WindowMissed("0 of 4 devices came within 10 s")
+    assert made.decide_closing(0, 10.0) == WindowMissed("0 of 4 devices joined within 10 s")
     assert made.decide_closing(0, 19.9) is None, "from then on it runs again"
     assert isinstance(made.decide_closing(0, 20.0), WindowMissed)
     complete = window(0.0, devices=4)

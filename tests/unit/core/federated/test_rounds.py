@@ -108,7 +108,7 @@ def test_the_first_servers_settings_hold_whoever_came_first() -> None:
         )
         bench.stand(link)
     assert bench.machine.instance.plan.threshold == 7
-    assert bench.said("differs") == ["server 0's settings of rounds hold, not its own"]
+    assert bench.said("differs") == ["its round settings are ignored: those of server 0 apply"]
 
 
 def test_servers_are_seated_and_the_first_round_opens() -> None:
@@ -154,7 +154,7 @@ def test_a_missed_window_costs_no_number_and_no_work_and_takes_others() -> None:
     bench.tick(2.5)
     assert (bench.machine.round.number, bench.machine.counted_updates, bench.machine.instance.missed_count) == (1, 1, 1)
     assert bench.admit(AdmitDevices(1, ("e",))).admitted == ("e",)
-    assert "1 of 2 updates came within 2 s" in bench.said("missed")[0]
+    assert "1 of 2 updates arrived within 2 s" in bench.said("missed")[0]
 
 
 def test_a_sample_that_too_few_devices_are_in_is_drawn_anew() -> None:
@@ -229,7 +229,7 @@ def test_past_a_limit_the_round_goes_without_a_part_and_says_so() -> None:
     assert bench.orders().adoptions == ()
     bench.tick(5.5)
     assert bench.machine.round.missing == ("1",)
-    assert "goes without its 3 updates" in bench.said("given up")[0]
+    assert "continues without its 3 updates" in bench.said("given up")[0]
     bench.come(3, "1", life="1b")
     admitted = [effect.message for effect in bench.out if isinstance(effect, Send)][-1]
     assert admitted.discarded_through_round == 1
@@ -540,7 +540,7 @@ def test_whoever_was_scaled_in_stays_out_for_this_life_though_the_scheduler_is_n
     assert [peer.node_id for peer in after.orders().members] == ["0", "1"]
 
 
-@pytest.mark.parametrize(("ids", "sentence"), [([], "empty"), (["9"], "illegal"), (["0", "1"], "one has to stay")])
+@pytest.mark.parametrize(("ids", "sentence"), [([], "empty"), (["9"], "illegal"), (["0", "1"], "at least one must remain")])
 def test_a_wrong_scale_in_is_refused(ids: list[str], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         Bench().form().machine.scale_in(ids, 0.0)
@@ -570,7 +570,7 @@ def test_what_people_ask_waits_until_the_cluster_is_ready() -> None:
 def test_no_instance_begins_whose_privacy_is_spent() -> None:
     noise = Noise(local=False, clip=1.0, multiplier=2.0, delta=1e-5, budget=1.0)
     machine = Bench(plan=msgspec.structs.replace(PLAN, noise=noise)).form().machine
-    with pytest.raises(UsageError, match="No new instance can begin: another round would spend epsilon 1"):
+    with pytest.raises(UsageError, match="No new instance can start: another round would raise epsilon to 1"):
         machine.request_new_instance(machine.instance.plan, 0.0)
 
 
@@ -596,7 +596,7 @@ def test_servers_that_do_not_come_end_it_with_a_sentence() -> None:
     bench.hear(1, ServerHeartbeat())
     effects = bench.tick(0.0)
     assert [(e.code, e.reason) for e in effects if isinstance(e, EndCluster)] == [
-        (20, f"1 of 2 servers came within {limit:g} s")
+        (20, f"1 of 2 servers registered within {limit:g} s")
     ]
     assert [(e.connection, e.message.code) for e in effects if isinstance(e, Send) and isinstance(e.message, ClusterEnded)] == [
         (1, 20)
@@ -616,7 +616,7 @@ def test_who_asks_for_the_end_is_told_goodbye_and_all_servers_stop() -> None:
 def test_a_server_of_another_cluster_is_refused() -> None:
     refused = Bench().hear(1, RegisterServer("0", "life", HERE, "h", "p", log_directory="f", cluster_id="another"))[-2]
     assert isinstance(refused, Send) and isinstance(refused.message, Refused)
-    assert refused.message.reason == "this is cluster c, and server 0 belongs to another: start it anew"
+    assert refused.message.reason == "this is cluster c, but server 0 belongs to another: restart the server"
 
 
 def test_an_iteration_that_takes_too_long_takes_others() -> None:
@@ -631,7 +631,7 @@ def test_a_sample_of_the_devices_is_the_same_for_whoever_asks() -> None:
     bench = Bench(plan=msgspec.structs.replace(PLAN, threshold=100, sample=0.5)).form()
     everyone = tuple(f"d{n}" for n in range(60))
     first = bench.admit(AdmitDevices(1, everyone))
-    assert 10 < len(first.admitted) < 50 and first.reason == "iteration 1 samples 0.5 of the devices, and not this one"
+    assert 10 < len(first.admitted) < 50 and first.reason == "iteration 1 samples 0.5 of the devices, this one excluded"
     assert bench.admit(AdmitDevices(1, everyone)).refused == first.refused
 
 
@@ -751,7 +751,7 @@ def test_a_restored_machine_makes_the_same_record() -> None:
     for name in set(FederationRecord.__struct_fields__) - {"formed"}:
         assert getattr(record, name) != getattr(first, name), f"{name} has the same value in both records: nothing is proven"
     restored = Bench(record=record).machine
-    assert restored.record() == record and restored.round.reason == "the scheduler is back"
+    assert restored.record() == record and restored.round.reason == "the scheduler was restarted"
     assert restored.round.stage is RoundStage.SEALING, "a secure round whose list is stored continues from it"
 
 

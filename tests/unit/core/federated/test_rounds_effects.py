@@ -88,14 +88,14 @@ def test_servers_hear_nothing_until_all_are_here_and_then_all_of_it_once() -> No
     assert sent(bench.stand(1), ServerInstructions) == []
     bench.come(2, "1")
     assert sent(bench.stand(2), ServerInstructions) == [(1, FIRST), (2, FIRST)]
-    assert bench.machine.round.reason == "2 servers are here"
+    assert bench.machine.round.reason == "2 servers registered"
     assert sent(bench.stand(2), ServerInstructions) == [], "nothing has changed"
     bench.come(2, "1")
     assert sent(bench.stand(2), ServerInstructions) == [(2, FIRST)], "over its new connection it has heard nothing"
 
 
 def test_one_server_is_a_cluster_too() -> None:
-    assert Bench(1).form(1).machine.round.reason == "1 server is here"
+    assert Bench(1).form(1).machine.round.reason == "1 server registered"
 
 
 def test_every_step_of_a_round_is_told_to_every_server() -> None:
@@ -155,7 +155,7 @@ def test_a_server_is_told_of_when_it_is_lost_and_when_it_takes_a_place() -> None
     assert told(lose(bench, 2, "connection reset"), Level.WARNING) == ["server:1 gone: connection reset"]
     bench.stand(1, adopted_instances=("1",))
     bench.come(3, "1", life="1b")
-    assert told(bench.stand(3)) == ["server:1 joined: the cluster has a place for it"]
+    assert told(bench.stand(3)) == ["server:1 joined: a member slot is free"]
 
 
 def test_silence_counts_after_its_limit_and_not_in_its_last_moment() -> None:
@@ -165,7 +165,7 @@ def test_silence_counts_after_its_limit_and_not_in_its_last_moment() -> None:
     bench.stand(1)
     assert not bench.tick(limit - 1.0)
     silent = bench.tick(0.5)
-    assert told(silent, Level.WARNING) == ["server:1 gone: silent for 10 s"]
+    assert told(silent, Level.WARNING) == ["server:1 gone: no heartbeat for 10 s"]
     assert [e.connection for e in silent if isinstance(e, Close)] == [2]
 
 
@@ -201,7 +201,7 @@ def test_a_scale_out_is_over_when_all_have_come() -> None:
     bench = Bench().form()
     bench.machine.scale_out(2, bench.now)
     bench.come(3, "2")
-    assert told(bench.stand(3)) == ["server:2 joined: the cluster has a place for it"]
+    assert told(bench.stand(3)) == ["server:2 joined: a member slot is free"]
     assert bench.machine.state == "CLUSTER_SCALE_OUT"
     bench.come(4, "3")
     assert told(bench.stand(4))[-1] == "cluster scaled out: 4 servers"
@@ -228,7 +228,7 @@ def test_whose_settings_do_not_hold_is_told_by_name_and_the_job_has_the_first_on
         plan = msgspec.structs.replace(PLAN, threshold=threshold)
         bench.come(link, str(link - 1), plan=plan, fl_name=f"job of {link - 1}")
         formed = bench.stand(link)
-    assert told(formed, Level.WARNING) == ["server:2 differs: server 0's settings of rounds hold, not its own"]
+    assert told(formed, Level.WARNING) == ["server:2 differs: its round settings are ignored: those of server 0 apply"]
     assert (bench.machine.instance.plan.threshold, bench.machine.instance.job) == (7, "job of 0")
 
 
@@ -250,7 +250,7 @@ def test_the_limit_for_forming_counts_from_the_start_and_for_forming_alone() -> 
         cluster_id="c", key=b"k", server_num=1, plan=PLAN, timeouts=ServerTimeouts(formation_timeout_s=60.0), now=100.0
     )
     assert machine.step(Tick(), 160.0) == [], "in its very last moment they may still come"
-    assert machine.step(Tick(), 160.5) == [EndCluster(20, "0 of 1 servers came within 60 s")]
+    assert machine.step(Tick(), 160.5) == [EndCluster(20, "0 of 1 servers registered within 60 s")]
     bench = Bench(1).form(1)
     bench.now = 2 * bench.machine.roster.timeouts.formation_timeout_s
     bench.stand(1)
@@ -274,7 +274,7 @@ def test_nobody_asked_for_an_end_that_comes_by_itself() -> None:
     bench.stand(1)
     bench.now = bench.machine.roster.timeouts.formation_timeout_s + 1.0
     bench.hear(1, ServerHeartbeat())
-    reason = "1 of 2 servers came within 900 s"
+    reason = "1 of 2 servers registered within 900 s"
     assert bench.tick(0.0) == [Send(ClusterEnded(reason, 20), 1), EndCluster(20, reason)]
 
 
@@ -318,7 +318,7 @@ def test_a_restarted_scheduler_takes_the_servers_word_for_whom_it_admitted() -> 
 def test_a_missed_window_is_a_warning_and_the_reason_for_waiting() -> None:
     bench = Bench().form()
     bench.stand(1, round=1, totals=RoundTotals(1))
-    why = "1 of 2 updates came within 2 s"
+    why = "1 of 2 updates arrived within 2 s"
     assert told(bench.tick(2.5), Level.WARNING) == [f"round missed: iteration 1 stays open: {why}"]
     assert bench.machine.round.reason == f"missed: {why}"
 
@@ -429,7 +429,7 @@ def test_a_round_that_was_closed_goes_straight_to_its_sum_under_the_next_schedul
     after = Bench(1, record=bench.machine.record())
     after.come(1, "0")
     effects = after.stand(1, round=1, totals=RoundTotals(2), sealed=True)
-    assert after.machine.round.reason == "it was closed before the scheduler came back"
+    assert after.machine.round.reason == "the round was closed before the scheduler restarted"
     assert (after.stage(), after.machine.roster.generation) == (RoundStage.SUMMING, 1)
     assert [orders.stage for _, orders in sent(effects, ServerInstructions)] == [RoundStage.SUMMING]
 

@@ -105,7 +105,7 @@ def test_the_list_is_kept_before_any_device_can_hear_of_it() -> None:
 def test_a_part_that_is_not_the_one_of_the_list_abandons_the_round() -> None:
     bench, _ = begun()
     bench.stand(2, counted_devices=("device-1", "device-2"))
-    assert "not those of the list" in bench.said("abandoned")[0]
+    assert "differ from the list" in bench.said("abandoned")[0]
     orders = bench.orders()
     assert (
         orders.stage is RoundStage.SUMMING and orders.is_abandoned and orders.expected_totals == () and orders.unmasking is None
@@ -119,7 +119,7 @@ def test_an_abandoned_round_repeats_its_iteration_under_the_next_number() -> Non
     sim.shares(list(NAMES[:2]))
     bench.tick(6.0)
     assert bench.said("abandoned") == [
-        "iteration 1 begins again, nothing of it is known: 2 devices shared their secrets within 5 s, and 4 are needed"
+        "iteration 1 is repeated and its updates are discarded: 2 devices shared their secrets within 5 s, and 4 are needed"
     ]
     for link in (1, 2):
         bench.stand(link, round=1, sealed=True)
@@ -140,7 +140,7 @@ def test_nobody_joins_a_round_that_has_its_keys() -> None:
     assert bench.admit(AdmitDevices(1, NAMES[:1])).admitted == NAMES[:1], "it may ask again"
     sim.keys(list(NAMES))
     late = bench.admit(AdmitDevices(1, NAMES[:1]))
-    assert late.refused == NAMES[:1] and "has its keys" in late.reason
+    assert late.refused == NAMES[:1] and "has completed its key exchange" in late.reason
 
 
 def test_a_window_of_updates_that_ends_with_too_few_abandons_the_round() -> None:
@@ -151,7 +151,7 @@ def test_a_window_of_updates_that_ends_with_too_few_abandons_the_round() -> None
     sim.shares(list(NAMES))
     bench.stand(1, round=1, totals=RoundTotals(2, 2))
     bench.tick(3.0)
-    assert "2 of 3 updates came within 2 s" in bench.said("abandoned")[0]
+    assert "2 of 3 updates arrived within 2 s" in bench.said("abandoned")[0]
 
 
 def test_a_scheduler_that_comes_back_goes_on_from_the_list_or_abandons() -> None:
@@ -170,7 +170,7 @@ def test_a_scheduler_that_comes_back_goes_on_from_the_list_or_abandons() -> None
         InstanceState.DISABLED,
     ):  # what its servers hold is masked with keys that nobody knows
         third = resumed(msgspec.structs.replace(first, instance=instance))
-        assert third.orders().is_abandoned and "before the list of updates was kept" in third.machine.round.abandon_reason
+        assert third.orders().is_abandoned and "before the list of uploaders was stored" in third.machine.round.abandon_reason
 
 
 def test_a_model_that_an_earlier_scheduler_requested_ends_a_round_that_is_unmasking() -> None:
@@ -219,7 +219,7 @@ def test_a_device_that_comes_too_late_is_told_which_round_it_missed() -> None:
     assert plain.hear(1, SecaggForward(8, 1, asks())) == [Send(SecaggReply(8, SecaggVerdict.DONE, "the round is done"), 1)]
     assert plain.hear(99, SecaggForward(9, 1, asks())) == [], "nobody speaks over that connection"
     secure = Bench(plan=SECURE).form()
-    stranger = "this device was not admitted to the round: ask startFLJob"
+    stranger = "this device was not admitted to the round: call startFLJob first"
     assert secure.hear(2, SecaggForward(7, 1, asks("nobody"))) == [Send(SecaggReply(7, SecaggVerdict.LATE, stranger), 2)]
     secure.hear(1, AdmitDevices(1, NAMES))
     (waits,) = secured(secure.hear(2, SecaggForward(7, 1, asks())))
@@ -234,7 +234,8 @@ def test_rounds_that_are_abandoned_one_after_the_other_stay_one_iteration() -> N
         bench.tick(6.0)
         why = bench.machine.round.abandon_reason
         assert why and bench.machine.round.reason == f"abandoned: {why}"
-        assert f"round abandoned: iteration 1 begins again, nothing of it is known: {why}" in told(bench.out, Level.WARNING)
+        text = f"round abandoned: iteration 1 is repeated and its updates are discarded: {why}"
+        assert text in told(bench.out, Level.WARNING)
         assert (bench.orders().aggregator, bench.orders().expected_totals) == ("", ())
         for link in (1, 2):
             bench.stand(link, round=number, sealed=True, totals=RoundTotals())
@@ -246,7 +247,7 @@ def test_rounds_that_are_abandoned_one_after_the_other_stay_one_iteration() -> N
             1,
             number,
         )
-        assert machine.round.reason == f"iteration 1 begins again: {why}" and machine.round.voided == (number, why)
+        assert machine.round.reason == f"iteration 1 is repeated: {why}" and machine.round.voided == (number, why)
         answer = bench.answer_secagg(SecaggForward(7, number, asks()))
         assert answer == SecaggReply(7, SecaggVerdict.LATE, f"the round was abandoned: {why}")
         for link in (1, 2):
@@ -256,7 +257,7 @@ def test_rounds_that_are_abandoned_one_after_the_other_stay_one_iteration() -> N
 def test_who_comes_to_a_round_that_has_its_keys_is_told_so() -> None:
     bench = Bench(plan=SECURE).form()
     Masks(bench).keys(list(NAMES))
-    reason = "iteration 1 has its keys: it goes on with those who gave them"
+    reason = "iteration 1 has completed its key exchange and admits no more devices"
     assert bench.admit(AdmitDevices(1, NAMES[:1])) == DevicesAdmitted(1, (), NAMES[:1], reason)
     assert bench.admit(AdmitDevices(2, NAMES[:1])).reason == "the round is not open"
 
@@ -268,13 +269,13 @@ def test_why_a_round_was_abandoned_is_said_in_full() -> None:
     sim.shares(list(NAMES))
     few.stand(1, round=1, totals=RoundTotals(2, 2))
     few.tick(3.0)
-    assert few.machine.round.abandon_reason == "2 of 3 updates came within 2 s"
+    assert few.machine.round.abandon_reason == "2 of 3 updates arrived within 2 s"
     lost = Bench(1).form(1)
     lost.stand(1, round=1, totals=RoundTotals(2))
     lost.stand(1, sealed=True, totals=RoundTotals())
-    assert lost.machine.round.abandon_reason == "its updates were at servers that were given up"
+    assert lost.machine.round.abandon_reason == "all its updates were on servers that were given up"
     record = next(e.record for e in Bench(plan=SECURE).form().out if isinstance(e, PersistFederation))
-    assert resumed(record).machine.round.abandon_reason == "the scheduler went away before the list of updates was kept"
+    assert resumed(record).machine.round.abandon_reason == "the scheduler ended before the list of uploaders was stored"
 
 
 def test_what_takes_masks_off_is_told_when_it_is_time_to_add() -> None:

@@ -162,9 +162,9 @@ def test_a_secure_request_is_forwarded_and_answered_with_the_schedulers_reply() 
             await asyncio.sleep(0)
         (forward,) = sent
         assert isinstance(forward, SecaggForward) and isinstance(forward.request, GetKeys) and forward.round == 3
-        endpoints.on_reply(SecaggReply(forward.serial, SecaggVerdict.LATE, "the round has its keys"))
+        endpoints.on_reply(SecaggReply(forward.serial, SecaggVerdict.LATE, "the key exchange of this round is complete"))
         await work
-        assert connection.replies[0]["reason"] == "the round has its keys"
+        assert connection.replies[0]["reason"] == "the key exchange of this round is complete"
 
     asyncio.run(play())
 

@@ -88,7 +88,7 @@ def test_dropouts_at_every_phase_leave_the_exact_sum_or_nothing(data: st.DataObj
     sending = some(sharing)
     sim.upload(sending)
     if len(sending) < needed:
-        assert "are needed to take masks off" in sim.round.failure_reason and sim.round.uploaders is None
+        assert "are needed for unmasking" in sim.round.failure_reason and sim.round.uploaders is None
         return
     telling = some(sending)
     sim.reveal(telling)
@@ -206,7 +206,7 @@ def test_the_list_never_changes_and_a_successor_goes_on_from_it() -> None:
     assert np.array_equal(sim.bare(), sim.plain)
     other = SecaggRound.resume(kept, 10.0, sim.now)
     other.fix_uploaders(set(sim.names[2:]), sim.now)
-    assert "not those of the list" in other.failure_reason
+    assert "differ from the list" in other.failure_reason
 
 
 def test_requests_out_of_order_or_twice_or_from_strangers() -> None:
@@ -245,23 +245,23 @@ def test_only_who_is_on_the_list_may_sign_it_and_enough_signatures_are_waited_fo
 def test_a_round_goes_on_with_enough_and_is_given_up_with_fewer() -> None:
     few = Sim(4, least=3)
     few.keys(few.names[:2])
-    assert few.round.failure_reason == "2 devices gave keys within 10 s, and 3 are needed"
+    assert few.round.failure_reason == "2 devices sent keys within 10 s, and 3 are needed"
     late = Sim(4)
     assert late.ask(ShareSecrets, "device-0", encrypted_shares=()).verdict is SecaggVerdict.INVALID, "keys come first"
     late.keys(late.names)
     late.shares(late.names)
     late.round.tick(late.now + 20.0)
-    assert late.round.failure_reason == "the updates did not come within 10 s"
+    assert late.round.failure_reason == "the updates did not arrive within 10 s"
     strange = Sim(4)
     strange.keys(strange.names)
     strange.shares(strange.names[1:])
     assert strange.round.fix_uploaders({"device-0"}, 0.0) is None
-    assert strange.round.failure_reason == "1 update came from devices that shared no secrets"
+    assert strange.round.failure_reason == "1 update from devices that shared no secrets"
     alone = Sim(4, least=3)
     alone.keys(alone.names)
     alone.shares(alone.names)
     assert alone.round.fix_uploaders({"device-0"}, 0.0) is None
-    assert alone.round.failure_reason == "1 update came, and 3 are needed to take masks off"
+    assert alone.round.failure_reason == "1 update arrived, and 3 are needed for unmasking"
 
 
 def test_shares_that_give_no_secret_end_the_round() -> None:
@@ -273,7 +273,7 @@ def test_shares_that_give_no_secret_end_the_round() -> None:
         told = sim.sessions[name].reveal_shares(sim.round.uploaders.clients)  # type: ignore[union-attr]
         wrong = tuple(PlainShare(one.fl_id, b"\xff" * 33) for one in told) if number == 2 else told
         assert sim.ask(ReconstructSecrets, name, reconstruct_secret_shares=wrong).verdict is SecaggVerdict.ACCEPTED
-    assert sim.round.failure_reason == "the secret of a device cannot be put together: a share is not a number of the field"
+    assert sim.round.failure_reason == "the secret of a device cannot be reconstructed: a share is not an element of the field"
 
 
 def test_a_device_that_begins_again_may_give_other_keys_until_all_have() -> None:
