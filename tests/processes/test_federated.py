@@ -390,7 +390,7 @@ def test_the_seeds_example(shell: Shell) -> None:
 
     assert shell.run(sched, cwd=folder).code == 0
     assert "unrecognized" in shell.run([*servers, "--colour", "red"], cwd=folder).text()
-    assert "SIGNDS is not built yet" in shell.run([*servers, "--encrypt_type", "SIGNDS"], cwd=folder).text()
+    assert "SIGNDS is not supported yet" in shell.run([*servers, "--encrypt_type", "SIGNDS"], cwd=folder).text()
     assert "Server started successfully." in shell.run(servers, cwd=folder).text()
     before = nodes()
     assert sorted(before) == ["0", "1"]

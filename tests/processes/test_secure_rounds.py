@@ -247,14 +247,14 @@ def test_a_device_refuses_what_would_give_it_away_and_values_that_do_not_fit(she
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert len(sent) == 3 and all("17 away from the model, and 16 is the reach: nothing was sent" in one for one in sent)
+    assert len(sent) == 3 and all("17 away from the model, but update_reach is 16: nothing was sent" in one for one in sent)
 
 
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"reconstruct_secrets_threshold": 3}, "would let two lists be answered"),
-        ({"update_model_ratio": 0.5}, "cannot be unmasked, which takes 5"),
+        ({"reconstruct_secrets_threshold": 3}, "allows two lists to be unmasked"),
+        ({"update_model_ratio": 0.5}, "cannot be unmasked, which needs 5"),
     ],
 )
 def test_settings_that_cannot_be_kept_are_refused(shell: Shell, settings: dict[str, Any], sentence: str) -> None:

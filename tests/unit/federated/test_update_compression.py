@@ -55,7 +55,7 @@ def test_sizes() -> None:
 @pytest.mark.parametrize("kind", SMALL)
 def test_arrays_that_are_no_upload_are_refused(kind: str) -> None:
     arrays = compress_update(np.ones(100, np.float32), kind, 0.5, 1)
-    with pytest.raises(ValueError, match=f"an upload of {kind} has"):
+    with pytest.raises(ValueError, match=f"the {kind} upload has"):
         decompress_update({**arrays, "int8": arrays["int8"][1:]}, 100, kind, 0.5, 1)
     with pytest.raises(ValueError, match="not finite"):
         decompress_update({**arrays, "scale": np.full_like(arrays["scale"], np.nan)}, 100, kind, 0.5, 1)
@@ -63,5 +63,5 @@ def test_arrays_that_are_no_upload_are_refused(kind: str) -> None:
         with pytest.raises(ValueError, match="must rise"):
             decompress_update({**arrays, "index": arrays["index"] + np.uint32(90)}, 100, kind, 0.5, 1)
     head = encode_flat_header(arrays, {})
-    with pytest.raises(ValueError, match="lies in the body"):
+    with pytest.raises(ValueError, match="inside the body"):
         decode_flat(memoryview(head + b"\0"))

@@ -194,7 +194,7 @@ def test_a_key_that_does_not_fit_abandons_the_round() -> None:
     bench, sim = begun(3)
     sim.reveal(list(NAMES[:3]))
     summer = int(bench.orders().aggregator) + 1
-    bench.stand(summer, aggregation_error="the key of device-3 that its neighbours gave is not its own")
+    bench.stand(summer, aggregation_error="the key of device-3 that its neighbours revealed is not its own")
     assert bench.said("abandoned")[0].endswith("is not its own")
 
 

@@ -271,14 +271,14 @@ def test_any_floats_are_taken_torchs_halves_too() -> None:
     halves = [torch.tensor([[1.5, 2.5]], dtype=kind) for kind in (torch.bfloat16, torch.float16, torch.float64)]
     layout, flat = layout_and_values({str(number): half.T for number, half in enumerate(halves)})
     assert flat.tolist() == [1.5, 2.5] * 3 and layout.shapes["0"] == (2, 1)
-    with pytest.raises(UsageError, match="the model's w is no dense array of numbers"):
+    with pytest.raises(UsageError, match="the model's w is not a dense array of numbers"):
         layout_and_values({"w": torch.ones(2, 2).to_sparse()})
 
 
 def test_a_flat_update_is_made_the_models_or_refused() -> None:
     layout = ModelLayout({"w": (2, 2)})
     assert layout.as_flat_array(np.arange(8.0)[::2]).tobytes() == np.array([0, 2, 4, 6], np.float32).tobytes()
-    with pytest.raises(UsageError, match="an array of 3 values came, and the model has 4"):
+    with pytest.raises(UsageError, match="the array has 3 values: expected 4"):
         layout.as_flat_array(np.zeros(3))
 
 
@@ -291,7 +291,7 @@ def test_a_model_in_8_bits_is_within_half_a_step_of_each_tensors_scale() -> None
         apart = np.abs(tensor - layout.split_tensors(flat)[name])
         assert (apart <= 0.5001 * small.scales[name]).all(), name
     assert small.scales["zero"] == 0 and small.int8_values.nbytes == layout.size
-    with pytest.raises(ValueError, match="not as many"):
+    with pytest.raises(ValueError, match="does not match its header"):
         layout.dequantize(QuantizedModel(small.int8_values[1:], small.scales))
 
 
@@ -319,7 +319,7 @@ def test_a_server_that_speaks_something_else_is_passed_over() -> None:
         proxy = threading.Thread(target=speak, daemon=True)
         proxy.start()
         device = Device(f"127.0.0.1:{listener.getsockname()[1]}", data_size=1, patience_s=0.0)
-        with device, pytest.raises(PeerError, match="no server answered"):
+        with device, pytest.raises(PeerError, match="no server replied within"):
             device.model()
         proxy.join(60)
 
@@ -473,7 +473,7 @@ def test_a_federation_learns(name: str) -> None:
 
 
 def test_a_simulation_that_runs_away_is_a_sentence_and_devices_of_one_label_are_not() -> None:
-    with pytest.raises(UsageError, match="the training ran away"):
+    with pytest.raises(UsageError, match="the training diverged"):
         list(simulate(3, 3, strategies.FedAvg(), rate=1e6))
     assert next(simulate(3, 1, strategies.FedAvg(), alpha=1e-9)).devices == 3
 

@@ -179,7 +179,7 @@ export class Session {
     const listed = new Set(clients);
     const here = [...this.held.keys()].filter((name) => listed.has(name)).length;
     if (!listed.has(this.flId) || listed.size !== clients.length || here < this.keys.needed)
-      throw new Error("the list of updates would give single ones away: no share was told");
+      throw new Error("the list of updates would give single ones away: no share was sent");
     this.answered = said;
     return [...this.held].map(([name, [seed, key]]) => ({ fl_id: name, share: encode64(listed.has(name) ? seed : key) }));
   }
