@@ -60,7 +60,7 @@ def test_arrays_that_are_no_upload_are_refused(kind: str) -> None:
     with pytest.raises(ValueError, match="not finite"):
         decompress_update({**arrays, "scale": np.full_like(arrays["scale"], np.nan)}, 100, kind, 0.5, 1)
     if kind == "TOP_K":
-        with pytest.raises(ValueError, match="must rise"):
+        with pytest.raises(ValueError, match="must be strictly increasing"):
             decompress_update({**arrays, "index": arrays["index"] + np.uint32(90)}, 100, kind, 0.5, 1)
     head = encode_flat_header(arrays, {})
     with pytest.raises(ValueError, match="inside the body"):

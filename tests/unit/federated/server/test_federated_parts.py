@@ -90,13 +90,13 @@ def test_devices_are_asked_to_evaluate_in_due_iterations_by_share() -> None:
 def test_what_must_not_be_added(bad: float) -> None:
     update = values(1, 10)
     update[3] = bad
-    with pytest.raises(ValueError, match=r"finite|below"):
+    with pytest.raises(ValueError, match=r"finite|expected less than"):
         Accumulator(10).check_update(update, 1)
 
 
 def test_a_sum_has_room_for_so_much() -> None:
     total, big = Accumulator(4), np.full(4, 2.0**26, np.float32)
-    with pytest.raises(ValueError, match="no room"):
+    with pytest.raises(ValueError, match="would overflow the sum"):
         for _ in range(100):
             total.check_update(big, 1)
             total.add(big, 1)
@@ -155,7 +155,7 @@ def test_no_copies_are_kept_of_a_round_that_is_over(tmp_path: Path) -> None:
     holdings.begin_round(7)
     record = b"".join(bytes(piece) for piece in pack_record(Update("d", 1), values(1, 100), checksum=False))
     holdings.store_replica("b", ReplicateUpdate("b1", 7, 1, record))
-    with pytest.raises(PeerError, match="of a round that is over"):
+    with pytest.raises(PeerError, match="of a past round"):
         holdings.store_replica("b", ReplicateUpdate("b2", 6, 1, record))
     assert [path.name for path in tmp_path.glob("copies_*")] == ["copies_b1"]
 
@@ -168,7 +168,7 @@ def test_a_model_that_cannot_be_stored_changes_nothing(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
         for state in ({}, {"momentum": start}):
-            with pytest.raises(ModelNotStored, match=r"round 1 cannot be stored in .* it is tried again"):
+            with pytest.raises(ModelNotStored, match=r"round 1 cannot be stored in .* retrying"):
                 store.save(1, start, state, {})
         with pytest.raises(ModelNotStored, match="has no room for 4000 bytes"):
             _reserve_disk_space(tmp_path / "spool", 4000)
@@ -298,7 +298,7 @@ def test_a_model_in_8_bits_is_within_half_a_step_of_each_tensors_scale() -> None
 def test_a_strategys_state_that_cannot_be_stored_or_read_is_a_sentence(tmp_path: Path) -> None:
     layout, flat = layout_and_values({"w": np.ones(3, np.float32)})
     store = ModelStore(tmp_path, layout, name="", keep=2, sync=False)
-    with pytest.raises(UsageError, match="state is arrays by name"):
+    with pytest.raises(UsageError, match="state must be arrays by name"):
         store.save(1, flat, {"m": np.array([object()])}, {})
     store.save(1, flat, {"m": np.ones(3)}, {})
     (tmp_path / "model_iteration_1.safetensors.state").write_bytes(b"\x01" * 20)
@@ -381,11 +381,11 @@ class Makes(strategies.Strategy):
 
 def test_what_users_give_may_fail_and_costs_a_sentence() -> None:
     layout, flat = layout_and_values({"w": np.ones(3, np.float32)})
-    with pytest.raises(UsageError, match=r"Broken\.make failed .KeyError: 'velocity'.: the model stays as it was"):
+    with pytest.raises(UsageError, match=r"Broken\.make failed .KeyError: 'velocity'.: the model is unchanged"):
         aggregation.make_next_model(Broken(), flat, flat.astype(np.float64), {})
     for made, why in (
         (np.full(3, np.nan), "not every value is finite"),
-        (np.ones(2), "is no shape of 3 values"),
+        (np.ones(2), r"it returned shape \(2,\): expected \(3,\)"),
         (None, "shape"),
     ):
         with pytest.raises(UsageError, match=why) as ends:

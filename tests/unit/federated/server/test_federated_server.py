@@ -170,7 +170,7 @@ def test_no_copies_are_sent_of_a_part_that_is_over(tmp_path: Path) -> None:
         async def copy(self, node_id: str, life: str, round_number: int, record: bytes) -> None:
             refused.append(node_id)
             holdings.discard_until_round(1)
-            raise PeerError("the copies of server a have been taken over")
+            raise PeerError("the replicas of server a were adopted")
 
     claims = Claims("a")
     claims.members = (ServerInfo("a", 0, host_id="h"), ServerInfo("b", 1, host_id="i"))

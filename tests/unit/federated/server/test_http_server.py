@@ -108,7 +108,7 @@ def test_a_tls_handshake_at_a_plain_port_is_refused_at_once() -> None:
         writer.write(hello.read())
         async with asyncio.timeout(WAIT_S):
             answer = await reader.read()
-        assert answer.startswith(b"HTTP/1.1 400 ") and b"speaks plain HTTP and a TLS handshake came" in answer
+        assert answer.startswith(b"HTTP/1.1 400 ") and b"expects plain HTTP but received a TLS handshake" in answer
         writer.close()
         port.site.close()
 

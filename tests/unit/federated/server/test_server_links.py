@@ -90,7 +90,7 @@ def test_a_log_comes_in_pieces() -> None:
 def test_server_refuses_a_peer_that_does_not_require_the_configured_secret(caplog: pytest.LogCaptureFixture) -> None:
     async def play() -> None:
         async with two(Credentials(), Credentials("secret", secret_configured=True)) as (sender, _):
-            with pytest.raises(PeerError, match="server b cannot be reached"):
+            with pytest.raises(PeerError, match="server b is unreachable"):
                 await sender.fetch("b", "log0", 1)
 
     asyncio.run(play())

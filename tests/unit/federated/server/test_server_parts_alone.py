@@ -129,7 +129,7 @@ def test_devices_of_one_turn_share_a_request_and_each_gets_its_reply() -> None:
 def test_a_request_that_the_scheduler_does_not_answer_is_forgotten() -> None:
     async def play() -> None:
         admissions = Admissions(lambda: MEMBER, lambda message: None)
-        assert await admissions.request("a", 0.0) == (False, "the scheduler does not answer at present")
+        assert await admissions.request("a", 0.0) == (False, "the scheduler does not reply")
         assert not admissions._waiters
 
     asyncio.run(play())
@@ -221,7 +221,7 @@ class Updates:
 def test_an_update_is_logged_added_and_acknowledged_once(tmp_path: Path) -> None:
     updates = Updates(tmp_path)
     assert updates.send()["reason"] == "the update is counted"
-    assert updates.send()["reason"] == "the update was counted already"
+    assert updates.send()["reason"] == "the update was already counted"
     part = updates.storage.partial_aggregate
     assert part is not None and part.totals.count == updates.counted == 1
     assert not updates.handler._pending and not updates.handler._requests
@@ -229,7 +229,7 @@ def test_an_update_is_logged_added_and_acknowledged_once(tmp_path: Path) -> None
 
 def test_an_update_is_not_taken_without_a_lease_or_with_a_wrong_ticket(tmp_path: Path) -> None:
     updates = Updates(tmp_path)
-    assert "ticket does not belong" in updates.send(ticket="another")["reason"]
+    assert "ticket is not of this device" in updates.send(ticket="another")["reason"]
     updates.position = msgspec.structs.replace(MEMBER, may_acknowledge=False)
     assert updates.send()["retcode"] == int(Code.NOT_READY)
     updates.position = msgspec.structs.replace(MEMBER, is_member=False)
