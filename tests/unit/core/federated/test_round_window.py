@@ -16,13 +16,13 @@ def window(opened_at: float = 100.0, devices: int = 0, **changed: object) -> Rou
     return made
 
 
-def test_a_round_is_over_with_as_many_updates_as_are_needed() -> None:
+def test_threshold_is_reached_with_needed_updates() -> None:
     assert window().decide_closing(1, 100.0) is None
     assert window().decide_closing(2, 100.0) == ThresholdReached("2 updates of 2 needed")
     assert window(ratio=0.25).decide_closing(1, 100.0) == ThresholdReached("1 update of 1 needed")
 
 
-def test_the_window_for_updates_runs_from_the_first_and_begins_anew_when_it_is_missed() -> None:
+def test_update_window_starts_with_first_update_and_restarts_when_missed() -> None:
     made = window(update_min=0)
     said = WindowMissed("1 of 2 updates arrived within 2 s")
     assert [made.decide_closing(1, now) for now in (101.0, 102.9, 103.0, 104.9, 105.0)] == [None, None, said, None, said]
@@ -30,7 +30,7 @@ def test_the_window_for_updates_runs_from_the_first_and_begins_anew_when_it_is_m
     assert window(0.0).decide_closing(0, 50.0) is None, "without an update it does not run"
 
 
-def test_at_the_end_of_that_window_fewer_are_enough_where_that_was_said() -> None:
+def test_update_min_closes_round_at_end_of_window() -> None:
     made = window(update_min=1)
     assert made.decide_closing(1, 100.0) is None
     assert (
@@ -39,7 +39,7 @@ def test_at_the_end_of_that_window_fewer_are_enough_where_that_was_said() -> Non
     )
 
 
-def test_as_many_further_devices_are_taken_as_did_not_deliver() -> None:
+def test_missed_window_admits_as_many_devices_as_updates_are_missing() -> None:
     made = window(devices=4)
     assert made.is_full and made.decide_closing(1, 100.0) is None
     assert isinstance(made.decide_closing(1, 102.0), WindowMissed) and not made.is_full
@@ -47,7 +47,7 @@ def test_as_many_further_devices_are_taken_as_did_not_deliver() -> None:
     assert made.is_full, "two were needed, and one had come"
 
 
-def test_the_window_for_devices_runs_from_the_first_that_asked_and_until_all_have_come() -> None:
+def test_join_window_starts_with_first_device_and_ends_at_threshold() -> None:
     made = window(0.0)
     made.start_join_window(0.0)
     made.start_join_window(0.5)
@@ -59,7 +59,7 @@ def test_the_window_for_devices_runs_from_the_first_that_asked_and_until_all_hav
     assert complete.decide_closing(0, 0.0) is complete.decide_closing(0, 10.0) is None
 
 
-def test_an_iteration_has_its_own_limit_from_when_it_was_opened() -> None:
+def test_iteration_window_starts_when_round_opens() -> None:
     made = window(devices=4)
     assert made.decide_closing(0, 159.9) is None
     assert made.decide_closing(0, 160.0) == WindowMissed("the iteration took longer than 60 s")
@@ -72,5 +72,5 @@ def test_an_iteration_has_its_own_limit_from_when_it_was_opened() -> None:
     assert made.is_full, "one of two had come"
 
 
-def test_an_asynchronous_round_takes_everyone() -> None:
+def test_asynchronous_round_is_never_full() -> None:
     assert window(devices=4).is_full and not window(devices=40, staleness=1).is_full

@@ -36,13 +36,13 @@ def verify(trust: DeviceTrust, one: DeviceIdentity) -> str:
     return name
 
 
-def test_either_root_vouches_directly_or_through_an_authority() -> None:
+def test_chain_of_either_root_or_intermediate_is_verified() -> None:
     trust = DeviceTrust([FIRST.pem, SECOND.pem])
     assert verify(trust, FIRST.device("a")) == "a"
     assert verify(trust, MAKER.device("b")) == "b" and len(MAKER.device("b").chain) == 2
 
 
-def test_who_is_not_believed() -> None:
+def test_untrusted_expired_and_invalid_chains_are_refused() -> None:
     trust = DeviceTrust([FIRST.pem, SECOND.pem])
     with pytest.raises(ValueError, match="not issued by a trusted authority"):
         verify(trust, STRANGE.device("a"))
@@ -58,7 +58,7 @@ def test_who_is_not_believed() -> None:
             trust.verify(chain, datetime.now(UTC))
 
 
-def test_a_revoked_certificate_and_a_list_that_is_old_or_forged() -> None:
+def test_revoked_certificate_and_expired_or_forged_crl_are_refused() -> None:
     bad, good = MAKER.device("bad"), MAKER.device("good")
     trust = DeviceTrust([FIRST.pem, SECOND.pem], [MAKER.revoked(bad), FIRST.revoked()])
     assert verify(trust, good) == "good"
@@ -71,7 +71,7 @@ def test_a_revoked_certificate_and_a_list_that_is_old_or_forged() -> None:
         verify(DeviceTrust([SECOND.pem], [forger.revoked()]), good)
 
 
-def test_no_signature_passes_for_another() -> None:
+def test_signed_messages_of_different_purposes_differ() -> None:
     texts = [
         encode_request_to_sign("/a", "1", "2", b"d"),
         encode_request_to_sign("/a", "12", "", b"d"),
@@ -88,7 +88,7 @@ def names(identity: DeviceIdentity | None) -> DeviceSignatures:
     return DeviceSignatures(asking, task)
 
 
-def test_keys_and_lists_that_a_server_puts_between_are_refused() -> None:
+def test_substituted_keys_and_lists_are_refused() -> None:
     with pytest.raises(UsageError, match="has pki_verify and secure rounds"):
         names(None)
     mine = names(FIRST.device("a"))
