@@ -1,4 +1,4 @@
-"""The two kinds of aggregation alone: what each answers the round."""
+"""Tests of plain and secure aggregation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def keys(device: str) -> ExchangeKeys:
 
 
 def with_list(*devices: str) -> SecureAggregation:
-    """An aggregation of these devices that waits for their shares."""
+    """Return a secure aggregation in its unmasking phase, with these uploaders."""
     uploaders = UploaderList("c/1", 1, 1, devices, 0, dict.fromkeys(devices, b"k"), devices)
     return SecureAggregation(SecaggRound.resume(uploaders, 5.0, 0.0))
 
@@ -53,7 +53,7 @@ def test_secure_aggregation_admits_devices_until_key_exchange_ends() -> None:
     assert not secure.admits_devices and secure.secagg_round.phase is SecaggPhase.SHARES
     request = GetKeys(fl_id="a", iteration=1, timestamp=0, data_size=1, ticket="")
     outcome = secure.handle_request(request, is_admitted=False, now=0.0)
-    assert outcome is not None and outcome.verdict is SecaggVerdict.ACCEPTED, "a restarted scheduler has forgotten admissions"
+    assert outcome is not None and outcome.verdict is SecaggVerdict.ACCEPTED, "a restarted scheduler has no admissions"
 
 
 def test_missed_window_fails_secure_round_only_after_key_exchange() -> None:
@@ -74,7 +74,7 @@ def test_phase_timeout_fails_secure_round() -> None:
 def test_sealed_parts_are_unmasked_before_summing() -> None:
     secure = with_list("a", "b")
     sealed = [ServerStatus(counted_devices=("a",)), ServerStatus(counted_devices=("b",))]
-    assert secure.on_all_sealed(sealed, 0.0) == Unmask(is_new_list=False), "a resumed list is stored already"
+    assert secure.on_all_sealed(sealed, 0.0) == Unmask(is_new_list=False), "a resumed list is already stored"
     assert secure.secagg_round.uploaders is not None
     secure.secagg_round.unmasking = UnmaskingSecrets(secure.secagg_round.uploaders, {}, {})
     assert secure.on_all_sealed(sealed, 0.0) is None

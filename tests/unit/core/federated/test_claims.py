@@ -1,4 +1,4 @@
-"""Claims: who may count an update, told with literal messages."""
+"""Tests of claims, with literal messages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def instructions(generation: int = 1, round_number: int = 5, **more: object) -> 
 
 
 def device_owned_by(node_id: str, skip: int = 0) -> str:
-    """A device whose owner this is."""
+    """Return a device id that this server owns; `skip` selects a later one."""
     return [f"d{n}" for n in range(100) if claim_owner(f"d{n}", MEMBERS) == node_id][skip]
 
 
@@ -102,12 +102,12 @@ def test_is_known_counted_covers_owned_claimed_and_held_updates() -> None:
     claims.on_message("b", HeldUpdates(1, 5, (mine,)), 0.0)
     claims.on_update_received(5, theirs, 0.0)
     claims.on_message("b", ClaimReply(1, 5, counted=(theirs,)), 0.0)
-    assert claims.is_known_counted(5, mine) and claims.is_known_counted(5, theirs), "as owner, and because the owner said so"
+    assert claims.is_known_counted(5, mine) and claims.is_known_counted(5, theirs), "known as owner, and by the owner's reply"
     claims.restore(5, ["held"])
     claims.apply_instructions(instructions(generation=2), 0.0)
     assert (
         claims.is_known_counted(5, "held") and not claims.is_known_counted(5, mine) and not claims.is_known_counted(5, theirs)
-    ), "who held them may be gone"
+    ), "their holders may be lost in the new generation"
 
 
 def test_grant_of_earlier_generation_is_ignored_and_claim_resent() -> None:
@@ -133,11 +133,11 @@ def test_update_outcome_is_early_late_counted_or_closed() -> None:
     assert claims.on_update_received(3, device, 0.0) == [RejectUpdate(3, device, UpdateOutcome.LATE)]
     claims.on_update_received(5, device, 0.0)
     assert claims.apply_instructions(instructions(stage=RoundStage.SEALING), 0.0) == [], (
-        "it may be counted elsewhere: its owner knows"
+        "the owner decides: another server may have counted it"
     )
     assert claims.on_message("b", ClaimReply(1, 5, late=(device,)), 0.0) == [RejectUpdate(5, device, UpdateOutcome.LATE)]
     assert claims.on_update_received(5, device, 0.0) == [SendToServer("b", Claim(1, 5, (device,)))], (
-        "also if it comes again now"
+        "a retry must be claimed too"
     )
     assert claims.on_message("b", ClaimReply(1, 5, counted=(device,)), 0.0) == [RejectUpdate(5, device, UpdateOutcome.COUNTED)]
     claims.on_update_received(5, device, 0.0)
@@ -147,7 +147,9 @@ def test_update_outcome_is_early_late_counted_or_closed() -> None:
         RejectUpdate(5, device, UpdateOutcome.LATE),
     ]
     claims.apply_instructions(instructions(leaving=("a",)), 0.0)
-    assert claims.on_update_received(5, device, 0.0) == [RejectUpdate(5, device, UpdateOutcome.CLOSED)], "the others take it"
+    assert claims.on_update_received(5, device, 0.0) == [RejectUpdate(5, device, UpdateOutcome.CLOSED)], (
+        "a leaving server must not accept updates"
+    )
     claims.apply_instructions(instructions(generation=2, members=(ServerInfo("b", 1),)), 0.0)
     assert claims.on_update_received(5, device, 0.0) == [RejectUpdate(5, device, UpdateOutcome.CLOSED)]
 
@@ -184,7 +186,7 @@ def test_unused_grant_of_earlier_round_is_not_counted() -> None:
     device = next(d for d in (f"d{n}@5" for n in range(99)) if claim_owner(d, MEMBERS) == "a")
     assert claims.on_message("b", Claim(1, 5, (device,)), 0.0) == [SendToServer("b", ClaimReply(1, 5, granted=(device,)))]
     claims.apply_instructions(instructions(round_number=6, plan=plan), 0.0)
-    assert claims.on_update_received(6, device, 0.0) == []  # b may hold it, or give it back
+    assert claims.on_update_received(6, device, 0.0) == []  # b may log it or release it
     assert claims.on_message("b", Claim(1, 6, (device,)), 0.0) == [SendToServer("b", ClaimReply(1, 6, granted=(device,)))]
 
 
@@ -193,7 +195,7 @@ def test_longest_asynchronous_device_id_fits_into_claim() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(claim), type=Claim) == claim
 
 
-# -- once, whatever is lost or repeated ------------------------------------------------------------------------------
+# -- lost and repeated messages --------------------------------------------------------------------------------------
 
 
 def test_server_without_instructions_rejects_updates() -> None:
@@ -204,11 +206,13 @@ def test_server_without_instructions_rejects_updates() -> None:
 
 def test_repeated_request_of_device_is_claimed_once() -> None:
     claims, device = ready("a", "b"), device_owned_by("b")
-    assert claims.on_update_received(5, device, 0.0) and claims.on_update_received(5, device, 0.0) == [], "the owner was asked"
+    assert claims.on_update_received(5, device, 0.0) and claims.on_update_received(5, device, 0.0) == [], (
+        "the claim was already sent"
+    )
     granted = ClaimReply(1, 5, granted=(device,))
     assert claims.on_message("b", granted, 0.0) == [StoreUpdate(5, device)]
     assert claims.on_update_received(5, device, 0.0) == [], "it is being stored"
-    assert claims.on_message("b", granted, 0.0) == [], "what is held is not given back because its grant was said twice"
+    assert claims.on_message("b", granted, 0.0) == [], "a repeated grant of a held update must not be released"
     claims.on_update_logged(5, device)
     assert claims.on_update_received(5, device, 0.0) == [RejectUpdate(5, device, UpdateOutcome.COUNTED)]
 
@@ -216,7 +220,7 @@ def test_repeated_request_of_device_is_claimed_once() -> None:
 def test_failed_store_releases_claim() -> None:
     claims, mine, theirs = ready("a", "b"), device_owned_by("a"), device_owned_by("b")
     assert claims.on_update_received(5, mine, 0.0) == [StoreUpdate(5, mine)]
-    assert claims.on_store_failed(5, mine) == [] and claims.is_fully_logged(5), "there is nothing left to wait for"
+    assert claims.on_store_failed(5, mine) == [] and claims.is_fully_logged(5), "a failed store must not block sealing"
     assert claims.on_message("b", Claim(1, 5, (mine,)), 0.0) == [SendToServer("b", ClaimReply(1, 5, granted=(mine,)))]
     claims.on_update_received(5, theirs, 0.0)
     claims.on_message("b", ClaimReply(1, 5, granted=(theirs,)), 0.0)
@@ -231,7 +235,7 @@ def test_device_is_counted_once_in_each_round() -> None:
     claims.apply_instructions(instructions(round_number=6), 0.0)
     assert claims.on_update_received(6, device, 0.0) == [StoreUpdate(6, device)]
     assert claims.on_update_received(5, device, 0.0) == [RejectUpdate(5, device, UpdateOutcome.COUNTED)], (
-        "and the last one is still known"
+        "the previous round must still be known"
     )
 
 
@@ -240,11 +244,11 @@ def test_claim_of_closed_round_is_decided_by_owner() -> None:
     assert claims.on_update_received(4, theirs, 0.0) == [SendToServer("b", Claim(1, 4, (theirs,)))]
     assert claims.on_update_received(4, mine, 0.0) == [RejectUpdate(4, mine, UpdateOutcome.LATE)]
     assert claims.on_message("b", Claim(1, 4, (mine,)), 0.0) == [SendToServer("b", ClaimReply(1, 4, late=(mine,)))]
-    assert claims.apply_instructions(instructions(), 0.0) == [], "it is still asked"
+    assert claims.apply_instructions(instructions(), 0.0) == [], "the claim must stay pending"
     assert claims.apply_instructions(instructions(round_number=6), 0.0) == [RejectUpdate(4, theirs, UpdateOutcome.LATE)], (
-        "and now no longer"
+        "the round is too old to be claimed"
     )
-    assert claims.on_message("b", Claim(1, 7, (mine,)), 0.0) == [], "of one that is to come nothing is known"
+    assert claims.on_message("b", Claim(1, 7, (mine,)), 0.0) == [], "claims of a future round must not be decided"
 
 
 def test_pending_updates_are_rejected_when_server_closes() -> None:
@@ -260,7 +264,7 @@ def test_undecided_claim_is_repeated_after_retry_interval() -> None:
     claims.on_update_received(5, device, 100.0)
     assert claims.tick(100.05) == []
     assert claims.tick(100.2) == [SendToServer("b", Claim(1, 5, (device,)))]
-    assert claims.tick(100.2 + CLAIM_RETRY_S / 2) == [], "it was asked just now"
+    assert claims.tick(100.2 + CLAIM_RETRY_S / 2) == [], "the claim was just sent"
 
 
 def test_new_generation_starts_with_reports_of_held_updates() -> None:
@@ -271,7 +275,7 @@ def test_new_generation_starts_with_reports_of_held_updates() -> None:
         SendToServer("b", HeldUpdates(1, 5, (theirs,))),
         SendToServer("b", HeldUpdates(1, 5, is_complete=True, reply_requested=True)),
     ]
-    assert claims.on_message("b", Claim(1, 5, (logged,)), 0.0) == [], "not all have told what they hold"
+    assert claims.on_message("b", Claim(1, 5, (logged,)), 0.0) == [], "not all members have reported"
     claims.on_message("b", HeldUpdates(1, 5, is_complete=True), 0.0)
     assert claims.on_message("b", Claim(1, 5, (logged, stored)), 0.0) == [
         SendToServer("b", ClaimReply(1, 5, counted=(logged,)))
@@ -291,7 +295,7 @@ def test_new_generation_reports_to_all_members_and_resends_claims_in_one_message
         SendToServer("b", HeldUpdates(2, 5, is_complete=True, reply_requested=True)),
         SendToServer("b", Claim(2, 5, two)),
     ]
-    assert claims.tick(50.0) == [], "they were asked just now"
+    assert claims.tick(50.0) == [], "the claims were just sent"
     three = (*MEMBERS, ServerInfo("c", 2))
     told = claims.apply_instructions(instructions(generation=3, members=three), 50.0)
     assert [
@@ -314,7 +318,7 @@ def test_early_report_of_granted_update_keeps_the_grant() -> None:
     claims.on_message("b", HeldUpdates(1, 5, granted=(device,)), 0.0)
     claims.on_message("b", HeldUpdates(1, 5, is_complete=True), 0.0)
     claims.apply_instructions(instructions(), 0.0)
-    assert claims.on_update_received(5, device, 0.0) == [], "b holds it, or gives it back"
+    assert claims.on_update_received(5, device, 0.0) == [], "b may log it or release it"
     assert claims.on_message("b", Claim(1, 5, (device,)), 0.0) == [SendToServer("b", ClaimReply(1, 5, granted=(device,)))]
 
 
@@ -335,7 +339,7 @@ def test_each_id_of_claim_reply_is_handled_separately() -> None:
     claims.on_request_dropped(5, gone)
     claims.on_update_received(5, waits, 0.0)
     granted = claims.on_message("b", ClaimReply(1, 5, granted=(gone, waits), counted=(another,)), 0.0)
-    assert granted == [SendToServer("b", ReleaseClaim(1, 5, (gone,))), StoreUpdate(5, waits)], "and of the third nobody asked"
+    assert granted == [SendToServer("b", ReleaseClaim(1, 5, (gone,))), StoreUpdate(5, waits)], "the third was not claimed"
     for device in (gone, another):
         claims.on_update_received(5, device, 0.0)
     claims.apply_instructions(instructions(stage=RoundStage.SEALING), 0.0)

@@ -1,4 +1,4 @@
-"""Noise and its accountant: against a peer, against samples, and in the scheduler's machine."""
+"""Tests of noise and privacy accounting, against the dp-accounting library, samples, and the scheduler's state machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_epsilon_matches_dp_accounting_library() -> None:
 
 @pytest.mark.parametrize(("eps", "mu"), [(0.0, 0.5), (1.0, 1.0), (0.5, 2.0), (3.0, 1.0), (2.0, 4.0)])
 def test_delta_matches_numeric_integral(eps: float, mu: float) -> None:
-    """How much likelier than e^epsilon times something may become because of one device, added up over all that can be seen."""
+    """Compare with the integral of max(0, p - e^epsilon * q) over all outputs, for densities p with and q without a device."""
     seen = np.arange(-30.0, 30.0, 1e-4)
     with_it, without = (np.exp(-((seen - mean) ** 2) / 2) / math.sqrt(2 * math.pi) for mean in (mu, 0.0))
     integral = float(np.maximum(0.0, with_it - math.exp(eps) * without).sum() * 1e-4)
@@ -44,11 +44,11 @@ def test_delta_matches_numeric_integral(eps: float, mu: float) -> None:
 
 
 def test_log_normal_cdf_is_accurate_in_far_tails() -> None:
-    """Where the series takes over from the function of the library, which still knows these."""
+    """Compare the series with math.erfc, which is still accurate at these values."""
     for x in (-37.0, -20.0, -10.0, -8.5, -8.0, -7.9, -3.0, -0.5, 0.0, 1.0):
         assert dp._log_normal_cdf(x) == pytest.approx(math.log(math.erfc(-x / math.sqrt(2)) / 2), abs=1e-6)
     assert math.exp(dp._log_normal_cdf(-10.0)) == pytest.approx(7.61985302e-24, rel=1e-6)
-    assert dp._log_normal_cdf(-1000.0) == pytest.approx(-500007.826694, abs=1e-5), "no logarithm of zero"
+    assert dp._log_normal_cdf(-1000.0) == pytest.approx(-500007.826694, abs=1e-5), "the result is finite where erfc underflows"
     assert dp.compute_delta(0.0, 0.0) == 0.0 and dp.compute_epsilon(1e-3, 0.5) == 0.0
 
 
@@ -80,12 +80,12 @@ def test_noise_is_normal_with_configured_standard_deviation() -> None:
     assert abs((np.abs(drawn) < 1).mean() - 0.6827) < 0.005 and np.abs(drawn).max() < 6
     local = Noise(local=True, clip=0.5, multiplier=3.0, delta=0.01)
     sent = dp_noise.add_device_noise(np.zeros(100_000, np.float32), local)
-    assert sent.std() == pytest.approx(2 * 0.5 * 3.0, rel=0.02), "an update may change to any other: two clips apart"
+    assert sent.std() == pytest.approx(2 * 0.5 * 3.0, rel=0.02), "the sensitivity of local noise is 2 * clip"
     central = Noise(local=False, clip=0.5, multiplier=3.0, delta=0.01)
     first = dp_noise.draw_mean_noise(100_000, central, 10, b"k", 1)
     assert first.std() == pytest.approx(0.5 * 3.0 / 10, rel=0.02)
     assert np.array_equal(first, dp_noise.draw_mean_noise(100_000, central, 10, b"k", 1)), (
-        "whoever adds the parts makes the same model"
+        "every aggregator must make the same model"
     )
     assert not np.array_equal(first, dp_noise.draw_mean_noise(100_000, central, 10, b"k", 2))
 

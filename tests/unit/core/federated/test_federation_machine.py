@@ -1,4 +1,4 @@
-"""What people may ask of a federated cluster: the whole sentences they read, and what holds from then on."""
+"""Tests of administrative requests to a federated cluster: published events, state, and refusals."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_invalid_requests_raise_usage_error_with_reason() -> None:
         (lambda: forming.set_enabled(True, 0.0), "The cluster is not ready."),
         (lambda: forming.request_new_instance(PLAN, 0.0), "The cluster is not ready: it is in CLUSTER_STARTING."),
     )
-    for ask, sentence in refusals:
+    for request, reason in refusals:
         with pytest.raises(UsageError) as refused:
-            ask()
-        assert str(refused.value) == sentence
+            request()
+        assert str(refused.value) == reason

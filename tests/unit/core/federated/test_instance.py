@@ -1,4 +1,4 @@
-"""A federated instance alone: its iterations, what finishes it, and what it spends."""
+"""Tests of the federated instance: iterations, end conditions, privacy loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLAN = RoundPlan(iterations=2)
 
 
 def no_record() -> NoReturn:
-    raise AssertionError("an instance persists nothing itself")
+    raise AssertionError("an instance must not persist a record itself")
 
 
 def step() -> Step:

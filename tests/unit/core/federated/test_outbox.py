@@ -1,4 +1,4 @@
-"""The outbox alone: effects keep their order."""
+"""Tests of the outbox."""
 
 from __future__ import annotations
 

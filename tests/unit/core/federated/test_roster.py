@@ -1,4 +1,4 @@
-"""The servers of a federated cluster: ids, ranks, adoption of logs. Through the machine, and the roster alone."""
+"""Tests of the roster: ids, ranks, adoption of logs; through the state machine, and alone."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from covey.core.types import Host
 def register_without_id(
     harness: Harness, connection: int, instance_id: str, http: str = "", preferred: int = -1, host: Host = HERE
 ) -> str:
-    """A server without an id; returns the one it was given."""
+    """Register a server without an id; return the id that was chosen."""
     harness.receive(
         connection,
         RegisterServer("", instance_id, host, http or f"h:{instance_id}", f"p:{instance_id}", preferred_number=preferred),
@@ -50,7 +50,7 @@ def test_registration_return_and_leaving_publish_events() -> None:
         assert harness.machine.roster.servers["0"].restarts == number
         harness.report(1)
     assert harness.instructions().leaving == () and not harness.machine.roster.servers["0"].leaving, (
-        "who returns is here to stay"
+        "a returned server must not be leaving"
     )
     disconnect(harness, 1)
     assert "server:0 left: server 1 adopted its log" in published(harness.report(2, adopted_instances=("02",)))
@@ -67,8 +67,8 @@ def test_connected_id_and_server_of_other_cluster_are_refused_and_closed() -> No
 def test_server_without_id_gets_preferred_number_or_highest_while_forming_or_lowest_free() -> None:
     harness = Harness(3)
     assert register_without_id(harness, 1, "a", preferred=0) == "0"
-    assert register_without_id(harness, 2, "b", preferred=0) == "1", "that one is taken, and the next that nobody has is given"
-    assert register_without_id(harness, 3, "c", preferred=3) == "2", "there is no place 3"
+    assert register_without_id(harness, 2, "b", preferred=0) == "1", "the preferred number is taken: expected the next free one"
+    assert register_without_id(harness, 3, "c", preferred=3) == "2", "3 is out of range"
     late = Harness(3)
     assert [
         register_without_id(late, 1, "a"),
@@ -82,11 +82,13 @@ def test_server_without_id_gets_preferred_number_or_highest_while_forming_or_low
 
 def test_lost_server_is_recognized_by_host_and_port() -> None:
     harness = Harness().form()
-    assert register_without_id(harness, 5, "another", http="h:0") == "2", "the one there lives"
+    assert register_without_id(harness, 5, "another", http="h:0") == "2", "the server at that address is alive"
     disconnect(harness, 1)
-    assert register_without_id(harness, 6, "elsewhere", http="h:0", host=FAR) == "3", "another host's port is another"
+    assert register_without_id(harness, 6, "elsewhere", http="h:0", host=FAR) == "3", (
+        "the same port on another host is another server"
+    )
     assert register_without_id(harness, 7, "0b", http="h:0") == "0"
-    assert register_without_id(harness, 8, "0b", http="h:0") == "0", "the same instance_id over another connection"
+    assert register_without_id(harness, 8, "0b", http="h:0") == "0", "the same process over another connection"
 
 
 def test_numeric_id_gets_its_rank_and_name_gets_lowest_free_rank() -> None:
@@ -110,7 +112,7 @@ def test_lost_server_keeps_rank_unless_it_never_was_member() -> None:
     harness.report(2, adopted_instances=("0",))
     harness.register(4, "0", instance_id="0b")
     disconnect(harness, 4)
-    assert harness.machine.roster.servers["0"].rank == 0, "its place is kept for it"
+    assert harness.machine.roster.servers["0"].rank == 0, "its rank must be kept"
 
 
 # -- logs ------------------------------------------------------------------------------------------------------------
@@ -132,7 +134,7 @@ def test_adoption_stays_with_lost_adopter_until_its_own_log_is_adopted() -> None
     harness.tick(1.0)
     disconnect(harness, 2)
     assert [(a.node_id, a.adopter) for a in harness.instructions().adoptions] == [("0", "1"), ("1", "2")], (
-        "it may have read it already"
+        "the adopter may have adopted it already"
     )
     harness.report(3, adopted_instances=("1",))
     assert [(a.node_id, a.adopter) for a in harness.instructions().adoptions] == [("0", "2")]
@@ -156,7 +158,9 @@ def test_replicas_are_adopted_by_replica_holder() -> None:
     for connection in (1, 2, 3):
         harness.report(connection)
     disconnect(harness, 2)
-    assert harness.instructions().adoptions == (LogAdoption("1", "1", "1", "2", from_replica=True),), "the next in the ring"
+    assert harness.instructions().adoptions == (LogAdoption("1", "1", "1", "2", from_replica=True),), (
+        "the next server by rank has the replicas"
+    )
 
 
 def test_leaving_server_without_updates_needs_no_adopter() -> None:
@@ -167,7 +171,7 @@ def test_leaving_server_without_updates_needs_no_adopter() -> None:
     harness.report(2, round=1, totals=RoundTotals(1))
     harness.machine.scale_in(["1"], harness.now)
     harness.report(2, drained=True)
-    assert [peer.node_id for peer in harness.instructions().members] == ["0", "1"], "its update is in no other log"
+    assert [peer.node_id for peer in harness.instructions().members] == ["0", "1"], "its update must be adopted first"
     left = harness.report(2, totals=RoundTotals(0))
     assert "server:1 left: it held no updates of this round" in published(left)
     assert (harness.machine.roster.servers["1"].is_member, harness.machine.roster.servers["1"].rank) == (False, -1)
@@ -216,7 +220,7 @@ def test_missing_part_of_server_is_listed_once() -> None:
 
 
 def no_record() -> NoReturn:
-    raise AssertionError("the roster persists nothing itself")
+    raise AssertionError("the roster must not persist a record itself")
 
 
 def step(now: float = 0.0) -> Step:
@@ -256,7 +260,9 @@ def test_replaced_record_keeps_position_in_table() -> None:
     assert list(roster.servers) == ["0", "1", "2"]
     assert (before.last_heartbeat_at, roster.servers["0"].last_heartbeat_at) == (0.0, 7.0), "records are frozen"
     roster.note_heartbeat(before, 8.0)
-    assert roster.servers["0"].last_heartbeat_at == 8.0 and roster.servers["0"].is_member, "an older copy loses no change"
+    assert roster.servers["0"].last_heartbeat_at == 8.0 and roster.servers["0"].is_member, (
+        "changes must apply to the current record"
+    )
 
 
 def test_restart_with_durability_none_loses_part() -> None:
@@ -283,7 +289,7 @@ def test_membership_is_complete_if_all_members_are_alive_and_no_adoption_is_pend
     roster.resolve_lost_servers(step(), roster.announced_members(), 1)
     assert [adoption.adopter for adoption in roster.adoptions()] == ["1"]
     assert not roster.membership().is_complete
-    assert not Roster(1, ServerTimeouts(), 0.0).membership().is_complete, "without members nothing is complete"
+    assert not Roster(1, ServerTimeouts(), 0.0).membership().is_complete, "a cluster without members is not complete"
 
 
 def test_generation_starts_only_if_members_differ_from_announced_ones() -> None:

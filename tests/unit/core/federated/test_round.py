@@ -1,4 +1,4 @@
-"""A round alone: its stages, and what it decides from the statuses of its servers."""
+"""Tests of a round: its stages, and its decisions by the statuses of servers."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_closed_round_waits_for_complete_membership() -> None:
 def test_change_of_members_restarts_sealing() -> None:
     made = opened()
     made.reseal()
-    assert made.stage is RoundStage.OPEN, "an open round just stays open"
+    assert made.stage is RoundStage.OPEN, "an open round must stay open"
     made.advance(step(), counted(2))
     made.advance(step(), counted(2, sealed=True))
     made.reseal()

@@ -1,4 +1,4 @@
-"""Rounds: when they open, close and are done, and who belongs to the cluster; with literal events."""
+"""Tests of the federation state machine: rounds, membership and adoption of logs, with literal events."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ HERE = Host("h", "h", "127.0.0.1")
 
 
 class Harness:
-    """A machine, and servers that say what a test wants them to."""
+    """A state machine, and servers that send the messages of a test."""
 
     def __init__(self, servers: int = 2, plan: RoundPlan = PLAN, record: FederationRecord | None = None) -> None:
         self.now = 0.0
@@ -178,7 +178,7 @@ def test_sample_is_redrawn_after_missed_window() -> None:
         assert "samples 0.2 of the devices" in sent.message.reason
         harness.tick(PLAN.start_window_s)
         assert harness.machine.instance.missed_count == window and harness.machine.round.number == 1
-    assert window > 1 and sent.message.admitted, "the first draw has neither, and a later one must have one"
+    assert window > 1 and sent.message.admitted, "the first sample has no device, and a later one must have one"
 
 
 def test_replica_keeper_is_on_another_host_if_there_is_one() -> None:
@@ -246,9 +246,7 @@ def test_round_continues_without_part_after_return_timeout() -> None:
     assert admitted.discarded_through_round == 1
     harness.report(3, round=1, totals=RoundTotals(0))
     assert [peer.node_id for peer in harness.instructions().members] == ["0", "1"]
-    again = harness.register(
-        3, "1", instance_id="1b"
-    )  # a connection that was lost, or another instance_id: what it counts now must stay
+    again = harness.register(3, "1", instance_id="1b")  # a reconnection or another process: its new updates must stay valid
     (admitted,) = [
         effect.message for effect in again if isinstance(effect, Send) and isinstance(effect.message, ServerRegistered)
     ]
@@ -258,7 +256,7 @@ def test_round_continues_without_part_after_return_timeout() -> None:
 
 
 def test_time_without_live_members_does_not_count_as_return_timeout() -> None:
-    """All are started again, one of them first: the others, or whoever can read their logs, have their time from then on."""
+    """All servers restart, one of them first. The return timeout of the others starts when that one is alive."""
     harness = Harness(plan=RoundPlan(threshold=9))
     harness.register(1, "0")
     harness.register(2, "1", host=Host("far", "far", "10.0.0.2"))
@@ -298,7 +296,7 @@ FAR = Host("far", "far", "10.0.0.2")
 
 @pytest.mark.parametrize(("durability", "waits"), [("host", True), ("process", False)])
 def test_round_completes_after_model_is_replicated_with_durability_host(durability: str, waits: bool) -> None:
-    """Else the updates in it, and all rounds to come, would go with the host of the one that made it."""
+    """Without a second copy, the updates in the model would be lost with the aggregator's host."""
     harness = Harness()
     for connection, host in ((1, HERE), (2, FAR)):
         harness.register(connection, str(connection - 1), host=host, durability=durability)
@@ -319,7 +317,7 @@ def test_round_completes_after_model_is_replicated_with_durability_host(durabili
         None,
     )
     harness.out += harness.machine.step(ConnectionLost("closed", maker), harness.now)
-    assert harness.instructions().source == str(other - 1), "from whom whoever comes has it"
+    assert harness.instructions().source == str(other - 1), "the model must be fetched from the remaining server"
 
 
 def test_unreplicated_model_of_lost_aggregator_is_made_again() -> None:
@@ -340,11 +338,11 @@ def test_unreplicated_model_of_lost_aggregator_is_made_again() -> None:
     instructions = harness.instructions()
     assert (instructions.stage, instructions.aggregator, instructions.new_model) == (RoundStage.SUMMING, str(other - 1), None)
     harness.report(other, model_round=1, digest="m1")
-    assert harness.machine.round.number == 2, "alone there is nobody to wait for"
+    assert harness.machine.round.number == 2, "a single member must not wait for a second copy"
 
 
 def start_replica_adoption() -> Harness:
-    """A server that counted 3 is lost, and the other, on another host, is asked for its copies of them."""
+    """Lose a server with 3 updates; the other one, on another host, is told to adopt its replicas."""
     harness = Harness(plan=RoundPlan(threshold=9))
     harness.register(1, "0", durability="host")
     harness.register(2, "1", host=FAR, durability="host")
@@ -358,7 +356,7 @@ def start_replica_adoption() -> Harness:
 
 @pytest.mark.parametrize("instance_id", ["1", "1b"])
 def test_server_registers_only_after_pending_adoption_of_its_replicas(instance_id: str) -> None:
-    """Else both would count them: it has its log again, and the other may have taken them over in the same moment."""
+    """Both would count the updates if the server used its log while the other one adopts the replicas."""
     harness = start_replica_adoption()
     assert harness.register(3, "1", instance_id, FAR, durability="host") == [Close(3)]
     harness.report(1, round=1, totals=RoundTotals(3), adopted_instances=("1",))
@@ -391,7 +389,7 @@ def test_restarted_scheduler_does_not_count_adopted_replicas_twice() -> None:
     after.report(2, round=1, totals=RoundTotals(3))
     after.register(1, "0", durability="host")
     assert Close(2) in after.report(1, round=1, totals=RoundTotals(3), adopted_instances=("1",))
-    assert after.machine.counted_updates == 3, "until it calls again and is told that its part is void"
+    assert after.machine.counted_updates == 3, "the log must not be counted until the server registers again and discards it"
     (admitted, *_) = [e.message for e in after.register(3, "1", host=FAR) if isinstance(e, Send)]
     assert isinstance(admitted, ServerRegistered) and admitted.discarded_through_round == 1
 
@@ -404,7 +402,7 @@ def test_locked_log_of_hanging_server_is_replaced_by_replicas() -> None:
         harness.report(connection)
     harness.report(2, round=1, totals=RoundTotals(3))
     harness.out += harness.machine.step(ConnectionLost("silent", 2), harness.now)
-    assert harness.instructions().adoptions == (LogAdoption("1", "1", "1", "0"),), "its own log, if it is free"
+    assert harness.instructions().adoptions == (LogAdoption("1", "1", "1", "0"),), "the log itself is tried first"
     harness.report(1, failed_adoptions=("1",))
     harness.report(1, failed_adoptions=())
     harness.tick(1.5)
@@ -414,7 +412,7 @@ def test_locked_log_of_hanging_server_is_replaced_by_replicas() -> None:
     (admitted,) = [
         e.message for e in harness.register(4, "1") if isinstance(e, Send) and isinstance(e.message, ServerRegistered)
     ]
-    assert admitted.discarded_through_round == 1, "it wakes up, and its own log must not count too"
+    assert admitted.discarded_through_round == 1, "a resumed server must discard its own log"
 
 
 def test_server_with_durability_none_is_missing_after_death_or_return() -> None:
@@ -428,7 +426,7 @@ def test_server_with_durability_none_is_missing_after_death_or_return() -> None:
     harness.register(4, "1", instance_id="1b", durability="none")
     harness.report(4)
     assert harness.instructions().missing == ("1",) and harness.instructions().may_have_lost_updates, (
-        "its devices may send again"
+        "its devices may send their updates again"
     )
     harness.report(1, round=1, adopted_instances=("2",))
     assert harness.instructions().missing == ("1", "2")
@@ -453,7 +451,7 @@ def test_round_that_lost_all_updates_repeats_iteration() -> None:
     assert "given up" in harness.reasons("abandoned")[0]
     harness.report(1, model_round=1, digest="m0")
     assert (harness.machine.round.number, harness.machine.round.iteration, harness.stage()) == (2, 1, RoundStage.OPEN)
-    assert harness.instructions().may_have_lost_updates, "who was counted in iteration 1 is not any more, and sends again"
+    assert harness.instructions().may_have_lost_updates, "devices counted in the abandoned round must send again"
     harness.report(1, round=2, totals=RoundTotals(3))
     harness.report(1, sealed=True)
     harness.report(1, model_round=2, digest="m2")
@@ -461,14 +459,14 @@ def test_round_that_lost_all_updates_repeats_iteration() -> None:
 
 
 def test_lost_server_sets_forgotten_round_after_return_timeout() -> None:
-    """Only asynchronous rounds take old updates; what is forgotten is known in all, and kept."""
+    """Only asynchronous rounds accept old updates, but `forgotten` is recorded for all rounds."""
     far = Host("far", "far", "10.0.0.2")
     harness = Harness(plan=msgspec.structs.replace(PLAN, staleness=2))
     for connection, host in ((1, HERE), (2, far)):
         harness.register(connection, str(connection - 1), host=host)
         harness.report(connection, model_round=3, digest="m3")
     harness.out += harness.machine.step(ConnectionLost("closed", 2), harness.now)
-    assert harness.instructions().forgotten == -1  # it may come back
+    assert harness.instructions().forgotten == -1  # the server may return
     harness.tick(5.5)
     assert harness.instructions().forgotten == 3
     record = [effect.record for effect in harness.out if isinstance(effect, PersistFederation)][-1]
@@ -486,7 +484,7 @@ def test_log_of_scaled_in_server_is_adopted_and_nothing_forgotten() -> None:
 
 
 def test_closed_round_stays_closed_after_full_restart() -> None:
-    """A server whose model of the round is made adds nothing to it: it must not be told to take further updates."""
+    """A server that has made the round's model must not be told to accept further updates."""
     harness = Harness().form()
     record = [effect.record for effect in harness.out if isinstance(effect, PersistFederation)][-1]
     after = Harness(record=record)
@@ -566,7 +564,7 @@ def test_scaled_in_process_does_not_rejoin_after_scheduler_restart() -> None:
     after.report(2, round=1)
     after.register(1, "0")
     after.report(1, drained=True)
-    assert after.machine.roster.servers["0"].has_left, "and is shown so"
+    assert after.machine.roster.servers["0"].has_left, "the status must show that it left"
     after.machine.scale_out(1, after.now)
     assert [peer.node_id for peer in after.instructions().members] == ["1"]
     after.machine.step(ConnectionLost("closed", 1), after.now)
@@ -613,13 +611,13 @@ def test_server_without_heartbeat_is_lost_and_disconnected() -> None:
     harness = Harness().form()
     harness.tick(1e6)
     harness.receive(1, ServerHeartbeat())
-    assert harness.machine.roster.servers["0"].alive is False, "who was given up speaks over a connection that is closed"
+    assert harness.machine.roster.servers["0"].alive is False, "a heartbeat on a closed connection must not revive the server"
     assert {e.connection for e in harness.out if isinstance(e, Close)} == {1, 2}
 
 
 def test_heartbeat_reply_repeats_sent_at() -> None:
     harness = Harness().form()
-    assert Send(ServerHeartbeat(7.5), 1) in harness.receive(1, ServerHeartbeat(7.5)), "it says which beat it answers"
+    assert Send(ServerHeartbeat(7.5), 1) in harness.receive(1, ServerHeartbeat(7.5)), "the reply must repeat sent_at"
 
 
 def test_cluster_ends_after_formation_timeout() -> None:
@@ -661,15 +659,15 @@ def test_missed_iteration_window_admits_more_devices() -> None:
     assert len(harness.admit(AdmitDevices(1, ("a", "b", "c", "d"))).admitted) == 4
     harness.tick(5.0)
     assert harness.reasons("missed") == ["iteration 1 stays open: the iteration took longer than 5 s"]
-    assert harness.admit(AdmitDevices(1, ("e", "f", "g"))).admitted == ("e", "f"), "as many as were needed and did not come"
+    assert harness.admit(AdmitDevices(1, ("e", "f", "g"))).admitted == ("e", "f"), "as many as updates are missing"
 
 
 def test_sample_is_the_same_for_repeated_requests() -> None:
     harness = Harness(plan=msgspec.structs.replace(PLAN, threshold=100, sample=0.5)).form()
-    everyone = tuple(f"d{n}" for n in range(60))
-    first = harness.admit(AdmitDevices(1, everyone))
+    devices = tuple(f"d{n}" for n in range(60))
+    first = harness.admit(AdmitDevices(1, devices))
     assert 10 < len(first.admitted) < 50 and first.reason == "iteration 1 samples 0.5 of the devices, this one excluded"
-    assert harness.admit(AdmitDevices(1, everyone)).refused == first.refused
+    assert harness.admit(AdmitDevices(1, devices)).refused == first.refused
 
 
 def test_new_instance_starts_now_or_after_the_round() -> None:
@@ -681,11 +679,11 @@ def test_new_instance_starts_now_or_after_the_round() -> None:
     harness.out += harness.machine.request_new_instance(PLAN, harness.now)
     assert (harness.machine.instance.plan, harness.machine.state) == (plan, "CLUSTER_NEW_INSTANCE")
     record = [effect.record for effect in harness.out if isinstance(effect, PersistFederation)][-1]
-    assert Harness(record=record).machine.instance.next_plan == PLAN  # a scheduler that dies meanwhile has not forgotten it
+    assert Harness(record=record).machine.instance.next_plan == PLAN  # it survives a restart of the scheduler
 
 
 def test_new_instance_starts_after_missed_window() -> None:
-    """Whoever asks for fewer devices asks because they do not come."""
+    """A user lowers the threshold because too few devices take part."""
     harness = Harness().form()
     harness.report(1, round=1, totals=RoundTotals(1))
     plan = msgspec.structs.replace(PLAN, threshold=1, ratio=1.0)
@@ -696,7 +694,7 @@ def test_new_instance_starts_after_missed_window() -> None:
     assert (harness.machine.instance.plan, harness.machine.state, harness.machine.round.iteration) == (plan, "CLUSTER_READY", 1)
     assert harness.machine.record() == [effect.record for effect in harness.out if isinstance(effect, PersistFederation)][-1]
     harness.tick(0.1)
-    assert harness.stage() is RoundStage.SEALING, "with what was counted: nothing is thrown away"
+    assert harness.stage() is RoundStage.SEALING, "counted updates must be kept"
 
 
 @pytest.mark.parametrize(("threshold", "ratio", "needed"), [(100, 0.55, 55), (100, 0.07, 7), (3, 0.5, 2), (1, 0.001, 1)])
@@ -721,7 +719,7 @@ def test_disabled_instance_admits_none_and_finished_stays_finished() -> None:
         harness.report(connection, round=1, totals=RoundTotals(1))
     for connection in (1, 2):
         harness.report(connection, sealed=True)
-    harness.machine.set_enabled(False, harness.now)  # while the last iteration is added up
+    harness.machine.set_enabled(False, harness.now)  # during the last iteration's summing
     harness.report(int(harness.instructions().aggregator) + 1, model_round=1, digest="m1")
     harness.machine.set_enabled(True, harness.now)
     assert harness.machine.instance.state is InstanceState.FINISHED
@@ -782,11 +780,11 @@ def test_restored_machine_makes_same_record() -> None:
         missing=("0",),
         metrics={"loss": 0.75},
         uploaders=UploaderList("c/7", 1, 2, ("a",), 1, {"a": b"pk"}, ("a",)),
-        voided=(6, "nobody was left"),
+        voided=(6, "no server was left"),
         spent=1.5,
     )
     for name in set(FederationRecord.__struct_fields__) - {"formed"}:
-        assert getattr(record, name) != getattr(first, name), f"{name} has the same value in both records: nothing is proven"
+        assert getattr(record, name) != getattr(first, name), f"{name} must differ between the two records"
     restored = Harness(record=record).machine
     assert restored.record() == record and restored.round.reason == "the scheduler was restarted"
     assert restored.round.stage is RoundStage.SEALING, "a secure round whose list is stored continues from it"

@@ -1,4 +1,4 @@
-"""What a federated scheduler tells its servers, its people and the one that comes after it."""
+"""Tests of the effects of the federation state machine: messages to servers, events, records."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def disconnect(harness: Harness, connection: int, reason: str = "closed") -> lis
 
 
 def seal(harness: Harness, number: int = 1, count: int = 1) -> Harness:
-    """Both servers have counted so many updates each, and fixed their parts."""
+    """Let both servers count `count` updates each and seal their parts."""
     for connection in (1, 2):
         harness.report(connection, round=number, totals=RoundTotals(count), sealed=False)
     for connection in (1, 2):
@@ -73,12 +73,12 @@ def seal(harness: Harness, number: int = 1, count: int = 1) -> Harness:
 
 
 def finish(harness: Harness, **more: Any) -> list[FederationEffect]:
-    """The one that adds the parts has made the model."""
+    """Let the aggregator report the model of the round."""
     number = harness.machine.round.number
     return harness.report(int(harness.instructions().aggregator) + 1, model_round=number, digest=f"m{number}", **more)
 
 
-# -- what servers are told -------------------------------------------------------------------------------------------
+# -- instructions ----------------------------------------------------------------------------------------------------
 
 
 def test_instructions_are_sent_once_after_all_servers_registered() -> None:
@@ -91,7 +91,7 @@ def test_instructions_are_sent_once_after_all_servers_registered() -> None:
     assert harness.machine.round.reason == "2 servers registered"
     assert sent(harness.report(2), ServerInstructions) == [], "nothing has changed"
     harness.register(2, "1")
-    assert sent(harness.report(2), ServerInstructions) == [(2, FIRST)], "over its new connection it has heard nothing"
+    assert sent(harness.report(2), ServerInstructions) == [(2, FIRST)], "nothing was sent over its new connection yet"
 
 
 def test_cluster_of_one_server_forms() -> None:
@@ -125,9 +125,9 @@ def test_model_source_is_a_server_that_fetched_model_if_maker_is_lost() -> None:
     finish(harness)
     disconnect(harness, 2)
     harness.report(1, round=2)
-    assert harness.instructions().source == "1", "the other has the model before it, and whoever asks must wait"
+    assert harness.instructions().source == "1", "the other server has only the previous model"
     harness.report(1, model_round=1, digest="something else")
-    assert harness.instructions().source == "1", "what it has is not that model"
+    assert harness.instructions().source == "1", "its digest is not that of the model"
     harness.report(1, model_round=1, digest="m1")
     assert harness.instructions().source == "0"
 
@@ -147,7 +147,7 @@ def test_first_round_follows_newest_model() -> None:
     assert (harness.instructions().round, harness.instructions().source, harness.instructions().digest) == (7, "1", "m6")
 
 
-# -- servers come and go ---------------------------------------------------------------------------------------------
+# -- loss and return of servers --------------------------------------------------------------------------------------
 
 
 def test_loss_and_join_of_server_publish_events() -> None:
@@ -178,11 +178,11 @@ def test_restarted_server_starts_generation_when_it_has_sent_status() -> None:
     harness.report(5)
     assert harness.machine.roster.generation == 2
     harness.report(4)
-    assert harness.machine.roster.generation == 3, "the first had not read its log when the second began"
+    assert harness.machine.roster.generation == 3, "the first had not sent its status when the second generation started"
     harness.register(6, "2")
     harness.report(6)
     harness.tick(0.1)
-    assert harness.machine.roster.generation == 3, "the third lost its connection alone: it lives as it did"
+    assert harness.machine.roster.generation == 3, "the third is the same process: no generation is needed"
 
 
 def test_drained_server_part_is_awaited_until_adopted() -> None:
@@ -193,7 +193,7 @@ def test_drained_server_part_is_awaited_until_adopted() -> None:
     assert [a.node_id for a in harness.instructions().adoptions] == ["0"]
     finish(harness)
     assert (harness.stage(), harness.machine.round.number) == (RoundStage.SUMMING, 1), (
-        "who takes its log over must say so first"
+        "the adopter must report the adoption first"
     )
     assert "cluster scaled in: 1 server" in published(harness.report(2, totals=RoundTotals(2), adopted_instances=("0",)))
     assert harness.machine.roster.operation == "" and harness.machine.state == "CLUSTER_READY"
@@ -215,7 +215,7 @@ def test_failed_adoption_counts_only_from_adopter() -> None:
     disconnect(harness, 1)
     (adoption,) = harness.instructions().adoptions
     assert (adoption.node_id, adoption.adopter) == ("0", "1")
-    harness.report(3, failed_adoptions=("0", "nobody"))
+    harness.report(3, failed_adoptions=("0", "unknown"))
     assert harness.instructions().adoptions == (adoption,)
     harness.report(2, failed_adoptions=("0",))
     assert harness.instructions().adoptions == ()
@@ -251,7 +251,7 @@ def test_formation_timeout_starts_with_machine_and_ends_with_formation() -> None
     machine = FederationMachine(
         cluster_id="c", key=b"k", server_num=1, plan=PLAN, timeouts=ServerTimeouts(formation_timeout_s=60.0), now=100.0
     )
-    assert machine.step(Tick(), 160.0) == [], "in its very last moment they may still come"
+    assert machine.step(Tick(), 160.0) == [], "the timeout has not been exceeded yet"
     assert machine.step(Tick(), 160.5) == [EndCluster(20, "0 of 1 servers registered within 60 s")]
     harness = Harness(1).form(1)
     harness.now = 2 * harness.machine.roster.timeouts.formation_timeout_s
@@ -294,9 +294,9 @@ def test_admission_reply_lists_devices_on_requesting_connection() -> None:
 
 def test_sampled_admission_decides_every_device() -> None:
     harness = Harness(plan=msgspec.structs.replace(PLAN, threshold=100, sample=0.5)).form()
-    everyone = tuple(f"d{n}" for n in range(20))
-    answer = harness.admit(AdmitDevices(1, everyone))
-    assert answer.admitted and answer.refused and sorted(answer.admitted + answer.refused) == sorted(everyone)
+    devices = tuple(f"d{n}" for n in range(20))
+    answer = harness.admit(AdmitDevices(1, devices))
+    assert answer.admitted and answer.refused and sorted(answer.admitted + answer.refused) == sorted(devices)
 
 
 def test_restarted_scheduler_restores_admissions_from_servers() -> None:
@@ -311,7 +311,7 @@ def test_restarted_scheduler_restores_admissions_from_servers() -> None:
     assert (answer.admitted, answer.refused) == (("a", "b"), ("c",))
     forming = Harness()
     forming.register(1, "0", round=0, admitted_devices=("a",))
-    assert not forming.machine.round.window.admitted, "a cluster that forms has no round"
+    assert not forming.machine.round.window.admitted, "a forming cluster has no round"
 
 
 # -- the round -------------------------------------------------------------------------------------------------------
@@ -341,7 +341,7 @@ def test_done_event_lists_missing_parts_and_number_of_updates() -> None:
     effects = finish(harness, metrics={"updates": 5.0})
     assert published(effects) == ["round done: iteration 1 with 5 updates, without the part of server 1, 2"]
     assert harness.machine.round.reason == "iteration 1 is done with 5 updates, without the part of server 1, 2"
-    assert harness.instructions().missing == (), "the next round has everybody's"
+    assert harness.instructions().missing == (), "the next round must have no missing part"
 
 
 def test_instance_finishes_after_exactly_all_iterations() -> None:
@@ -378,7 +378,7 @@ def test_requested_instance_starts_after_round_with_reset_counters() -> None:
 
 
 def run_rounds(plan: RoundPlan, *metrics: dict[str, float]) -> Harness:
-    """So many rounds of one server, each with these."""
+    """Run one round for each of `metrics` on a cluster of one server."""
     harness = Harness(1, plan).form(1)
     for number, found in enumerate(metrics, start=1):
         harness.report(1, round=number, totals=RoundTotals(1), sealed=False)
@@ -443,7 +443,7 @@ def test_restored_round_is_sealed_if_its_updates_are_forgotten() -> None:
     after = Harness(1, record=record)
     after.register(1, "0")
     after.report(1)
-    assert after.stage() is RoundStage.SEALING, "some that began in it may be in its model"
+    assert after.stage() is RoundStage.SEALING, "updates that began in it may be in its model"
     after = Harness(1, record=msgspec.structs.replace(record, forgotten=0))
     after.register(1, "0")
     after.report(1)
@@ -458,7 +458,7 @@ def test_durability_of_members_is_restored() -> None:
     harness.register(3, "2")
     record = harness.machine.record()
     assert {kept.node_id: kept.durability for kept in record.servers} == {"0": "none", "1": "host"}, (
-        "and who has no place is not"
+        "a server without a rank must not be recorded"
     )
     again = Harness(record=record).machine
     assert {name: server.durability for name, server in again.roster.servers.items()} == {"0": "none", "1": "host"}

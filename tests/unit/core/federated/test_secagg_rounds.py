@@ -1,4 +1,4 @@
-"""Secure rounds in the scheduler's machine: what is kept before what is said, and rounds that are abandoned."""
+"""Tests of secure rounds in the federation state machine: order of persist and send, abandoned rounds."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NAMES = tuple(f"device-{number}" for number in range(4))
 
 
 class SecaggDevices(SecaggSimulation):
-    """The devices of a test, who speak through the machine's second server."""
+    """Devices that send their requests through the second server."""
 
     def __init__(self, harness: Harness) -> None:
         super().__init__(4)
@@ -38,7 +38,7 @@ class SecaggDevices(SecaggSimulation):
     def request(self, kind: type, name: str, **more: object) -> SecaggOutcome:
         ask = kind(fl_id=name, iteration=1, timestamp=0, data_size=self.sizes[name], ticket="", **more)
         (sent,) = secagg_replies(self.harness.receive(2, SecaggForward(7, self.harness.machine.round.number, ask)))
-        assert sent.serial == 7, "the server knows by it whom the answer is for"
+        assert sent.serial == 7, "the reply must have the serial number of the request"
         self.round = secagg_round(self.harness)
         return SecaggOutcome(sent.verdict, sent.reason, sent.payload)
 
@@ -144,14 +144,14 @@ def test_abandoned_round_repeats_iteration_under_next_number() -> None:
 def test_device_is_not_admitted_after_key_exchange() -> None:
     harness = Harness(plan=SECURE).form()
     sim = SecaggDevices(harness)
-    assert harness.admit(AdmitDevices(1, NAMES[:1])).admitted == NAMES[:1], "it may ask again"
+    assert harness.admit(AdmitDevices(1, NAMES[:1])).admitted == NAMES[:1], "a repeated request must be admitted"
     sim.keys(list(NAMES))
     late = harness.admit(AdmitDevices(1, NAMES[:1]))
     assert late.refused == NAMES[:1] and "has completed its key exchange" in late.reason
 
 
 def test_missed_update_window_abandons_secure_round() -> None:
-    """Nobody can take the place of a device that is missing: its masks are in the others' updates."""
+    """No device can replace a missing one, because its masks are in the other devices' updates."""
     harness = Harness(plan=SECURE).form()
     sim = SecaggDevices(harness)
     sim.keys(list(NAMES))
@@ -175,7 +175,7 @@ def test_restored_secure_round_continues_from_list_or_is_abandoned() -> None:
     for instance in (
         InstanceState.RUNNING,
         InstanceState.DISABLED,
-    ):  # what its servers hold is masked with keys that nobody knows
+    ):  # the held updates cannot be unmasked, because the keys are lost
         third = resumed(msgspec.structs.replace(first, instance=instance))
         assert (
             third.instructions().is_abandoned
@@ -231,10 +231,12 @@ def test_late_secagg_request_gets_verdict_of_its_round() -> None:
     plain.report(1, sealed=True)
     plain.report(1, model_round=1, digest="m1")
     assert plain.receive(1, SecaggForward(8, 1, asks())) == [Send(SecaggReply(8, SecaggVerdict.DONE, "the round is done"), 1)]
-    assert plain.receive(99, SecaggForward(9, 1, asks())) == [], "nobody speaks over that connection"
+    assert plain.receive(99, SecaggForward(9, 1, asks())) == [], "that connection has no server"
     secure = Harness(plan=SECURE).form()
-    stranger = "this device was not admitted to the round: call startFLJob first"
-    assert secure.receive(2, SecaggForward(7, 1, asks("nobody"))) == [Send(SecaggReply(7, SecaggVerdict.LATE, stranger), 2)]
+    not_admitted = "this device was not admitted to the round: call startFLJob first"
+    assert secure.receive(2, SecaggForward(7, 1, asks("stranger"))) == [
+        Send(SecaggReply(7, SecaggVerdict.LATE, not_admitted), 2)
+    ]
     secure.receive(1, AdmitDevices(1, NAMES))
     (waits,) = secagg_replies(secure.receive(2, SecaggForward(7, 1, asks())))
     assert waits.verdict is not SecaggVerdict.ACCEPTED and waits.reason

@@ -1,4 +1,4 @@
-"""A secure round without a wire: devices as sessions, and the scheduler's machine between them."""
+"""Secure round without a network: device sessions and the protocol of the scheduler."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ REACH = 16.0
 
 
 class SecaggSimulation:
-    """Devices by number; each may stop at any phase."""
+    """Simulated devices; each phase method takes the devices that take part in it."""
 
     def __init__(self, count: int, size: int = 5, *, least: int = 1, reconstruct: int = 0, seed: int = 0) -> None:
         self.round = SecaggRound(
@@ -83,13 +83,13 @@ class SecaggSimulation:
         for name in names:
             listed = self.request(GetClientList, name).payload
             assert isinstance(listed, ClientList)
-            told = self.sessions[name].reveal_shares(listed.clients)
-            verdict = self.request(ReconstructSecrets, name, reconstruct_secret_shares=told).verdict
+            shares = self.sessions[name].reveal_shares(listed.clients)
+            verdict = self.request(ReconstructSecrets, name, reconstruct_secret_shares=shares).verdict
             assert verdict is SecaggVerdict.ACCEPTED
         self._wait()
 
     def _wait(self) -> None:
-        """Until the phase's window ends, unless all came: then the next has start_round_with_uploads, and goes on."""
+        """Advance the clock past the window, and tick unless all devices completed the phase."""
         self.now += 11.0
         if self.round.phase is self._phase or self.round.phase is SecaggPhase.UNMASKING:
             self.round.tick(self.now)

@@ -1,4 +1,4 @@
-"""Secure aggregation without a wire: masks, dropouts at every phase, and what must never be told."""
+"""Tests of secure aggregation without a network: masks, dropouts in every phase, refused requests."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ VECTORS = ROOT / "tests" / "vectors" / "secure.json"
 
 @given(st.integers(1, 50), st.integers(1, 2**20), st.floats(0.001, 1000))
 def test_sum_of_extreme_updates_does_not_overflow(devices: int, samples: int, reach: float) -> None:
-    """Every device at the edge of what it may send, all with the same sign."""
+    """Every device sends the greatest allowed value, with the same sign."""
     scale = fixed_point_ring.make_scale(reach, devices * samples, devices)
     edge = np.array([np.float32(reach)], np.float32)
     edge = np.minimum(edge, np.nextafter(np.float32(reach), np.float32(0)))
@@ -67,7 +67,7 @@ def test_values_out_of_reach_are_refused(value: float) -> None:
 @settings(max_examples=25, deadline=None)
 @given(st.data(), st.integers(4, 9))
 def test_dropouts_in_any_phase_leave_exact_sum_or_failure_reason(data: st.DataObject, count: int) -> None:
-    """Each phase loses anyone; as long as enough remain, the sum is exact, and else there is none and a reason."""
+    """Any devices may drop out in each phase. With enough left the sum is exact, else the round fails with a reason."""
     sim = SecaggSimulation(count, seed=count)
 
     def some(names: list[str]) -> list[str]:
@@ -77,7 +77,7 @@ def test_dropouts_in_any_phase_leave_exact_sum_or_failure_reason(data: st.DataOb
     keyed = some(sim.names)
     sim.keys(keyed)
     if len(keyed) < 3:
-        return  # too few to hide among: a device refuses
+        return  # devices refuse a round of fewer than 3
     sharing = some(keyed)
     sim.shares(sharing)
     needed = neighbor_graph.default_share_threshold(len(keyed))
@@ -90,9 +90,9 @@ def test_dropouts_in_any_phase_leave_exact_sum_or_failure_reason(data: st.DataOb
     if len(sending) < needed:
         assert "are needed for unmasking" in sim.round.failure_reason and sim.round.uploaders is None
         return
-    telling = some(sending)
-    sim.reveal(telling)
-    if len(telling) < needed:
+    revealing = some(sending)
+    sim.reveal(revealing)
+    if len(revealing) < needed:
         assert f"{needed} are needed" in sim.round.failure_reason and sim.round.unmasking is None
         return
     assert np.array_equal(sim.unmasked(), sim.plain)
@@ -143,11 +143,11 @@ def test_session_reveals_shares_for_one_list_only() -> None:
     sim.shares(sim.names)
     sim.upload(sim.names)
     one = sim.sessions["device-0"]
-    everyone = tuple(sim.names)
-    told = one.reveal_shares(everyone)
-    assert one.reveal_shares(everyone) == told, "the same list may be asked for again"
+    all_names = tuple(sim.names)
+    told = one.reveal_shares(all_names)
+    assert one.reveal_shares(all_names) == told, "the same list may be requested again"
     with pytest.raises(PeerError, match="second list"):
-        one.reveal_shares(everyone[:4])
+        one.reveal_shares(all_names[:4])
 
 
 def test_session_refuses_unsafe_lists_and_thresholds() -> None:
@@ -166,7 +166,7 @@ def test_session_refuses_unsafe_lists_and_thresholds() -> None:
             SecaggSession("device-0").make_shares(
                 KeyList("s", keys.index, wrong, keys.devices, keys.samples, keys.remote_publickeys)
             )
-    low = (*keys.remote_publickeys[:4], RemoteKeys("x", 9, bytes(32), bytes(32)))  # a point of low order: no secret comes of it
+    low = (*keys.remote_publickeys[:4], RemoteKeys("x", 9, bytes(32), bytes(32)))  # a low-order point is not a valid key
     with pytest.raises(PeerError, match="the keys of x are invalid"):
         SecaggSession("device-0").make_shares(KeyList("s", keys.index, 4, keys.devices, keys.samples, low))
     twice = (*keys.remote_publickeys[:4], RemoteKeys("device-0", 1, one.c_pk, one.s_pk))
@@ -201,7 +201,7 @@ def test_uploader_list_is_fixed_and_resumed_round_continues_from_it() -> None:
     assert kept is not None
     sim.round = SecaggRound.resume(kept, 10.0, sim.now)
     assert sim.round.fix_uploaders(set(sim.names[1:]), sim.now) == kept and not sim.round.failure_reason
-    assert sim.request(GetKeys, sim.names[0]).verdict is SecaggVerdict.LATE, "it has no keys to tell"
+    assert sim.request(GetKeys, sim.names[0]).verdict is SecaggVerdict.LATE, "a resumed round has no keys"
     sim.reveal(sim.names[1:])
     assert np.array_equal(sim.unmasked(), sim.plain)
     other = SecaggRound.resume(kept, 10.0, sim.now)
@@ -221,8 +221,8 @@ def test_requests_out_of_order_or_of_unknown_devices_are_rejected() -> None:
     sim.upload(sim.names[1:])
     share = (PlainShare("device-1", bytes(33)),)
     assert sim.request(ReconstructSecrets, "device-1", reconstruct_secret_shares=share).verdict is SecaggVerdict.INVALID
-    sim.sizes["nobody"] = 1
-    assert sim.request(GetSecrets, "nobody").verdict is SecaggVerdict.LATE
+    sim.sizes["unknown"] = 1
+    assert sim.request(GetSecrets, "unknown").verdict is SecaggVerdict.LATE
 
 
 def test_only_listed_devices_sign_and_signatures_are_sent_when_enough() -> None:
@@ -237,7 +237,7 @@ def test_only_listed_devices_sign_and_signatures_are_sent_when_enough() -> None:
     needed = sim.round._shares_needed
     for name in sim.names[1:needed]:
         assert sim.request(PushListSign, name, signature=name.encode()).verdict is SecaggVerdict.ACCEPTED
-    assert sim.request(GetListSign, "device-1").verdict is SecaggVerdict.WAIT, "one is missing"
+    assert sim.request(GetListSign, "device-1").verdict is SecaggVerdict.WAIT, "one signature is missing"
     said = sim.request(GetListSign, sim.names[needed], signature=b"the last")
     assert isinstance(said.payload, SignatureList) and len(said.payload.client_list_sign) == needed
 
@@ -247,7 +247,9 @@ def test_round_fails_with_too_few_keys_shares_or_updates() -> None:
     few.keys(few.names[:2])
     assert few.round.failure_reason == "2 devices sent keys within 10 s, and 3 are needed"
     late = SecaggSimulation(4)
-    assert late.request(ShareSecrets, "device-0", encrypted_shares=()).verdict is SecaggVerdict.INVALID, "keys come first"
+    assert late.request(ShareSecrets, "device-0", encrypted_shares=()).verdict is SecaggVerdict.INVALID, (
+        "shares must follow the key exchange"
+    )
     late.keys(late.names)
     late.shares(late.names)
     late.round.tick(late.now + 20.0)
@@ -279,7 +281,7 @@ def test_invalid_revealed_share_fails_round() -> None:
 def test_restarted_device_may_replace_keys_until_key_exchange_ends() -> None:
     sim = SecaggSimulation(3)
     sim.keys(sim.names[:2])
-    sim.round.phase = SecaggPhase.KEYS  # its window goes on
+    sim.round.phase = SecaggPhase.KEYS  # as if its window had not ended
     sim.sessions["device-0"] = SecaggSession("device-0")
     sim.keys([*sim.names[:1], *sim.names[2:]])
     given = sim.round._build_key_list("device-1").remote_publickeys

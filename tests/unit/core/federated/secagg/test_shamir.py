@@ -1,4 +1,4 @@
-"""Shamir's sharing: any that are needed give the secret back, fewer say nothing, and what is no share is refused."""
+"""Tests of Shamir's secret sharing."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def test_any_threshold_of_shares_reconstructs_secret(secret: bytes, needed: int,
 
 @given(SECRET, SECRET)
 def test_fewer_shares_than_threshold_match_every_secret(one: bytes, other: bytes) -> None:
-    """For any two secrets there are polynomials that agree at all places but one: those shares decide nothing."""
+    """For any two secrets there are polynomials that agree at all given indices, so those shares reveal nothing."""
     first = shamir.split_secret(one, [1, 2, 3], [5, 7])
-    known = {place: first[place] for place in (1, 2)}
+    known = {index: first[index] for index in (1, 2)}
     third = shamir.lagrange_weights([1, 2, 3])
-    # The share at 3 that would make the same two shares belong to the other secret.
+    # The share at index 3 with which the same two shares give the other secret.
     lacking = int.from_bytes(other, "big") - sum(
         w * int.from_bytes(s, "big") for w, s in zip(third, known.values(), strict=False)
     )
