@@ -50,7 +50,7 @@ def test_a_round_closes_without_a_server_that_does_not_come_back_and_says_so(she
     assert iteration == 1 and np.array_equal(weights["w"].reshape(-1), alone.mean().astype(np.float32))
     assert federation.instance()["reason"] == "iteration 1 is done with 1 update, without the part of server 1"
     log = next((shell.folder / "state").glob("federated_*/logs/scheduler.log")).read_text()
-    assert "given up: round 1 goes without its 1 update" in log
+    assert "given up: round 1 continues without its 1 update" in log
 
 
 @pytest.mark.long

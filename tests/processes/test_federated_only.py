@@ -14,7 +14,7 @@ import covey
 
 covey.set_fl_context(enable_fl=True, server_mode="FEDERATED_LEARNING", ms_role={role!r}, server_num=4, fl_name="LeNet")
 """
-NEEDED = "call covey.federated.run(model), which takes the place of covey.init()"
+NEEDED = "call covey.federated.run(model), which replaces covey.init()"
 
 
 @pytest.fixture

@@ -150,7 +150,7 @@ def test_too_few_to_unmask_abandon_the_round_and_the_next_is_made(shell: Shell) 
     first.end()
     late.end()
     log = next((shell.folder / "state").glob("federated_*/logs/scheduler.log")).read_text()
-    assert "abandoned: iteration 1 begins again, nothing of it is known: 3 devices told their shares" in log, log
+    assert "abandoned: iteration 1 is repeated and its updates are discarded: 3 devices revealed their shares" in log, log
     assert np.array_equal(model(federation), expected([0, 1, 2, 3, 4], [0, 1, 2, 3, 4]))
     assert federation.instance()["instanceStatus"] == "kFinish"
 
@@ -247,14 +247,14 @@ def test_a_device_refuses_what_would_give_it_away_and_values_that_do_not_fit(she
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert len(sent) == 3 and all("17 away from the model, and 16 is the reach: nothing was sent" in one for one in sent)
+    assert len(sent) == 3 and all("17 away from the model, but update_reach is 16: nothing was sent" in one for one in sent)
 
 
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"reconstruct_secrets_threshold": 3}, "would let two lists be answered"),
-        ({"update_model_ratio": 0.5}, "cannot be unmasked, which takes 5"),
+        ({"reconstruct_secrets_threshold": 3}, "allows two lists to be unmasked"),
+        ({"update_model_ratio": 0.5}, "cannot be unmasked, which needs 5"),
     ],
 )
 def test_settings_that_cannot_be_kept_are_refused(shell: Shell, settings: dict[str, Any], sentence: str) -> None:

@@ -33,7 +33,7 @@ from covey.federated.strategies import FedAdam, FedAvg, FedAvgM, FedBuff, FedPro
 
 
 def run(model: Any, strategy: Strategy | None = None, evaluate: Evaluate | None = None) -> None:
-    """Become the scheduler or a server, as `ms_role` says: see `covey.federated.process.run`."""
+    """Run this process as the scheduler or a server, by `ms_role`: see `covey.federated.process.run`."""
     from covey.federated.process import run as run_role
 
     run_role(model, strategy, evaluate)

@@ -1,4 +1,4 @@
-"""`python -m covey.federated MODEL.safetensors`: a role of the cluster for a model that needs no script."""
+"""`python -m covey.federated MODEL.safetensors`: run a scheduler or server for a model that needs no script."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""MindSpore's `set_fl_context`: every setting of a federated cluster, once, with what is allowed.
+"""MindSpore's `set_fl_context`: table of all settings of a federated cluster, with defaults and allowed values.
 
-The names and documented defaults are MindSpore's; a few of our own follow them. What `covey federated up` was told comes
-through the environment and wins over the script, as options win over files. Unlike there, a bad value is never
-replaced in silence.
+The names and documented defaults are MindSpore's; covey's own keys follow them. Options of `covey federated up` arrive in the
+environment and take precedence over the script. Unlike in MindSpore, an invalid value is never replaced silently.
 """
 
 from __future__ import annotations
@@ -26,22 +25,22 @@ from covey.errors import UsageError
 from covey.federated import update_compression
 from covey.federated.server.update_log import DURABILITIES
 
-CONTEXT_VARIABLE = "COVEY_FL_CONTEXT"  # `covey.script_api` knows it too
+CONTEXT_VARIABLE = "COVEY_FL_CONTEXT"  # `covey.script_api` reads it too
 HOST_LENGTH_MAX = 100
 PORT_MAX = 65535
-NUMBER_MAX = 2**53  # which every language can be told
+NUMBER_MAX = 2**53  # exact in a float64, and therefore in every language's JSON
 PASSWORD_KEYS = ("client_password", "server_password")
 RECONSTRUCT_MISSPELLED = "reconstruct_secrets_threshhold"
 ContextValue = bool | int | float | str
 
 
 class ContextKey(NamedTuple):
-    """One key: its default, a check, and the end of the sentence that refuses a value."""
+    """One key: its default, a check, and the allowed values in words."""
 
     default: ContextValue
     is_valid: Callable[[Any], bool]
-    allowed: str
-    unsupported: tuple[str, ...] = ()  # values of MindSpore's that are not built yet
+    allowed: str  # follows "KEY must be" in error messages
+    unsupported: tuple[str, ...] = ()  # values of MindSpore that are not implemented
 
 
 def _make_range_check(low: float, high: float = math.inf, *, above: bool = False, below: bool = False) -> Callable[[Any], bool]:
@@ -69,10 +68,10 @@ def _accept_any(value: Any) -> bool:
 
 
 _POSITIVE = _make_range_check(1)
-_ALLOWED_WINDOW = "a whole number of milliseconds above 0"
-_ALLOWED_COUNT = "a whole number above 0"
+_ALLOWED_WINDOW = "an integer above 0, in milliseconds"
+_ALLOWED_COUNT = "an integer above 0"
 _ALLOWED_PORT = f"a port from 1 to {PORT_MAX}"
-_ALLOWED_TEXT = "a text"
+_ALLOWED_TEXT = "a string"
 _ALLOWED_FLAG = "True or False"
 _SERVER_MODES = ("FEDERATED_LEARNING", "HYBRID_TRAINING")
 _ENCRYPT_TYPES = ("NOT_ENCRYPT", "DP_ENCRYPT", "PW_ENCRYPT", "STABLE_PW_ENCRYPT", "SIGNDS")
@@ -89,14 +88,14 @@ KEYS: Mapping[str, ContextKey] = {
         ("MS_WORKER",),
     ),
     "worker_num": ContextKey(0, _make_range_check(0, 0), "0: cloud workers belong to HYBRID_TRAINING"),
-    "server_num": ContextKey(0, _make_range_check(0, SERVERS_MAX), f"a whole number up to {SERVERS_MAX}"),
+    "server_num": ContextKey(0, _make_range_check(0, SERVERS_MAX), f"an integer up to {SERVERS_MAX}"),
     "scheduler_ip": ContextKey("0.0.0.0", _is_host, f"a host of at most {HOST_LENGTH_MAX} characters"),
     "scheduler_port": ContextKey(6667, _make_range_check(1, PORT_MAX), _ALLOWED_PORT),
     "fl_server_port": ContextKey(6668, _make_range_check(1, PORT_MAX), _ALLOWED_PORT),
     "scheduler_manage_port": ContextKey(11202, _make_range_check(0, PORT_MAX), f"0 (none) or {_ALLOWED_PORT}"),
-    "enable_fl_client": ContextKey(False, lambda v: not v, "False: a device is a covey.federated.Device"),
+    "enable_fl_client": ContextKey(False, lambda v: not v, "False: for a device, use covey.federated.Device"),
     "fl_name": ContextKey(
-        "", lambda v: len(v) <= HOST_LENGTH_MAX and v.isprintable(), "a printable text of at most 100 characters"
+        "", lambda v: len(v) <= HOST_LENGTH_MAX and v.isprintable(), "a printable string of at most 100 characters"
     ),
     "start_fl_job_threshold": ContextKey(1, _POSITIVE, _ALLOWED_COUNT),
     "start_fl_job_time_window": ContextKey(3000, _POSITIVE, _ALLOWED_WINDOW),
@@ -116,12 +115,12 @@ KEYS: Mapping[str, ContextKey] = {
     "dp_norm_clip": ContextKey(1.0, _make_range_check(0, above=True), "a number above 0"),
     "share_secrets_ratio": ContextKey(1.0, _make_range_check(0, 1, above=True), "a number above 0, up to 1"),
     "cipher_time_window": ContextKey(300_000, _POSITIVE, _ALLOWED_WINDOW),
-    "reconstruct_secrets_threshold": ContextKey(0, _make_range_check(0), "a whole number, 0 or more"),
+    "reconstruct_secrets_threshold": ContextKey(0, _make_range_check(0), "an integer, 0 or more"),
     "sign_k": ContextKey(0.01, _make_range_check(0, 0.25, above=True), "a number above 0, up to 0.25"),
     "sign_eps": ContextKey(100.0, _make_range_check(0, 100, above=True), "a number above 0, up to 100"),
     "sign_thr_ratio": ContextKey(0.6, _make_range_check(0.5, 1), "a number from 0.5 to 1"),
     "sign_global_lr": ContextKey(1.0, _make_range_check(0, above=True), "a number above 0"),
-    "sign_dim_out": ContextKey(0, _make_range_check(0, 50), "a whole number from 0 to 50"),
+    "sign_dim_out": ContextKey(0, _make_range_check(0, 50), "an integer from 0 to 50"),
     "pki_verify": ContextKey(False, _accept_any, _ALLOWED_FLAG),
     "root_first_ca_path": ContextKey("", _accept_any, _ALLOWED_TEXT),
     "root_second_ca_path": ContextKey("", _accept_any, _ALLOWED_TEXT),
@@ -131,7 +130,7 @@ KEYS: Mapping[str, ContextKey] = {
     "client_password": ContextKey("", _accept_any, _ALLOWED_TEXT),
     "server_password": ContextKey("", _accept_any, _ALLOWED_TEXT),
     "config_file_path": ContextKey("", _accept_any, _ALLOWED_TEXT),
-    "http_url_prefix": ContextKey("", _is_url_prefix, 'a path that begins with "/" and does not end with it'),
+    "http_url_prefix": ContextKey("", _is_url_prefix, 'a path that starts with "/" and does not end with it'),
     "checkpoint_dir": ContextKey("", _accept_any, _ALLOWED_TEXT),
     "upload_compress_type": ContextKey(
         "NO_COMPRESS",
@@ -143,29 +142,29 @@ KEYS: Mapping[str, ContextKey] = {
     "instance_name": ContextKey("", _accept_any, _ALLOWED_TEXT),
     "participation_time_level": ContextKey("5,15", _accept_any, _ALLOWED_TEXT),
     "continuous_failure_times": ContextKey(10, _POSITIVE, _ALLOWED_COUNT),
-    # Our own.
+    # Not in MindSpore.
     "durability": ContextKey("process", _make_choice_check(*DURABILITIES), ", ".join(DURABILITIES)),
-    "update_model_min": ContextKey(0, _make_range_check(0), "a whole number, 0 or more"),
-    "device_rate": ContextKey(0.0, _make_range_check(0), "requests per second, 0 (any number) or more"),
+    "update_model_min": ContextKey(0, _make_range_check(0), "an integer, 0 or more"),
+    "device_rate": ContextKey(0.0, _make_range_check(0), "requests per second, 0 (no limit) or more"),
     "dp_noise": ContextKey(0.0, _make_range_check(0), "a number, 0 (none) or more"),
     "dp_budget": ContextKey(0.0, _make_range_check(0), "a number, 0 (none) or more"),
     "update_reach": ContextKey(16.0, _make_range_check(0, 2**20, above=True), "a number above 0, up to 1048576"),
     "sample_ratio": ContextKey(1.0, _make_range_check(0, 1, above=True), "a number above 0, up to 1"),
-    "early_stop_rounds": ContextKey(0, _make_range_check(0), "a whole number, 0 or more"),
-    "eval_every": ContextKey(0, _make_range_check(0), "a whole number, 0 (never) or more"),
+    "early_stop_rounds": ContextKey(0, _make_range_check(0), "an integer, 0 or more"),
+    "eval_every": ContextKey(0, _make_range_check(0), "an integer, 0 (never) or more"),
     "eval_ratio": ContextKey(1.0, _make_range_check(0, 1, above=True), "a number above 0, up to 1"),
-    "keep_models": ContextKey(3, _make_range_check(0), "a whole number, 0 (all) or more"),
+    "keep_models": ContextKey(3, _make_range_check(0), "an integer, 0 (all) or more"),
     "server_return_time_window": ContextKey(30_000, _POSITIVE, _ALLOWED_WINDOW),
 }
 
 
 class _FlContext:
-    """What was set so far; whatever is missing has its default."""
+    """Values that the script has set. Other keys have their defaults."""
 
     def __init__(self) -> None:
         self.values: dict[str, ContextValue] = {}
         self.explained = False  # `covey.federated.run` was called, or an error was raised since the last value was set
-        self.exit_check_registered = False  # the end of the process checks `explained`
+        self.exit_check_registered = False  # `_explain_at_exit` is registered, which checks `explained`
 
     def __repr__(self) -> str:
         shown = (f"{key}={'***' if key in PASSWORD_KEYS else repr(value)}" for key, value in self.values.items())
@@ -176,16 +175,17 @@ _context = _FlContext()
 
 
 def set_fl_context(**kwargs: ContextValue) -> None:
-    """Set one or more keys, all of them or, when one is not allowed, none. Call it before `covey.federated.run`.
+    """Set one or more keys. Call it before `covey.federated.run`.
 
-    A `config_file_path` that is not a file, and a `server_num` of 0 unless the call has enable_fl=False, are not allowed.
+    Raise `UsageError` and set no key if a name or value is invalid, `config_file_path` is not a file, or `server_num` is 0 in a
+    call without enable_fl=False.
     """
     if RECONSTRUCT_MISSPELLED in kwargs:
         kwargs["reconstruct_secrets_threshold"] = kwargs.pop(RECONSTRUCT_MISSPELLED)
     checked = {key: check_value(key, value) for key, value in kwargs.items()}
     check_config_file(checked)
     if checked.get("server_num") == 0 and checked.get("enable_fl") is not False:
-        raise _make_usage_error(f"set_fl_context: server_num must be a whole number from 1 to {SERVERS_MAX}, not 0")
+        raise _make_usage_error(f"set_fl_context: server_num must be an integer from 1 to {SERVERS_MAX}, not 0")
     _context.explained = False
     _context.values.update(checked)
     if is_enabled() and not _context.exit_check_registered:
@@ -193,10 +193,10 @@ def set_fl_context(**kwargs: ContextValue) -> None:
         atexit.register(_explain_at_exit)
 
 
-def _make_usage_error(sentence: str) -> UsageError:
-    """Return the error for a bad key or value. If it ends the script, the end of the process explains nothing more."""
+def _make_usage_error(message: str) -> UsageError:
+    """Return the error for an invalid key or value, and suppress the message of `_explain_at_exit`."""
     _context.explained = True
-    return UsageError(sentence)
+    return UsageError(message)
 
 
 def is_enabled() -> bool:
@@ -205,39 +205,42 @@ def is_enabled() -> bool:
 
 
 def describe_missing_run() -> str:
-    """Return the sentence for a script that calls something else than `covey.federated.run`."""
+    """Return the error message for a script that does not call `covey.federated.run`."""
     _context.explained = True
     origin = "set_fl_context(enable_fl=True)" if _context.values.get("enable_fl") else f"the variable {CONTEXT_VARIABLE}"
     return (
         f"{origin} makes this process a federated {get_str('ms_role')}: call covey.federated.run(model), "
-        "which takes the place of covey.init() and of the training (docs/federated.md)"
+        "which replaces covey.init() and the training (docs/federated.md)"
     )
 
 
 def mark_run_called() -> None:
-    """Note that `covey.federated.run` was called."""
+    """Record that `covey.federated.run` was called."""
     _context.explained = True
 
 
 def _explain_at_exit() -> None:
-    """At the end of the process. An error that ended the script was printed already."""
+    """Print why no cluster was started, unless that or another error was already reported. Called at process exit."""
     if is_enabled() and not _context.explained and not hasattr(sys, "last_type"):
         print(f"covey: the script ended without a federated cluster: {describe_missing_run()}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def get_fl_context(key: str) -> ContextValue:
-    """The value of a key: what a command gave, else the one set, else its default."""
+    """Return the value of a key: that of `covey federated up`, else that of `set_fl_context`, else its default.
+
+    Raise `UsageError` for an unknown key.
+    """
     found = _find_key(key)
     return _read_environment().get(key, _context.values.get(key, found.default))
 
 
 def reset_fl_context() -> None:
-    """Forget all that was set."""
+    """Remove all values that `set_fl_context` set."""
     _context.values.clear()
 
 
 def _read_environment() -> dict[str, ContextValue]:
-    """What `covey federated up` was told, as JSON in the environment."""
+    """Return the settings that `covey federated up` passed as JSON in the environment."""
     text = os.environ.get(CONTEXT_VARIABLE)
     if not text:
         return {}
@@ -247,7 +250,7 @@ def _read_environment() -> dict[str, ContextValue]:
 def _find_key(key: str) -> ContextKey:
     if key not in KEYS:
         near = difflib.get_close_matches(key, KEYS, n=1)
-        hint = f"did you mean {near[0]}?" if near else "docs/federated.md has those there are"
+        hint = f"did you mean {near[0]}?" if near else "docs/federated.md lists all keys"
         raise _make_usage_error(f"fl_context has no key {key}: {hint}")
     return KEYS[key]
 
@@ -258,15 +261,15 @@ def check_value(key: str, value: object) -> ContextValue:
     if wanted is float and type(value) is int:
         value = float(value)
     shown = type(value).__name__ if key in PASSWORD_KEYS else repr(value)
-    if type(value) is not wanted:  # exactly: True is an int to Python, and no port
-        word = {bool: _ALLOWED_FLAG, int: "a whole number", float: "a number", str: _ALLOWED_TEXT}[wanted]
+    if type(value) is not wanted:  # not isinstance: True is an int in Python, but not a valid port
+        word = {bool: _ALLOWED_FLAG, int: "an integer", float: "a number", str: _ALLOWED_TEXT}[wanted]
         raise _make_usage_error(f"set_fl_context: {key} must be {word}, not {shown}")
     if (isinstance(value, float) and not math.isfinite(value)) or not found.is_valid(value):
         raise _make_usage_error(f"set_fl_context: {key} must be {found.allowed}, not {shown}")
     if isinstance(value, int) and value > NUMBER_MAX:
         raise _make_usage_error(f"set_fl_context: {key} must be at most {NUMBER_MAX}, not {shown}")
     if value in found.unsupported:
-        raise _make_usage_error(f"set_fl_context: {key}={value} is not built yet: use {found.default}")
+        raise _make_usage_error(f"set_fl_context: {key}={value} is not supported yet: use {found.default}")
     return value
 
 
@@ -280,17 +283,17 @@ def check_config_file(values: Mapping[str, ContextValue]) -> None:
 
 
 def from_text(key: str, text: str) -> ContextValue:
-    """A value as a shell spells it, checked."""
+    """Parse and check a value from the command line. Raise `UsageError` if it is invalid."""
     wanted = type(_find_key(key).default)
     words: dict[str, ContextValue] = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     try:
         return check_value(key, words.get(text.lower(), text) if wanted is bool else wanted(text))
-    except ValueError:  # no number: the check has the sentence
+    except ValueError:  # not a number: `check_value` raises the error
         return check_value(key, text)
 
 
 def context_table() -> list[tuple[str, str, str, str]]:
-    """Name, value, origin and what is allowed, of each key. A password shows only that there is one."""
+    """Return name, value, origin and allowed values of each key. A password is shown as "(set)"."""
     given, found = _read_environment(), []
     for key, known in KEYS.items():
         value = get_fl_context(key)
@@ -309,7 +312,7 @@ def get_str(key: str) -> str:
 
 
 def make_round_plan() -> RoundPlan:
-    """What rounds go by."""
+    """Return the settings of rounds. Raise `UsageError` if the privacy settings conflict."""
     return RoundPlan(
         threshold=get_int("start_fl_job_threshold"),
         start_window_s=get_int("start_fl_job_time_window") / 1000,
@@ -339,24 +342,29 @@ def make_round_plan() -> RoundPlan:
 
 
 def _make_noise() -> Noise | None:
-    """Differential privacy on devices, on servers, or not at all."""
+    """Return the noise settings, on devices or on servers; None without differential privacy."""
     clip, delta, budget = (float(get_fl_context(key)) for key in ("dp_norm_clip", "dp_delta", "dp_budget"))
     on_servers = float(get_fl_context("dp_noise"))
     if get_str("encrypt_type") == "DP_ENCRYPT":
         if on_servers:
             raise _make_usage_error(
-                "dp_noise is noise on servers, and encrypt_type=DP_ENCRYPT noise on devices: give one of them"
+                "dp_noise adds noise on servers, and encrypt_type=DP_ENCRYPT on devices: set only one of them"
             )
         return Noise(True, clip, compute_noise_multiplier(float(get_fl_context("dp_eps")), delta), delta, budget)
     if on_servers:
         return Noise(False, clip, on_servers, delta, budget)
     if budget:
-        raise _make_usage_error("dp_budget needs noise to count: encrypt_type=DP_ENCRYPT (on devices) or dp_noise (on servers)")
+        raise _make_usage_error(
+            "dp_budget has no effect without noise: set encrypt_type=DP_ENCRYPT (devices) or dp_noise (servers)"
+        )
     return None
 
 
 def find_recovery_path() -> Path | None:
-    """Where `find_recovery_path` of config.json says that state lives; None where it says nothing."""
+    """Return the path of the state that section `recovery` of config.json names; None if it names none.
+
+    Raise `UsageError` if the file or the section is invalid.
+    """
     config = get_str("config_file_path")
     if not config:
         return None
@@ -370,25 +378,25 @@ def find_recovery_path() -> Path | None:
     if section is None:
         return None
     if not isinstance(section, dict) or section.get("storage_type", section.get("storge_type")) != 1:
-        raise _make_usage_error(f"recovery in {config} needs storage_type 1, a file: no other storage is known")
+        raise _make_usage_error(f"recovery in {config} needs storage_type 1 (a file): other storage is not supported")
     if "storge_file_path" in section:
         _warn_misspelled_key(config)
     where = section.get("storage_file_path", section.get("storge_file_path"))
     if not isinstance(where, str) or not where:
-        raise _make_usage_error(f"recovery in {config} needs storage_file_path: a file or folder in which state may live")
+        raise _make_usage_error(f"recovery in {config} needs storage_file_path: the file or directory for the state")
     path = Path(config).absolute().parent / where
-    # MindSpore's scripts name config.json itself: state lies beside a file of that name, never in it.
+    # MindSpore's scripts name config.json itself, so the state is written beside that file.
     return path if path.is_dir() or where.endswith("/") else path.with_name(f"{path.name}.state")
 
 
 @functools.cache
 def _warn_misspelled_key(config: str) -> None:
-    """Say it once."""
-    logging.getLogger("covey").warning("%s spells storge_file_path: storage_file_path is meant, and taken", config)
+    """Log the misspelled key, once per file."""
+    logging.getLogger("covey").warning("%s: key storge_file_path is read as storage_file_path", config)
 
 
 def find_state_root() -> Path:
-    """The folder below which a cluster keeps its state."""
+    """Return the directory that contains the state of clusters."""
     found = find_recovery_path()
     if found is not None:
         return found

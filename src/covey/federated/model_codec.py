@@ -1,8 +1,8 @@
-"""A model as servers and devices see it: names and shapes, and all values in one flat float32 array.
+"""Model encoding: names and shapes of tensors, and all values in one flat float32 array.
 
-On the wire and on disk it is safetensors. Names are sorted, which is also safetensors' own order for one type, so the bytes
-behind the header are the flat array itself and nothing needs to be copied. torch is never imported here: a module is known by
-what it offers.
+On the wire and on disk a model is safetensors. Names are sorted, which is also safetensors' own order for one type, so the
+bytes after the header are the flat array itself and need not be copied. torch is never imported here: a module is recognized by
+its `state_dict`, a tensor by its `detach`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from covey.errors import UsageError
 Floats = NDArray[np.float32]
 HEADER_BYTES_MAX = 16 * 1024 * 1024
 FLOAT_DTYPE_KINDS = "f"
-INTEGER_DTYPE_KINDS = "iub"  # counters and flags: not learned, so they stay on the device
+INTEGER_DTYPE_KINDS = "iub"  # counters and flags are not learned, so they are not part of the model
 METADATA_KEY = "__metadata__"
 QUANT_LEVELS = 127
 
 
 class _Tensor(msgspec.Struct):
-    """A tensor in a header."""
+    """Entry of a safetensors header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -34,14 +34,14 @@ class _Tensor(msgspec.Struct):
 
 
 class QuantizedModel(NamedTuple):
-    """A model in 8 bits a value (`download_compress_type=QUANT`)."""
+    """Model with 8 bits per value (`download_compress_type=QUANT`)."""
 
     int8_values: NDArray[np.int8]
-    scales: dict[str, float]  # by tensor: what one step is
+    scales: dict[str, float]  # by tensor: the size of one quantization step
 
 
 class ModelLayout:
-    """Names, shapes and places of a model's tensors."""
+    """Names, shapes and positions of a model's tensors in the flat array."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.shapes = {name: tuple(int(n) for n in shapes[name]) for name in sorted(shapes)}
@@ -55,15 +55,15 @@ class ModelLayout:
         self.size = end
 
     def encode_header(self, metadata: Mapping[str, str]) -> bytes:
-        """What comes before the values in a safetensors file."""
+        """Return the safetensors header that precedes the values."""
         return _encode_header(self._header_tensors, metadata)
 
     def encode(self, values: Floats, metadata: Mapping[str, str]) -> bytes:
-        """A whole safetensors file."""
+        """Return the model as a complete safetensors file."""
         return self.encode_header(metadata) + values.tobytes()
 
     def encode_quantized_header(self, metadata: Mapping[str, str]) -> bytes:
-        """What comes before the values in 8 bits."""
+        """Return the safetensors header that precedes 8-bit values."""
         tensors = {
             name: {"dtype": "I8", "shape": list(self.shapes[name]), "data_offsets": [start, end]}
             for name, (start, end) in self.ranges.items()
@@ -71,7 +71,7 @@ class ModelLayout:
         return _encode_header(tensors, metadata)
 
     def quantize(self, values: Floats) -> QuantizedModel:
-        """Every value in 8 bits, with a scale for each tensor."""
+        """Return the values in 8 bits, with one scale per tensor."""
         steps, scales = np.zeros(self.size, np.int8), {}
         for name, (start, end) in self.ranges.items():
             scales[name] = float(np.abs(values[start:end]).max(initial=0.0)) / QUANT_LEVELS
@@ -80,28 +80,30 @@ class ModelLayout:
         return QuantizedModel(steps, scales)
 
     def dequantize(self, small: QuantizedModel) -> Floats:
-        """What `shrink` kept of the values. Raises `ValueError` for another model's."""
+        """Return the values of a quantized model. Raise `ValueError` if its size or names are not those of this layout."""
         if small.int8_values.shape != (self.size,) or small.scales.keys() != self.ranges.keys():
-            raise ValueError("the model's values in 8 bits are not as many as its header says")
+            raise ValueError(
+                f"the quantized model does not match its header: expected {self.size} values and a scale per tensor"
+            )
         flat = small.int8_values.astype(np.float32)
         for name, (start, end) in self.ranges.items():
             flat[start:end] *= np.float32(small.scales[name])
         return flat
 
     def decode(self, body: memoryview) -> tuple[dict[str, str], Floats]:
-        """The metadata and the values of a safetensors body of exactly this layout. Raises `ValueError` with a sentence."""
+        """Return metadata and values of a safetensors body. Raise `ValueError` if its tensors are not those of this layout."""
         tensors, metadata, start = read_header(body)
         data = body[start:]
         if tensors == self._header_tensors:
             if len(data) != 4 * self.size:
-                raise ValueError(f"the tensors take {4 * self.size} bytes, and {len(data)} came")
+                raise ValueError(f"the body has {len(data)} bytes of tensors: expected {4 * self.size}")
             if start % 4:
                 return metadata, np.frombuffer(bytes(data), np.float32)
             return metadata, np.frombuffer(data, np.float32)
         return metadata, self._reorder_tensors(tensors, data)
 
     def _reorder_tensors(self, tensors: dict[str, Any], data: memoryview) -> Floats:
-        """The same tensors in another order; anything else is named."""
+        """Return the values of tensors that are stored in another order. Raise `ValueError` for any other difference."""
         missing, unknown = self.shapes.keys() - tensors.keys(), tensors.keys() - self.shapes.keys()
         if missing or unknown:
             wrong = f"{min(missing)} is missing" if missing else f"{min(unknown)} is not in the model"
@@ -111,35 +113,35 @@ class ModelLayout:
             try:
                 tensor = msgspec.convert(tensors[name], _Tensor)
             except msgspec.ValidationError as error:
-                raise ValueError(f"{name} is not described as safetensors does it: {error}") from None
+                raise ValueError(f"{name} has an invalid safetensors header: {error}") from None
             if tensor.dtype != "F32" or tensor.shape != self.shapes[name]:
-                said = f"{tensor.dtype} {list(tensor.shape)}"
-                raise ValueError(f"{name} is F32 {list(self.shapes[name])} in the model, and {said} came")
+                received = f"{tensor.dtype} {list(tensor.shape)}"
+                raise ValueError(f"{name} is {received}: expected F32 {list(self.shapes[name])} as in the model")
             low, high = tensor.data_offsets
             if not 0 <= low <= high <= len(data) or high - low != 4 * (end - start):
-                raise ValueError(f"{name} does not lie where the header says")
+                raise ValueError(f"{name} has data_offsets outside of the body, or of another size than its shape")
             flat[start:end] = np.frombuffer(bytes(data[low:high]), np.float32)
         return flat
 
     def split_tensors(self, values: Floats) -> dict[str, Floats]:
-        """The values by name, as views."""
+        """Return the tensors by name, as views of `values`."""
         return {name: values[start:end].reshape(self.shapes[name]) for name, (start, end) in self.ranges.items()}
 
     def as_flat_array(self, values: NDArray[Any]) -> Floats:
-        """All values as one array already, in the order of names. Raises `UsageError` for another size."""
+        """Return an array of all values, in the order of names, as flat float32. Raise `UsageError` for another size."""
         if values.size != self.size:
-            raise UsageError(f"an array of {values.size} values came, and the model has {self.size}")
+            raise UsageError(f"the array has {values.size} values: expected {self.size}, those of the model")
         return np.ascontiguousarray(values.reshape(-1), np.float32)
 
     def flatten(self, tensors: Mapping[str, Any]) -> Floats:
-        """The values of tensors by name in one array. Raises `UsageError` for a name or shape of another model."""
+        """Return the values of named tensors as one array. Raise `UsageError` if a tensor is missing or has another shape."""
         flat = np.empty(self.size, np.float32)
         for name, (start, end) in self.ranges.items():
             if name not in tensors:
-                raise UsageError(f"the model's {name} is missing: give every tensor of the model")
+                raise UsageError(f"tensor {name} is missing: pass every tensor of the model")
             array = as_numpy(name, tensors[name])
             if array.shape != self.shapes[name]:
-                raise UsageError(f"{name} has shape {array.shape}, and the model's has {self.shapes[name]}")
+                raise UsageError(f"{name} has shape {array.shape}: expected {self.shapes[name]} as in the model")
             flat[start:end] = array.reshape(-1)
         return flat
 
@@ -151,7 +153,7 @@ def _encode_header(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> b
 
 
 def read_header(body: memoryview) -> tuple[dict[str, Any], dict[str, str], int]:
-    """The tensors and the metadata of a safetensors header, and where the values begin. Raises `ValueError`."""
+    """Return tensors and metadata of a safetensors header, and the values' offset. Raise `ValueError` if it is invalid."""
     if len(body) < 8:
         raise ValueError("the body is not safetensors: it is shorter than a header")
     length = int.from_bytes(body[:8], "little")
@@ -163,7 +165,7 @@ def read_header(body: memoryview) -> tuple[dict[str, Any], dict[str, str], int]:
         raise ValueError(f"the body is not safetensors: {error}") from None
     metadata = tensors.pop(METADATA_KEY, {})
     if not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError("the body is not safetensors: its metadata are not texts")
+        raise ValueError("the body is not safetensors: its metadata are not strings")
     return tensors, metadata, 8 + length
 
 
@@ -173,7 +175,7 @@ _DTYPE_NAMES = {np.dtype(kind): name for name, kind in _DTYPES.items()}
 
 
 def encode_flat_header(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> bytes:
-    """What comes before the values of flat arrays, one after the other."""
+    """Return the safetensors header that precedes these flat arrays, stored in this order."""
     tensors, end = {}, 0
     for name, array in arrays.items():
         start, end = end, end + array.nbytes
@@ -182,46 +184,45 @@ def encode_flat_header(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str
 
 
 def decode_flat(body: memoryview) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
-    """The metadata and the flat arrays of a body. Raises `ValueError` with a sentence."""
+    """Return metadata and flat arrays of a safetensors body. Raise `ValueError` if it is invalid."""
     tensors, metadata, start = read_header(body)
     data, arrays = body[start:], {}
     for name, tensor in tensors.items():
         kind, shape, ends = tensor.get("dtype"), tensor.get("shape"), tensor.get("data_offsets")
         try:
             low, high = ends
-            whole = bytes(data[low:high])
-            arrays[name] = np.frombuffer(whole, _DTYPES[kind])
-            right = 0 <= low <= high <= len(data) and shape == [len(arrays[name])]
+            arrays[name] = np.frombuffer(bytes(data[low:high]), _DTYPES[kind])
+            is_valid = 0 <= low <= high <= len(data) and shape == [len(arrays[name])]
         except (KeyError, TypeError, ValueError):
-            right = False
-        if not right:
-            raise ValueError(f"the tensor {name[:100]!r} is not a flat one of {', '.join(_DTYPES)} that lies in the body")
+            is_valid = False
+        if not is_valid:
+            raise ValueError(f"tensor {name[:100]!r} is invalid: expected a flat array of {', '.join(_DTYPES)} inside the body")
     return metadata, arrays
 
 
 def decode_masked(body: memoryview) -> tuple[dict[str, str], Floats]:
-    """The metadata of a masked update, and its words in the guise of float32. Raises `ValueError` with a sentence."""
+    """Return the metadata of a masked update, and its 32-bit words viewed as float32. Raise `ValueError` if it is invalid."""
     tensors, metadata, start = read_header(body)
     size = (len(body) - start) // 4
     if tensors != {MASKED_TENSOR: {"dtype": "U32", "shape": [size], "data_offsets": [0, 4 * size]}} or (len(body) - start) % 4:
-        raise ValueError(f"updates are masked here: the body is one tensor {MASKED_TENSOR!r} of U32 (encrypt_type=PW_ENCRYPT)")
+        raise ValueError(f"encrypt_type=PW_ENCRYPT requires masked updates: expected one tensor {MASKED_TENSOR!r} of U32")
     return metadata, np.frombuffer(body[start:] if start % 4 == 0 else bytes(body[start:]), np.float32)
 
 
 def view_bytes(values: NDArray[Any]) -> memoryview:
-    """The bytes of an array, not copied."""
+    """Return the bytes of an array without a copy."""
     return values.data.cast("B")
 
 
 def as_numpy(name: str, value: Any) -> NDArray[Any]:
-    """A numpy array of an array or of something torch-like. Raises `UsageError` for what has no such form: ragged, sparse."""
+    """Return an array or a torch tensor as numpy array. Raise `UsageError` if it is ragged, sparse or otherwise not dense."""
     try:
         if hasattr(value, "detach"):
             value = value.detach().cpu()
             value = (value.float() if value.is_floating_point() else value).numpy()  # numpy has no bfloat16
         return np.asarray(value)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise UsageError(f"the model's {name} is no dense array of numbers: {error}") from None
+        raise UsageError(f"the model's {name} is not a dense array of numbers: {error}") from None
 
 
 def _is_utf8(text: str) -> bool:
@@ -233,32 +234,35 @@ def _is_utf8(text: str) -> bool:
 
 
 def layout_and_values(model: Any) -> tuple[ModelLayout, Floats]:
-    """The layout and values of a torch module, or of a mapping of names to arrays. Only floating tensors take part."""
+    """Return layout and values of a torch module or of a mapping of names to arrays. Integer tensors are left out.
+
+    Raise `UsageError` if the model is of another kind, has no floating-point values, or has values that are not finite.
+    """
     tensors = model.state_dict() if hasattr(model, "state_dict") else model
     if not isinstance(tensors, Mapping):
-        raise UsageError(f"a model is a torch module or a dict of numpy arrays, and this is a {type(model).__name__}")
-    odd = next((name for name in tensors if not isinstance(name, str) or not _is_utf8(name)), None)
-    if odd is not None:
-        raise UsageError(f"the model has a tensor called {odd!r}: a name is a text that UTF-8 can write")
+        raise UsageError(f"the model is a {type(model).__name__}: expected a torch module or a dict of numpy arrays")
+    invalid_name = next((name for name in tensors if not isinstance(name, str) or not _is_utf8(name)), None)
+    if invalid_name is not None:
+        raise UsageError(f"the model has a tensor called {invalid_name!r}: expected a string that is valid UTF-8")
     arrays = {name: as_numpy(name, value) for name, value in tensors.items()}
-    strange = next(
+    unsupported = next(
         (name for name, array in arrays.items() if array.dtype.kind not in FLOAT_DTYPE_KINDS + INTEGER_DTYPE_KINDS), None
     )
-    if strange is not None:
-        kind = arrays[strange].dtype
-        raise UsageError(f"the model's {strange} is of {kind}: floating tensors are learned, whole numbers stay as they are")
+    if unsupported is not None:
+        kind = arrays[unsupported].dtype
+        raise UsageError(f"the model's {unsupported} has type {kind}: expected floating point, or integers (not learned)")
     floats = {name: array for name, array in arrays.items() if array.dtype.kind in FLOAT_DTYPE_KINDS}
     if METADATA_KEY in floats:
-        raise UsageError(f"the model has a tensor called {METADATA_KEY}, which safetensors keeps for itself: rename it")
+        raise UsageError(f"the model has a tensor called {METADATA_KEY}, a name that safetensors reserves: rename it")
     layout = ModelLayout({name: array.shape for name, array in floats.items()})
     if not layout.size:
-        raise UsageError("the model has no floating values: there is nothing to learn")
+        raise UsageError("the model has no floating-point values: there is nothing to learn")
     values = layout.flatten(floats)
     if not np.isfinite(values).all():
-        raise UsageError("the model has values that are not finite: start from finite ones")
+        raise UsageError("the model has values that are not finite: initialize it with finite values")
     return layout, values
 
 
 def compute_digest(values: Floats) -> str:
-    """Which model this is, bit for bit."""
+    """Return the hash that identifies a model by its exact values, in hexadecimal."""
     return hashlib.blake2b(values.tobytes(), digest_size=12).hexdigest()

@@ -1,4 +1,4 @@
-"""A federated scheduler or server as a process, from the context alone: `run(model)` becomes what `ms_role` says."""
+"""Scheduler and server processes: `run(model)` starts the role that `ms_role` names, with the settings of the context."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from covey.settings import Settings, load_settings
 from covey.storage import cluster_registry
 from covey.transport import address
 
-CLUSTER_VARIABLE: Final = (
-    "COVEY_FL_CLUSTER"  # whoever keeps the processes of a cluster names it, so that a scheduler finds its record again
-)
-RUN_MARKER_VARIABLE: Final = "COVEY_FL_RAN"  # a file by which a keeper sees that its script called `run`
-SERVER_INDEX_VARIABLE: Final = "COVEY_FL_INDEX"  # which of a launcher's servers this is
+# The cluster id, set by a supervisor, so that a restarted scheduler finds its record.
+CLUSTER_VARIABLE: Final = "COVEY_FL_CLUSTER"
+RUN_MARKER_VARIABLE: Final = "COVEY_FL_RAN"  # a file that `run` creates; without it the supervisor reports a wrong script
+SERVER_INDEX_VARIABLE: Final = "COVEY_FL_INDEX"  # index of this server among those of a launcher
 SCHEDULER_LOST_TIMEOUT_S: Final = 30.0
 
 
 def run(network: Any, strategy: Strategy | None = None, evaluate: Evaluate | None = None) -> None:
-    """Become the scheduler or a server of the federated cluster that `set_fl_context` describes, until it ends.
+    """Run this process as the scheduler or a server of the federated cluster that `set_fl_context` describes, until it ends.
 
-    `evaluate` gets each new model as a dict of arrays and returns numbers by name: "loss" decides which model is the best.
-    `network` is a torch module or a dict of numpy arrays. A wrong setting is one sentence and the exit code of its family.
+    `network` is a torch module or a dict of numpy arrays. `evaluate` receives each new model as a dict of arrays and returns
+    metrics by name; "loss" decides which model is the best. An error is printed as one line, and the process exits with the
+    exit code of its kind.
     """
     context.mark_run_called()
     if ran := os.environ.get(RUN_MARKER_VARIABLE):
@@ -62,7 +62,7 @@ def run(network: Any, strategy: Strategy | None = None, evaluate: Evaluate | Non
 
 def _run_role(settings: Settings, network: Any, strategy: Strategy, evaluate: Evaluate | None) -> int:
     if not context.get_fl_context("enable_fl") and not os.environ.get(context.CONTEXT_VARIABLE):
-        raise UsageError("federated learning is not on: set_fl_context(enable_fl=True, ...) comes before run()")
+        raise UsageError("federated learning is not enabled: call set_fl_context(enable_fl=True, ...) before run()")
     raise_file_limit()
     if context.get_fl_context("enable_ssl"):
         config = context.get_str("config_file_path")
@@ -75,7 +75,7 @@ def _run_role(settings: Settings, network: Any, strategy: Strategy, evaluate: Ev
             tls_client_password=settings.tls_client_password or context.get_str("client_password"),
         )
     if context.get_int("server_num") < 1:
-        raise UsageError("server_num is 0: set_fl_context(server_num=...) says how many servers the cluster has")
+        raise UsageError("server_num is 0: set the number of servers with set_fl_context(server_num=...)")
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         if context.get_str("ms_role") == "MS_SCHED":
             configure_logging(settings, "scheduler")
@@ -87,7 +87,7 @@ def _run_role(settings: Settings, network: Any, strategy: Strategy, evaluate: Ev
 def _loop_factory() -> Any:
     try:
         import uvloop
-    except ImportError:  # an accelerator, never required
+    except ImportError:  # optional: faster, not required
         return None
     return uvloop.Loop
 
@@ -96,7 +96,7 @@ def _loop_factory() -> Any:
 
 
 def _choose_cluster_id(root: Path) -> str:
-    """The cluster to go on with: the one that recovery finds, else the one its keeper names, else a new one."""
+    """Return the id of the cluster to continue: that of the recovery path, else that of the supervisor, else a new one."""
     named, current = "", root / "current"
     if context.find_recovery_path() is not None and current.exists():
         named = current.read_text().strip()
@@ -186,7 +186,7 @@ async def _run_server(settings: Settings, network: Any, strategy: Strategy, eval
     guard = credentials.Credentials(
         reaches.secret or listens.secret, listens.server_context, reaches.client_context, reaches.secret_configured
     )
-    comes_back = context.find_recovery_path() is not None or bool(os.environ.get(CLUSTER_VARIABLE))
+    scheduler_restarts = context.find_recovery_path() is not None or bool(os.environ.get(CLUSTER_VARIABLE))
     return_s = context.get_int("server_return_time_window") / 1000
     server = FederatedServer(
         ServerSettings(
@@ -206,7 +206,7 @@ async def _run_server(settings: Settings, network: Any, strategy: Strategy, eval
             auth=privacy_settings.make_auth_settings(),
             keep_models=context.get_int("keep_models"),
             lease_s=return_s / 2,
-            patience_s=-1.0 if comes_back else SCHEDULER_LOST_TIMEOUT_S,
+            patience_s=-1.0 if scheduler_restarts else SCHEDULER_LOST_TIMEOUT_S,
         ),
         guard,
         layout,
@@ -217,23 +217,25 @@ async def _run_server(settings: Settings, network: Any, strategy: Strategy, eval
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, server.end, 0, f"it received {number.name}")
-    saying = loop.create_task(_print_when_started(server))
+    printing = loop.create_task(_print_when_started(server))
     try:
         return await server.run(http, peer)
     finally:
-        saying.cancel()
+        printing.cancel()
 
 
 def _check_spool(strategy: Strategy, layout: model_codec.ModelLayout) -> None:
     name, devices = type(strategy).__name__, context.get_int("start_fl_job_threshold")
     if context.get_str("durability") == "none":
-        raise UsageError(f"{name} sees every update, and durability=none keeps none: use process")
+        raise UsageError(f"{name} needs every update, and durability=none stores none: use durability=process")
     if 4 * layout.size * devices > SPOOL_BYTES_MAX:
-        raise UsageError(f"{name} spools {devices} updates of {4 * layout.size} bytes, and {SPOOL_BYTES_MAX} are the limit")
+        raise UsageError(
+            f"{name} stores {devices} updates of {4 * layout.size} bytes, and the limit is {SPOOL_BYTES_MAX} bytes"
+        )
 
 
 async def _print_when_started(server: FederatedServer) -> None:
-    """The line that MindSpore's scripts look for."""
+    """Print the line that MindSpore's scripts look for, when this server is a member of a cluster that has formed."""
     while True:
         changed, position = server.notifier.subscribe(), server.position()
         if position.is_member and position.instructions is not None and position.instructions.stage is not RoundStage.FORMING:

@@ -1,7 +1,7 @@
-"""The processes of a federated cluster on this host, started together, kept alive and ended together.
+"""Supervisor of the processes of a federated cluster on this host.
 
-`covey federated up` in the foreground: a scheduler and its servers, each the user's own script in another role. One that dies
-is started again with the same id and port; when the scheduler ends by itself, the cluster has ended.
+It is `covey federated up`, which runs in the foreground: a scheduler and its servers, each of them the user's script in another
+role. A process that dies is restarted with the same id and port. When the scheduler exits with code 0, the cluster has ended.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LOG_TAIL_BYTES: Final = 2000
 
 
 class SupervisedProcess(msgspec.Struct, frozen=True):
-    """One process to keep."""
+    """A process to start and restart: name, node id, and its `set_fl_context` values."""
 
     name: str
     node_id: str
@@ -39,7 +39,7 @@ class SupervisedProcess(msgspec.Struct, frozen=True):
 
 
 class ProcessSupervisor:
-    """Keeps roles alive. `run` returns the code to end with."""
+    """Starts and restarts processes. `run` returns the exit code."""
 
     def __init__(
         self, command: list[str], roles: list[SupervisedProcess], *, cluster_id: str, folder: Path, environ: Mapping[str, str]
@@ -49,7 +49,7 @@ class ProcessSupervisor:
         self._cluster_id = cluster_id
         self._log_directory = folder
         self._environ = environ
-        self._ended = asyncio.Event()  # bound to a loop only when it is waited for
+        self._ended = asyncio.Event()  # bound to a loop only when it is awaited
         self._exit_code = 0
         self._processes: dict[str, asyncio.subprocess.Process] = {}
 
@@ -60,11 +60,11 @@ class ProcessSupervisor:
         try:
             self._log_directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StoreError(f"{self._log_directory} cannot be made ({error.strerror}): choose another --dir") from None
-        keeping = [loop.create_task(self._supervise(role)) for role in self._supervised]
+            raise StoreError(f"{self._log_directory} cannot be created ({error.strerror}): choose another --dir") from None
+        tasks = [loop.create_task(self._supervise(role)) for role in self._supervised]
         await self._ended.wait()
         await self._stop_processes()
-        for task in keeping:
+        for task in tasks:
             task.cancel()
         return self._exit_code
 
@@ -74,7 +74,7 @@ class ProcessSupervisor:
             self._ended.set()
 
     async def _supervise(self, role: SupervisedProcess) -> None:
-        """Start it, again and again, until the cluster is over or it cannot be kept."""
+        """Start and restart a process until the cluster ends or the process cannot be restarted."""
         loop = asyncio.get_running_loop()
         backoff = RestartBackoff(RESTART_DELAYS_S, STABLE_AFTER_S)
         while not self._ended.is_set():
@@ -88,23 +88,23 @@ class ProcessSupervisor:
             if self._ended.is_set():
                 return None
             if (code == 0 or (code > 0 and not backoff.exits)) and not self._run_marker_path(role).exists():
-                said = f"failed: {self._last_log_line(role)}" if code else "does not call covey.federated.run"
-                log.error("%s ended at once, because %s %s", role.name, self._command[-1], said)
+                cause = f"failed: {self._last_log_line(role)}" if code else "does not call covey.federated.run"
+                log.error("%s exited: %s %s", role.name, self._command[-1], cause)
                 return self.end(int(ExitCode.BAD_SCRIPT))
             if code == 0 and "scheduler" in role.name:
                 return self.end()
             if code == 0:
-                return None  # scaled in, or told to stop
+                return None  # scaled in or stopped
             lifetime_s = loop.time() - started
             can_continue = code == ExitCode.DISK and lifetime_s >= STABLE_AFTER_S  # the disk may have space again
-            if code > 0 and code in list(ExitCode) and not can_continue:  # it said why it cannot run
-                log.error("%s ended with code %d: %s (%s)", role.name, code, self._last_log_line(role), self._log_path(role))
+            if code > 0 and code in list(ExitCode) and not can_continue:  # an error that a restart does not fix
+                log.error("%s exited with code %d: %s (%s)", role.name, code, self._last_log_line(role), self._log_path(role))
                 return self.end(code)
             delay_s = backoff.record_exit(lifetime_s)
             if delay_s is None:
                 log.error("%s died %d times: see %s", role.name, backoff.exits, self._log_path(role))
                 return self.end(int(ExitCode.PEER_FAILED))
-            log.warning("%s ended (%s) and is started again", role.name, f"signal {-code}" if code < 0 else f"code {code}")
+            log.warning("%s exited (%s): restarting it", role.name, f"signal {-code}" if code < 0 else f"code {code}")
             await asyncio.sleep(delay_s)
         return None
 
@@ -112,14 +112,14 @@ class ProcessSupervisor:
         return self._log_directory / f"{role.name}.log"
 
     def _last_log_line(self, role: SupervisedProcess) -> str:
-        lines = self._log_path(role).read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").splitlines() or ["it said nothing"]
+        lines = self._log_path(role).read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").splitlines() or ["no output"]
         return lines[-1].removeprefix("covey: ")
 
     def _run_marker_path(self, role: SupervisedProcess) -> Path:
         return self._log_directory / f"{role.name}.ran"
 
     async def _spawn(self, role: SupervisedProcess) -> asyncio.subprocess.Process:
-        keeper = os.getpid()
+        supervisor = os.getpid()
         self._run_marker_path(role).unlink(missing_ok=True)
         environ = {
             **self._environ,
@@ -130,8 +130,8 @@ class ProcessSupervisor:
         }
 
         def in_child() -> None:
-            os.setpgrp()  # Ctrl-C is the keeper's to hear
-            linux.die_with_parent(keeper)
+            os.setpgrp()  # only the supervisor receives Ctrl-C
+            linux.die_with_parent(supervisor)
 
         with self._log_path(role).open("ab") as file:
             process = await asyncio.create_subprocess_exec(
@@ -147,7 +147,7 @@ class ProcessSupervisor:
         return process
 
     async def _stop_processes(self) -> None:
-        """Ask the scheduler first: it tells its servers. Whoever is still there after the grace is made to end."""
+        """Send SIGTERM to all processes, to the scheduler first; send SIGKILL to those still running after GRACE_S."""
         for name in sorted(self._processes, key=lambda name: "scheduler" not in name):
             process = self._processes[name]
             if process.returncode is None:

@@ -1,8 +1,8 @@
-"""How a round's updates become the next model: one small class each, and a user's own beside them.
+"""Aggregation strategies: how the next model is made from a round's updates. Users may write their own.
 
-`make` gets the present model, the weighted mean of the updates and the arrays it kept last time, all flat; what it leaves in
-`state` is stored with the model and given to the next round, on whichever server that runs. A strategy that must see every
-update sets `sees_all` and is given columns of them, a block at a time.
+`make` receives the current model, the weighted mean of the updates, and `state`, arrays by name; all arrays are flat. `state`
+is stored with the model and passed to the next round on any server. A strategy that needs single updates sets `sees_all`;
+`column` then receives a block of values of all updates at a time.
 
     class Half(Strategy):
         def make(self, model, mean, state):
@@ -24,34 +24,34 @@ Doubles = NDArray[np.float64]
 
 
 class Strategy:
-    """FedAvg, and the base of the others."""
+    """Base class of strategies. Its methods implement FedAvg."""
 
     sees_all = False
-    staleness = 0  # how many rounds old the model may be that a device began with
+    staleness = 0  # maximum age, in rounds, of the model that a device began with
 
     def make(self, model: Floats, mean: Doubles, state: StrategyState) -> NDArray[Any]:
-        """The next model."""
+        """Return the next model. `state` may be changed; the next round receives it."""
         return mean
 
     def column(self, values: Floats, weights: Doubles) -> NDArray[Any]:
-        """With `sees_all`: the aggregate of a block of all updates, one row per device, in no particular order."""
+        """Return the aggregate of a block of values, with one row per device in any order. Called only with `sees_all`."""
         raise NotImplementedError
 
     def contribution(self, values: Floats, began: Floats, age: int) -> Floats:
-        """What is added of an update: of a device that began with the model `began`, `age` rounds ago. By default all of it."""
+        """Return the values to add for an update whose device began with the model `began`, `age` rounds ago."""
         return values
 
     def for_devices(self, iteration: int) -> dict[str, float]:
-        """What devices are told in an iteration, beside the plan."""
+        """Return the settings that devices receive in an iteration in addition to the plan."""
         return {}
 
 
 class FedAvg(Strategy):
-    """The mean, weighted by samples."""
+    """Mean of the updates, weighted by samples."""
 
 
 class FedProx(Strategy):
-    """FedAvg whose devices pull towards the model they began with: they add mu/2 * |w - w0|^2 to their loss."""
+    """FedAvg with a proximal term: devices add mu/2 * |w - w0|^2 to their loss, where w0 is the model they began with."""
 
     def __init__(self, mu: float = 0.01) -> None:
         self.mu = _check_positive("mu", mu)
@@ -61,7 +61,7 @@ class FedProx(Strategy):
 
 
 class FedAvgM(Strategy):
-    """Momentum at the server."""
+    """FedAvg with momentum on the server."""
 
     def __init__(self, momentum: float = 0.9, learning_rate: float = 1.0) -> None:
         self.momentum = _check_fraction("momentum", momentum)
@@ -74,7 +74,7 @@ class FedAvgM(Strategy):
 
 
 class FedAdam(Strategy):
-    """Adam at the server, without bias correction, as in Reddi et al. 2021."""
+    """Adam on the server, without bias correction, as in Reddi et al. 2021."""
 
     def __init__(self, learning_rate: float = 0.1, beta1: float = 0.9, beta2: float = 0.99, tau: float = 1e-3) -> None:
         self.learning_rate, self.tau = _check_positive("learning_rate", learning_rate), _check_positive("tau", tau)
@@ -89,26 +89,26 @@ class FedAdam(Strategy):
         return np.asarray(model + self.learning_rate * first / (np.sqrt(second) + self.tau))
 
     def second(self, before: NDArray[Any], square: Doubles) -> NDArray[Any]:
-        """The estimate of the squares."""
+        """Return the new second-moment estimate."""
         return np.asarray(self.beta2 * before + (1 - self.beta2) * square)
 
 
 class FedYogi(FedAdam):
-    """FedAdam whose estimate of the squares moves by their size, not by its own."""
+    """FedAdam with Yogi's second-moment estimate, which changes by (1 - beta2) * delta^2 in either direction."""
 
     def second(self, before: NDArray[Any], square: Doubles) -> NDArray[Any]:
         return np.asarray(before - (1 - self.beta2) * square * np.sign(before - square))
 
 
 class FedBuff(Strategy):
-    """Asynchronous: every `start_fl_job_threshold` updates make a model, whenever their devices began.
+    """Asynchronous strategy: every `start_fl_job_threshold` updates make a model, regardless of when their devices began.
 
-    What counts is the difference to the model a device began with, the less the older that is: 1 / sqrt(1 + age).
+    An update contributes its difference to the model that the device began with, times 1 / sqrt(1 + age).
     """
 
     def __init__(self, staleness: int = 10, learning_rate: float = 1.0) -> None:
         if not 1 <= staleness <= 100:
-            raise UsageError(f"FedBuff(staleness={staleness!r}) is not possible: give a whole number from 1 to 100")
+            raise UsageError(f"FedBuff(staleness={staleness!r}) is invalid: expected an integer from 1 to 100")
         self.staleness = staleness
         self.learning_rate = _check_positive("learning_rate", learning_rate)
 
@@ -120,7 +120,7 @@ class FedBuff(Strategy):
 
 
 class Median(Strategy):
-    """The median of each value over all devices, whatever their samples."""
+    """Median of each value over all devices, not weighted by samples."""
 
     sees_all = True
 
@@ -129,13 +129,13 @@ class Median(Strategy):
 
 
 class TrimmedMean(Strategy):
-    """The mean of each value without the greatest and the least `share` of the devices."""
+    """Mean of each value without the highest and the lowest `share` of the devices, not weighted by samples."""
 
     sees_all = True
 
     def __init__(self, share: float = 0.1) -> None:
         if not 0 <= share < 0.5:
-            raise UsageError(f"TrimmedMean(share={share!r}) is not possible: give a number from 0, below 0.5")
+            raise UsageError(f"TrimmedMean(share={share!r}) is invalid: expected a number from 0, below 0.5")
         self.share = share
 
     def column(self, values: Floats, weights: Doubles) -> NDArray[Any]:
@@ -145,20 +145,20 @@ class TrimmedMean(Strategy):
 
 
 def find_strategy(name: str) -> Strategy:
-    """A strategy by its class's name, as options give it."""
+    """Return a strategy with default settings by its class name, in any case. Raise `UsageError` for an unknown name."""
     found = {cls.__name__.lower(): cls for cls in (FedAvg, FedProx, FedAvgM, FedAdam, FedYogi, FedBuff, Median, TrimmedMean)}
     if name.lower() not in found:
-        raise UsageError(f"there is no strategy {name}: {', '.join(cls.__name__ for cls in found.values())} are known")
+        raise UsageError(f"strategy {name} is unknown: expected one of {', '.join(cls.__name__ for cls in found.values())}")
     return found[name.lower()]()
 
 
 def _check_positive(name: str, value: float) -> float:
     if not value > 0:
-        raise UsageError(f"{name}={value!r} is not possible: give a number above 0")
+        raise UsageError(f"{name}={value!r} is invalid: expected a number above 0")
     return value
 
 
 def _check_fraction(name: str, value: float) -> float:
     if not 0 <= value < 1:
-        raise UsageError(f"{name}={value!r} is not possible: give a number from 0, below 1")
+        raise UsageError(f"{name}={value!r} is invalid: expected a number from 0, below 1")
     return value

@@ -1,10 +1,10 @@
-"""Small uploads: the difference to the model in fewer bytes, and back.
+"""Compression of uploads: the difference to the model in fewer bytes.
 
-QUANT              every value in 8 bits, with a scale for each block of values: about a quarter
-TOP_K              the `rate` of values that are greatest, 8 bits each and where they are
-DIFF_SPARSE_QUANT  MindSpore's: a random `rate` of values, which both sides know by the iteration's number, 8 bits each
+QUANT              every value in 8 bits, with a scale for each block of values: about a quarter of the size
+TOP_K              the `rate` of values with the greatest magnitude, 8 bits each, and their indices
+DIFF_SPARSE_QUANT  MindSpore's: a random `rate` of values, 8 bits each; both sides derive the indices from the iteration number
 
-What is not sent is kept by the device and added to its next difference (error feedback), so nothing is lost for good.
+The device keeps the part that was not sent and adds it to its next difference (error feedback).
 """
 
 from __future__ import annotations
@@ -25,64 +25,65 @@ QUANT_LEVELS: Final = 127
 
 
 class Compressor:
-    """A device's, over all its rounds."""
+    """Compression with error feedback of one device, across its rounds."""
 
     def __init__(self) -> None:
-        self._residual: Floats | None = None  # what was not sent so far
+        self._residual: Floats | None = None  # the part of counted updates that was not sent
         self._next_residual: Floats | None = None
 
     def encode(self, change: Floats, kind: str, rate: float, iteration: int) -> Arrays:
-        """What to send of a difference. Call `sent` when it was counted."""
-        whole = change if self._residual is None or len(self._residual) != len(change) else change + self._residual
-        arrays = compress_update(whole, kind, rate, iteration)
-        self._next_residual = whole - decompress_update(arrays, len(change), kind, rate, iteration)
+        """Return the arrays to send for a difference plus the residual. Call `commit_residual` when they were counted."""
+        total = change if self._residual is None or len(self._residual) != len(change) else change + self._residual
+        arrays = compress_update(total, kind, rate, iteration)
+        self._next_residual = total - decompress_update(arrays, len(change), kind, rate, iteration)
         return arrays
 
     def commit_residual(self) -> None:
-        """The last one was counted: what is still to be said is the rest of it."""
+        """Keep the part that the last `encode` did not send, because its update was counted."""
         self._residual = self._next_residual
 
 
 def compress_update(change: Floats, kind: str, rate: float, iteration: int) -> Arrays:
-    """The arrays that a difference is sent as."""
-    places = _select_indices(change, kind, rate, iteration)
-    values = change if places is None else change[places]
+    """Return the arrays that represent a difference."""
+    indices = _select_indices(change, kind, rate, iteration)
+    values = change if indices is None else change[indices]
     blocks = np.zeros((-(-len(values) // QUANT_BLOCK_SIZE), QUANT_BLOCK_SIZE), np.float32)
     blocks.reshape(-1)[: len(values)] = values
     scale = np.abs(blocks).max(axis=1) / QUANT_LEVELS
     steps = np.divide(blocks, scale[:, np.newaxis], out=np.zeros_like(blocks), where=scale[:, np.newaxis] > 0)
     arrays: Arrays = {"int8": np.rint(steps).astype(np.int8).reshape(-1)[: len(values)], "scale": scale.astype(np.float32)}
-    if kind == "TOP_K" and places is not None:
-        arrays["index"] = places.astype(np.uint32)
+    if kind == "TOP_K" and indices is not None:
+        arrays["index"] = indices.astype(np.uint32)
     return arrays
 
 
 def decompress_update(arrays: Mapping[str, NDArray[Any]], size: int, kind: str, rate: float, iteration: int) -> Floats:
-    """The difference as far as it was sent. Raises `ValueError` with a sentence for arrays that are not one."""
+    """Return the difference; values that were not sent are 0. Raise `ValueError` if the arrays are invalid."""
     wanted = {"int8": np.int8, "scale": np.float32} | ({"index": np.uint32} if kind == "TOP_K" else {})
     count = sent_value_count(size, rate) if kind != "QUANT" else size
     found = {name: (array.dtype, array.shape) for name, array in arrays.items()}
     shapes = {"int8": (count,), "scale": (-(-count // QUANT_BLOCK_SIZE),), "index": (count,)}
     if found != {name: (np.dtype(kind_), shapes[name]) for name, kind_ in wanted.items()}:
-        raise ValueError(f"an upload of {kind} has {', '.join(f'{name} {shapes[name]}' for name in wanted)} here, not {found}")
+        expected = ", ".join(f"{name} {shapes[name]}" for name in wanted)
+        raise ValueError(f"the {kind} upload has {found}: expected {expected}")
     scale = arrays["scale"]
     if not (np.isfinite(scale).all() and (scale >= 0).all()):
         raise ValueError("the update has scales that are not finite")
     values: Floats = arrays["int8"].astype(np.float32) * np.repeat(scale, QUANT_BLOCK_SIZE)[:count]
     if kind == "QUANT":
         return values
-    places = _draw_indices(size, count, iteration)
+    indices = _draw_indices(size, count, iteration)
     if kind == "TOP_K":
-        places = arrays["index"]
-        if count and (int(places[-1]) >= size or not (np.diff(places.astype(np.int64)) > 0).all()):
-            raise ValueError("the places of an upload of TOP_K must rise and lie in the model")
+        indices = arrays["index"]
+        if count and (int(indices[-1]) >= size or not (np.diff(indices.astype(np.int64)) > 0).all()):
+            raise ValueError("the indices of a TOP_K upload must be strictly increasing and inside the model")
     change = np.zeros(size, np.float32)
-    change[places] = values
+    change[indices] = values
     return change
 
 
 def compressed_size(size: int, kind: str, rate: float) -> int:
-    """How many bytes of values an upload has; 0 for one that is not made smaller."""
+    """Return the bytes of an upload's arrays; 0 for an upload that is not compressed."""
     if kind == NO_COMPRESSION:
         return 0
     count = size if kind == "QUANT" else sent_value_count(size, rate)
@@ -90,7 +91,7 @@ def compressed_size(size: int, kind: str, rate: float) -> int:
 
 
 def sent_value_count(size: int, rate: float) -> int:
-    """How many values are sent."""
+    """Return the number of values in a sparse upload of a model with `size` values."""
     return max(1, int(size * rate))
 
 

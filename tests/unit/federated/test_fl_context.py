@@ -1,4 +1,4 @@
-"""set_fl_context: every key of the original, what is allowed, and a sentence for what is not."""
+"""Tests of set_fl_context: MindSpore's keys and defaults, allowed values, errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import covey
 from covey.errors import UsageError
 from covey.federated import context
 
-# Every key of the original with its documented default.
+# Every key of MindSpore with its documented default.
 DOCUMENTED: dict[str, context.ContextValue] = {
     "enable_fl": False, "server_mode": "FEDERATED_LEARNING", "ms_role": "MS_SERVER", "worker_num": 0, "server_num": 0,
     "scheduler_ip": "0.0.0.0", "scheduler_port": 6667, "fl_server_port": 6668, "scheduler_manage_port": 11202,
@@ -37,12 +37,12 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     covey.reset_fl_context()
 
 
-def test_every_key_has_its_documented_default_and_takes_it() -> None:
+def test_every_key_has_and_accepts_documented_default() -> None:
     assert {key: covey.get_fl_context(key) for key in DOCUMENTED} == DOCUMENTED
     covey.set_fl_context(**DOCUMENTED)
 
 
-def test_the_seeds_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mindspore_example_call_is_accepted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("config.json").write_text("{}")
     covey.set_fl_context(
@@ -54,28 +54,28 @@ def test_the_seeds_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "sentence"),
+    ("key", "value", "message"),
     [
         ("colour", 1, "fl_context has no key colour"),
         ("scheduler_prot", 1, "did you mean scheduler_port?"),
         ("ms_role", "MS_KING", "ms_role must be MS_SERVER"),
         ("scheduler_port", 0, "scheduler_port must be a port"),
-        ("scheduler_port", True, "must be a whole number, not True"),
-        ("start_fl_job_threshold", 0, "must be a whole number above 0, not 0"),
+        ("scheduler_port", True, "must be an integer, not True"),
+        ("start_fl_job_threshold", 0, "must be an integer above 0, not 0"),
         ("update_model_ratio", 1.5, "up to 1, not 1.5"),
         ("update_model_ratio", float("nan"), "update_model_ratio"),
         ("dp_delta", 1.0, "below 1, not 1.0"),
         ("sign_k", 0.3, "up to 0.25"),
         ("scheduler_ip", "a host\n", "scheduler_ip must be a host"),
-        ("http_url_prefix", "x", 'begins with "/"'),
+        ("http_url_prefix", "x", 'starts with "/"'),
         ("http_url_prefix", "/x/", "does not end with it"),
         ("client_epoch_num", 10**30, "client_epoch_num must be at most"),
-        ("encrypt_type", "SIGNDS", "not built yet"),
-        ("encrypt_type", "STABLE_PW_ENCRYPT", "not built yet"),
-        ("server_mode", "HYBRID_TRAINING", "not built yet"),
+        ("encrypt_type", "SIGNDS", "not supported yet"),
+        ("encrypt_type", "STABLE_PW_ENCRYPT", "not supported yet"),
+        ("server_mode", "HYBRID_TRAINING", "not supported yet"),
         ("worker_num", 1, "HYBRID_TRAINING"),
         ("server_num", 129, "up to 128"),
-        ("server_num", 0, "server_num must be a whole number from 1 to 128, not 0"),
+        ("server_num", 0, "server_num must be an integer from 1 to 128, not 0"),
         (
             "config_file_path",
             "./no/config.json",
@@ -86,14 +86,14 @@ def test_the_seeds_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         ("durability", "cloud", "none, process, host, disk"),
     ],
 )
-def test_a_bad_key_or_value_is_named_and_nothing_is_set(key: str, value: object, sentence: str) -> None:
+def test_invalid_key_or_value_is_named_and_no_key_is_set(key: str, value: object, message: str) -> None:
     with pytest.raises(UsageError) as error:
         covey.set_fl_context(**{"fl_name": "x", key: value})  # type: ignore[arg-type]
-    assert sentence in str(error.value)
+    assert message in str(error.value)
     assert covey.get_fl_context("fl_name") == ""
 
 
-def test_a_password_is_not_shown() -> None:
+def test_password_is_not_shown_in_error_or_repr() -> None:
     with pytest.raises(UsageError) as error:
         covey.set_fl_context(client_password=12345)
     assert "12345" not in str(error.value)
@@ -101,7 +101,7 @@ def test_a_password_is_not_shown() -> None:
     assert "geheim" not in repr(context._context)
 
 
-def test_what_a_command_gave_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_takes_precedence_over_script(monkeypatch: pytest.MonkeyPatch) -> None:
     covey.set_fl_context(server_num=4)
     monkeypatch.setenv(context.CONTEXT_VARIABLE, json.dumps({"server_num": 2}))
     assert covey.get_fl_context("server_num") == 2
@@ -111,19 +111,19 @@ def test_what_a_command_gave_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     ("key", "text", "value"),
     [("enable_ssl", "True", True), ("enable_ssl", "no", False), ("scheduler_port", "7", 7), ("fl_name", "1", "1")],
 )
-def test_a_value_as_a_shell_spells_it(key: str, text: str, value: object) -> None:
+def test_from_text_parses_command_line_value(key: str, text: str, value: object) -> None:
     assert context.from_text(key, text) == value
 
 
 @pytest.mark.parametrize(
     ("key", "text"), [("enable_ssl", "maybe"), ("scheduler_port", "x"), ("scheduler_port", "0"), ("y", "1")]
 )
-def test_a_shells_word_that_is_no_value_is_refused(key: str, text: str) -> None:
+def test_from_text_refuses_invalid_value(key: str, text: str) -> None:
     with pytest.raises(UsageError, match=key):
         context.from_text(key, text)
 
 
-def test_the_early_misspelling_is_taken() -> None:
+def test_misspelled_reconstruct_key_is_accepted() -> None:
     covey.set_fl_context(reconstruct_secrets_threshhold=3)
     assert covey.get_fl_context("reconstruct_secrets_threshold") == 3
 
@@ -136,7 +136,7 @@ def test_the_early_misspelling_is_taken() -> None:
         ({"storage_type": 1, "storage_file_path": "deep/"}, "deep"),
     ],
 )
-def test_where_state_lives(tmp_path: Path, recovery: object, found: str | None) -> None:
+def test_recovery_path_is_read_from_config(tmp_path: Path, recovery: object, found: str | None) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps({} if recovery is None else {"recovery": recovery}))
     covey.set_fl_context(config_file_path=str(config))
@@ -144,7 +144,7 @@ def test_where_state_lives(tmp_path: Path, recovery: object, found: str | None) 
 
 
 @pytest.mark.parametrize("recovery", [{"storage_type": 2, "storage_file_path": "x"}, {"storage_type": 1}, {}, "x"])
-def test_another_storage_is_an_error(tmp_path: Path, recovery: object) -> None:
+def test_unsupported_recovery_storage_is_refused(tmp_path: Path, recovery: object) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"recovery": recovery}))
     covey.set_fl_context(config_file_path=str(config))

@@ -1,9 +1,9 @@
-"""The state machine of a federated cluster, and the pure functions that it uses.
+"""State machine of a federated cluster, and the pure functions that it uses.
 
 `federation_machine`   dispatches events and administrative requests to the parts below
 `roster`               servers register, die, return and leave; adoption of a dead server's log; generations; scaling
-`instance`             the plan of the rounds, and what ends an instance
-`round`                the present round and its stages
+`instance`             the plan of the rounds, and the conditions that end an instance
+`round`                the current round and its stages
 `round_window`         admissions and deadline of one round
 `aggregation`          plain or secure aggregation of one round; the secure protocol itself is in `secagg`
 `outbox`               effects of one call, in order

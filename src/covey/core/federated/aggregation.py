@@ -1,6 +1,6 @@
-"""How the updates of one round become a sum: plainly, or by secure aggregation.
+"""Plain and secure aggregation of the updates of one round.
 
-An aggregation belongs to one round and returns verdicts; `Round` moves the stage. In a secure round unmasking comes between
+An aggregation belongs to one round and returns verdicts; `Round` changes the stage. In a secure round unmasking comes between
 sealing and summing. The list of uploaders is persisted before any device can receive it, so a restarted scheduler continues
 from that list, or abandons the round if there is none.
 """
@@ -22,19 +22,19 @@ from covey.core.federated.secagg.protocol import SecaggOutcome, SecaggRound
 
 
 class Unmask(msgspec.Struct, frozen=True):
-    """Devices must reveal shares first. A new list of uploaders must be persisted."""
+    """Verdict: devices must reveal shares before the parts can be added."""
 
-    is_new_list: bool
+    is_new_list: bool  # the list of uploaders is new and must be persisted first
 
 
 class Abandon(msgspec.Struct, frozen=True):
-    """The round has no sum."""
+    """Verdict: the round cannot be summed and must be abandoned."""
 
     reason: str
 
 
 class Aggregation(Protocol):
-    """What a round needs to know of its kind of aggregation."""
+    """Interface of a round's aggregation."""
 
     @property
     def secagg_round(self) -> SecaggRound | None: ...
@@ -42,20 +42,20 @@ class Aggregation(Protocol):
     def admits_devices(self) -> bool: ...
 
     def check_deadline(self, now: float) -> str:
-        """Return why the round must be abandoned at this time, or an empty string."""
+        """Return why the round must be abandoned at this time, or ""."""
 
     def on_window_missed(self, reason: str) -> str:
-        """Return why the round must be abandoned after a missed window, or an empty string."""
+        """Return why the round must be abandoned after a missed window, or ""."""
 
     def on_all_sealed(self, statuses: Sequence[ServerStatus], now: float) -> Unmask | Abandon | None:
-        """Return what must happen now that every part is fixed; None if the parts can be added."""
+        """Return the verdict after every server has sealed its part; None if the parts can be added."""
 
     def handle_request(self, request: AnySecaggRequest, *, is_admitted: bool, now: float) -> SecaggOutcome | None:
         """Return the outcome of a device's request, or None if the round is not secure."""
 
 
 class PlainAggregation:
-    """Updates are added as they are."""
+    """Aggregation of unmasked updates."""
 
     secagg_round = None
     admits_devices = True
@@ -74,14 +74,14 @@ class PlainAggregation:
 
 
 class SecureAggregation:
-    """Updates are masked; the masks of the sum are removed with shares that devices reveal."""
+    """Aggregation of masked updates; shares that devices reveal remove the masks from the sum."""
 
     def __init__(self, secagg_round: SecaggRound) -> None:
         self.secagg_round = secagg_round
 
     @property
     def admits_devices(self) -> bool:
-        """Whether keys can still be given: a device without keys, or with new ones, has no place in the round."""
+        """Whether the key exchange is open: without keys a device cannot take part in the round."""
         return self.secagg_round.phase is SecaggPhase.KEYS
 
     def check_deadline(self, now: float) -> str:
@@ -89,7 +89,7 @@ class SecureAggregation:
         return self.secagg_round.failure_reason
 
     def on_window_missed(self, reason: str) -> str:
-        """After the keys no other device can replace a missing one."""
+        """Fail the round if its key exchange is over, because no other device can then replace a missing one."""
         if self.secagg_round.phase is not SecaggPhase.KEYS:
             self.secagg_round.fail(reason)
         return self.secagg_round.failure_reason
@@ -105,7 +105,7 @@ class SecureAggregation:
 
     def handle_request(self, request: AnySecaggRequest, *, is_admitted: bool, now: float) -> SecaggOutcome:
         if not is_admitted and self.secagg_round.phase is SecaggPhase.KEYS:
-            return SecaggOutcome(SecaggVerdict.LATE, "this device was not admitted to the round: ask startFLJob")
+            return SecaggOutcome(SecaggVerdict.LATE, "this device was not admitted to the round: call startFLJob first")
         return self.secagg_round.handle_request(request, now)
 
 

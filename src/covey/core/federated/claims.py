@@ -1,14 +1,14 @@
-"""A server's side of a round: which updates it may count, and which it must not.
+"""Claims of one server: which updates of a round it may count.
 
-Theory of operation. Every device id has one *owner* among the servers of a generation. Whoever receives an update claims the
-id at its owner, and only when the claim is granted is the update logged, added and acknowledged. The owner's table lives in
-memory: each new generation begins with an empty one, every server tells every owner what it holds of theirs (`HeldUpdates`),
-and an owner grants nothing before it has heard from all. So an id is granted once per generation, and what was granted in an
-earlier one is in the tables of this one, because its holder said so. A grant of an earlier generation that arrives late is
-void; the claim is made again.
+Theory of operation. Every device id has one *owner* among the servers of a generation. A server that receives an update claims
+the id at its owner. It logs, adds and acknowledges the update only if the claim is granted. The owner's table is in memory and
+starts empty in each generation. Every server reports to every owner the updates it holds of the owner's ids (`HeldUpdates`),
+and an owner grants no claim before all members have reported. An id is therefore granted once per generation, and grants of
+earlier generations are in the new tables because their holders reported them. A grant of an earlier generation that arrives
+late is void; the claim is sent again.
 
-What cannot be answered yet is not answered: claims are repeated by the tick until the shell gives the device a "try again".
-Being held by a server that is gone is such a case: its log decides, and when it has been read there is a new generation.
+An owner does not reply to a claim that it cannot decide yet. `tick` repeats claims until the runtime tells the device to retry.
+One such case is an update held by a server that is gone: its log decides, and a new generation starts when the log was read.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ Item = TypeVar("Item")
 
 
 class UpdateOutcome(StrEnum):
-    """What becomes of an update."""
+    """Reason why an update is not stored."""
 
     COUNTED = "counted"  # already, by this server or another
     LATE = "late"
-    EARLY = "early"  # of a round that this server has not heard of yet
-    CLOSED = "closed"  # this server takes none: not a member, leaving, or the instance rests
+    EARLY = "early"  # of a round for which this server has no instructions yet
+    CLOSED = "closed"  # this server accepts none: not a member, leaving, or the instance is not running
 
 
 class SendToServer(msgspec.Struct, frozen=True):
-    """Send to another server; if it cannot be reached, do nothing: the tick repeats."""
+    """Send to another server. Drop the message if that server is unreachable, because `tick` repeats it."""
 
     node_id: str
     message: BetweenServers
 
 
 class StoreUpdate(msgspec.Struct, frozen=True):
-    """Log and add this update, then call `logged`."""
+    """Log and add this update, then call `on_update_logged`, or `on_store_failed` if that is not possible."""
 
     round: int
     device: str
 
 
 class RejectUpdate(msgspec.Struct, frozen=True):
-    """The update will not be stored, for this reason."""
+    """Discard this update and reply to its device with the outcome."""
 
     round: int
     device: str
@@ -75,7 +75,7 @@ ClaimEffect = SendToServer | StoreUpdate | RejectUpdate
 
 
 class Claims:
-    """One server's claims: those it makes and those it decides."""
+    """Claims that one server makes, and those that it decides as owner."""
 
     def __init__(self, node_id: str) -> None:
         self.node_id = node_id
@@ -83,17 +83,19 @@ class Claims:
         self.members: tuple[ServerInfo, ...] = ()
         self.round = 0
         self.is_open = False
-        self._rejects_updates = True  # this server takes no updates of any round: others may
+        self._rejects_updates = True  # this server accepts no updates of any round; other servers may
         self.held_updates: dict[int, dict[str, bool]] = {}  # by round: the ids this server counts, and whether they are logged
-        self._holders: dict[int, dict[str, tuple[str, bool]]] = {}  # as owner: who holds an id, and whether it is logged
+        self._holders: dict[
+            int, dict[str, tuple[str, bool]]
+        ] = {}  # as owner, by round and id: holder, and whether it is logged
         self._reported_servers: set[str] = set()
-        self._early_reports: list[tuple[str, HeldUpdates]] = []  # of a generation that others heard of before this server did
-        self._known_counted: set[ClaimKey] = set()  # what other owners said is counted, in this generation
-        self._pending_claims: dict[ClaimKey, float] = {}  # claims under way, and when they were last sent
+        self._early_reports: list[tuple[str, HeldUpdates]] = []  # of a generation whose instructions have not arrived here
+        self._known_counted: set[ClaimKey] = set()  # counted according to other owners, in this generation
+        self._pending_claims: dict[ClaimKey, float] = {}  # undecided claims, and when they were last sent
         self._retained_rounds = 1
         self._forgotten = -1
 
-    # -- what the server knows ---------------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------------------------
 
     @property
     def is_member(self) -> bool:
@@ -101,34 +103,34 @@ class Claims:
 
     @property
     def has_all_reports(self) -> bool:
-        """Whether everyone's holdings of this generation are known."""
+        """Whether all other members have reported what they hold in this generation."""
         return self.is_member and len(self._reported_servers) == len(self.members) - 1
 
     def is_known_counted(self, round_number: int, device: str) -> bool:
-        """Whether an update is counted as far as this server can tell: it holds it, owns its id, or has asked."""
+        """Return whether this server has evidence that an update is counted: it holds it, owns its id, or has claimed it."""
         owned = self._holders.get(round_number, {}).get(device, ("", False))[1]
         return (
             owned or self.held_updates.get(round_number, {}).get(device, False) or (round_number, device) in self._known_counted
         )
 
     def is_being_logged(self, round_number: int, device: str) -> bool:
-        """Whether an update was granted to this server and is not logged yet."""
+        """Return whether an update was granted to this server and is not logged yet."""
         return not self.held_updates.get(round_number, {}).get(device, True)
 
     def set_node_id(self, node_id: str) -> None:
-        """Use the node id that the scheduler has chosen."""
+        """Set the node id that the scheduler has chosen."""
         self.node_id = node_id
 
     def forget_round(self, round_number: int) -> None:
-        """Forget what this server holds of a round: its part starts over."""
+        """Drop all held updates of a round, because this server's part of it starts over."""
         self.held_updates.pop(round_number, None)
 
     def restore(self, round_number: int, devices: Iterable[str]) -> None:
-        """What the log of an earlier life, or an adopted one, holds."""
+        """Add the updates found in the log of an earlier process of this server, or in an adopted log."""
         self.held_updates.setdefault(round_number, {}).update(dict.fromkeys(devices, True))
 
     def apply_instructions(self, instructions: ServerInstructions, now: float) -> list[ClaimEffect]:
-        """Apply new instructions: a round, a stage, a generation."""
+        """Apply new instructions. In a new generation, report held updates to the other members and resend pending claims."""
         self._retained_rounds, self._forgotten = instructions.plan.staleness + 1, instructions.forgotten
         leaving = self.node_id in instructions.leaving
         self.round = instructions.round
@@ -160,14 +162,20 @@ class Claims:
         return out
 
     def _reject_pending(self) -> list[ClaimEffect]:
-        """Whom it makes no sense to ask about. Of a round that has just closed the owner says whether it counts: it may."""
-        gone = [key for key in self._pending_claims if self._rejects_updates or key[0] < self.round - self._retained_rounds]
-        for key in gone:
+        """Reject pending updates that can no longer be counted.
+
+        Claims of a round that has just closed stay pending, because its owner may know that the update is counted.
+        """
+        expired = [key for key in self._pending_claims if self._rejects_updates or key[0] < self.round - self._retained_rounds]
+        for key in expired:
             del self._pending_claims[key]
-        return [RejectUpdate(*key, UpdateOutcome.CLOSED if self._rejects_updates else UpdateOutcome.LATE) for key in gone]
+        return [RejectUpdate(*key, UpdateOutcome.CLOSED if self._rejects_updates else UpdateOutcome.LATE) for key in expired]
 
     def holdings_for(self, node_id: str) -> list[ClaimEffect]:
-        """All that a member must know of what this server holds: at a new generation, and when it can be reached again."""
+        """Return the complete report of updates this server holds of a member's ids; [] if either is not a member.
+
+        It is sent in each new generation, and when that member is reachable again.
+        """
         if node_id == self.node_id or not self.is_member or all(peer.node_id != node_id for peer in self.members):
             return []
         out: list[ClaimEffect] = []
@@ -177,13 +185,13 @@ class Claims:
                 logged = tuple(d for d, done in piece if done)
                 granted = tuple(d for d, done in piece if not done)
                 out.append(SendToServer(node_id, HeldUpdates(self.generation, number, logged, granted)))
-        asks = node_id not in self._reported_servers
-        return [*out, SendToServer(node_id, HeldUpdates(self.generation, self.round, is_complete=True, reply_requested=asks))]
+        last = HeldUpdates(self.generation, self.round, is_complete=True, reply_requested=node_id not in self._reported_servers)
+        return [*out, SendToServer(node_id, last)]
 
     # -- updates -----------------------------------------------------------------------------------------------------
 
     def on_update_received(self, round_number: int, device: str, now: float) -> list[ClaimEffect]:
-        """An update was received and checked. The wishes say what becomes of it, now or later."""
+        """Handle an update that was received and checked. It is stored or rejected by these effects or by later ones."""
         held = self.held_updates.get(round_number, {}).get(device)
         if held or (self._allows_stale_updates and any(ids.get(device) for ids in self.held_updates.values())):
             return [RejectUpdate(round_number, device, UpdateOutcome.COUNTED)]
@@ -198,7 +206,7 @@ class Claims:
         return self._send_claims([(round_number, device)], now)
 
     def on_update_logged(self, round_number: int, device: str) -> list[ClaimEffect]:
-        """It is durable, and may be acknowledged."""
+        """Record that an update is durable, and report that to its owner. The update may now be acknowledged."""
         self.held_updates.setdefault(round_number, {})[device] = True
         holder = claim_owner(device, self.members)
         if holder == self.node_id:
@@ -207,21 +215,21 @@ class Claims:
         return [SendToServer(holder, HeldUpdates(self.generation, round_number, (device,)))]
 
     def on_request_dropped(self, round_number: int, device: str) -> None:
-        """The device went away, or was told to try again. A grant that still comes is given back."""
+        """Cancel a claim whose device disconnected or was told to retry. A grant that still arrives is released."""
         self._pending_claims.pop((round_number, device), None)
 
     def on_store_failed(self, round_number: int, device: str) -> list[ClaimEffect]:
-        """It was granted and could not be stored: nobody holds it."""
+        """Release the claim of an update that was granted and could not be stored."""
         self.held_updates.get(round_number, {}).pop(device, None)
         return self._release_claims(round_number, [device])
 
     def is_fully_logged(self, round_number: int) -> bool:
-        """Whether everything granted has been logged: only then may the part of a sealed round be told."""
+        """Return whether all granted updates are logged. Only then may the part of a sealed round be reported."""
         return all(self.held_updates.get(round_number, {}).values())
 
     def tick(self, now: float) -> list[ClaimEffect]:
-        """Ask again for what was not answered."""
-        return self._send_claims([key for key, asked in self._pending_claims.items() if now - asked >= CLAIM_RETRY_S], now)
+        """Repeat claims that were not decided within `CLAIM_RETRY_S`."""
+        return self._send_claims([key for key, sent in self._pending_claims.items() if now - sent >= CLAIM_RETRY_S], now)
 
     def _send_claims(self, keys: list[ClaimKey], now: float) -> list[ClaimEffect]:
         out: list[ClaimEffect] = []
@@ -241,7 +249,7 @@ class Claims:
     # -- between servers ---------------------------------------------------------------------------------------------
 
     def on_message(self, sender: str, message: Message, now: float) -> list[ClaimEffect]:
-        """A claim, a verdict or what another server holds."""
+        """Handle a claim, a reply to a claim, a release, or a report of held updates."""
         if isinstance(message, Claim):
             verdict = self._decide_claim(sender, message)
             return [SendToServer(sender, verdict)] if verdict.granted or verdict.counted or verdict.late else []
@@ -267,16 +275,16 @@ class Claims:
 
     @property
     def _allows_stale_updates(self) -> bool:
-        """Whether updates may be some rounds old: then one that an earlier round counted must not count again."""
+        """Whether updates may be some rounds old. One that an earlier round counted must then not be counted again."""
         return self._retained_rounds > 1
 
     def _find_holder(self, round_number: int, device: str) -> tuple[str, bool]:
-        """As owner: who holds an update, and whether it is logged."""
+        """Return, as owner, the node id of the server that holds an update ("" if none) and whether it is logged."""
         rounds = self._holders.values() if self._allows_stale_updates else [self._holders.get(round_number, {})]
         return max((ids[device] for ids in rounds if device in ids), key=lambda entry: entry[1], default=("", False))
 
     def _decide_claim(self, sender: str, claim: Claim) -> ClaimReply:
-        """As owner. What is in neither list of the verdict is not known yet."""
+        """Decide a claim as owner. Ids that are in no list of the reply cannot be decided yet."""
         verdict = ClaimReply(claim.generation, claim.round)
         if claim.generation != self.generation or not self.has_all_reports or claim.round > self.round:
             return verdict

@@ -1,12 +1,12 @@
-"""The state machine of a federated cluster's scheduler.
+"""State machine of a federated cluster's scheduler.
 
-Theory of operation. Servers send their whole status (`ServerStatus`), and the scheduler sends whole instructions
-(`ServerInstructions`), both again whenever they change. `step` takes one event, lets the part that it concerns record it, and
-then advances as far as possible, always in this order: resolve lost servers, start a generation if the members changed,
-advance the round until nothing moves, send instructions that changed.
+Theory of operation. Servers send their complete status (`ServerStatus`), and the scheduler sends complete instructions
+(`ServerInstructions`). Both are sent again whenever they change. `step` takes one event, records it in the part that it
+concerns, and then advances as far as possible, always in this order: resolve lost servers, start a generation if the members
+changed, advance the round until its stage is stable, send instructions that changed.
 
-`Roster` owns the servers, `FederatedInstance` the plan and what ends it, `Round` the stages of the present round. Each field
-has one owner. `FederationRecord` is made of the fields of all parts, and each part restores its own.
+`Roster` owns the servers, `FederatedInstance` the plan and the end of an instance, `Round` the stages of the current round.
+Each field has one owner. `FederationRecord` is made of the fields of all parts, and each part restores its own.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from covey.core.federated.roster import Roster, ServerTimeouts
 from covey.core.federated.round import Round
 from covey.core.federated.secagg.messages import SecaggForward
 from covey.core.messages import ClusterEnded, LeaveAcknowledged, Message, StopRequest
-from covey.core.plurals import count_noun, is_or_are
+from covey.core.plurals import count_noun
 from covey.errors import UsageError
 
 FederationEvent = MessageReceived | ConnectionLost | Tick
 
 
 class FederationMachine:
-    """Dispatches events and administrative requests. The effects that a method returns must be carried out in order.
+    """State machine that handles events and administrative requests. The effects of a method must be carried out in order.
 
     Administrative requests raise `UsageError` if they are refused.
     """
@@ -114,7 +114,7 @@ class FederationMachine:
         limit_s = self.roster.timeouts.formation_timeout_s
         if self.round.stage is RoundStage.FORMING and step.now - self._started_at > limit_s:
             alive = sum(server.alive for server in self.roster.servers.values())
-            self._end_cluster(step, f"{alive} of {self.roster.wanted} servers came within {limit_s:g} s", code=20)
+            self._end_cluster(step, f"{alive} of {self.roster.wanted} servers registered within {limit_s:g} s", code=20)
 
     def _end_cluster(self, step: Step, reason: str, code: int = 0) -> None:
         for server in self.roster.servers.values():
@@ -141,7 +141,7 @@ class FederationMachine:
             self.roster.send_instructions(step, self.make_instructions())
 
     def _form_if_complete(self, step: Step) -> None:
-        """Open the first round by the server with the newest model; among several, the one with the lowest rank."""
+        """Open the first round with the settings and model of the server that has the newest model, or of the lowest rank."""
         members = self.roster.form()
         if not members:
             return
@@ -149,9 +149,9 @@ class FederationMachine:
         self.instance.form(first.plan, first.fl_name)
         for server in members:
             if server.plan is not None and server.plan != self.instance.plan:
-                reason = f"server {first.node_id}'s settings of rounds hold, not its own"
+                reason = f"its round settings are ignored: those of server {first.node_id} apply"
                 step.out.publish(server.node_id, "differs", reason, Level.WARNING)
-        self.round.open_first(step, first, f"{count_noun(len(members), 'server')} {is_or_are(len(members))} here")
+        self.round.open_first(step, first, f"{count_noun(len(members), 'server')} registered")
 
     def make_instructions(self) -> ServerInstructions:
         round_, instance, secagg_round = self.round, self.instance, self.round.aggregation.secagg_round
@@ -185,7 +185,7 @@ class FederationMachine:
     # -- administrative requests -------------------------------------------------------------------------------------
 
     def scale_out(self, more: int, now: float) -> list[FederationEffect]:
-        """Make room for more servers, for those that wait and those that register later."""
+        """Raise the target size, for servers that are waiting and servers that register later."""
         step = self._begin_step(now)
         self._require_ready()
         self.roster.scale_out(step, more)
@@ -198,19 +198,19 @@ class FederationMachine:
         return self._finish_request(step)
 
     def scale_in(self, node_ids: Iterable[str], now: float) -> list[FederationEffect]:
-        """Remove servers; each hands over what it holds first."""
+        """Remove servers; each of them hands over its updates first."""
         step = self._begin_step(now)
         self._require_ready()
         self.roster.scale_in(step, node_ids)
         return self._finish_request(step)
 
     def request_new_instance(self, plan: RoundPlan, now: float) -> list[FederationEffect]:
-        """Begin a new instance: now if no update was counted in this round, else after the round or its window."""
+        """Start a new instance: now if this round is open without a counted update, else after the round or its window."""
         step = self._begin_step(now)
         self._require_ready()
         blocker = privacy_budget_blocker(plan, self.instance.spent)
         if blocker:
-            raise UsageError(f"No new instance can begin: {blocker}.")
+            raise UsageError(f"No new instance can start: {blocker}.")
         if self.round.stage is RoundStage.OPEN and not self.counted_updates:
             self.round.begin_instance(step, plan)
         else:
@@ -218,7 +218,7 @@ class FederationMachine:
         return self._finish_request(step)
 
     def set_enabled(self, enabled: bool, now: float) -> list[FederationEffect]:
-        """Serve devices, or stop serving them. Counted updates stay."""
+        """Serve devices, or stop serving them. Counted updates are kept."""
         step = self._begin_step(now)
         if self.round.stage is RoundStage.FORMING:
             raise UsageError("The cluster is not ready.")
@@ -263,7 +263,7 @@ class FederationMachine:
         )
 
     def restore(self, record: FederationRecord, now: float) -> None:
-        """Continue from the record of the scheduler before this one. The effects of this are not carried out."""
+        """Continue from the record of the previous scheduler. The effects of this call are discarded."""
         self.cluster_id, self.key = record.cluster_id, record.key
         self.roster.restore(record, now)
         self.instance.restore(record)

@@ -1,7 +1,7 @@
-"""One federated instance: a plan, its iterations, and what ends them.
+"""Federated instance: a plan, its iterations, and the conditions that end it.
 
-An instance counts iterations from 1, while round numbers only grow: iteration = round - base. A new instance begins with the
-newest model. The privacy that was spent is counted over all instances, because the devices' data are the same.
+An instance counts iterations from 1, while round numbers only grow: iteration = round - base. A new instance starts with the
+newest model. The privacy loss is counted over all instances, because the devices' data are the same.
 """
 
 from __future__ import annotations
@@ -14,31 +14,31 @@ from covey.core.federated.outbox import Step
 
 
 class FederatedInstance:
-    """The plan of the rounds, and whether devices are served."""
+    """Plan of the rounds, and whether devices are served."""
 
     def __init__(self, plan: RoundPlan, job: str = "") -> None:
         self.job = job
         self.plan = plan
-        self.next_plan: RoundPlan | None = None  # of the instance that begins at the end of the round
+        self.next_plan: RoundPlan | None = None  # of the instance that starts at the end of the round
         self.state = InstanceState.RUNNING
         self.base = 0
         self.best = (-1, 0.0)  # round and loss
         self.missed_count = 0  # windows in which too few devices or updates arrived
-        self.spent = 0.0  # on privacy: the sum of mu squared
+        self.spent = 0.0  # privacy loss: the sum of mu squared
 
     def note_job(self, job: str) -> None:
-        """Use the job name of a server if none is known."""
+        """Set the job name to that of a server, unless one is set."""
         self.job = self.job or job
 
     def form(self, plan: RoundPlan | None, job: str) -> None:
-        """Use the settings of the server that the cluster forms by, as far as it has any."""
+        """Set plan and job name to those of a server, as far as it has any."""
         self.plan, self.job = plan or self.plan, job or self.job
 
     def iteration_of(self, round_number: int) -> int:
         return round_number - self.base
 
     def start_round(self, step: Step, round_number: int) -> None:
-        """Finish after the last iteration or without a privacy budget for this round; begin the requested instance."""
+        """Start the requested instance, or finish after the last iteration; finish if the privacy budget is too small."""
         if self.state is not InstanceState.FINISHED and self.iteration_of(round_number) > self.plan.iterations:
             self.state = InstanceState.FINISHED
             reason = f"all {self.plan.iterations} iterations are done; the model is still served"
@@ -51,7 +51,7 @@ class FederatedInstance:
             step.out.publish("cluster", "finished", blocker, Level.WARNING)
 
     def begin(self, step: Step, plan: RoundPlan, round_number: int) -> None:
-        """Begin a new instance; this round is its iteration 1."""
+        """Start a new instance; this round is its iteration 1."""
         self.plan, self.next_plan = plan, None
         self.base, self.state = round_number - 1, InstanceState.RUNNING
         self.missed_count, self.best = 0, (-1, 0.0)
@@ -61,10 +61,10 @@ class FederatedInstance:
         self.next_plan = plan
 
     def set_enabled(self, step: Step, enabled: bool) -> None:
-        """Serve devices, or stop serving them. A finished instance stays finished."""
+        """Serve devices, or stop serving them. A finished instance remains finished."""
         if self.state is not InstanceState.FINISHED:
             self.state = InstanceState.RUNNING if enabled else InstanceState.DISABLED
-        step.out.publish("cluster", "enabled" if enabled else "disabled", "asked for")
+        step.out.publish("cluster", "enabled" if enabled else "disabled", "requested")
 
     def count_missed(self) -> None:
         self.missed_count += 1
@@ -75,7 +75,7 @@ class FederatedInstance:
         self.base += 1
 
     def on_round_done(self, step: Step, round_number: int, metrics: dict[str, float]) -> None:
-        """Add what the round spent; remember the best round by loss, and finish after `patience` rounds without a better."""
+        """Add the round's privacy loss, record the best round by loss, and finish after `patience` rounds without a better."""
         self.spent += self.plan.noise.mu_squared_per_round if self.plan.noise is not None else 0.0
         loss = metrics.get("central_loss", metrics.get("loss"))
         if loss is None:
@@ -103,11 +103,11 @@ class FederatedInstance:
 
 
 def privacy_budget_blocker(plan: RoundPlan, spent: float) -> str:
-    """Return why no further round may begin, if it would exceed the privacy budget; else an empty string."""
+    """Return why another round would exceed the privacy budget; "" if it would not."""
     noise = plan.noise
     if noise is None or not noise.budget:
         return ""
     after = noise.epsilon_after(spent + noise.mu_squared_per_round)
     if after <= noise.budget:
         return ""
-    return f"another round would spend epsilon {after:.4g} in all, and the budget is {noise.budget:g}"
+    return f"another round would raise epsilon to {after:.4g}, and the budget is {noise.budget:g}"

@@ -1,10 +1,10 @@
-"""The nouns of a federated cluster and what its processes say to each other.
+"""Types of a federated cluster, and the messages between its processes.
 
-Scheduler and servers speak in whole states, not in steps: `ServerInstructions` is all a server must know, `ServerStatus` all it
-has to say. Either may be lost, repeated or overtaken by a restart; the next one makes up for it. Only joins and claims are
-questions with answers.
+Scheduler and servers exchange complete states, not differences: `ServerInstructions` has everything a server needs,
+`ServerStatus` everything it reports. Either may be lost, repeated or made obsolete by a restart, because the next one replaces
+it. Only registrations, admissions, claims and fetches are requests with replies.
 
-A *round* counts up for ever and names a model; a device sees `iteration`, the round within the present instance.
+Round numbers only grow, and each names a model. A device sees `iteration`, the number of the round within the current instance.
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ from covey.core.messages import (
 )
 from covey.core.types import Host
 
-IDS_PER_MESSAGE_MAX = 10_000  # ids in one message
-SERVERS_MAX = 128  # whose sums together fit into an int64
-ROUND_DIGITS = 20  # an update of an asynchronous round is known by its device and the round it began with
+IDS_PER_MESSAGE_MAX = 10_000
+SERVERS_MAX = 128  # the sums of more servers might not fit into an int64
+ROUND_DIGITS = 20  # the key of an asynchronous update is its device and the round it began with
 DeviceId = Annotated[str, Meta(max_length=DEVICE_ID_MAX + ROUND_DIGITS)]
 DeviceIds = Annotated[tuple[DeviceId, ...], Meta(max_length=IDS_PER_MESSAGE_MAX)]
 
 
 class RoundStage(StrEnum):
-    """Where a round stands. A round that misses its window stays open."""
+    """Stage of a round. A round that misses its window stays open."""
 
     FORMING = "forming"
     OPEN = "open"
     SEALING = "sealing"  # enough updates: every server fixes its part
-    UNMASKING = "unmasking"  # of a secure round: devices are asked for what takes the masks off the sum
+    UNMASKING = "unmasking"  # secure rounds only: devices reveal the shares that remove the masks from the sum
     SUMMING = "summing"  # one server adds the parts and makes the model
 
 
 class InstanceState(StrEnum):
-    """Whether devices are served; models always are."""
+    """Whether devices may join and update. Models are served in every state. The values are MindSpore's."""
 
     RUNNING = "kRunning"
     DISABLED = "kDisable"
@@ -68,7 +68,7 @@ class InstanceState(StrEnum):
 
 
 class ScaleOperation(StrEnum):
-    """The scaling that is under way."""
+    """Scaling operation in progress."""
 
     NONE = ""
     OUT = "out"
@@ -76,72 +76,72 @@ class ScaleOperation(StrEnum):
 
 
 class RoundPlan(msgspec.Struct, frozen=True):
-    """What a round goes by. `/newInstance` changes it; devices are told the client's part."""
+    """Settings of a round. `/newInstance` changes them; devices receive those of the client."""
 
     threshold: int = 1
     start_window_s: float = 3.0
     ratio: float = 1.0
     update_window_s: float = 3.0
-    update_min: int = 0  # at the window's end so many updates are enough; 0: only the ratio is
+    update_min: int = 0  # number of updates that closes the round at the window's end; 0: threshold * ratio is required
     iteration_window_s: float = 3600.0
     iterations: int = 20
     epochs: int = 25
     batch: int = 32
     learning_rate: float = 0.001
-    sample: float = 1.0  # the share of devices that a round looks at
-    staleness: int = 0  # how many rounds old a device's model may be (asynchronous strategies)
+    sample: float = 1.0  # fraction of devices that a round samples
+    staleness: int = 0  # maximum age of a device's model, in rounds (asynchronous strategies)
     patience: int = 0  # rounds without a better loss until the instance finishes; 0: never
-    eval_every: int = 0  # in every so-many-th iteration devices are asked to evaluate; 0: never
-    eval_share: float = 1.0  # the share of an iteration's devices that is asked
-    secure: bool = False  # updates are masked, and only their sum is ever known
+    eval_every: int = 0  # devices evaluate in every n-th iteration; 0: never
+    eval_share: float = 1.0  # fraction of such an iteration's devices that evaluate
+    secure: bool = False  # updates are masked, so that the servers learn only their sum
     cipher_window_s: float = 300.0  # for each phase of a secure round
-    share_ratio: float = 1.0  # of those that came to one such phase, how many must come to the next
-    reconstruct: int = 0  # devices needed to take masks off; 0: more than two thirds
-    compress: str = "NO_COMPRESS"  # how small uploads are
-    sparse_rate: float = 1.0  # the share of values in them, where not all are sent
-    download: str = "NO_COMPRESS"  # how small the models are that devices are given, where they understand it
-    signed: bool = False  # devices have certificates: in a secure round they sign their keys and the list for each other
+    share_ratio: float = 1.0  # fraction of the devices of one phase that must take part in the next
+    reconstruct: int = 0  # devices needed for unmasking; 0: more than two thirds
+    compress: str = "NO_COMPRESS"  # compression of uploads
+    sparse_rate: float = 1.0  # fraction of values in a sparse upload
+    download: str = "NO_COMPRESS"  # compression of models sent to devices that support it
+    signed: bool = False  # devices have certificates; in a secure round they sign their keys and the list of uploaders
     noise: Noise | None = None  # differential privacy
-    reach: float = 16.0  # how far a value of an update may be from the model
+    reach: float = 16.0  # greatest distance of an update's value from the model's
 
     @property
     def needed_updates(self) -> int:
-        """Updates that close a round."""
+        """Number of updates that closes a round."""
         return max(1, min_count_for_share(self.threshold, self.ratio))
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
-    """A server as the others know it."""
+    """Addresses of a server, sent to the other servers."""
 
     node_id: Name
     rank: int
-    peer_address: str = ""  # HOST:PORT where servers talk to each other
-    http_address: str = ""  # HOST:PORT where devices do
+    peer_address: str = ""  # HOST:PORT for other servers
+    http_address: str = ""  # HOST:PORT for devices
     host_id: str = ""  # the id of the machine it runs on
 
 
 class LogAdoption(msgspec.Struct, frozen=True):
-    """Take over what a server that is gone had logged."""
+    """Order to `adopter`: take over the update log of a lost server."""
 
     node_id: Name
     instance_id: Name
     log_directory: str
     adopter: Name
-    from_replica: bool = False  # not its own log, which lies on another host, but the copies `by` has
+    from_replica: bool = False  # adopt the replicas that `adopter` has, because the log itself is locked or on another host
 
 
 class RoundTotals(msgspec.Struct, frozen=True):
-    """What a part of a round adds up to. Whole numbers, so that sums depend neither on order nor on who added."""
+    """Totals of a part of a round. Integers, so that sums do not depend on the order of addition."""
 
     count: int = 0
     size: int = 0  # samples
     loss: int = 0  # sum of loss * samples, in 2^-24
     accuracy: int = 0
-    told: int = 0  # samples of the devices that told a loss
-    eval_size: int = 0  # samples that devices kept back and evaluated the model they were given on
+    told: int = 0  # samples of the devices that reported a loss
+    eval_size: int = 0  # held-out samples on which devices evaluated the model they received
     eval_loss: int = 0
     eval_accuracy: int = 0
-    judged: int = 0  # samples of the devices that told an accuracy: not all that tell a loss have one
+    judged: int = 0  # samples of the devices that reported an accuracy; a loss may come without one
     eval_judged: int = 0
 
     def __add__(self, other: RoundTotals) -> RoundTotals:
@@ -152,35 +152,35 @@ class RoundTotals(msgspec.Struct, frozen=True):
 
 
 class RegisterServer(Message, frozen=True):
-    """I am this server, in this life. First on every connection."""
+    """Server to scheduler: registration of a process of a server. First message on every connection."""
 
-    node_id: Name  # "": choose one for me, the one I had if this host and port is known
+    node_id: Name  # "": the scheduler chooses one, the previous one if this host and port are known
     instance_id: Name
     host: Host
     http_address: str
     peer_address: str
-    log_directory: str = ""  # below which it keeps its logs
+    log_directory: str = ""  # directory of its update logs
     pid: int = 0
     cluster_id: Name = ""
     durability: str = "process"
     round: int = 0
-    preferred_number: int = -1  # without an id: the number it would like, if nobody has it
+    preferred_number: int = -1  # if `node_id` is empty: the number it prefers as its id, if that is free; -1: none
     fl_name: str = ""
-    plan: RoundPlan | None = None  # MindSpore gives it to servers, not to the scheduler
-    admitted_devices: DeviceIds = ()  # whom it saw admitted in this round: a restarted scheduler asks no device twice
+    plan: RoundPlan | None = None  # sent by servers because MindSpore configures the servers, not the scheduler
+    admitted_devices: DeviceIds = ()  # devices it saw admitted in this round, from which a restarted scheduler restores them
 
 
 class ServerRegistered(Message, frozen=True):
-    """You are known. Look into your folder, then say how you stand."""
+    """Scheduler to server: registration accepted. The server reads its logs, then sends its status."""
 
     node_id: Name
     cluster_id: Name
     key: bytes  # for tickets
-    discarded_through_round: int = -1  # logs up to this round were given up and count no more
+    discarded_through_round: int = -1  # logs up to this round were abandoned and must be discarded
 
 
 class ServerStatus(Message, frozen=True):
-    """All a server has to say."""
+    """Server to scheduler: its complete state, sent again whenever it changes."""
 
     generation: int = 0
     round: int = 0
@@ -188,17 +188,17 @@ class ServerStatus(Message, frozen=True):
     sealed: bool = False
     model_round: int = -1  # the newest round whose model it has
     digest: str = ""
-    adopted_instances: tuple[Name, ...] = ()  # lives whose logs it has taken over
-    failed_adoptions: tuple[Name, ...] = ()  # lives whose logs it could not
-    drained: bool = False  # it has stopped taking updates and let go of its log
-    metrics: dict[str, float] = {}  # noqa: RUF012 - of the newest model, where this server made it
-    counted_devices: DeviceIds = ()  # whose updates are in it, in a secure round, once it is sealed
+    adopted_instances: tuple[Name, ...] = ()  # instance ids whose logs it has adopted
+    failed_adoptions: tuple[Name, ...] = ()  # instance ids whose logs it could not adopt
+    drained: bool = False  # it accepts no more updates and has released its log
+    metrics: dict[str, float] = {}  # noqa: RUF012 - of the newest model, if this server made it
+    counted_devices: DeviceIds = ()  # secure rounds: devices whose updates are in its part, after it is sealed
     aggregation_error: Sentence = ""  # why this server cannot make the model of this round
-    refusals_by_reason: dict[Name, int] = {}  # noqa: RUF012 - how many requests of devices, by why, in this life
+    refusals_by_reason: dict[Name, int] = {}  # noqa: RUF012 - refused requests of devices since this process started
 
 
 class RoundModel(msgspec.Struct, frozen=True):
-    """The model of a round that is not over yet, and who has it."""
+    """Model of a round that is not complete yet, and the server that has it."""
 
     node_id: Name
     digest: str
@@ -206,7 +206,7 @@ class RoundModel(msgspec.Struct, frozen=True):
 
 
 class ServerInstructions(Message, frozen=True):
-    """All a server must know."""
+    """Scheduler to server: the complete state of the cluster, sent again whenever it changes."""
 
     generation: int
     members: tuple[ServerInfo, ...]
@@ -217,35 +217,35 @@ class ServerInstructions(Message, frozen=True):
     plan: RoundPlan
     digest: str = ""  # of the model of round - 1, empty until one is chosen
     metrics: dict[str, float] = {}  # noqa: RUF012 - of that model
-    source: Name = ""  # who has that model
+    source: Name = ""  # server that has that model
     aggregator: Name = ""
-    expected_totals: tuple[tuple[Name, RoundTotals], ...] = ()  # what the summer must find, exactly
-    new_model: RoundModel | None = None  # this round's model: the others fetch it before the round is over
+    expected_totals: tuple[tuple[Name, RoundTotals], ...] = ()  # totals of each part, which the aggregator must find exactly
+    new_model: RoundModel | None = None  # this round's model, which the other servers fetch before the round is complete
     adoptions: tuple[LogAdoption, ...] = ()
     leaving: tuple[Name, ...] = ()
-    missing: tuple[Name, ...] = ()  # whose part the round goes without
-    forgotten: int = -1  # of what began up to this round, some may be in a model and nobody knows it any more
-    is_full: bool = False  # no more devices are taken into this round
-    secagg_phase: SecaggPhase | None = None  # of a secure round
-    unmasking: UnmaskingSecrets | None = None  # for the summer
-    is_abandoned: bool = False  # the round is abandoned: its model is the one before
-    voided: tuple[int, Sentence] = (-1, "")  # the last round that was, and why
+    missing: tuple[Name, ...] = ()  # servers whose part of the round is lost
+    forgotten: int = -1  # updates that began up to this round may be in a model without a record of their ids
+    is_full: bool = False  # no more devices are admitted to this round
+    secagg_phase: SecaggPhase | None = None  # None: not a secure round
+    unmasking: UnmaskingSecrets | None = None  # for the aggregator
+    is_abandoned: bool = False  # the round is abandoned: its model is that of the previous round
+    voided: tuple[int, Sentence] = (-1, "")  # number and reason of the last abandoned round
 
     @property
     def may_have_lost_updates(self) -> bool:
-        """Whether devices may believe that this iteration has their update and be wrong: a part was lost, or it began again."""
+        """Whether acknowledged updates of this iteration may be lost, because a part was lost or the iteration is repeated."""
         return bool(self.missing) or self.voided[0] == self.round - 1
 
 
 class AdmitDevices(Message, frozen=True):
-    """Devices that ask to take part in a round."""
+    """Server to scheduler: devices that request to take part in a round."""
 
     round: int
     ids: DeviceIds
 
 
 class DevicesAdmitted(Message, frozen=True):
-    """Which of them may, and why the others may not."""
+    """Scheduler to server: the devices that may take part, and why the others may not."""
 
     round: int
     admitted: DeviceIds
@@ -254,7 +254,10 @@ class DevicesAdmitted(Message, frozen=True):
 
 
 class ServerHeartbeat(Message, frozen=True):
-    """A beat, and its answer, which gives back when the beat was sent: one that was read late vouches for no more than that."""
+    """Heartbeat of a server, and the scheduler's reply to it.
+
+    The reply repeats `sent_at`, so that a reply that is read late extends the server's lease only from that time.
+    """
 
     sent_at: float = 0.0  # by the server's clock
 
@@ -263,13 +266,13 @@ class ServerHeartbeat(Message, frozen=True):
 
 
 class PeerHello(Message, frozen=True):
-    """Who calls."""
+    """Id of the server that opened the connection; first message on it."""
 
     node_id: Name
 
 
 class Claim(Message, frozen=True):
-    """May I count these devices' updates of this round?"""
+    """Request to the ids' owner: may the sender count these devices' updates of this round?"""
 
     generation: int
     round: int
@@ -277,7 +280,7 @@ class Claim(Message, frozen=True):
 
 
 class ClaimReply(Message, frozen=True):
-    """Yes; they are counted already; it is too late. Of the rest nothing is known yet: ask again."""
+    """Owner's reply to a claim: granted, already counted, or too late. Ids in no list are undecided; the claim is repeated."""
 
     generation: int
     round: int
@@ -287,7 +290,7 @@ class ClaimReply(Message, frozen=True):
 
 
 class ReleaseClaim(Message, frozen=True):
-    """I was granted these and will not count them after all."""
+    """Return of grants: the sender will not count these updates."""
 
     generation: int
     round: int
@@ -295,18 +298,21 @@ class ReleaseClaim(Message, frozen=True):
 
 
 class HeldUpdates(Message, frozen=True):
-    """What of yours I hold: logged, or about to be. With `whole`, that is all of it and a new generation may begin."""
+    """Report to an owner: updates of its ids that the sender has logged, or was granted and is about to log.
+
+    The last message of a report has `is_complete`. The owner grants claims when it has a complete report of every member.
+    """
 
     generation: int
     round: int
     logged: tuple[DeviceId, ...] = ()
     granted: tuple[DeviceId, ...] = ()
     is_complete: bool = False
-    reply_requested: bool = False  # and I have not heard from you yet
+    reply_requested: bool = False  # the sender has no complete report of the receiver yet
 
 
 class FetchChunk(Message, frozen=True):
-    """Give me a piece: of a model ("model", "state"), of your part of a round ("part") or of its updates ("logs", "log0")."""
+    """Request for a chunk of a model ("model", "state"), of a part of a round ("part") or of its updates ("logs", "log0")."""
 
     resource: str
     round: int
@@ -314,7 +320,7 @@ class FetchChunk(Message, frozen=True):
 
 
 class Chunk(Message, frozen=True):
-    """A piece of what was asked for. `total` is negative if there is nothing."""
+    """Chunk of a requested resource. `total` is its size in bytes, negative if the server does not have it."""
 
     resource: str
     round: int
@@ -324,18 +330,18 @@ class Chunk(Message, frozen=True):
 
 
 class ReplicateUpdate(Message, frozen=True):
-    """Keep this update of mine too."""
+    """Request to store a replica of one of the sender's updates."""
 
     instance_id: Name
     round: int
     serial: int
-    record: bytes  # or a piece of it: pieces come one after the other
+    record: bytes  # or a chunk of it; chunks are sent in order
     offset: int = 0
-    remaining_bytes: int = 0  # bytes that are still to come
+    remaining_bytes: int = 0  # bytes in later chunks
 
 
 class UpdateReplicated(Message, frozen=True):
-    """It is kept."""
+    """Acknowledgement: the replica is stored."""
 
     serial: int
 
@@ -360,7 +366,7 @@ BetweenServers = (
 
 
 class ServerRecord(msgspec.Struct, frozen=True):
-    """A server in the scheduler's record."""
+    """Stored fields of a server in `FederationRecord`."""
 
     node_id: str
     life: str
@@ -375,7 +381,7 @@ class ServerRecord(msgspec.Struct, frozen=True):
 
 
 class FederationRecord(msgspec.Struct, frozen=True):
-    """What a restarted scheduler must know."""
+    """Stored state from which a restarted scheduler continues."""
 
     cluster_id: str
     key: bytes
@@ -394,32 +400,38 @@ class FederationRecord(msgspec.Struct, frozen=True):
     best: tuple[int, float] = (-1, 0.0)  # round and loss
     operation: ScaleOperation = ScaleOperation.NONE
     wanted_before: int = 0
-    next_plan: RoundPlan | None = None  # of an instance that begins at the end of the round
+    next_plan: RoundPlan | None = None  # of an instance that starts at the end of the round
     missing: tuple[str, ...] = ()
     metrics: dict[str, float] = {}
-    uploaders: UploaderList | None = None  # of a secure round: the list that was given out, or is about to be
+    uploaders: UploaderList | None = None  # of a secure round; stored before devices receive it
     voided: tuple[int, str] = (-1, "")
-    spent: float = 0.0  # on privacy: the sum of mu squared
+    spent: float = 0.0  # privacy loss: the sum of mu squared
 
 
 def claim_owner(device: str, members: Sequence[ServerInfo]) -> str:
-    """Who decides whether this device's update was counted. A new generation asks everyone anew, so plain hashing will do."""
+    """Return the node id of the server that decides claims of this device's updates.
+
+    Plain hashing suffices, because all servers report their updates again in each generation.
+    """
     digest = hashlib.blake2b(device.encode(), digest_size=8).digest()
     return members[int.from_bytes(digest, "big") % len(members)].node_id
 
 
 def async_update_key(device: str, began: int) -> str:
-    """What an update of an asynchronous round is known by."""
+    """Return the key of an asynchronous update: its device, and the round it began with."""
     return f"{device}@{began}"
 
 
-def async_update_start_round(known_by: str) -> int:
-    """The round in which the update that is known by this token began."""
-    return int(known_by.rpartition("@")[2])
+def async_update_start_round(key: str) -> int:
+    """Return the round of an `async_update_key`."""
+    return int(key.rpartition("@")[2])
 
 
 def replica_keeper(node_id: str, members: Sequence[ServerInfo]) -> ServerInfo | None:
-    """Who keeps copies of a server's updates, where they are kept: the next one by rank, on another host if there is any."""
+    """Return the server that stores replicas of a server's updates: the next by rank, on another host if there is one.
+
+    None if the cluster has one member.
+    """
     mine = next((peer for peer in members if peer.node_id == node_id), None)
     others = sorted((peer for peer in members if peer is not mine), key=lambda peer: peer.rank)
     if mine is None or not others:
@@ -429,12 +441,12 @@ def replica_keeper(node_id: str, members: Sequence[ServerInfo]) -> ServerInfo | 
 
 
 def should_evaluate(plan: RoundPlan, cluster_id: str, iteration: int, device: str) -> bool:
-    """Whether a device that takes part in this iteration is asked to evaluate the model too: any server says the same."""
+    """Return whether a device of this iteration must evaluate the model too. The result is the same on every server."""
     due = plan.eval_every > 0 and iteration % plan.eval_every == 0
     return due and hash_fraction(f"{cluster_id}/eval/{iteration}", device) < plan.eval_share
 
 
 def hash_fraction(seed: str, device: str) -> float:
-    """A number in [0, 1) that looks random and is the same everywhere: who is sampled is no secret, but nobody's choice."""
+    """Return a pseudo-random number in [0, 1), the same on every server. It is predictable and must not be used as a secret."""
     digest = hashlib.blake2b(f"{seed}/{device}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64

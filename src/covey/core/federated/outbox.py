@@ -21,7 +21,7 @@ FederationEffect = PersistFederation | Send | Close | PublishEvent | EndCluster
 
 
 class Outbox:
-    """Collects effects. `persist` stores the record as it is at that moment, so a message sent later may depend on it."""
+    """Ordered effects of one call. `persist` adds the record of that moment; messages added later may depend on it."""
 
     def __init__(self, make_record: Callable[[], FederationRecord]) -> None:
         self.effects: list[FederationEffect] = []
@@ -45,7 +45,7 @@ class Outbox:
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One call of the machine: its time, the cluster's id, and where its effects go. It is dropped after the call."""
+    """Context of one call of the machine: time, cluster id, and outbox."""
 
     now: float
     cluster_id: str

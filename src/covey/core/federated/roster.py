@@ -1,8 +1,8 @@
-"""The servers of a federated cluster: registration, loss, adoption of logs, generations and scaling.
+"""Servers of a federated cluster: registration, loss, adoption of logs, generations and scaling.
 
-The servers of a generation are fixed. A server that is lost stays a member until its log has been read: by the server itself
-when it returns, by a server that can reach the log or has replicas of it (`LogAdoption`), or, after `return_timeout_s`, not at
-all. In the last case the round continues without that part. Registration, loss and scaling all end in a new generation.
+The members of a generation are fixed. A lost server stays a member until its log has been read, either by the server itself
+when it returns, or by a server that can reach the log or has replicas of it (`LogAdoption`). If that does not happen within
+`return_timeout_s`, the round continues without that part. Registration, loss and scaling all end in a new generation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from covey.core.federated.messages import (
 )
 from covey.core.federated.outbox import Step
 from covey.core.messages import Refused
-from covey.core.plurals import count_noun, is_or_are
+from covey.core.plurals import count_noun
 from covey.core.types import Host
 from covey.errors import UsageError
 
@@ -40,15 +40,15 @@ _RANK_IDS = {str(rank) for rank in range(SERVERS_MAX)}  # node ids that claim th
 
 
 class ServerTimeouts(msgspec.Struct, frozen=True):
-    """How long to wait for a server, in seconds."""
+    """Timeouts of servers, in seconds."""
 
-    heartbeat_timeout_s: float = 10.0  # without a beat until it counts as gone
-    return_timeout_s: float = 30.0  # for a server whose log nobody else can read
+    heartbeat_timeout_s: float = 10.0  # without a heartbeat until a server is considered lost
+    return_timeout_s: float = 30.0  # for the return of a lost server whose log no other server has read
     formation_timeout_s: float = 900.0
 
 
 class ServerMember(msgspec.Struct, frozen=True):
-    """A server as the scheduler sees it. `node_id` never changes; the roster replaces the record to change another field."""
+    """Scheduler's record of a server. `node_id` never changes; the roster replaces the record to change another field."""
 
     node_id: str
     instance_id: str
@@ -71,7 +71,7 @@ class ServerMember(msgspec.Struct, frozen=True):
     is_log_locked: bool = False  # a hanging process holds the log: only replicas can be adopted
     restarts: int = 0
     status: ServerStatus | None = None
-    sent_instructions: ServerInstructions | None = None  # the last ones sent over its present connection
+    sent_instructions: ServerInstructions | None = None  # the last ones sent over its current connection
 
     @property
     def alive(self) -> bool:
@@ -79,20 +79,20 @@ class ServerMember(msgspec.Struct, frozen=True):
 
     @property
     def has_left(self) -> bool:
-        """Whether it was scaled in, by this scheduler or the one before: then its log is not locked any more."""
+        """Whether it was scaled in, by this scheduler or the previous one. Its log is then no longer locked."""
         return self.leaving or (self.status is not None and self.status.drained)
 
     def totals_of(self, round_number: int) -> RoundTotals:
-        """Return what the server has counted in a round, as far as it has reported it."""
+        """Return the totals of a round that the server has reported; zeros if it has reported none."""
         status = self.status
         return status.totals if status is not None and status.round == round_number else RoundTotals()
 
 
 class Losses(msgspec.Struct, frozen=True):
-    """What a change of the servers costs the present round."""
+    """Losses of the current round caused by a change of the servers."""
 
     missing: tuple[str, ...] = ()  # members whose part of the round is lost
-    updates_forgotten: bool = False  # no server knows any more which updates some server has counted
+    updates_forgotten: bool = False  # the ids of some counted updates are no longer recorded by any server
 
     def __add__(self, other: Losses) -> Losses:
         return Losses(self.missing + other.missing, self.updates_forgotten or other.updates_forgotten)
@@ -103,15 +103,15 @@ UPDATES_FORGOTTEN = Losses(updates_forgotten=True)
 
 
 class Membership(msgspec.Struct, frozen=True):
-    """The members of the present generation."""
+    """Members of the current generation."""
 
     generation: int
     members: list[ServerMember]
-    is_complete: bool  # every member is alive, and no log waits for its adoption
+    is_complete: bool  # every member is alive, and no adoption is pending
 
 
 class Roster:
-    """The table of servers. It is told the round's number and does not know its stage."""
+    """Table of servers. Methods receive the round's number; they do not depend on its stage."""
 
     def __init__(self, server_num: int, timeouts: ServerTimeouts, now: float) -> None:
         self.timeouts = timeouts
@@ -120,9 +120,9 @@ class Roster:
         self.wanted = server_num
         self.wanted_before = server_num
         self.operation = ScaleOperation.NONE
-        self.voids: dict[str, int] = {}  # by node id: up to which round its log was given up
+        self.voids: dict[str, int] = {}  # by node id: the last round whose log was abandoned
         self._adoptions: dict[str, LogAdoption] = {}  # by instance id of the lost server
-        self._no_member_alive_at = now  # no server is given up for the time in which no member was alive
+        self._no_member_alive_at = now  # time without a live member is not part of `return_timeout_s`
         self._instructions: ServerInstructions | None = None  # the newest ones
 
     # -- queries -----------------------------------------------------------------------------------------------------
@@ -136,14 +136,14 @@ class Roster:
         return Membership(self.generation, members, bool(members) and present)
 
     def describe_members(self) -> tuple[ServerInfo, ...]:
-        """Return the members as they are announced to all servers."""
+        """Return the members in the form that is sent to all servers, by rank."""
         return tuple(
             ServerInfo(server.node_id, server.rank, server.peer_address, server.http_address, server.host.id)
             for server in sorted(self.members(), key=lambda server: server.rank)
         )
 
     def announced_members(self) -> tuple[ServerInfo, ...]:
-        """Return the members of the newest instructions; after a restart, before any were sent, the present ones."""
+        """Return the members of the newest instructions; the current members if none were made since the restart."""
         return self._instructions.members if self._instructions is not None else self.describe_members()
 
     def adoptions(self) -> tuple[LogAdoption, ...]:
@@ -155,15 +155,17 @@ class Roster:
     # -- registration and loss ---------------------------------------------------------------------------------------
 
     def register(self, step: Step, connection: int, request: RegisterServer, *, key: bytes, is_forming: bool) -> Losses | None:
-        """Register a server and reply to it. Return what its return costs the round, or None if it was refused."""
+        """Register a server and reply to it. Return the losses of the round, or None if it was refused or must retry."""
         node_id = request.node_id or self._choose_node_id(request, is_forming)
         known = self.servers.get(node_id)
         if request.cluster_id and request.cluster_id != step.cluster_id:
-            reason = f"this is cluster {step.cluster_id}, and server {node_id} belongs to {request.cluster_id}: start it anew"
+            reason = (
+                f"this is cluster {step.cluster_id}, but server {node_id} belongs to {request.cluster_id}: restart the server"
+            )
             self._refuse(step, connection, reason)
             return None
         if known is not None and known.connection and known.instance_id != request.instance_id:
-            reason = f"a server with the id {node_id} is here already ({known.http_address}): give each its own MS_NODE_ID"
+            reason = f"server {node_id} is already connected ({known.http_address}): give each server its own MS_NODE_ID"
             self._refuse(step, connection, reason)
             return None
         if known is not None and self._awaits_replica_adoption(known):  # it may register when the adopter has replied
@@ -180,7 +182,7 @@ class Roster:
                 request.log_directory,
             )
             self.servers[node_id] = known
-            step.out.publish(node_id, "came", f"a server for devices at {request.http_address}")
+            step.out.publish(node_id, "came", f"it serves devices at {request.http_address}")
         elif known.instance_id != request.instance_id:
             if known.durability == "none":
                 losses = _loss_of_part(known)
@@ -190,7 +192,7 @@ class Roster:
                 has_returned=known.is_member,
                 leaving=known.leaving and known.is_member,
             )
-            step.out.publish(node_id, "returned", f"it lives again at {request.http_address}")
+            step.out.publish(node_id, "returned", f"it was restarted and serves devices at {request.http_address}")
         self._adoptions.pop(known.instance_id, None)
         self._replace(
             known,
@@ -213,15 +215,15 @@ class Roster:
         return losses
 
     def _awaits_replica_adoption(self, server: ServerMember) -> bool:
-        """Whether a living server was asked to adopt its replicas of this server's updates and has not replied yet."""
+        """Return whether a live server was told to adopt its replicas of this server's updates and has not replied yet."""
         adoption = self._adoptions.get(server.instance_id)
         adopter = self.servers.get(adoption.adopter) if adoption is not None and adoption.from_replica else None
         return adopter is not None and adopter.alive
 
     def _choose_node_id(self, request: RegisterServer, is_forming: bool) -> str:
-        """Return the id that this host and port had, if that server is lost; else a free number.
+        """Return the id of the server at this host and port, if it is lost or the same process; else a free number.
 
-        While the cluster forms the highest number is chosen: the lowest ones are the ids that servers are usually given.
+        While the cluster forms, the highest number is chosen, because users usually configure the lowest ones as ids.
         """
         for server in self.servers.values():
             if (server.host.id, server.http_address) == (request.host.id, request.http_address) and (
@@ -241,7 +243,7 @@ class Roster:
         self._replace(server, last_heartbeat_at=now)
 
     def on_status(self, step: Step, server: ServerMember, status: ServerStatus, round_number: int) -> Losses:
-        """Record a server's status. Return what the adoptions that it reports cost the round."""
+        """Record a server's status. Return the losses of the round due to the adoptions that it reports."""
         server = self._replace(server, status=status)
         losses = NO_LOSSES
         for instance_id in status.adopted_instances:
@@ -267,7 +269,7 @@ class Roster:
         for server in list(self.servers.values()):
             if server.connection and step.now - server.last_heartbeat_at > limit_s:
                 step.out.close(server.connection)
-                self._on_server_lost(step, server, f"silent for {limit_s:g} s")
+                self._on_server_lost(step, server, f"no heartbeat for {limit_s:g} s")
 
     def _on_server_lost(self, step: Step, server: ServerMember, reason: str) -> None:
         self._replace(server, connection=0, lost_at=step.now)
@@ -279,7 +281,7 @@ class Roster:
     # -- logs of lost servers ----------------------------------------------------------------------------------------
 
     def resolve_lost_servers(self, step: Step, announced: tuple[ServerInfo, ...], round_number: int) -> Losses:
-        """For each member that is lost or drained, choose a server that adopts its log, or give the log up."""
+        """For each member that is lost or drained, choose a server that adopts its log, or abandon the log after a timeout."""
         losses = NO_LOSSES
         if not any(server.alive for server in self.members()):
             self._no_member_alive_at = step.now
@@ -290,7 +292,7 @@ class Roster:
             self._find_adopter(step, server, announced)
             if drained and server.instance_id not in self._adoptions and not server.totals_of(round_number).count:
                 losses += UPDATES_FORGOTTEN
-                server = self._remove_member(step, server, "it held nothing of this round")
+                server = self._remove_member(step, server, "it held no updates of this round")
             waited_since = max(server.lost_at, self._no_member_alive_at)
             waited = not server.connection and step.now - waited_since >= self.timeouts.return_timeout_s
             if waited and any(other.alive for other in self.members()):
@@ -325,24 +327,24 @@ class Roster:
                 continue
             if lost.durability == "none":
                 losses += _loss_of_part(lost)
-            elif adoption is None or adoption.from_replica:  # replicas of this round only; its own log must not count too
+            elif adoption is None or adoption.from_replica:  # replicas of this round only; its own log must not be added too
                 losses += UPDATES_FORGOTTEN
                 self.voids[lost.node_id] = round_number
-                if lost.connection and not lost.leaving:  # it returned meanwhile: it learns this when it registers again
+                if lost.connection and not lost.leaving:  # it returned during the adoption and must register again
                     step.out.close(lost.connection)
                     lost = self._replace(lost, connection=0)
-            self._remove_member(step, lost, f"server {adopter.node_id} took over its log")
+            self._remove_member(step, lost, f"server {adopter.node_id} adopted its log")
         return losses
 
     def _give_up_log(self, step: Step, server: ServerMember, round_number: int) -> Losses:
         losses = _loss_of_part(server)
         self.voids[server.node_id] = round_number
         self._adoptions.pop(server.instance_id, None)
-        reason = f"it did not come back within {self.timeouts.return_timeout_s:g} s and nobody could read its log"
+        reason = f"it did not return within {self.timeouts.return_timeout_s:g} s and no server could read its log"
         self._remove_member(step, server, reason)
         updates = count_noun(server.totals_of(round_number).count, "update")
         step.out.publish(
-            server.node_id, "given up", f"round {round_number} goes without its {updates}: {reason}", Level.WARNING
+            server.node_id, "given up", f"round {round_number} continues without its {updates}: {reason}", Level.WARNING
         )
         return losses
 
@@ -353,7 +355,7 @@ class Roster:
     # -- generations -------------------------------------------------------------------------------------------------
 
     def form(self) -> list[ServerMember]:
-        """Make the first generation if enough servers are alive. Return its members, or an empty list."""
+        """Start the first generation if enough servers are alive. Return its members, or an empty list."""
         ready = [server for server in self.servers.values() if server.alive]
         if len(ready) < self.wanted or not ready:
             return []
@@ -364,13 +366,13 @@ class Roster:
         return self.members()
 
     def start_generation_if_changed(self, step: Step, announced: tuple[ServerInfo, ...]) -> bool:
-        """Add waiting servers if there is room, and start a new generation if the members are not the announced ones."""
+        """Add waiting servers up to the target size. Start a generation if members changed or returned; return whether."""
         for server in list(self.servers.values()):
             has_room = len([member for member in self.members() if not member.leaving]) < self.wanted
             if server.alive and not server.is_member and not server.has_left and has_room:
                 self._replace(server, is_member=True)
-                self.voids.pop(server.node_id, None)  # it has started over: what it counts from now on is valid
-                step.out.publish(server.node_id, "joined", "the cluster has a place for it")
+                self.voids.pop(server.node_id, None)  # it starts with an empty log, which is valid
+                step.out.publish(server.node_id, "joined", "a member slot is free")
         members = self.members()
         is_changed = {info.node_id for info in announced} != {server.node_id for server in members}
         if not is_changed and not any(server.has_returned and server.alive for server in members):
@@ -383,7 +385,7 @@ class Roster:
         return True
 
     def _assign_ranks(self) -> None:
-        """A known server keeps its rank; an id that is a number claims that rank; any other gets the lowest that is free."""
+        """Give a rank to each member without one: the number that is its id if that is free, else the lowest free rank."""
         taken = {server.rank for server in self.servers.values() if server.rank >= 0}
         new = [server for server in self.members() if server.rank < 0]
         for server in sorted(new, key=lambda server: server.node_id not in _RANK_IDS):
@@ -393,7 +395,7 @@ class Roster:
             taken.add(rank)
 
     def send_instructions(self, step: Step, instructions: ServerInstructions) -> None:
-        """Send instructions to every living server that has not received them over its present connection."""
+        """Send instructions to every live server to which they were not sent over its current connection."""
         if instructions != self._instructions or self._instructions is None:
             self._instructions = instructions
         for server in list(self.servers.values()):
@@ -407,15 +409,15 @@ class Roster:
         if more < 1:
             raise UsageError("The value should not be less than 0.")
         if self.wanted + more > SERVERS_MAX:
-            raise UsageError(f"The cluster has {self.wanted} servers, and at most {SERVERS_MAX} are possible.")
+            raise UsageError(f"The cluster has {self.wanted} servers, and at most {SERVERS_MAX} are allowed.")
         self.operation, self.wanted_before, self.wanted = ScaleOperation.OUT, self.wanted, self.wanted + more
-        step.out.publish("cluster", "scale out", f"{count_noun(more, 'server')} {is_or_are(more)} to come")
+        step.out.publish("cluster", "scale out", f"waiting for {count_noun(more, 'server')}")
 
     def roll_back(self, step: Step) -> None:
         if self.operation is not ScaleOperation.OUT:
             raise UsageError("The cluster is not in CLUSTER_SCALE_OUT: there is nothing to roll back.")
         self.operation, self.wanted = ScaleOperation.NONE, max(self.wanted_before, len(self.members()))
-        step.out.publish("cluster", "rolled back", f"{count_noun(self.wanted, 'server')}, as before")
+        step.out.publish("cluster", "rolled back", f"target size: {count_noun(self.wanted, 'server')}")
 
     def scale_in(self, step: Step, node_ids: Iterable[str]) -> None:
         chosen = list(dict.fromkeys(node_ids))
@@ -426,12 +428,11 @@ class Roster:
                 raise UsageError(f"The node id:{node_id} is illegal.")
         members = self.members()
         if len(chosen) >= len(members):
-            raise UsageError(f"The cluster has {len(members)} servers, and one has to stay.")
+            raise UsageError(f"The cluster has {len(members)} servers, and at least one must remain.")
         for node_id in chosen:
             self._replace(self.servers[node_id], leaving=True)
         self.operation, self.wanted_before, self.wanted = ScaleOperation.IN, self.wanted, self.wanted - len(chosen)
-        count = len(chosen)
-        step.out.publish("cluster", "scale in", f"{count_noun(count, 'server')} {is_or_are(count)} to go: {', '.join(chosen)}")
+        step.out.publish("cluster", "scale in", f"draining {count_noun(len(chosen), 'server')}: {', '.join(chosen)}")
 
     def _finish_scaling_if_done(self, step: Step) -> None:
         members = self.members()
@@ -455,7 +456,7 @@ class Roster:
         }
 
     def restore(self, record: FederationRecord, now: float) -> None:
-        """Take over the servers of the scheduler before this one. None of them is connected yet."""
+        """Restore the servers of the previous scheduler. None of them is connected yet."""
         self.generation = record.generation
         self.wanted, self.wanted_before, self.operation = record.wanted, record.wanted_before, record.operation
         self.voids = dict(record.voids)
@@ -463,14 +464,14 @@ class Roster:
             self.servers[server.node_id] = _from_record(server, now + REATTACH_GRACE_S)
 
     def _replace(self, server: ServerMember, **changes: Any) -> ServerMember:
-        """Change fields of a server's current record, of which `server` may be an older copy. Return the new record."""
+        """Change fields of a server's current record and return the new one. `server` may be an older version of it."""
         changed = msgspec.structs.replace(self.servers[server.node_id], **changes)
         self.servers[server.node_id] = changed
         return changed
 
 
 def _loss_of_part(server: ServerMember) -> Losses:
-    """Return the loss of all that a server has counted in this round: devices may send it again."""
+    """Return the loss of all updates that a server has counted in this round. Devices may send them again."""
     return Losses((server.node_id,) if server.is_member else (), updates_forgotten=True)
 
 

@@ -1,11 +1,11 @@
-"""The present round: when it opens, closes and is done.
+"""Current round: its opening, closing and completion.
 
 A round is open until enough updates are counted. Then every server seals its part, and one server (a different one each round)
-adds the parts and makes the next model; the round number grows by one. A window that ends with too few updates is *missed*:
-the round stays open, keeps what it has, and admits further devices in place of those that sent nothing.
+adds the parts and makes the next model. The round number grows by one. A window that ends with too few updates is *missed*: the
+round stays open, keeps its updates, and admits further devices in place of those that sent none.
 
-A round that has no sum is *abandoned*. It passes the same stages without parts: its model is the one before, under the next
-number, and devices see the same iteration again.
+A round that cannot be summed is *abandoned*. It passes the same stages without parts. Its model is that of the previous round
+under the next number, and devices repeat the same iteration.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ from covey.core.plurals import count_noun
 
 NEXT_STAGES = {
     RoundStage.FORMING: {RoundStage.OPEN},  # the cluster has formed
-    RoundStage.OPEN: {RoundStage.SEALING},  # enough updates; abandoned; closed by the scheduler before this one
+    RoundStage.OPEN: {RoundStage.SEALING},  # enough updates; abandoned; closed by the previous scheduler
     # all sealed and the list of uploaders is fixed; all sealed; the model exists already
     RoundStage.SEALING: {RoundStage.UNMASKING, RoundStage.SUMMING, RoundStage.OPEN},
-    # unmasked, abandoned or members changed; a model that a scheduler before this one requested is finished
+    # unmasked, abandoned or members changed; a model that the previous scheduler requested is complete
     RoundStage.UNMASKING: {RoundStage.SEALING, RoundStage.OPEN},
     RoundStage.SUMMING: {RoundStage.SEALING, RoundStage.OPEN},  # abandoned or members changed; the model is made
 }
 
 
 class Round:
-    """The present round. Only this class moves the stage."""
+    """Current round. Only this class changes the stage."""
 
     def __init__(self, instance: FederatedInstance, now: float) -> None:
         self.number = 0
@@ -56,8 +56,8 @@ class Round:
         self.aggregation: Aggregation = PlainAggregation()
         self.aggregator = ""
         self.expected_totals: tuple[tuple[str, RoundTotals], ...] = ()
-        self.missing: tuple[str, ...] = ()  # members without whose part this round continues
-        self.forgotten = -1  # updates that began up to this round may be in a model without any server knowing it
+        self.missing: tuple[str, ...] = ()  # members whose part of this round is lost
+        self.forgotten = -1  # updates that began up to this round may be in a model without a record of their ids
         self.digest = ""  # of the newest model
         self.source = ""  # the server that made it
         self.metrics: dict[str, float] = {}
@@ -76,9 +76,9 @@ class Round:
     # -- devices -----------------------------------------------------------------------------------------------------
 
     def admit(self, step: Step, request: AdmitDevices) -> DevicesAdmitted:
-        """Decide which devices may take part. A device may ask again."""
+        """Decide which devices may take part. A device that was admitted before is admitted again."""
         if request.round == self.number and not self.aggregation.admits_devices:
-            reason = f"iteration {self.iteration} has its keys: it goes on with those who gave them"
+            reason = f"iteration {self.iteration} has completed its key exchange and admits no more devices"
             return DevicesAdmitted(request.round, (), request.ids, reason)
         plan, is_running = self._instance.plan, self._instance.state is InstanceState.RUNNING
         if request.round != self.number or self.stage is not RoundStage.OPEN or not is_running:
@@ -94,14 +94,14 @@ class Round:
             elif plan.sample < 1.0 and hash_fraction(seed, device) >= plan.sample:
                 refused.append(device)
                 self.window.start_join_window(step.now)
-                reason = reason or f"iteration {self.iteration} samples {plan.sample:g} of the devices, and not this one"
+                reason = reason or f"iteration {self.iteration} samples {plan.sample:g} of the devices, this one excluded"
             else:
                 self.window.admit([device])
                 admitted.append(device)
         return DevicesAdmitted(request.round, tuple(admitted), tuple(refused), reason)
 
     def readmit(self, devices: Iterable[str]) -> None:
-        """Admit the devices that a scheduler before this one has admitted, as a server reports."""
+        """Admit the devices that the previous scheduler admitted, according to a server."""
         self.window.admit(devices)
 
     def handle_secagg_request(self, step: Step, message: SecaggForward) -> SecaggReply:
@@ -120,7 +120,7 @@ class Round:
     # -- opening -----------------------------------------------------------------------------------------------------
 
     def open_first(self, step: Step, maker: ServerMember, reason: str) -> None:
-        """Open the round after the model that a server has."""
+        """Open the round that follows the model of server `maker`."""
         assert maker.status is not None
         self.number, self.digest, self.source = maker.status.model_round + 1, maker.status.digest, maker.node_id
         self._open(step, reason)
@@ -134,7 +134,7 @@ class Round:
         step.out.persist()
 
     def begin_instance(self, step: Step, plan: RoundPlan) -> None:
-        """Begin a new instance with this round."""
+        """Start a new instance with this round."""
         self._instance.begin(step, plan, self.number)
         self._restart_window(step)
 
@@ -146,17 +146,17 @@ class Round:
     # -- servers -----------------------------------------------------------------------------------------------------
 
     def note_losses(self, losses: Losses) -> None:
-        """Continue without lost parts.
+        """Record lost parts, without which the round continues.
 
-        An update that began before this round may be in a model without any server knowing it. One that began in this round
-        cannot be, unless the model is being made.
+        If ids of counted updates are lost, an update that began before this round may be in a model without a record of it.
+        One that began in this round cannot be, unless the round is already closed.
         """
         self.missing += tuple(node_id for node_id in losses.missing if node_id not in self.missing)
         if losses.updates_forgotten:
             self.forgotten = self.number - (self.stage is RoundStage.OPEN)
 
     def reseal(self) -> None:
-        """Start over with sealing after the members have changed: other servers may hold the parts."""
+        """Return to sealing if the members changed during unmasking or summing, because other servers may hold the parts."""
         if self.stage in (RoundStage.UNMASKING, RoundStage.SUMMING):
             self._start_sealing()
 
@@ -165,13 +165,13 @@ class Round:
         self.aggregator, self.expected_totals = "", ()
 
     def count_updates(self, members: Iterable[ServerMember]) -> int:
-        """Return the number of updates of this round, as far as the members have reported them."""
+        """Return the number of updates of this round that the members have reported."""
         return sum(server.totals_of(self.number).count for server in members)
 
     # -- stages ------------------------------------------------------------------------------------------------------
 
     def advance(self, step: Step, membership: Membership) -> bool:
-        """Take one step of the round if possible. Return whether another one may follow."""
+        """Advance the round by one transition if possible. Return whether another one may follow."""
         members = membership.members
         if self.stage is RoundStage.OPEN:
             statuses = [server.status for server in members if server.alive and server.status is not None]
@@ -179,7 +179,7 @@ class Round:
                 status.model_round == self.number or (status.round == self.number and status.sealed) for status in statuses
             ):
                 self._move_to(RoundStage.SEALING)
-                self.reason = "it was closed before the scheduler came back"
+                self.reason = "the round was closed before the scheduler restarted"
                 return True
             return self._instance.state is InstanceState.RUNNING and self._check_window(step, members)
         if not membership.is_complete:
@@ -222,10 +222,10 @@ class Round:
         return False
 
     def _on_all_sealed(self, step: Step, members: Sequence[ServerMember], able: Sequence[ServerMember]) -> bool:
-        """Choose the server that adds the parts, now that every part is fixed."""
+        """Choose the server that adds the parts, or start unmasking, or abandon the round. Called when every part is sealed."""
         if not self.abandon_reason:
             if not self.count_updates(members):
-                return self._abandon(step, "its updates were at servers that were given up")
+                return self._abandon(step, "all its updates were on servers that were given up")
             statuses = [server.status for server in members if server.status is not None]
             verdict = self.aggregation.on_all_sealed(statuses, step.now)
             if isinstance(verdict, Abandon):
@@ -244,22 +244,22 @@ class Round:
         return False
 
     def _abandon(self, step: Step, reason: str) -> bool:
-        """Let every server seal what it has; nothing of it is added."""
+        """Abandon the round: every server seals its part, and none is added."""
         self.abandon_reason, self.reason = reason, f"abandoned: {reason}"
         self._start_sealing()
-        text = f"iteration {self.iteration} begins again, nothing of it is known: {reason}"
+        text = f"iteration {self.iteration} is repeated and its updates are discarded: {reason}"
         step.out.publish("round", "abandoned", text, Level.WARNING)
         return True
 
     def _finish(self, step: Step, maker: ServerMember, members: Sequence[ServerMember]) -> bool:
-        """Open the next round with the model that `maker` has."""
+        """Complete this round with the model of server `maker`, and open the next one."""
         assert maker.status is not None
         self.digest, self.source = maker.status.digest, maker.node_id
         if self.abandon_reason:
             self.voided = (self.number, self.abandon_reason)
             self._instance.repeat_iteration()
             self.number += 1
-            self._open(step, f"iteration {self.iteration} begins again: {self.abandon_reason}")
+            self._open(step, f"iteration {self.iteration} is repeated: {self.abandon_reason}")
             return True
         self.metrics = maker.status.metrics
         updates = count_noun(int(self.metrics.get("updates", self.count_updates(members))), "update")
@@ -274,7 +274,7 @@ class Round:
     # -- models ------------------------------------------------------------------------------------------------------
 
     def unreplicated_model(self, members: Sequence[ServerMember]) -> RoundModel | None:
-        """Return this round's model while only one server has it, if what is acknowledged must survive the loss of a host."""
+        """Return this round's model while only one server has it and a member has durability "host"; else None."""
         having = [
             (server.node_id, server.status)
             for server in members
@@ -286,7 +286,7 @@ class Round:
         return RoundModel(node_id, status.digest, status.metrics)
 
     def find_model_source(self, servers: Iterable[ServerMember]) -> str:
-        """Return a server that has the newest model: the one that made it, or one that has fetched it."""
+        """Return a server that has the newest model: the one that made it, unless only others are alive that fetched it."""
         having = [
             server.node_id
             for server in servers
@@ -314,13 +314,14 @@ class Round:
         }
 
     def restore(self, step: Step, record: FederationRecord) -> None:
-        """Continue the round of the scheduler before this one.
+        """Continue the round of the previous scheduler.
 
-        A secure round continues from the list of uploaders. Without a list its keys and shares are lost: it is abandoned.
+        A secure round continues from the list of uploaders. Without a list it is abandoned, because its keys and shares are
+        lost.
         """
         self.number, self.missing, self.forgotten = record.round, record.missing, record.forgotten
         self.digest, self.source, self.metrics, self.voided = record.digest, record.source, record.metrics, record.voided
-        self.reason = "the scheduler is back"
+        self.reason = "the scheduler was restarted"
         self._restart_window(step)
         if not record.formed:
             return
@@ -328,7 +329,7 @@ class Round:
         if not self._instance.plan.secure or self._instance.state is InstanceState.FINISHED:
             return
         if record.uploaders is None:
-            self._abandon(step, "the scheduler went away before the list of updates was kept")
+            self._abandon(step, "the scheduler ended before the list of uploaders was stored")
         else:
             window_s = self._instance.plan.cipher_window_s
             self.aggregation = SecureAggregation(SecaggRound.resume(record.uploaders, window_s, step.now))

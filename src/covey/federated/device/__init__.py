@@ -1,6 +1,6 @@
-"""The device library.
+"""Device library.
 
-`client`          `Device`: join a round, train, send the update
+`client`          `Device`: joins rounds and sends updates
 `secagg_client`   the same in a secure round
 `torch_fit`       `fit`: trains a torch module
 """

@@ -1,12 +1,12 @@
-"""A device in Python: joins a round at any server, sends its update, gets the model. It needs numpy and no torch.
+"""Device in Python: joins rounds at any server, sends updates, and fetches models. It needs numpy, not torch.
 
     device = Device("http://10.0.0.1:6668,http://10.0.0.2:6668", "phone-17", data_size=600)
-    for task in device.rounds():                     # one per iteration this device is admitted to
+    for task in device.rounds():                     # one task per iteration the device is admitted to
         weights = train(task.weights, task.plan)     # dicts of numpy arrays
         task.send(weights, loss=0.3)
 
-A server that does not answer, or says "try again", costs a moment: the next one is asked, with the same update, which is
-counted once.
+If a server does not reply, or replies that it cannot serve, the device sends the same request to the next server. An update
+that is sent several times is counted once.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from covey.federated.privacy.fixed_point_ring import DeviceMetrics
 from covey.federated.protocol import JSON, MSGPACK, SAFETENSORS, Answer, Code, FlPlan, GetModel, SecureAnswer, StartJob, now_ms
 from covey.federated.update_compression import Compressor
 
-LONG_POLL_MS: Final = 20_000  # how long a server may hold a request
+LONG_POLL_MS: Final = 20_000  # how long a server may delay its reply
 RESPONSE_SLACK_S: Final = 20.0
-DOWNLOAD_COMPRESS_TYPES: Final = ("QUANT",)  # the ways this device understands a model that is made smaller
+DOWNLOAD_COMPRESS_TYPES: Final = ("QUANT",)  # compressions of models that this device can decode
 Weights = dict[str, Any]
-# Here and not where they are used: msgspec learns a type when it first meets it, and threads that meet one together crash.
+# Decoders are made at import, because msgspec crashes if threads use a new type for the first time concurrently.
 _answer_decoder: Final = msgspec.json.Decoder(Answer)
 _secure_answer_decoder: Final = msgspec.msgpack.Decoder(SecureAnswer)
 _plan_decoder: Final = msgspec.json.Decoder(FlPlan)
 
 
 class RequestRefused(PeerError):
-    """The server's verdict on a request that must not be repeated as it is."""
+    """A server refused a request. `code` is the reply's `retcode`."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason, ExitCode.REFUSED)
@@ -56,7 +56,7 @@ class RequestRefused(PeerError):
 
 
 class Task:
-    """One round this device takes part in."""
+    """One round in which a device takes part: the model (`weights`), the plan, and `send` for the update."""
 
     def __init__(self, device: Device, answer: Answer, layout: ModelLayout, flat: Floats) -> None:
         self._device = device
@@ -69,9 +69,9 @@ class Task:
         self._evaluation: dict[str, str] = {}
 
     def evaluated(self, samples: int, *, loss: float, accuracy: float | None = None) -> None:
-        """How good `weights` are on samples this device keeps back: for `plan.evaluate`, and told with the update."""
+        """Set the result of evaluating `weights` on held-out samples; it is sent with the update. See `plan.evaluate`."""
         if samples < 1:
-            raise UsageError(f"samples={samples} is not possible: an evaluation needs at least one")
+            raise UsageError(f"samples={samples} is invalid: an evaluation needs at least one sample")
         self._evaluation = {"eval_data_size": str(samples), "eval_loss": repr(float(loss))}
         if accuracy is not None:
             self._evaluation["eval_accuracy"] = repr(float(accuracy))
@@ -79,12 +79,15 @@ class Task:
     def send(
         self, weights: Mapping[str, Any] | NDArray[Any], *, loss: float | None = None, accuracy: float | None = None
     ) -> bool:
-        """Send the update until a server has counted it; False if the round closed before."""
+        """Send the update until a server has counted it, and return True; return False if the round closed before.
+
+        Raise `RequestRefused` if a server refuses the update, and `PeerError` if no server replies within `patience_s`.
+        """
         flat = self._layout.as_flat_array(weights) if isinstance(weights, np.ndarray) else self._layout.flatten(weights)
         noise = self.plan.cipher.noise
         if self.plan.cipher.encrypt_type == "PW_ENCRYPT":
             done = secagg_client.send_masked_update(self._device, self, flat - self.flat, self._build_metrics(loss, accuracy))
-        elif noise is not None and noise.local:  # a loss would say something too, and has no noise on it
+        elif noise is not None and noise.local:  # without loss and accuracy, because no noise is added to them
             done = self._upload(self.flat + add_device_noise(flat - self.flat, noise), self.update_metadata)
         else:
             fields = self.update_metadata | self._evaluation
@@ -98,7 +101,7 @@ class Task:
         return done
 
     def _upload(self, flat: Floats, fields: dict[str, str]) -> bool:
-        """The weights, or what the plan wants sent of their difference to the model."""
+        """Send the weights, or their difference to the model if the plan compresses uploads."""
         kind, rate = self.plan.upload_compress_type, self.plan.upload_sparse_rate
         if kind == update_compression.NO_COMPRESSION:
             return self._device.update({"": flat}, fields, self._layout)
@@ -110,27 +113,27 @@ class Task:
 
     @property
     def update_metadata(self) -> dict[str, str]:
-        """The metadata of every update."""
+        """Metadata of every update."""
         device = self._device
         named = {"fl_id": device.fl_id, "iteration": str(self.iteration), "ticket": self.ticket}
         return named | {"data_size": str(device.data_size), "fl_name": device.fl_name}
 
     def _build_metrics(self, loss: float | None, accuracy: float | None) -> DeviceMetrics:
-        """What is said about the training where nobody may know whose it is."""
-        said, judged = DeviceMetrics(), self._evaluation
+        """Return the metrics that a secure round adds up in masked form."""
+        metrics, evaluation = DeviceMetrics(), self._evaluation
         if loss is not None:
-            said = said._replace(loss_weight=1.0, loss=float(loss))
+            metrics = metrics._replace(loss_weight=1.0, loss=float(loss))
         if accuracy is not None:
-            said = said._replace(accuracy_weight=1.0, accuracy=float(accuracy))
-        if judged:
-            said = said._replace(eval_weight=1.0, eval_loss=float(judged["eval_loss"]))
-        if "eval_accuracy" in judged:
-            said = said._replace(eval_accuracy_weight=1.0, eval_accuracy=float(judged["eval_accuracy"]))
-        return said
+            metrics = metrics._replace(accuracy_weight=1.0, accuracy=float(accuracy))
+        if evaluation:
+            metrics = metrics._replace(eval_weight=1.0, eval_loss=float(evaluation["eval_loss"]))
+        if "eval_accuracy" in evaluation:
+            metrics = metrics._replace(eval_accuracy_weight=1.0, eval_accuracy=float(evaluation["eval_accuracy"]))
+        return metrics
 
 
 class Device:
-    """One device. Not for several threads at once."""
+    """A device of a federated cluster. Not thread-safe."""
 
     def __init__(
         self,
@@ -144,31 +147,36 @@ class Device:
         identity: DeviceIdentity | None = None,
         trust: DeviceTrust | None = None,
     ) -> None:
-        """`identity` signs every request (`pki_verify`); in a secure round `trust` says who vouches for the other devices."""
+        """Create a device; nothing is sent until it joins.
+
+        Servers are URLs, as a sequence or separated by commas. `identity` signs every request (`pki_verify`). In a secure round
+        `trust` has the root certificates by which other devices are verified. `patience_s` limits how long requests are
+        retried.
+        """
         listed = servers.split(",") if isinstance(servers, str) else list(servers)
         self._servers = [_parse_server_url(server.strip()) for server in listed if server.strip()]
         if not self._servers:
-            raise UsageError("a device needs the address of at least one server: http://HOST:PORT")
+            raise UsageError("no server was given: pass at least one address of the form http://HOST:PORT")
         if data_size < 1:
-            raise UsageError(f"data_size={data_size} is not possible: a device needs at least one sample")
+            raise UsageError(f"data_size={data_size} is invalid: a device needs at least one sample")
         if identity is not None and fl_id not in ("", identity.name):
-            raise UsageError(f"the certificate is that of {identity.name}, and fl_id={fl_id} is another")
+            raise UsageError(f"fl_id={fl_id} differs from the certificate's common name {identity.name}: leave fl_id out")
         self.identity, self.trust = identity, trust
         self.fl_id = fl_id or (identity.name if identity is not None else f"device-{secrets.token_hex(8)}")
         self.data_size = data_size
         self.fl_name = fl_name
         self._ssl_context = context
         self._patience_s = patience_s
-        self._random = random.Random()  # the module's generator belongs to the program, which trains in the same process
+        self._random = random.Random()  # not the module's generator, whose state the training script may rely on
         self._server_index = self._random.randrange(len(self._servers))
         self._connection: http.client.HTTPConnection | None = None
         self.compressor = Compressor()
         self._last_counted_iteration = 0  # the last iteration in which an update of this device was counted
 
-    # -- what a program calls ----------------------------------------------------------------------------------------
+    # -- public API --------------------------------------------------------------------------------------------------
 
     def rounds(self) -> Iterator[Task]:
-        """Every round this device is admitted to, until the training is finished."""
+        """Yield a task for every round this device is admitted to, until the training is disabled or finished."""
         while True:
             task = self.join()
             if task is None:
@@ -176,10 +184,14 @@ class Device:
             yield task
 
     def join(self) -> Task | None:
-        """Wait to be admitted to a round; None when the training is disabled or finished."""
+        """Wait until this device is admitted to a round; return None if the training is disabled or finished.
+
+        Raise `RequestRefused` if a server refuses the request or reports errors for `patience_s`, and `PeerError` if no server
+        replies for that long.
+        """
         limit = time.monotonic() + self._patience_s
         while True:
-            asked = StartJob(
+            request = StartJob(
                 self.fl_id,
                 now_ms(),
                 self.data_size,
@@ -188,7 +200,7 @@ class Device:
                 download_compress_types=DOWNLOAD_COMPRESS_TYPES,
                 wait=LONG_POLL_MS,
             )
-            answer, body, start = self._request_with_retry("startFLJob", [msgspec.json.encode(asked)], JSON)
+            answer, body, start = self._request_with_retry("startFLJob", [msgspec.json.encode(request)], JSON)
             if answer.retcode == Code.SUCCEED:
                 layout, flat = _decode_model(answer, body, start)
                 return Task(self, answer, layout, flat)
@@ -201,10 +213,13 @@ class Device:
             self._wait_for_retry(answer, move_on=failed)
 
     def model(self, iteration: int = -1, wait_ms: int = LONG_POLL_MS) -> tuple[int, Weights]:
-        """The newest model, or that of an iteration once it is finished; and its iteration."""
+        """Return (iteration, weights) of the newest model (-1), or of an iteration; wait until that iteration is complete.
+
+        Raise `RequestRefused` if a server refuses the request, and `PeerError` if no server replies within `patience_s`.
+        """
         while True:
-            asked = GetModel(now_ms(), iteration, self.fl_name, DOWNLOAD_COMPRESS_TYPES, wait_ms)
-            answer, body, start = self._request_with_retry("getModel", [msgspec.json.encode(asked)], JSON)
+            request = GetModel(now_ms(), iteration, self.fl_name, DOWNLOAD_COMPRESS_TYPES, wait_ms)
+            answer, body, start = self._request_with_retry("getModel", [msgspec.json.encode(request)], JSON)
             if answer.retcode == Code.SUCCEED:
                 layout, flat = _decode_model(answer, body, start)
                 return answer.iteration, layout.split_tensors(flat)
@@ -213,11 +228,14 @@ class Device:
             self._wait_for_retry(answer)
 
     def update(self, arrays: Mapping[str, Any], fields: dict[str, str], layout: ModelLayout | None = None) -> bool:
-        """Send an update until it is counted; False when the round has closed. With a layout it is one array, the model's."""
+        """Send an update until it is counted; return False if the round has closed.
+
+        With a layout, `arrays` has one entry: the flat array of all the model's values.
+        """
         limit = time.monotonic() + self._patience_s
         while True:
-            said = {**fields, "timestamp": str(now_ms())}
-            head = layout.encode_header(said) if layout is not None else encode_flat_header(arrays, said)
+            metadata = {**fields, "timestamp": str(now_ms())}
+            head = layout.encode_header(metadata) if layout is not None else encode_flat_header(arrays, metadata)
             pieces: list[bytes | memoryview] = [head, *(view_bytes(np.ascontiguousarray(array)) for array in arrays.values())]
             answer, _, _ = self._request_with_retry("updateModel", pieces, SAFETENSORS)
             if answer.retcode == Code.SUCCEED:
@@ -229,11 +247,14 @@ class Device:
             self._wait_for_retry(answer, move_on=True)
 
     def mark_counted(self, iteration: int) -> None:
-        """This device's update is in: it wants the next iteration."""
+        """Record that an update of this device was counted; `join` then requests a later iteration."""
         self._last_counted_iteration = iteration
 
     def phase(self, path: str, body: bytes) -> SecureAnswer:
-        """One request of a secure round. A server that asks for patience, or for another server, gets both."""
+        """Send one request of a secure round and return the reply. Sleep before returning a reply that means "retry".
+
+        Raise `RequestRefused` for an invalid request.
+        """
         answer, _, _ = self._request_with_retry(path, [body], MSGPACK)
         if answer.retcode == Code.REQUEST_ERROR:
             raise RequestRefused(answer.retcode, answer.reason)
@@ -258,7 +279,10 @@ class Device:
     def _request_with_retry(
         self, path: str, pieces: list[bytes | memoryview], content_type: str
     ) -> tuple[Answer, memoryview, int]:
-        """Ask one server, and the next if it cannot be reached. Raises `PeerError` when none answered for long enough."""
+        """Return reply, body and offset of the values from the first server that replies.
+
+        Raise `PeerError` if none replies within `patience_s`.
+        """
         limit = time.monotonic() + self._patience_s
         while True:
             try:
@@ -268,7 +292,10 @@ class Device:
                 where = self._servers[self._server_index]
                 self._switch_server()
                 if time.monotonic() > limit:
-                    raise PeerError(f"no server answered ({where[1]}:{where[2]}: {error})", ExitCode.UNREACHABLE) from None
+                    raise PeerError(
+                        f"no server replied within {self._patience_s:g} s (last tried {where[1]}:{where[2]}: {error})",
+                        ExitCode.UNREACHABLE,
+                    ) from None
                 time.sleep(self._random.uniform(0.02, 0.1))
 
     def _send_request(self, path: str, pieces: list[bytes | memoryview], content_type: str) -> tuple[str, memoryview]:
@@ -286,7 +313,7 @@ class Device:
             return response.headers.get_content_type(), memoryview(response.read())
 
     def _sign_request(self, path: str, pieces: list[bytes | memoryview]) -> dict[str, str]:
-        """That this device says this, now and once."""
+        """Return the headers that sign a request, with time and nonce; {} without an identity."""
         if self.identity is None:
             return {}
         digest = hashlib.sha256()
@@ -294,7 +321,7 @@ class Device:
             digest.update(piece)
         nonce, at = secrets.token_hex(16), str(now_ms())
         signature = self.identity.sign(encode_request_to_sign(path, nonce, at, digest.digest()))
-        chain = ",".join(base64.b64encode(one).decode() for one in self.identity.chain)
+        chain = ",".join(base64.b64encode(certificate).decode() for certificate in self.identity.chain)
         return {"chain": chain, "nonce": nonce, "time": at, "signature": base64.b64encode(signature).decode()}
 
     def _get_connection(self) -> http.client.HTTPConnection:
@@ -309,13 +336,13 @@ class Device:
         return self._connection
 
     def _switch_server(self) -> None:
-        """To the next server."""
+        """Close the connection and select the next server."""
         with contextlib.suppress(OSError):
             self.close()
         self._server_index = (self._server_index + 1) % len(self._servers)
 
     def _wait_for_retry(self, answer: Answer, *, move_on: bool = False) -> None:
-        """Until the server's `next_req_time`, by its own clock; then ask it again, or another if it says so."""
+        """Sleep until the server's `next_req_time` by its own clock, 10 ms to 5 s. Switch servers if the reply requires it."""
         if move_on or answer.elsewhere:
             self._switch_server()
         wait = (int(answer.next_req_time or 0) - answer.timestamp) / 1000
@@ -323,7 +350,7 @@ class Device:
 
 
 def _decode_answer(kind: str, body: memoryview) -> tuple[Answer, memoryview, int]:
-    """An answer, and where the values of its model begin. Raises `ValueError` or `MsgspecError` for what is none of ours."""
+    """Return a reply, its body, and the offset of the model's values. Raise `ValueError` or `MsgspecError` if it is invalid."""
     if kind == MSGPACK:
         return _secure_answer_decoder.decode(body), body, 0
     if kind != SAFETENSORS:
@@ -333,7 +360,7 @@ def _decode_answer(kind: str, body: memoryview) -> tuple[Answer, memoryview, int
 
 
 def _decode_model(answer: Answer, body: memoryview, start: int) -> tuple[ModelLayout, Floats]:
-    """Raises `PeerError` for a body that is not what its header says."""
+    """Return layout and values of a received model. Raise `PeerError` if body and header do not match."""
     tensors, _, _ = read_header(body)
     try:
         layout = ModelLayout({name: tuple(tensor["shape"]) for name, tensor in tensors.items()})
@@ -342,11 +369,11 @@ def _decode_model(answer: Answer, body: memoryview, start: int) -> tuple[ModelLa
         steps = np.frombuffer(body, np.int8, offset=start)
         return layout, layout.dequantize(QuantizedModel(steps, msgspec.json.decode(answer.scales, type=dict[str, float])))
     except (ValueError, KeyError, TypeError, msgspec.MsgspecError) as error:
-        raise PeerError(f"a server gave a model that cannot be read: {error}") from None
+        raise PeerError(f"a server sent an invalid model: {error}") from None
 
 
 def _parse_server_url(url: str) -> tuple[str, str, int, str]:
     parts = urlsplit(url if "//" in url else f"http://{url}")
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UsageError(f"{url} is not a server's address: http://HOST:PORT is")
+        raise UsageError(f"{url} is not a server's address: expected http://HOST:PORT or https://HOST:PORT")
     return parts.scheme, parts.hostname, parts.port or (443 if parts.scheme == "https" else 80), parts.path.rstrip("/")

@@ -1,7 +1,7 @@
-"""A device's part in a secure round: `SecaggSession` decides what is said, the server's paths carry it.
+"""Device side of a secure round: sends the messages of `SecaggSession` to a server.
 
-Whatever ends a round early (a phase that closed, a round that was abandoned) is no error: the device joins the next one. What
-a server must never ask for is one, and nothing is sent.
+A round that ends early for the device (a phase that closed, a round that was abandoned) is not an error: the device joins the
+next one. A request of a server that would reveal more than the sum is an error, and the device sends nothing.
 """
 
 from __future__ import annotations
@@ -40,51 +40,55 @@ LONG_POLL_MS = 20_000
 
 
 class RoundMissed(Exception):
-    """The round goes on without this device, or not at all."""
+    """The round continues without this device, or was abandoned."""
 
 
-def send_masked_update(device: Device, task: Task, change: Floats, told: DeviceMetrics) -> bool:
-    """Take part with this difference to the model; True once it is in the model, False if the round went on without it."""
+def send_masked_update(device: Device, task: Task, change: Floats, metrics: DeviceMetrics) -> bool:
+    """Take part in a secure round with this difference to the model.
+
+    Return True when the device has done its part, False if the round continues without it or was abandoned. Raise `PeerError`
+    if the server's lists would reveal more than the sum, and `UsageError` if a value is out of range.
+    """
     try:
-        _run_secagg_round(device, task, change, told)
+        _run_secagg_round(device, task, change, metrics)
     except RoundMissed:
         return False
     return True
 
 
-def _run_secagg_round(device: Device, task: Task, change: Floats, told: DeviceMetrics) -> None:
+def _run_secagg_round(device: Device, task: Task, change: Floats, metrics: DeviceMetrics) -> None:
     session, cipher, weight = SecaggSession(device.fl_id), task.plan.cipher, device.data_size
-    if cipher.noise is not None:  # the servers cannot: they never see it
-        change, told, weight = clip_update(change, cipher.noise.clip), DeviceMetrics(), 1
-    fixed_point_ring.check_reach(change, cipher.reach)  # before others wait for this device
+    if cipher.noise is not None:  # clipped here, because servers never receive the unmasked update
+        change, metrics, weight = clip_update(change, cipher.noise.clip), DeviceMetrics(), 1
+    fixed_point_ring.check_reach(change, cipher.reach)  # fail before other devices depend on this one
 
-    def ask(path: str, kind: Any, **fields: Any) -> SecureAnswer:
+    def request(path: str, kind: Any, **fields: Any) -> SecureAnswer:
         return _request_until_decided(device, task, path, kind, fields)
 
-    names = DeviceSignatures(device, task)
-    ask("exchangeKeys", ExchangeKeys, c_pk=session.c_pk, s_pk=session.s_pk, **names.sign_keys(session))
-    listed = ask("getKeys", GetKeys)
-    names.verify_keys(listed.remote_publickeys)
+    signatures = DeviceSignatures(device, task)
+    request("exchangeKeys", ExchangeKeys, c_pk=session.c_pk, s_pk=session.s_pk, **signatures.sign_keys(session))
+    listed = request("getKeys", GetKeys)
+    signatures.verify_keys(listed.remote_publickeys)
     keys = KeyList(listed.session, listed.index, listed.needed, listed.devices, listed.samples, listed.remote_publickeys)
-    words = fixed_point_ring.encode_update(change, told, weight, make_round_scale(keys, cipher.reach))
-    ask("shareSecrets", ShareSecrets, encrypted_shares=session.make_shares(keys))
-    shares = ask("getSecrets", GetSecrets)
+    words = fixed_point_ring.encode_update(change, metrics, weight, make_round_scale(keys, cipher.reach))
+    request("shareSecrets", ShareSecrets, encrypted_shares=session.make_shares(keys))
+    shares = request("getSecrets", GetSecrets)
     session.accept_shares(ShareList(shares.encrypted_shares))
-    hidden = session.mask_update(words)
+    masked = session.mask_update(words)
     fields = {**task.update_metadata, "ticket": shares.ticket}
-    if not device.update({MASKED_TENSOR: hidden}, fields):
+    if not device.update({MASKED_TENSOR: masked}, fields):
         raise RoundMissed
-    listed = ask("getClientList", GetClientList)
+    listed = request("getClientList", GetClientList)
     if not listed.done:
-        if names.is_required:
-            signature = names.sign_client_list(keys.session, listed.clients)
-            ask("pushListSign", PushListSign, signature=signature)
-            names.verify_client_list(ask("getListSign", GetListSign, signature=signature), keys, listed.clients)
-        ask("reconstructSecrets", ReconstructSecrets, reconstruct_secret_shares=session.reveal_shares(listed.clients))
+        if signatures.is_required:
+            signature = signatures.sign_client_list(keys.session, listed.clients)
+            request("pushListSign", PushListSign, signature=signature)
+            signatures.verify_client_list(request("getListSign", GetListSign, signature=signature), keys, listed.clients)
+        request("reconstructSecrets", ReconstructSecrets, reconstruct_secret_shares=session.reveal_shares(listed.clients))
 
 
 class DeviceSignatures:
-    """Who the other devices are, where they have certificates: an operator cannot put keys or lists of its own between."""
+    """Signatures between devices that have certificates, so that a server cannot substitute keys or lists of its own."""
 
     def __init__(self, device: Device, task: Task) -> None:
         self.is_required = task.plan.cipher.signed
@@ -92,18 +96,18 @@ class DeviceSignatures:
         self._device = device
         self._verified_keys: dict[str, PublicKey] = {}
         if self.is_required and (device.identity is None or device.trust is None):
-            raise UsageError("devices sign for each other here (pki_verify): give Device(identity=..., trust=...)")
+            raise UsageError("the cluster has pki_verify and secure rounds: pass Device(identity=..., trust=...)")
 
     def sign_keys(self, session: SecaggSession) -> dict[str, Any]:
-        """This device's keys in its own hand."""
+        """Return the fields of `ExchangeKeys` that sign this device's keys; {} if signatures are not required."""
         identity = self._device.identity
         if not self.is_required or identity is None:
             return {}
-        said = encode_keys_to_sign(session.fl_id, self._iteration, session.c_pk, session.s_pk)
-        return {"signature": identity.sign(said), "certificate_chain": identity.chain}
+        signed = encode_keys_to_sign(session.fl_id, self._iteration, session.c_pk, session.s_pk)
+        return {"signature": identity.sign(signed), "certificate_chain": identity.chain}
 
     def verify_keys(self, others: tuple[RemoteKeys, ...]) -> None:
-        """That keys are those of devices, not of a server."""
+        """Raise `PeerError` unless each key is signed by the device it is listed for."""
         if not self.is_required or self._device.trust is None:
             return
         for other in others:
@@ -111,9 +115,9 @@ class DeviceSignatures:
                 name, key = self._device.trust.verify(other.certificate_chain, datetime.now(UTC))
             except ValueError as error:
                 raise PeerError(f"{error}: nothing was sent") from None
-            said = encode_keys_to_sign(other.fl_id, self._iteration, other.c_pk, other.s_pk)
-            if name != other.fl_id or not is_valid_signature(key, other.signature, said):
-                raise PeerError(f"the keys that the server gave for {other.fl_id} are not signed by it: nothing was sent")
+            signed = encode_keys_to_sign(other.fl_id, self._iteration, other.c_pk, other.s_pk)
+            if name != other.fl_id or not is_valid_signature(key, other.signature, signed):
+                raise PeerError(f"the keys that the server sent for {other.fl_id} are not signed by it: nothing was sent")
             self._verified_keys[name] = key
 
     def sign_client_list(self, session: str, clients: tuple[str, ...]) -> bytes:
@@ -121,21 +125,22 @@ class DeviceSignatures:
         return self._device.identity.sign(encode_list_to_sign(session, clients))
 
     def verify_client_list(self, answer: SecureAnswer, keys: KeyList, clients: tuple[str, ...]) -> None:
-        """That as many others as are needed were given the same list."""
-        said = encode_list_to_sign(keys.session, clients)
+        """Raise `PeerError` unless `keys.needed` devices, including this one, have signed this list."""
+        signed = encode_list_to_sign(keys.session, clients)
         same = {
-            one.fl_id
-            for one in answer.client_list_sign
-            if one.fl_id in self._verified_keys and is_valid_signature(self._verified_keys[one.fl_id], one.signature, said)
+            entry.fl_id
+            for entry in answer.client_list_sign
+            if entry.fl_id in self._verified_keys
+            and is_valid_signature(self._verified_keys[entry.fl_id], entry.signature, signed)
         }
         if not answer.done and len(same) + 1 < keys.needed:
-            raise PeerError(f"{len(same) + 1} devices signed the list, and {keys.needed} are needed: no share was told")
+            raise PeerError(f"{len(same) + 1} devices signed the list, and {keys.needed} are needed: no share was sent")
 
 
 def _request_until_decided(device: Device, task: Task, path: str, kind: Any, fields: dict[str, Any]) -> SecureAnswer:
-    """The answer to one request, which is repeated while nothing is wrong and nothing decided."""
+    """Return the reply to a request; repeat it while the server replies NOT_READY. Raise `RoundMissed` if it is too late."""
     while True:
-        said = kind(
+        request = kind(
             fl_id=device.fl_id,
             iteration=task.iteration,
             timestamp=now_ms(),
@@ -144,9 +149,9 @@ def _request_until_decided(device: Device, task: Task, path: str, kind: Any, fie
             wait=LONG_POLL_MS,
             **fields,
         )
-        answer = device.phase(path, msgspec.msgpack.encode(said))
-        if answer.done and not isinstance(said, GetClientList | PushListSign | GetListSign | ReconstructSecrets):
-            raise RoundMissed  # before this device's update came
+        answer = device.phase(path, msgspec.msgpack.encode(request))
+        if answer.done and not isinstance(request, GetClientList | PushListSign | GetListSign | ReconstructSecrets):
+            raise RoundMissed  # the round was complete before this device's update
         if answer.retcode == Code.SUCCEED:
             return answer
         if answer.retcode != Code.NOT_READY:

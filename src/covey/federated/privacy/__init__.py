@@ -1,4 +1,4 @@
-"""Keys, masks and noise: arithmetic on arrays. No sockets, no clocks, no rounds.
+"""Keys, masks and noise: cryptography and arithmetic on arrays, without sockets, clocks or rounds.
 
     `fixed_point_ring`   integers modulo 2^32, in which masks cancel exactly
     `secagg_masks`       keys between two devices, masks derived from them, sealed shares

@@ -1,5 +1,7 @@
-"""Clipping and Gaussian noise. The numbers come from AES-256-CTR: from fresh keys on devices, on servers from the cluster's key
-and the round, so that whoever adds the parts makes the same model.
+"""Clipping and Gaussian noise.
+
+Random numbers come from AES-256-CTR. Devices use fresh keys. Servers derive the key from the cluster's key and the round, so
+that every server makes the same model from the same parts.
 """
 
 from __future__ import annotations
@@ -17,16 +19,16 @@ Floats = NDArray[np.float32]
 
 
 def clip_update(change: Floats, clip: float) -> Floats:
-    """A difference to the model, not longer than `clip`. Raises `ValueError` for one that has no length."""
+    """Return a difference to the model, scaled to a norm of at most `clip`. Raise `ValueError` if its norm is not finite."""
     length = float(np.sqrt(np.einsum("i,i", change, change, dtype=np.float64)))
     if not np.isfinite(length):
         raise ValueError("the update has values that are not finite")
-    # A little less than the clip, because float32 rounds: the bound must hold for what is sent.
+    # Slightly less than the clip, because the bound must hold after rounding to float32.
     return change if length <= clip else (change * np.float32(clip / length * (1 - 1e-6))).astype(np.float32)
 
 
 def draw_normal(key: bytes, size: int) -> NDArray[np.float64]:
-    """Standard normal numbers that nobody without the key can tell."""
+    """Return standard normal numbers that cannot be predicted without the key."""
     pairs = (size + 1) // 2
     words = secagg_masks.generate_words(key, 4 * pairs).view(np.uint64)
     uniform = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -36,13 +38,13 @@ def draw_normal(key: bytes, size: int) -> NDArray[np.float64]:
 
 
 def add_device_noise(change: Floats, noise: Noise) -> Floats:
-    """What a device sends instead of its difference, if noise is its own affair."""
+    """Return a device's difference to the model, clipped and with local noise."""
     drawn = draw_normal(secrets.token_bytes(secagg_masks.KEY_BYTES), len(change))
     noisy: Floats = (clip_update(change, noise.clip) + drawn * noise.noise_std).astype(np.float32)
     return noisy
 
 
 def draw_mean_noise(size: int, noise: Noise, devices: int, key: bytes, round_number: int) -> NDArray[np.float64]:
-    """What the servers add to the mean of so many clipped differences."""
+    """Return the noise that servers add to the mean of the clipped differences of `devices` devices."""
     secret = hashlib.blake2b(f"noise/{round_number}".encode(), key=key, digest_size=secagg_masks.KEY_BYTES).digest()
     return draw_normal(secret, size) * (noise.noise_std / devices)

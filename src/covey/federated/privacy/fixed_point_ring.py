@@ -1,8 +1,8 @@
-"""Updates as whole numbers modulo 2^32: sums are exact, and a uniform mask hides a number completely.
+"""Updates as integers modulo 2^32: sums are exact, and a uniform mask hides a number completely.
 
-A device sends the difference to the model it was given, times its samples, in units that follow from the samples of all
-devices of the round: however many of them deliver, the sum cannot overflow. A value out of range is refused, never cut.
-Behind the values come a few numbers about the training, so that they too are only known as sums.
+A device sends the difference to the model it received, times its samples. The unit is derived from the samples of all devices
+of the round, so that the sum cannot overflow. A value out of range is refused, never clipped. The values are followed by a few
+metrics of the training, so that servers learn only their sums too.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from covey.errors import UsageError
 
 Words = NDArray[np.uint32]
 HALF_MODULUS: Final = 2**31
-METRIC_COUNT: Final = 8  # numbers behind the values, see `DeviceMetrics`
+METRIC_COUNT: Final = 8  # fields of `DeviceMetrics`, stored after the values
 METRIC_MAX: Final = 1024.0
 
 
 class DeviceMetrics(NamedTuple):
-    """What a device says about its training and its evaluation; each counts by the device's samples."""
+    """Metrics of a device's training and evaluation, weighted by the device's samples in the sum."""
 
-    loss_weight: float = 0.0  # 1 if a loss is said
+    loss_weight: float = 0.0  # 1 if a loss is reported
     loss: float = 0.0
     accuracy: float = 0.0
     eval_weight: float = 0.0
     eval_loss: float = 0.0
     eval_accuracy: float = 0.0
-    accuracy_weight: float = 0.0  # 1 if an accuracy is said
+    accuracy_weight: float = 0.0  # 1 if an accuracy is reported
     eval_accuracy_weight: float = 0.0
 
 
 class FixedPointScale(NamedTuple):
-    """The units of a round: powers of two, by what all devices together may come to."""
+    """Scale factors of a round: powers of two, chosen by the greatest possible sum over all devices."""
 
     reach: float  # the greatest value a device may send
     value_factor: float
@@ -43,43 +43,52 @@ class FixedPointScale(NamedTuple):
 
 
 def make_scale(reach: float, samples: int, devices: int) -> FixedPointScale:
-    """For a round of so many devices with so many samples in all. Raises `ValueError` where no unit would do."""
+    """Return the scale of a round of `devices` devices with `samples` samples in total.
+
+    Raise `ValueError` if the numbers are invalid or the devices too many.
+    """
     if not (reach > 0 and samples >= devices >= 1):
-        raise ValueError(f"{devices} devices with {samples} samples and a reach of {reach} make no round")
+        raise ValueError(
+            f"{devices} devices, {samples} samples and a reach of {reach} are invalid: "
+            "expected a reach above 0 and at least one sample per device"
+        )
     return FixedPointScale(reach, _choose_factor(reach * samples, devices), _choose_factor(METRIC_MAX * samples, devices))
 
 
 def _choose_factor(most: float, devices: int) -> float:
-    room = HALF_MODULUS - 1 - devices  # half a unit each for rounding, and more
-    if room <= 0:
-        raise ValueError(f"{devices} devices are more than a sum modulo 2^32 holds")
-    return 2.0 ** math.floor(math.log2(room / most))
+    limit = HALF_MODULUS - 1 - devices  # each device's rounding error is at most half a unit
+    if limit <= 0:
+        raise ValueError(f"{devices} devices are too many for a sum modulo 2^32")
+    return 2.0 ** math.floor(math.log2(limit / most))
 
 
 def check_reach(values: NDArray[np.float32], reach: float) -> None:
-    """Raises `UsageError` for values that do not fit."""
+    """Raise `UsageError` if a value is not finite or its magnitude exceeds `reach`."""
     if len(values) and not np.isfinite(values).all():
         raise UsageError("the update has values that are not finite: nothing was sent")
     greatest = float(np.abs(values).max()) if len(values) else 0.0
     if greatest > reach:
         raise UsageError(
-            f"a value of the update is {greatest:g} away from the model, and {reach:g} is the reach: nothing was sent; "
+            f"a value of the update is {greatest:g} away from the model, but update_reach is {reach:g}: nothing was sent; "
             "train with a smaller learning rate or raise update_reach"
         )
 
 
-def encode_update(values: NDArray[np.float32], told: DeviceMetrics, weight: int, units: FixedPointScale) -> Words:
-    """A device's numbers, ready to be masked. Raises `UsageError` for values that do not fit."""
-    check_reach(values, units.reach)
+def encode_update(values: NDArray[np.float32], metrics: DeviceMetrics, weight: int, scale: FixedPointScale) -> Words:
+    """Return a device's values and metrics times `weight` as integers, ready to be masked.
+
+    Metrics that are not finite or above METRIC_MAX are replaced by zeros. Raise `UsageError` if a value is out of range.
+    """
+    check_reach(values, scale.reach)
     numbers = np.empty(len(values) + METRIC_COUNT, np.float64)
-    np.multiply(values, weight * units.value_factor, out=numbers[: len(values)], dtype=np.float64)
-    fits = all(math.isfinite(number) and abs(number) <= METRIC_MAX for number in told)
-    numbers[len(values) :] = np.array(told if fits else DeviceMetrics()) * weight * units.metric_factor
+    np.multiply(values, weight * scale.value_factor, out=numbers[: len(values)], dtype=np.float64)
+    fits = all(math.isfinite(number) and abs(number) <= METRIC_MAX for number in metrics)
+    numbers[len(values) :] = np.array(metrics if fits else DeviceMetrics()) * weight * scale.metric_factor
     return np.rint(numbers).astype(np.int64).astype(np.uint32)
 
 
-def decode_sum(total: Words, units: FixedPointScale) -> tuple[NDArray[np.float64], DeviceMetrics]:
-    """The sum of the devices' values times samples, and of what they told times samples."""
+def decode_sum(total: Words, scale: FixedPointScale) -> tuple[NDArray[np.float64], DeviceMetrics]:
+    """Return the weighted sums of the devices' values and of their metrics."""
     signed = total.view(np.int32)
-    told = DeviceMetrics(*(signed[len(signed) - METRIC_COUNT :] / units.metric_factor).tolist())
-    return signed[: len(signed) - METRIC_COUNT] / units.value_factor, told
+    metrics = DeviceMetrics(*(signed[len(signed) - METRIC_COUNT :] / scale.metric_factor).tolist())
+    return signed[: len(signed) - METRIC_COUNT] / scale.value_factor, metrics

@@ -1,8 +1,8 @@
-"""Keys between two devices, the masks made from them, and shares that only their receiver can read.
+"""Keys between two devices, the masks derived from them, and encrypted shares.
 
-X25519 gives two devices a secret, HKDF-SHA256 makes a key of it for one purpose in one session, AES-256-CTR makes a mask of
-the key, AES-256-GCM hides and vouches for shares. Keys live for one round, so every key is used once and needs no nonce.
-All of it is in browsers too. The test vectors are tests/vectors/secure.json.
+X25519 gives two devices a common secret. HKDF-SHA256 derives a key from it for one purpose in one session. AES-256-CTR expands
+the key to a mask, and AES-256-GCM encrypts and authenticates shares. Keys are made for one round, so each key is used once and
+a constant nonce is safe. Browsers have all these algorithms. The test vectors are tests/vectors/secure.json.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ def derive_public_key(private: bytes) -> bytes:
 
 
 def agree_secret(private: bytes, other: bytes) -> bytes:
-    """The secret of two devices. Raises `ValueError` for a public key that is none."""
+    """Return the common secret of two devices. Raise `ValueError` if the public key is invalid."""
     return X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(other))
 
 
 def derive_key(secret: bytes, session: str, purpose: str) -> bytes:
-    """A key for one purpose in one session."""
+    """Return the key for one purpose in one session."""
     return HKDF(SHA256(), KEY_BYTES, salt=session.encode(), info=purpose.encode()).derive(secret)
 
 
 def generate_words(key: bytes, size: int) -> Words:
-    """So many uniform words."""
+    """Return `size` uniform 32-bit words derived from a key."""
     cipher = Cipher(algorithms.AES256(key), modes.CTR(_INITIAL_COUNTER)).encryptor()
     return np.frombuffer(cipher.update(bytes(4 * size)), "<u4").astype(np.uint32, copy=False)
 
@@ -49,25 +49,25 @@ def make_self_mask(seed: bytes, session: str, size: int) -> Words:
 
 
 def make_pair_mask(private: bytes, other: bytes, session: str, size: int) -> Words:
-    """What the one with the lower place adds and the other takes off."""
+    """Return the mask of two devices: the one with the lower index adds it, the other subtracts it."""
     return generate_words(derive_key(agree_secret(private, other), session, "covey pair mask"), size)
 
 
-def _derive_share_key(private: bytes, other: bytes, session: str, giver: str, taker: str) -> tuple[AESGCM, bytes]:
-    route = f"{len(giver.encode())}/{giver}/{taker}"
+def _derive_share_key(private: bytes, other: bytes, session: str, sender: str, receiver: str) -> tuple[AESGCM, bytes]:
+    route = f"{len(sender.encode())}/{sender}/{receiver}"
     return AESGCM(derive_key(agree_secret(private, other), session, f"covey shares {route}")), f"{session} {route}".encode()
 
 
-def seal_shares(shares: bytes, private: bytes, other: bytes, session: str, giver: str, taker: str) -> bytes:
-    """Shares that only `taker` can read, and that only `giver` can have made."""
-    key, about = _derive_share_key(private, other, session, giver, taker)
-    return key.encrypt(_NONCE, shares, about)
+def seal_shares(shares: bytes, private: bytes, other: bytes, session: str, sender: str, receiver: str) -> bytes:
+    """Return encrypted shares that only `receiver` can read and only `sender` can have made."""
+    key, associated_data = _derive_share_key(private, other, session, sender, receiver)
+    return key.encrypt(_NONCE, shares, associated_data)
 
 
-def unseal_shares(sealed: bytes, private: bytes, other: bytes, session: str, giver: str, taker: str) -> bytes:
-    """Raises `ValueError` for shares of another giver, taker or session, or that were changed on their way."""
-    key, about = _derive_share_key(private, other, session, giver, taker)
+def unseal_shares(sealed: bytes, private: bytes, other: bytes, session: str, sender: str, receiver: str) -> bytes:
+    """Return the decrypted shares. Raise `ValueError` if sender, receiver or session differ, or the shares were modified."""
+    key, associated_data = _derive_share_key(private, other, session, sender, receiver)
     try:
-        return key.decrypt(_NONCE, sealed, about)
+        return key.decrypt(_NONCE, sealed, associated_data)
     except InvalidTag:
-        raise ValueError(f"the shares of {giver} for {taker} were not made by it for this session") from None
+        raise ValueError(f"the shares of {sender} for {receiver} were not made by it for this session") from None

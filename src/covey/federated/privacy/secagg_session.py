@@ -1,7 +1,7 @@
-"""A device's side of a secure round, and the sum's: what is sent in each phase, without the sending.
+"""Device side of a secure round without the transport, and the unmasking of a sum.
 
-A `SecaggSession` answers one list only. It never tells a share of both secrets of a device, nor anything that fewer than the
-needed devices could use, whatever a server asks for.
+A `SecaggSession` reveals shares for one list of uploaders only. Whatever a server requests, it never reveals shares of both
+secrets of one device, and never accepts a threshold or a list that would make the secrets unsafe.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from covey.federated.privacy.fixed_point_ring import Words
 
 
 class SecaggSession:
-    """The secrets of one device in one round."""
+    """Secrets of one device in one round. Call the methods in the order of the phases."""
 
     def __init__(self, fl_id: str) -> None:
         self.fl_id = fl_id
@@ -32,7 +32,7 @@ class SecaggSession:
         )
         self._keys: KeyList | None = None
         self._neighbor_keys: dict[str, RemoteKeys] = {}
-        self._held_shares: dict[str, tuple[bytes, bytes]] = {}  # by whose they are: shares of its seed and of its key
+        self._held_shares: dict[str, tuple[bytes, bytes]] = {}  # by device: shares of its seed and of its key
         self._revealed_list: tuple[str, ...] | None = None
 
     @property
@@ -41,102 +41,112 @@ class SecaggSession:
         return self._keys
 
     def make_shares(self, keys: KeyList) -> tuple[SealedShare, ...]:
-        """A share of both secrets for each neighbour. Raises `PeerError` for numbers that would give them away."""
+        """Return encrypted shares of both secrets, one pair for each neighbour.
+
+        Raise `PeerError` if the threshold is unsafe, a device is listed twice, or a key is invalid.
+        """
         holders = len(keys.remote_publickeys) + 1
         if holders < 3 or not holders < 2 * keys.needed <= 2 * holders:
             raise PeerError(
-                f"the server wants {keys.needed} of {holders} shares to be enough: only more than half of at least 3 keep a "
-                "secret; nothing was sent"
+                f"the server's threshold of {keys.needed} of {holders} shares is unsafe: expected more than half of at least 3 "
+                "shares; nothing was sent"
             )
         if len({other.fl_id for other in keys.remote_publickeys} - {self.fl_id}) != holders - 1:
             raise PeerError("the server's list of keys names a device twice: nothing was sent")
         self._keys = keys
         self._neighbor_keys = {other.fl_id: other for other in keys.remote_publickeys}
-        places = [keys.index + 1, *(other.index + 1 for other in keys.remote_publickeys)]
-        of_seed, of_key = self._split_secret(self._self_mask_seed, places), self._split_secret(self._mask_private_key, places)
+        indices = [keys.index + 1, *(other.index + 1 for other in keys.remote_publickeys)]
+        of_seed = self._split_secret(self._self_mask_seed, indices)
+        of_key = self._split_secret(self._mask_private_key, indices)
         own = keys.index + 1
         self._held_shares[self.fl_id] = (of_seed[own], of_key[own])
         sealed = []
         for other in keys.remote_publickeys:
-            place = other.index + 1
-            both = of_seed[place] + of_key[place]
+            both = of_seed[other.index + 1] + of_key[other.index + 1]
             try:
                 secagg_masks.agree_secret(self._mask_private_key, other.s_pk)
                 share = secagg_masks.seal_shares(
                     both, self._share_private_key, other.c_pk, keys.session, self.fl_id, other.fl_id
                 )
             except ValueError:
-                raise PeerError(f"the keys of {other.fl_id} are none: nothing was sent") from None
+                raise PeerError(f"the keys of {other.fl_id} are invalid: nothing was sent") from None
             sealed.append(SealedShare(other.fl_id, share))
         return tuple(sealed)
 
-    def _split_secret(self, secret: bytes, places: Sequence[int]) -> dict[int, bytes]:
-        drawn = [secrets.randbelow(shamir.PRIME) for _ in range(self.keys.needed - 1)]
-        return shamir.split_secret(secret, places, drawn)
+    def _split_secret(self, secret: bytes, indices: Sequence[int]) -> dict[int, bytes]:
+        coefficients = [secrets.randbelow(shamir.PRIME) for _ in range(self.keys.needed - 1)]
+        return shamir.split_secret(secret, indices, coefficients)
 
     def accept_shares(self, shares: ShareList) -> None:
-        """The neighbours' shares. Those that came are who to mask with. Raises `PeerError` for one that is not right."""
-        for one in shares.encrypted_shares:
-            giver = self._neighbor_keys.get(one.fl_id)
-            if giver is None:
-                raise PeerError(f"{one.fl_id} is no neighbour of this device, and shares came from it: nothing was sent")
+        """Store the neighbours' shares; `mask_update` masks with the neighbours that sent one.
+
+        Raise `PeerError` if a share is invalid or not of a neighbour, or if they are too few.
+        """
+        for sealed in shares.encrypted_shares:
+            sender = self._neighbor_keys.get(sealed.fl_id)
+            if sender is None:
+                raise PeerError(f"the server sent shares of {sealed.fl_id}, which is not a neighbour: nothing was sent")
             try:
                 both = secagg_masks.unseal_shares(
-                    one.share, self._share_private_key, giver.c_pk, self.keys.session, one.fl_id, self.fl_id
+                    sealed.share, self._share_private_key, sender.c_pk, self.keys.session, sealed.fl_id, self.fl_id
                 )
             except ValueError as error:
                 raise PeerError(f"{error}: nothing was sent") from None
-            self._held_shares[one.fl_id] = (both[: shamir.SHARE_BYTES], both[shamir.SHARE_BYTES :])
+            self._held_shares[sealed.fl_id] = (both[: shamir.SHARE_BYTES], both[shamir.SHARE_BYTES :])
         if len(self._held_shares) < self.keys.needed:
             raise PeerError(
                 f"{len(self._held_shares)} devices shared secrets, and {self.keys.needed} are needed: nothing was sent"
             )
 
     def mask_update(self, words: Words) -> Words:
-        """The same numbers, hidden."""
+        """Return the words with all masks added."""
         size, session = len(words), self.keys.session
-        hidden = words + secagg_masks.make_self_mask(self._self_mask_seed, session, size)
+        masked = words + secagg_masks.make_self_mask(self._self_mask_seed, session, size)
         for device in self._held_shares:
             if device != self.fl_id:
                 other = self._neighbor_keys[device]
                 mask = secagg_masks.make_pair_mask(self._mask_private_key, other.s_pk, session, size)
-                hidden += mask if self.keys.index < other.index else np.negative(mask)
-        return hidden
+                masked += mask if self.keys.index < other.index else np.negative(mask)
+        return masked
 
     def reveal_shares(self, clients: tuple[str, ...]) -> tuple[PlainShare, ...]:
-        """What a list asks for: of devices on it shares of their seeds, of others shares of their keys. One list only."""
+        """Return shares of the seeds of devices on the list, and shares of the keys of the other devices.
+
+        Raise `PeerError` for a second, different list, a list without this device, or a list with too few neighbours.
+        """
         if self._revealed_list is not None and self._revealed_list != clients:
-            raise PeerError("the server gave a second list of updates in one round: it is refused, and no share was told")
+            raise PeerError("the server sent a second list of updates in one round: no share was sent for it")
         listed = set(clients)
         if self.fl_id not in listed or len(listed) != len(clients):
-            raise PeerError("the list of updates lacks this device's, or names one twice: no share was told")
-        here = len(listed & self._held_shares.keys())
-        if here < self.keys.needed:
+            raise PeerError("the list of updates lacks this device's, or names one twice: no share was sent")
+        count = len(listed & self._held_shares.keys())
+        if count < self.keys.needed:
             raise PeerError(
-                f"the list names {here} devices that this one masked with, and {self.keys.needed} are needed: no share was told"
+                f"the list names {count} devices with which this one masked, "
+                f"and {self.keys.needed} are needed: no share was sent"
             )
         self._revealed_list = clients
         return tuple(PlainShare(device, seed if device in listed else key) for device, (seed, key) in self._held_shares.items())
 
 
 def unmask_sum(total: Words, found: UnmaskingSecrets) -> Words:
-    """The sum without masks. Raises `ValueError` when a key is not the one that its device used."""
-    listed, everyone = found.uploaders, {device: place for place, device in enumerate(found.uploaders.ring)}
+    """Return the sum without masks. Raise `ValueError` if a reconstructed key is not the one that its device used."""
+    listed, ring_index = found.uploaders, {device: index for index, device in enumerate(found.uploaders.ring)}
     bare = total.copy()
     for seed in found.seeds.values():
         bare -= secagg_masks.make_self_mask(seed, listed.session, len(bare))
     for device, key in found.keys.items():
         if secagg_masks.derive_public_key(key) != listed.s_pks[device]:
-            raise ValueError(f"the key of {device} that its neighbours gave is not its own")
-        place = everyone[device]
-        for other in neighbor_graph.ring_neighbors(listed.ring, place, listed.degree):
+            raise ValueError(f"the key of {device} that its neighbours revealed is not its own")
+        index = ring_index[device]
+        for other in neighbor_graph.ring_neighbors(listed.ring, index, listed.degree):
             name = listed.ring[other]
-            if name in found.seeds:  # it masked with the one that dropped out, and that mask is still in the sum
+            if name in found.seeds:  # it masked with the device that dropped out, and that mask is still in the sum
                 mask = secagg_masks.make_pair_mask(key, listed.s_pks[name], listed.session, len(bare))
-                bare -= mask if other < place else np.negative(mask)
+                bare -= mask if other < index else np.negative(mask)
     return bare
 
 
 def make_round_scale(listed: KeyList, reach: float) -> fixed_point_ring.FixedPointScale:
-    """The units of the round that a list of keys opens."""
+    """Return the fixed-point scale of the round of a list of keys."""
     return fixed_point_ring.make_scale(reach, listed.samples, listed.devices)

@@ -1,6 +1,6 @@
-"""The management port of a federated cluster: MindSpore's JSON and paths over the console's own.
+"""Management API of a federated cluster: MindSpore's paths and JSON, added to the API that all clusters have.
 
-Errors are `{"error_message": ..., "code": "1"}` with HTTP 400, and mean what MindSpore's mean.
+Errors are `{"error_message": ..., "code": "1"}` with HTTP 400, as in MindSpore.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from covey.management.schemas import Reply, StateReply
 
 
 class ResultReply(msgspec.Struct, frozen=True):
-    """It went well, and this came out."""
+    """Reply to a successful request, with its result."""
 
     message: str
     result: dict[str, Any] = {}
@@ -28,32 +28,32 @@ class ResultReply(msgspec.Struct, frozen=True):
 
 
 class ScaleOutBody(msgspec.Struct, frozen=True):
-    """How many more of each; cloud workers are none."""
+    """Number of processes to add. `worker_num` must be 0: cloud workers are not supported."""
 
     worker_num: int
     server_num: int
 
 
 class ScaleInBody(msgspec.Struct, frozen=True):
-    """Who is to go."""
+    """Node ids of the servers to remove."""
 
     node_ids: list[str]
 
 
 STATE_OPERATION = next(operation for operation in COMMON_OPERATIONS if operation.name == "state")
 FEDERATED_OPERATIONS = (
-    Operation("scaleout", "POST", "/scaleout", "Room for more servers.", Reply, ScaleOutBody),
-    Operation("scalein", "POST", "/scalein", "Let servers go.", Reply, ScaleInBody),
-    Operation("rollback", "POST", "/scaleoutRollback", "Take back a scale-out.", Reply),
-    Operation("new_instance", "POST", "/newInstance", "Begin again at iteration 1 from the newest model.", ResultReply),
-    Operation("query", "GET", "/queryInstance", "Where the present instance stands.", ResultReply),
+    Operation("scaleout", "POST", "/scaleout", "Allow more servers to join.", Reply, ScaleOutBody),
+    Operation("scalein", "POST", "/scalein", "Remove servers.", Reply, ScaleInBody),
+    Operation("rollback", "POST", "/scaleoutRollback", "Roll back a scale-out that is not complete.", Reply),
+    Operation("new_instance", "POST", "/newInstance", "Restart at iteration 1 from the newest model.", ResultReply),
+    Operation("query", "GET", "/queryInstance", "State of the current instance.", ResultReply),
     Operation("enable", "POST", "/enableFLS", "Serve devices.", ResultReply),
-    Operation("disable", "POST", "/disableFLS", "Let devices rest; the model is still served.", ResultReply),
+    Operation("disable", "POST", "/disableFLS", "Stop serving devices; the model is still served.", ResultReply),
 )
 
 
 class FederatedHandlers:
-    """One method for each operation, by its name."""
+    """Request handlers: one method for each operation, with the operation's name."""
 
     def __init__(self, scheduler: FederatedScheduler) -> None:
         self._scheduler = scheduler
@@ -63,20 +63,20 @@ class FederatedHandlers:
         return common_api.json_response(StateReply("Get cluster state successful.", self._machine.state))
 
     async def scaleout(self, request: Request) -> Response:
-        asked = _decode_object(await common_api.read_body(request))
-        workers, servers = _read_count(asked, "worker_num"), _read_count(asked, "server_num")
+        body = _decode_object(await common_api.read_body(request))
+        workers, servers = _read_count(body, "worker_num"), _read_count(body, "server_num")
         if workers:
             raise UsageError("The Worker does not currently support scale out.")
         self._scheduler.apply_request_effects(self._machine.scale_out(servers, self._scheduler.now()))
         return common_api.json_response(Reply("Cluster begin to scale out."))
 
     async def scalein(self, request: Request) -> Response:
-        asked = _decode_object(await common_api.read_body(request))
-        if "node_ids" not in asked:
+        body = _decode_object(await common_api.read_body(request))
+        if "node_ids" not in body:
             raise UsageError("The json is not contain the key:node_ids")
-        ids = asked["node_ids"]
+        ids = body["node_ids"]
         if not isinstance(ids, list) or not all(isinstance(node_id, str) for node_id in ids):
-            raise UsageError("The node ids should be a list of texts.")
+            raise UsageError("The node ids should be a list of strings.")
         if self._scheduler.node_id in ids:
             raise UsageError(f"The node id:{self._scheduler.node_id} is illegal: it is the scheduler.")
         self._scheduler.apply_request_effects(self._machine.scale_in(ids, self._scheduler.now()))
@@ -105,9 +105,9 @@ class FederatedHandlers:
 
 
 def make_app(scheduler: FederatedScheduler, *, token: str, settings: Sequence[tuple[str, str, str, str]] = ()) -> Any:
-    """The application for `covey.management.http_server.HttpServer`."""
-    answers = FederatedHandlers(scheduler)
-    more = {op: getattr(answers, op.name) for op in (STATE_OPERATION, *FEDERATED_OPERATIONS)}
+    """Return the application for `covey.management.http_server.HttpServer`."""
+    handlers = FederatedHandlers(scheduler)
+    more = {op: getattr(handlers, op.name) for op in (STATE_OPERATION, *FEDERATED_OPERATIONS)}
     return common_api.make_app(scheduler, token=token, settings=settings, more=more)
 
 
@@ -120,10 +120,10 @@ def _decode_object(body: bytes) -> dict[str, Any]:
         raise UsageError(f"Illegal JSON format:{error}") from None
 
 
-def _read_count(asked: dict[str, Any], key: str) -> int:
-    if key not in asked:
+def _read_count(body: dict[str, Any], key: str) -> int:
+    if key not in body:
         raise UsageError(f"The json is not contain the key:{key}")
-    value = asked[key]
+    value = body[key]
     if type(value) is not int or value < 0:
         raise UsageError("The value should not be less than 0.")
     return value

@@ -1,6 +1,6 @@
-"""The scheduler of a federated cluster: sockets, a file and a clock around `covey.core.federated.federation_machine`.
+"""Scheduler of a federated cluster: sockets, a file and a clock around `covey.core.federated.federation_machine`.
 
-One small record must survive the process. It is written atomically, before anything that depends on it is sent.
+One small record survives the process. It is written atomically before any message that depends on it is sent.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from covey.wall_clock import wall_time
 TICK_S: Final = 0.05
 DISCONNECT_TIMEOUT_S: Final = 5.0
 RETRY_DISK_S: Final = 0.5
-WAITING_EFFECTS_MAX: Final = 100_000  # effects that wait for the disk
+WAITING_EFFECTS_MAX: Final = 100_000  # effects queued while the record cannot be written
 _decoder: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(FromServer)
 _record_decoder: Final = msgspec.msgpack.Decoder(FederationRecord)
 
 ROUNDS_SHOWN_MAX: Final = 1000
-_METRIC_SOURCES: Final = {  # of a round's numbers, by where they may be told, the best first
+_METRIC_SOURCES: Final = {  # names under which a metric may be reported, the preferred one first
     "accuracy": ("central_accuracy", "eval_accuracy", "accuracy"),
     "loss": ("central_loss", "eval_loss", "loss"),
     "updates": ("updates",),
@@ -52,7 +52,7 @@ _PHASE_BY_STATE: Final = {"CLUSTER_STARTING": Phase.FORMING, "NODE_TIMEOUT": Pha
 
 
 class FederatedScheduler:
-    """One federated cluster's scheduler. `run` returns the code the process should end with."""
+    """Scheduler of one federated cluster. `run` returns the exit code of the process."""
 
     def __init__(
         self, machine: FederationMachine, *, file: Path, sync: bool, address: str, manage_port: int, node_id: str
@@ -67,17 +67,17 @@ class FederatedScheduler:
         self._connections: dict[int, Connection] = {}
         self._last_connection_id = 0
         self._ended: asyncio.Future[EndCluster] | None = None
-        self._effects: deque[FederationEffect] = deque()  # those that wait for the disk
+        self._effects: deque[FederationEffect] = deque()  # not carried out yet, because the record cannot be written
         self._retry_timer: asyncio.TimerHandle | None = None
-        self._disk_error = ""  # why the disk refuses
+        self._disk_error = ""  # why the record cannot be written; "" if it can
         self._view_stream = ViewStream(self.view)
         self._event_stream = EventStream()
         self._last_noted_round = machine.round.number
         self._finished_rounds: list[dict[str, float | None]] = []
-        self._counted_updates = 0  # counted by rounds that are done, in this life
+        self._counted_updates = 0  # in rounds completed since this process started
 
     async def run(self, sockets: list[socket.socket], guard: Credentials) -> int:
-        """Serve until the cluster has ended."""
+        """Serve until the cluster has ended, and return the exit code."""
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
         calls: dict[str, Any] = {
@@ -119,13 +119,13 @@ class FederatedScheduler:
 
     def _on_connection_lost(self, connection: Connection, reason: str) -> None:
         if not connection.id:
-            log.warning("a connection from %s was turned away: %s", connection.peer_address, reason)
+            log.warning("connection from %s rejected: %s", connection.peer_address, reason)
             return
         del self._connections[connection.id]
         self._view_stream.remove_subscriber(connection)
         self._event_stream.remove_subscriber(connection)
         if self._ended is not None and self._ended.done():
-            return  # every server was told to end: no log is to be adopted
+            return  # every server was told to end, so no log must be adopted
         self.apply_effects(self.machine.step(ConnectionLost(reason, connection.id), self.now()))
 
     async def _tick(self) -> None:
@@ -134,18 +134,18 @@ class FederatedScheduler:
             self.apply_effects(self.machine.step(Tick(), self.now()))
 
     def apply_effects(self, effects: list[FederationEffect]) -> None:
-        """Carry out effects in order. While a record cannot be written, the effects behind it wait."""
+        """Carry out effects in order. While a record cannot be written, the effects after it are queued."""
         self._effects.extend(effects)
         if self._retry_timer is None:
             self._apply_queued_effects()
         elif len(self._effects) > WAITING_EFFECTS_MAX:
-            os._exit(int(ExitCode.DISK))  # a restart goes on from what was promised before
+            os._exit(int(ExitCode.DISK))  # a restarted scheduler continues from the last record
 
     def apply_request_effects(self, effects: list[FederationEffect]) -> None:
-        """Carry out the effects of an administrative request. Raises `StoreError` if they must wait for the disk."""
+        """Carry out the effects of an administrative request. Raise `StoreError` if the record cannot be written yet."""
         self.apply_effects(effects)
         if self._disk_error:
-            raise StoreError(f"it is decided, but cannot be written down yet, and may be lost: {self._disk_error}")
+            raise StoreError(f"the request was accepted but is not stored yet and may be lost: {self._disk_error}")
 
     def _apply_queued_effects(self) -> None:
         self._retry_timer, is_written = None, False
@@ -178,25 +178,25 @@ class FederatedScheduler:
             self._ended.set_result(effect)
 
     def _write_record(self, record: FederationRecord) -> bool:
-        """Whether a record is written down."""
+        """Write a record; return False and log the error if that fails. Exit if no record was ever written."""
         try:
             write_atomically(self._record_path, msgspec.msgpack.encode(record), durable=self._sync)
         except OSError as error:
             stuck, self._disk_error = self._disk_error, f"{self._record_path} cannot be written ({error.strerror})"
             if not stuck:
-                log.error("%s: free the disk or make it writable; until then nothing new is promised", self._disk_error)
-            if not self._record_path.exists():  # nobody was ever promised anything: a folder that cannot be used
+                log.error("%s: free the disk or make it writable; until then decisions are delayed", self._disk_error)
+            if not self._record_path.exists():  # the first record: the directory is unusable, and no server depends on it
                 os._exit(int(ExitCode.DISK))
             return False
         if self._disk_error:
             self._disk_error = ""
-            log.warning("%s can be written again: what waited is carried out now", self._record_path)
+            log.warning("%s can be written again: queued effects are carried out now", self._record_path)
         return True
 
-    # -- what people see and ask for ---------------------------------------------------------------------------------
+    # -- status and administration -----------------------------------------------------------------------------------
 
     def stop(self, reason: str) -> None:
-        """End the cluster in order."""
+        """Shut down the cluster gracefully."""
         for server in self.machine.roster.servers.values():
             connection = self._connections.get(server.connection)
             if connection is not None:
@@ -206,14 +206,14 @@ class FederatedScheduler:
 
     @property
     def event_log(self) -> EventLog:
-        """What happened so far."""
+        """Events of this cluster so far."""
         return self._event_stream.event_log
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()
 
     def instance_status(self) -> dict[str, Any]:
-        """The present instance, for /queryInstance."""
+        """Return the state of the current instance, for /queryInstance."""
         instance, round_ = self.machine.instance, self.machine.round
         plan, best_round = instance.plan, instance.best[0]
         return {
@@ -234,7 +234,7 @@ class FederatedScheduler:
         }
 
     def console_details(self) -> dict[str, Any]:
-        """What the console shows besides."""
+        """Return the fields that the console shows only for federated clusters."""
         refused: Counter[str] = Counter()
         load = {}
         for server in self.machine.roster.servers.values():
@@ -254,7 +254,7 @@ class FederatedScheduler:
         }
 
     def _record_round_metrics(self) -> None:
-        """For the console: how the model of each round was."""
+        """Record the metrics of a completed round for the console."""
         number, metrics = self.machine.round.number, self.machine.round.metrics
         if number <= self._last_noted_round or not metrics:
             return
@@ -265,7 +265,7 @@ class FederatedScheduler:
         self._finished_rounds = [*self._finished_rounds, finished][-ROUNDS_SHOWN_MAX:]
 
     def _privacy_status(self, noise: Noise) -> dict[str, float]:
-        """What was spent so far: of each device, if it took part in every round."""
+        """Return the privacy loss so far, of a device that took part in every round."""
         return {
             "epsilon": noise.epsilon_after(self.machine.instance.spent),
             "delta": noise.delta,
@@ -274,10 +274,12 @@ class FederatedScheduler:
         }
 
     def view(self) -> ClusterView:
-        """The cluster in the words of `covey status`."""
+        """Return the cluster as `covey status` shows it."""
         round_, instance, now = self.machine.round, self.machine.instance, time.monotonic()
-        here = NodeView(Role.SCHEDULER, self.node_id, 0, socket.gethostname(), self._address, "alive", True, pid=os.getpid())
-        nodes = [here]
+        scheduler = NodeView(
+            Role.SCHEDULER, self.node_id, 0, socket.gethostname(), self._address, "alive", True, pid=os.getpid()
+        )
+        nodes = [scheduler]
         for server in sorted(self.machine.roster.servers.values(), key=lambda server: (server.rank < 0, server.rank)):
             state = "alive" if server.alive else "dead"
             if server.alive and not server.is_member:
@@ -322,7 +324,7 @@ class FederatedScheduler:
 
 
 def load_record(file: Path) -> FederationRecord | None:
-    """What an earlier scheduler wrote, if there is any. Raises `StoreError` for what cannot be understood."""
+    """Return the record of a previous scheduler; None if there is none. Raise `StoreError` if it cannot be read."""
     try:
         return _record_decoder.decode(file.read_bytes())
     except FileNotFoundError:
@@ -333,7 +335,7 @@ def load_record(file: Path) -> FederationRecord | None:
         ) from None
 
 
-# The keys of /newInstance, and what of a plan they are.
+# Keys of /newInstance: field of the plan, and factor from the plan's unit to the key's.
 HYPERPARAMETERS: Final = {
     "start_fl_job_threshold": ("threshold", 1),
     "start_fl_job_time_window": ("start_window_s", 1000),
@@ -350,19 +352,19 @@ HYPERPARAMETERS: Final = {
 
 
 def plan_to_hyperparameters(plan: RoundPlan) -> dict[str, Any]:
-    """A plan in MindSpore's words."""
+    """Return a plan under MindSpore's names and units."""
     found = {key: getattr(plan, field) * factor for key, (field, factor) in HYPERPARAMETERS.items()}
     return {key: int(value) if HYPERPARAMETERS[key][1] == 1000 else value for key, value in found.items()}
 
 
-def change_plan(plan: RoundPlan, asked: dict[str, Any]) -> RoundPlan:
-    """A plan with some of its keys changed, each checked as `set_fl_context` does."""
+def change_plan(plan: RoundPlan, changes: dict[str, Any]) -> RoundPlan:
+    """Return a plan with some keys changed. Raise `UsageError` for an unknown key or a value `set_fl_context` would refuse."""
     from covey.federated.context import check_value
 
     new: dict[str, Any] = {}
-    for key, value in asked.items():
+    for key, value in changes.items():
         if key not in HYPERPARAMETERS:
-            raise UsageError(f"The key {key} is not one of a new instance: {', '.join(HYPERPARAMETERS)} are.")
+            raise UsageError(f"The key {key} is unknown: expected one of {', '.join(HYPERPARAMETERS)}.")
         field, factor = HYPERPARAMETERS[key]
         checked = check_value(key, value)
         assert isinstance(checked, int | float)

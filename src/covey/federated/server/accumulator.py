@@ -1,8 +1,8 @@
-"""The sum of a round's updates, in fixed point: it depends neither on their order nor on how many servers added them.
+"""Sum of a round's updates in fixed point. It does not depend on their order or on the number of servers.
 
-A value times its weight, in units of 2^-24, is rounded to a whole number and added to an int64. Adding 1.5 * 2^52 to a
-float64 leaves that whole number in its low bits, so a sum of the bits is a sum of the numbers once the constant is taken off
-again: three passes per update, none of which converts.
+A value times its weight, in units of 2^-24, is rounded to an integer and added to an int64. Adding 1.5 * 2^52 to a float64
+leaves that integer in its low bits, so the sum of the bits is the sum of the integers after the constants are subtracted. This
+needs three passes per update and no conversion of types.
 """
 
 from __future__ import annotations
@@ -17,59 +17,59 @@ from covey.core.federated.messages import RoundTotals
 from covey.federated.model_codec import Floats
 
 FIXED_POINT_SCALE: Final = 2.0**24
-WEIGHTED_VALUE_MAX: Final = 2.0**27  # of a value and its weight: beyond it the low bits would not hold
-SERVER_SUM_MAX: Final = 2.0**32  # of all of them on one server: SERVERS_MAX of them fit into an int64
+WEIGHTED_VALUE_MAX: Final = 2.0**27  # of a value times its weight: a greater one does not fit into the low bits
+SERVER_SUM_MAX: Final = 2.0**32  # of one server's weighted values: the sums of SERVERS_MAX servers fit into an int64
 WEIGHT_MAX: Final = 2**27
 _ROUNDING_BIAS: Final = 1.5 * 2.0**52
 _ROUNDING_BIAS_BITS: Final = np.array([_ROUNDING_BIAS]).view(np.int64)[0]
 EMPTY_TOTALS: Final = RoundTotals()
-BLOCK_SIZE: Final = 16384  # values at a time, so that a block stays in the cache
+BLOCK_SIZE: Final = 16384  # values at a time, so that a block fits into the CPU cache
 
 
 class Accumulator:
-    """One server's part of a round."""
+    """One server's sum of a round's updates."""
 
     def __init__(self, size: int) -> None:
         self._sum = np.zeros(size, np.int64)
-        self._bias_count = 0  # how many updates' constants are still in the sum
+        self._bias_count = 0  # number of rounding constants that are still in the sum
         self._headroom = SERVER_SUM_MAX
         self._scratch = np.empty(BLOCK_SIZE, np.float64)
         self.totals = RoundTotals()
 
     def check_update(self, values: Floats, weight: int) -> float:
-        """The greatest value; raises `ValueError` with a sentence for an update that must not be added."""
+        """Return the greatest magnitude of the values. Raise `ValueError` if the update must not be added."""
         if not 1 <= weight <= WEIGHT_MAX:
-            raise ValueError(f"data_size is {weight}, and 1 to {WEIGHT_MAX} are possible")
+            raise ValueError(f"data_size is {weight}: expected 1 to {WEIGHT_MAX}")
         greatest = max(abs(float(values.max())), abs(float(values.min())), 0.0)
         if not math.isfinite(greatest):
             raise ValueError("the update has values that are not finite")
         if greatest * weight >= WEIGHTED_VALUE_MAX:
             raise ValueError(
-                f"the greatest value times data_size is {greatest * weight:g}, and must stay below {WEIGHTED_VALUE_MAX:g}"
+                f"the greatest value times data_size is {greatest * weight:g}: expected less than {WEIGHTED_VALUE_MAX:g}"
             )
         if greatest * weight > self._headroom:
-            raise ValueError("the sum of this round has no room for the update: its values are too large")
+            raise ValueError("the update would overflow the sum of this round: its values are too large")
         return greatest
 
     def add(self, values: Floats, weight: int, reported: RoundTotals = EMPTY_TOTALS) -> None:
-        """Add one update and what its device told. It must have passed `check`."""
+        """Add one update and its metrics. It must have passed `check_update`."""
         self._headroom -= max(float(values.max()), -float(values.min()), 0.0) * weight
         factor = weight * FIXED_POINT_SCALE
         for start in range(0, len(values), BLOCK_SIZE):
-            piece = values[start : start + BLOCK_SIZE]
-            block = self._scratch[: len(piece)]
-            np.multiply(piece, factor, out=block, dtype=np.float64)
+            chunk = values[start : start + BLOCK_SIZE]
+            block = self._scratch[: len(chunk)]
+            np.multiply(chunk, factor, out=block, dtype=np.float64)
             block += _ROUNDING_BIAS
             self._sum[start : start + BLOCK_SIZE] += block.view(np.int64)
         self._bias_count += 1
         self.totals = self.totals + reported + RoundTotals(1, weight)
 
     def make_empty(self) -> Accumulator:
-        """Another one for the same model."""
+        """Return an empty sum for the same model."""
         return Accumulator(len(self._sum))
 
     def get_sum(self) -> NDArray[np.int64]:
-        """The sum so far."""
+        """Return the sum so far, in units of 2^-24."""
         if self._bias_count:
             with np.errstate(over="ignore"):
                 self._sum -= _multiply_bias(self._bias_count)
@@ -83,23 +83,23 @@ class Accumulator:
         self.totals = self.totals + numbers
 
     def mean(self) -> NDArray[np.float64]:
-        """The weighted mean of all updates."""
+        """Return the weighted mean of all updates."""
         return self.get_sum() / (FIXED_POINT_SCALE * self.totals.size)
 
 
 def _multiply_bias(count: int) -> np.int64:
-    """The constant's bits `count` times, as int64 arithmetic wraps."""
+    """Return `count` times the bits of the rounding constant, modulo 2^64."""
     wrapped = (int(_ROUNDING_BIAS_BITS) * count) % 2**64
     return np.int64(wrapped - 2**64 if wrapped >= 2**63 else wrapped)
 
 
 def to_weighted_fixed_point(size: int, value: float | None) -> tuple[int, int]:
-    """For sums of a loss or accuracy over devices: the number of samples, and the value times that number as a whole number.
+    """Return the number of samples, and a loss or accuracy times that number in fixed point, for sums over devices.
 
-    Zeros where it tells none. Raises `ValueError` for one that would spoil a sum.
+    Return zeros if the value is None or not finite. Raise `ValueError` if it is too large.
     """
-    if value is None or not math.isfinite(value):  # a device whose training ran away still has a say in the model
+    if value is None or not math.isfinite(value):  # a diverged loss does not exclude the device's update
         return 0, 0
     if not abs(value) * size < WEIGHTED_VALUE_MAX:
-        raise ValueError(f"a loss or accuracy of {value:g} for {size} samples is too large to be added up")
+        raise ValueError(f"a loss or accuracy of {value:g} for {size} samples is too large for the sum")
     return size, round(value * size * FIXED_POINT_SCALE)

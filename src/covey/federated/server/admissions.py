@@ -1,4 +1,4 @@
-"""Admissions of devices to the present round: requests to the scheduler, and its replies."""
+"""Admissions of devices to the current round: requests to the scheduler, and its replies."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from covey.federated.server.position import Position
 
 
 class Admissions:
-    """Devices that one server has asked for. A scheduler that restarts learns from `admitted` whom it had admitted."""
+    """Admission requests of one server. A restarted scheduler restores its admissions from the servers' `admitted`."""
 
     def __init__(self, position: Callable[[], Position], send_to_scheduler: Callable[[Message], None]) -> None:
-        self.admitted: dict[str, None] = {}  # in the present round
+        self.admitted: dict[str, None] = {}  # in the current round
         self._position = position
         self._send_to_scheduler = send_to_scheduler
         self._requested: list[str] = []
@@ -25,7 +25,11 @@ class Admissions:
         self.admitted.clear()
 
     async def request(self, device: str, until: float) -> tuple[bool, str]:
-        """Return whether the scheduler admits a device, and why not. Devices of one turn of the loop share a message."""
+        """Return whether the scheduler admits a device, and why not.
+
+        Wait for the reply until `until` (monotonic), at least 0.5 s and at most 2 s. Requests made in one iteration of the
+        event loop share a message.
+        """
         waiter: asyncio.Future[tuple[bool, str]] = asyncio.get_running_loop().create_future()
         self._waiters.setdefault(device, []).append(waiter)
         if not self._requested:
@@ -35,7 +39,7 @@ class Admissions:
             async with asyncio.timeout(max(0.5, min(2.0, until - time.monotonic()))):
                 return await waiter
         except TimeoutError:
-            return False, "the scheduler does not answer at present"
+            return False, "the scheduler does not reply"
         finally:
             self._remove_waiter(device, waiter)
 
@@ -49,7 +53,7 @@ class Admissions:
             self._send_to_scheduler(AdmitDevices(instructions.round, ids))
 
     def _remove_waiter(self, device: str, waiter: asyncio.Future[tuple[bool, str]]) -> None:
-        """Forget a request, also one that was lost with its scheduler."""
+        """Remove a request, also if its reply was lost with the scheduler."""
         waiters = self._waiters.get(device, [])
         if waiter in waiters:
             waiters.remove(waiter)
@@ -57,7 +61,7 @@ class Admissions:
                 del self._waiters[device]
 
     def on_reply(self, reply: DevicesAdmitted) -> None:
-        """Record the scheduler's reply and pass it to the requests that wait for it."""
+        """Record the scheduler's reply and pass it to the waiting requests."""
         instructions = self._position().instructions
         if instructions is not None and reply.round == instructions.round:
             self.admitted.update(dict.fromkeys(reply.admitted))

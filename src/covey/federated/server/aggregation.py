@@ -1,6 +1,6 @@
-"""The end of a round on the server that was chosen for it: parts become a sum, the sum becomes the next model.
+"""End of a round on the aggregator, the server chosen for it: it adds the parts and makes the next model.
 
-Every number is whole until the last division, so whoever is chosen makes the same model, bit for bit.
+All sums are integers until the last division, so every server would make the same model, bit for bit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from covey.federated.server.update_log import Update, read_log, unpack_records
 from covey.federated.strategies import Strategy
 from covey.log import log
 
-SPOOL_BYTES_MAX = 16 * 2**30  # bytes of updates that a strategy may want to see at once
+SPOOL_BYTES_MAX = 16 * 2**30  # bytes of all updates of a round, for strategies with `sees_all`
 Evaluate = Callable[[dict[str, Floats]], Mapping[str, float]]
 COLUMN_BLOCK_SIZE = 4096  # values of every update at a time
 
@@ -40,7 +40,10 @@ COLUMN_BLOCK_SIZE = 4096  # values of every update at a time
 async def collect_parts(
     own_id: str, parts: Sequence[tuple[str, RoundTotals]], mine: PartialAggregate, server_links: ServerLinks
 ) -> Sum:
-    """Return the sum of all parts. Raises `PeerError` if a part differs from what was sealed: new instructions will follow."""
+    """Return the sum of all parts.
+
+    Raise `PeerError` if a part differs from its sealed totals; the scheduler then sends new instructions.
+    """
     total = mine.copy_sum()
     for node_id, expected in parts:
         if node_id == own_id:
@@ -50,28 +53,28 @@ async def collect_parts(
             if found == expected:
                 total.merge(values, found)
         if found != expected:
-            raise PeerError(f"server {node_id} holds {found.count} updates, and {expected.count} were sealed")
+            raise PeerError(f"server {node_id} has {found.count} updates, but sealed {expected.count}")
     return total
 
 
 def decode_part(content: bytearray, kind: np.dtype[Any]) -> tuple[RoundTotals, NDArray[Any]]:
-    """A part as it was fetched."""
+    """Return totals and values of a part that was fetched from another server."""
     size = int.from_bytes(content[:4], "little")
     numbers = msgspec.msgpack.decode(content[4 : 4 + size], type=RoundTotals)
     return numbers, np.frombuffer(content, kind, offset=4 + size)
 
 
 class UnmaskingFailed(CoveyError):
-    """The sum of a secure round cannot be had: the round is to be abandoned."""
+    """The sum of a secure round cannot be unmasked; the round must be abandoned."""
 
 
 def unmask_mean(total: MaskedSum, instructions: ServerInstructions, model: Floats) -> tuple[NDArray[np.float64], RoundTotals]:
-    """The mean that a secure round came to, and what its devices told. Raises `UnmaskingFailed`."""
-    found = instructions.unmasking
-    assert found is not None
-    units = fixed_point_ring.make_scale(instructions.plan.reach, found.uploaders.samples, len(found.uploaders.ring))
+    """Return the mean of a secure round and its totals with metrics. Raise `UnmaskingFailed` if the secrets are wrong."""
+    secrets = instructions.unmasking
+    assert secrets is not None
+    scale = fixed_point_ring.make_scale(instructions.plan.reach, secrets.uploaders.samples, len(secrets.uploaders.ring))
     try:
-        values, reported = fixed_point_ring.decode_sum(unmask_sum(total.get_sum(), found), units)
+        values, reported = fixed_point_ring.decode_sum(unmask_sum(total.get_sum(), secrets), scale)
     except ValueError as error:
         raise UnmaskingFailed(str(error)) from None
     numbers = total.totals + RoundTotals(
@@ -88,35 +91,41 @@ def unmask_mean(total: MaskedSum, instructions: ServerInstructions, model: Float
 
 
 def make_next_model(strategy: Strategy, model: Floats, mean: NDArray[np.float64], state: StrategyState) -> Floats:
-    """The next model. One that is not finite is refused: the round before it would be lost for good."""
+    """Return the strategy's next model. Raise `UsageError` if the strategy fails, or its shape or a value is invalid."""
     try:
         made = np.ascontiguousarray(strategy.make(model, mean, state), np.float32)
-    except Exception as error:  # the user's code: anything may come out of it
+    except Exception as error:  # user code may raise anything
         raise _make_strategy_error(strategy, "make", error) from error
     if made.shape != model.shape:
-        raise _make_strategy_error(strategy, "make", ValueError(f"{made.shape} is no shape of {model.shape[0]} values"))
+        raise _make_strategy_error(strategy, "make", ValueError(f"it returned shape {made.shape}: expected {model.shape}"))
     if not np.isfinite(made).all():
         raise _make_strategy_error(strategy, "make", ValueError("not every value is finite"))
     return made
 
 
 def evaluate_model(evaluate: Evaluate, layout: ModelLayout, values: Floats) -> dict[str, float]:
-    """What the user's own evaluation says of a model. One that fails costs its numbers, not the round."""
+    """Return the metrics of the user's evaluation, with the prefix `central_`; {} and a log line if it fails.
+
+    Metrics that are not finite are left out, except that such a loss is replaced by the greatest float.
+    """
     try:
         found = {name: float(value) for name, value in evaluate(layout.split_tensors(values.copy())).items()}
-    except Exception as error:  # the user's code: anything may come out of it
-        log.error("the evaluation failed, and the round goes on without it: %s: %s", type(error).__name__, error)
+    except Exception as error:  # user code may raise anything
+        log.error("evaluation failed, the round continues without it: %s: %s", type(error).__name__, error)
         return {}
-    strange = [name for name, value in found.items() if not math.isfinite(value)]
-    if strange:
-        log.warning("the evaluation's %s is no number: a loss counts as the greatest there is", ", ".join(strange))
-    if "loss" in strange:  # a model that ran away is never the best, and manifests have no word for infinity
+    not_finite = [name for name, value in found.items() if not math.isfinite(value)]
+    if not_finite:
+        log.warning(
+            "evaluation returned values that are not finite: %s; a loss is replaced by the greatest float",
+            ", ".join(not_finite),
+        )
+    if "loss" in not_finite:  # a diverged model must never be the best, and JSON manifests cannot contain infinity
         found["loss"] = sys.float_info.max
     return {f"central_{name}": value for name, value in found.items() if math.isfinite(value)}
 
 
 def compute_metrics(numbers: RoundTotals) -> dict[str, float]:
-    """What the devices told, weighted by their samples."""
+    """Return the numbers of updates and samples, and the devices' metrics weighted by samples; only those reported."""
     found: dict[str, float] = {"updates": float(numbers.count), "samples": float(numbers.size)}
     if numbers.told:
         found["loss"] = numbers.loss / FIXED_POINT_SCALE / numbers.told
@@ -139,10 +148,16 @@ async def aggregate_spooled_updates(
     folder: Path,
     size: int,
 ) -> NDArray[np.float64]:
-    """For strategies that see every update: spool them all to disk as rows, then go through them by columns."""
+    """Return the aggregate of a strategy with `sees_all`: write all updates to disk as rows, then process blocks of columns.
+
+    Raise `PeerError` if a part differs from its sealed totals, `ModelNotStored` if the disk is full, and `UsageError` if the
+    updates exceed SPOOL_BYTES_MAX or the strategy fails.
+    """
     count = sum(numbers.count for _, numbers in parts)
     if 4 * size * count > SPOOL_BYTES_MAX:
-        raise UsageError(f"{count} updates of {4 * size} bytes are more than the spool of {SPOOL_BYTES_MAX} bytes holds")
+        raise UsageError(
+            f"{count} updates of {4 * size} bytes exceed the limit of {SPOOL_BYTES_MAX} bytes for {type(strategy).__name__}"
+        )
     path = folder / "spool.f32"
     weights = np.empty(count, np.float64)
     try:
@@ -150,45 +165,45 @@ async def aggregate_spooled_updates(
         rows = np.memmap(path, np.float32, "r+", shape=(count, size))
         row = 0
         for node_id, expected in parts:
-            seen: set[str] = set()  # copies may have been sent twice
+            seen: set[str] = set()  # replicas may have been sent twice
             async for update, values in _iterate_updates(own_id, node_id, mine, server_links):
                 if update.device not in seen and len(seen) < expected.count:
                     rows[row], weights[row] = values, update.weight
                     row += 1
                 seen.add(update.device)
-                await asyncio.sleep(0)  # beats and devices are not to wait for all of them
+                await asyncio.sleep(0)  # heartbeats and devices are served in between
             if len(seen) != expected.count:
-                raise PeerError(f"server {node_id} gave {len(seen)} updates, and {expected.count} were sealed")
+                raise PeerError(f"server {node_id} sent {len(seen)} updates, but sealed {expected.count}")
         return await asyncio.to_thread(_aggregate_columns, strategy, rows, weights)
     except OSError as error:
-        raise ModelNotStored(f"{count} updates cannot be spooled to {path} ({error.strerror}): free the disk") from None
+        raise ModelNotStored(f"{count} updates cannot be written to {path} ({error.strerror}): free the disk") from None
     finally:
         with contextlib.suppress(OSError):
             path.unlink()
 
 
 def _aggregate_columns(strategy: Strategy, rows: Floats, weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """A strategy's aggregate of all updates, a block of values at a time."""
+    """Return a strategy's aggregate of all updates, computed a block of columns at a time."""
     made = np.empty(rows.shape[1], np.float64)
     try:
         for start in range(0, len(made), COLUMN_BLOCK_SIZE):
             made[start : start + COLUMN_BLOCK_SIZE] = strategy.column(
                 np.ascontiguousarray(rows[:, start : start + COLUMN_BLOCK_SIZE]), weights
             )
-    except Exception as error:  # the user's code: anything may come out of it
+    except Exception as error:  # user code may raise anything
         raise _make_strategy_error(strategy, "column", error) from error
     return made
 
 
 def _make_strategy_error(strategy: Strategy, method: str, error: Exception) -> UsageError:
     name = f"{type(strategy).__name__}.{method}"
-    return UsageError(f"{name} failed ({type(error).__name__}: {error}): the model stays as it was", ExitCode.BAD_SCRIPT)
+    return UsageError(f"{name} failed ({type(error).__name__}: {error}): the model is unchanged", ExitCode.BAD_SCRIPT)
 
 
 def _reserve_disk_space(path: Path, size: int) -> None:
-    """Room on the disk, before it is mapped: a map of a file that has none is a signal, not an error.
+    """Allocate a file's space on disk. Raise `ModelNotStored` if the disk is full.
 
-    Raises `ModelNotStored`.
+    Writing to a mapped file without space would raise SIGBUS instead of an error.
     """
     try:
         with path.open("wb") as file:
@@ -200,7 +215,7 @@ def _reserve_disk_space(path: Path, size: int) -> None:
 async def _iterate_updates(
     own_id: str, node_id: str, mine: PartialAggregate, server_links: ServerLinks
 ) -> AsyncIterator[tuple[Update, Floats]]:
-    """The updates in the logs of a part, with a piece of one log in memory at a time."""
+    """Yield the updates in the logs of a part. At most one chunk and one record of a log are in memory."""
     if node_id == own_id:
         for path in mine.list_log_paths():
             for update, values in read_log(path):
@@ -208,8 +223,8 @@ async def _iterate_updates(
         return
     for number in range(int(await server_links.fetch(node_id, "logs", mine.round))):
         rest = b""
-        async for piece in server_links.fetch_chunks(node_id, f"log{number}", mine.round):
-            content, end = memoryview(rest + piece), 0
+        async for chunk in server_links.fetch_chunks(node_id, f"log{number}", mine.round):
+            content, end = memoryview(rest + chunk), 0
             for update, values, end in unpack_records(content):  # noqa: B007
                 yield update, values
             rest = bytes(content[end:])

@@ -1,4 +1,4 @@
-"""The page that makes a browser tab a device: static files at `/device/` of the device port."""
+"""Page that turns a browser tab into a device: static files at `/device/` of the device port."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _CONTENT_TYPES: Final = {".html": "text/html; charset=utf-8", ".js": "text/javas
 
 
 def load_files(prefix: str) -> dict[str, tuple[bytes, str]]:
-    """By path: content and type."""
+    """Return content and content type of each file, by URL path."""
     found = {
         f"{prefix}/device/{path.name}": (path.read_bytes(), _CONTENT_TYPES[path.suffix])
         for path in sorted(BROWSER_DIRECTORY.iterdir())

@@ -1,6 +1,6 @@
-"""The device port: its paths, and the handlers of startFLJob and getModel. updateModel is in `update_handler`.
+"""Device port: its paths, and the handlers of startFLJob and getModel. updateModel is in `update_handler`.
 
-Every request is checked in MindSpore's order and answered with a code and a reason.
+Every request is checked in MindSpore's order. Every reply has a code and a reason.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ from covey.federated.server.update_handler import UpdateHandler
 from covey.federated.strategies import Strategy
 from covey.log import log
 
-METADATA_BYTES_MAX: Final = 256 * 1024  # beyond the tensors and their names
+METADATA_BYTES_MAX: Final = 256 * 1024  # of an update, in addition to the tensors and their names
 CONNECTIONS_MAX: Final = 10_000
-RESERVED_DESCRIPTORS: Final = 256  # descriptors for all else: the scheduler, other servers, what is written
+RESERVED_DESCRIPTORS: Final = 256  # for connections to scheduler and servers, and for files
 
 
 class DevicePort:
-    """The endpoints of one server."""
+    """HTTP endpoints of one server for devices."""
 
     def __init__(
         self,
@@ -91,8 +91,10 @@ class DevicePort:
         limit = values + len(layout.encode_header({})) + METADATA_BYTES_MAX
         self._authenticator = RequestAuthenticator(settings.auth)
         descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        places = max(RESERVED_DESCRIPTORS, min(CONNECTIONS_MAX, descriptors - RESERVED_DESCRIPTORS))
-        self._http_server = DeviceHttpServer(self._on_request, self._encode_refusal, body_max=limit, connections_max=places)
+        connections = max(RESERVED_DESCRIPTORS, min(CONNECTIONS_MAX, descriptors - RESERVED_DESCRIPTORS))
+        self._http_server = DeviceHttpServer(
+            self._on_request, self._encode_refusal, body_max=limit, connections_max=connections
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         prefix = settings.url_prefix
         self._handlers: dict[str, Callable[[DeviceRequest], None]] = {
@@ -124,10 +126,10 @@ class DevicePort:
         if serve is None:
             paths = ", ".join(self._handlers)
             return request.reply(
-                [self._encode_refusal(404, f"there is no {request.path[:100]!r} here: {paths} are")], status=404
+                [self._encode_refusal(404, f"path {request.path[:100]!r} does not exist: expected one of {paths}")], status=404
             )
         if request.method != "POST":
-            return request.reply([self._encode_refusal(405, f"{request.path} answers POST")], status=405)
+            return request.reply([self._encode_refusal(405, f"{request.path} accepts only POST")], status=405)
         try:
             request.set_device(self._authenticator.authenticate(request))
             return serve(request)
@@ -136,17 +138,17 @@ class DevicePort:
             return self._replies.send_status(request, code, str(refusal), retry_ms=1000 if refusal.later else 0)
         except (ValueError, msgspec.MsgspecError, RecursionError) as error:
             return self._replies.send_status(request, Code.REQUEST_ERROR, str(error))
-        except Exception as error:  # a defect of ours, or of the user's strategy: a device is not to wait for an answer
+        except Exception as error:  # a defect of covey or of the user's strategy; the device must still get a reply
             return self._reply_internal_error(request, error)
 
     def _reply_internal_error(self, request: DeviceRequest, error: Exception) -> None:
-        log.exception("%s could not be answered", request.path)
-        reason = f"this server failed ({type(error).__name__}): its log says more"
+        log.exception("%s failed", request.path)
+        reason = f"this server failed ({type(error).__name__}): see its log"
         self._replies.send_status(request, Code.SYSTEM_ERROR, reason, retry_ms=self._replies.choose_retry_ms())
 
-    def _encode_refusal(self, status: int, sentence: str) -> bytes:
+    def _encode_refusal(self, status: int, reason: str) -> bytes:
         code = Code.NOT_READY if status in (408, 503) else Code.REQUEST_ERROR
-        return msgspec.json.encode(Answer(int(code), sentence, now_ms()))
+        return msgspec.json.encode(Answer(int(code), reason, now_ms()))
 
     def _start_task(self, request: DeviceRequest, work: Any) -> None:
         task = asyncio.get_running_loop().create_task(self._run_handler(request, work))
@@ -156,7 +158,7 @@ class DevicePort:
     async def _run_handler(self, request: DeviceRequest, work: Any) -> None:
         try:
             await work
-        except Exception as error:  # as in `_receive`
+        except Exception as error:  # as in `_on_request`
             self._reply_internal_error(request, error)
 
     def _on_secagg_request(self, name: str, request: DeviceRequest) -> None:
@@ -167,16 +169,16 @@ class DevicePort:
     # -- startFLJob --------------------------------------------------------------------------------------------------
 
     def _on_start_job(self, request: DeviceRequest) -> None:
-        asked: StartJob = decode_request(StartJob, request.body, request.content_type)
-        if self._replies.refuse_if_invalid(request, asked.timestamp, asked.fl_name, asked.fl_id):
+        job: StartJob = decode_request(StartJob, request.body, request.content_type)
+        if self._replies.refuse_if_invalid(request, job.timestamp, job.fl_name, job.fl_id):
             return None
-        if not 1 <= asked.data_size <= WEIGHT_MAX:
-            reason = f"data_size is {asked.data_size}: a device needs at least one sample, and {WEIGHT_MAX} are the most"
+        if not 1 <= job.data_size <= WEIGHT_MAX:
+            reason = f"data_size is {job.data_size}: expected 1 to {WEIGHT_MAX}"
             return self._replies.send_status(request, Code.OUT_OF_TIME, reason)
-        return self._start_task(request, self._wait_for_admission(request, asked))
+        return self._start_task(request, self._wait_for_admission(request, job))
 
-    async def _wait_for_admission(self, request: DeviceRequest, asked: StartJob) -> None:
-        until = time.monotonic() + asked.wait / 1000
+    async def _wait_for_admission(self, request: DeviceRequest, job: StartJob) -> None:
+        until = time.monotonic() + job.wait / 1000
         while True:
             changed, reason = self._notifier.subscribe(), "the cluster is not ready"
             position = self._position()
@@ -187,30 +189,33 @@ class DevicePort:
                 return self._replies.send_status(request, Code.NOT_READY, NOT_A_MEMBER, retry_ms=RETRY_MS, elsewhere=True)
             if instructions is not None and not position.is_running:
                 reason = NOT_RUNNING
-            elif instructions is not None and self._has_counted_update(instructions, asked):
-                reason = f"iteration {asked.iteration} has this device's update"
+            elif instructions is not None and self._has_counted_update(instructions, job):
+                reason = f"iteration {job.iteration} has this device's update"
             elif (
                 instructions is not None
                 and instructions.stage is RoundStage.OPEN
                 and self._model_cache.round == instructions.round - 1
             ):
-                admitted, reason = await self._admissions.request(asked.fl_id, until)
+                admitted, reason = await self._admissions.request(job.fl_id, until)
                 if admitted:
-                    return self._send_task(request, asked, instructions.round, instructions.base)
+                    return self._send_task(request, job, instructions.round, instructions.base)
             left = until - time.monotonic()
             if left <= 0 or request.is_disconnected:
                 return self._replies.send_status(request, Code.OUT_OF_TIME, reason, retry_ms=self._replies.choose_retry_ms())
             await self._notifier.wait(changed, min(left, 1.0))
 
-    def _has_counted_update(self, instructions: ServerInstructions, asked: StartJob) -> bool:
-        """Whether the round has this device's update, as the device says; where it may be wrong, only if that is known here."""
-        if asked.iteration != instructions.round - instructions.base:
+    def _has_counted_update(self, instructions: ServerInstructions, job: StartJob) -> bool:
+        """Return whether the current round has this device's update, according to the device.
+
+        If updates may have been lost, return True only if this server has evidence that the update is counted.
+        """
+        if job.iteration != instructions.round - instructions.base:
             return False
-        key = async_update_key(asked.fl_id, instructions.round) if self._strategy.staleness else asked.fl_id
+        key = async_update_key(job.fl_id, instructions.round) if self._strategy.staleness else job.fl_id
         return not instructions.may_have_lost_updates or self._claims.is_known_counted(instructions.round, key)
 
-    def _send_task(self, request: DeviceRequest, asked: StartJob, round_number: int, base: int) -> None:
-        """Admitted: the model to start from, the plan, and a ticket for the update."""
+    def _send_task(self, request: DeviceRequest, job: StartJob, round_number: int, base: int) -> None:
+        """Send an admitted device the model to start from, the plan, and a ticket for the update."""
         position, settings = self._position(), self._settings
         assert position.instructions is not None
         plan = position.instructions.plan
@@ -226,7 +231,7 @@ class DevicePort:
             cipher=_make_cipher(plan),
             upload_compress_type=plan.compress,
             upload_sparse_rate=plan.sparse_rate,
-            evaluate=should_evaluate(plan, position.cluster_id, round_number - base, asked.fl_id),
+            evaluate=should_evaluate(plan, position.cluster_id, round_number - base, job.fl_id),
         )
         answer = Answer(
             int(Code.SUCCEED),
@@ -235,15 +240,15 @@ class DevicePort:
             iteration=round_number - base,
             is_selected=True,
             next_req_time=str(now_ms() + self._replies.choose_retry_ms()),
-            ticket=make_ticket(position.cluster_key, round_number, asked.fl_id, asked.data_size),
+            ticket=make_ticket(position.cluster_key, round_number, job.fl_id, job.data_size),
             fl_plan_config=msgspec.json.encode(fl_plan).decode(),
         )
-        self._send_model(request, answer, self._model_cache.values, asked.download_compress_types)
+        self._send_model(request, answer, self._model_cache.values, job.download_compress_types)
 
-    def _send_model(self, request: DeviceRequest, answer: Answer, values: Floats, understood: Sequence[str]) -> None:
+    def _send_model(self, request: DeviceRequest, answer: Answer, values: Floats, supported: Sequence[str]) -> None:
         instructions, layout, cache = self._position().instructions, self._layout, self._model_cache
         kind = instructions.plan.download if instructions is not None else update_compression.NO_COMPRESSION
-        if kind == update_compression.NO_COMPRESSION or kind not in understood:
+        if kind == update_compression.NO_COMPRESSION or kind not in supported:
             return request.reply([layout.encode_header(answer.to_metadata()), view_bytes(values)], SAFETENSORS)
         small = cache.quantize_newest() if values is cache.values else layout.quantize(values)
         scales = msgspec.json.encode(small.scales).decode()
@@ -253,32 +258,32 @@ class DevicePort:
     # -- getModel ----------------------------------------------------------------------------------------------------
 
     def _on_get_model(self, request: DeviceRequest) -> None:
-        asked: GetModel = decode_request(GetModel, request.body, request.content_type)
-        if not self._replies.refuse_if_invalid(request, asked.timestamp, asked.fl_name):
-            self._start_task(request, self._wait_for_model(request, asked))
+        query: GetModel = decode_request(GetModel, request.body, request.content_type)
+        if not self._replies.refuse_if_invalid(request, query.timestamp, query.fl_name):
+            self._start_task(request, self._wait_for_model(request, query))
 
-    async def _wait_for_model(self, request: DeviceRequest, asked: GetModel) -> None:
-        until = time.monotonic() + asked.wait / 1000
+    async def _wait_for_model(self, request: DeviceRequest, query: GetModel) -> None:
+        until = time.monotonic() + query.wait / 1000
         while True:
             changed, instructions, cache = self._notifier.subscribe(), self._position().instructions, self._model_cache
             base = instructions.base if instructions is not None else 0
             newest = cache.round - base
-            behind = instructions is None or cache.round < instructions.round - 1  # a newer one is on its way to this server
-            wanted = asked.iteration if asked.iteration >= 0 else newest + behind
+            behind = instructions is None or cache.round < instructions.round - 1  # a newer model exists on another server
+            wanted = query.iteration if query.iteration >= 0 else newest + behind
             if newest >= wanted or (instructions is not None and wanted > instructions.round - base):
-                kept = await cache.get_or_load(base + wanted) if 0 <= asked.iteration < newest else None
-                newest, values = (wanted, kept) if kept is not None else (cache.round - base, cache.values)
+                older = await cache.get_or_load(base + wanted) if 0 <= query.iteration < newest else None
+                newest, values = (wanted, older) if older is not None else (cache.round - base, cache.values)
                 answer = Answer(int(Code.SUCCEED), "", now_ms(), iteration=newest)
-                return self._send_model(request, answer, values, asked.download_compress_types)
+                return self._send_model(request, answer, values, query.download_compress_types)
             left = until - time.monotonic()
             if left <= 0 or request.is_disconnected:
-                reason = f"iteration {asked.iteration} is not finished yet"
+                reason = f"iteration {query.iteration} is not complete yet"
                 return self._replies.send_status(request, Code.NOT_READY, reason, retry_ms=self._replies.choose_retry_ms())
             await self._notifier.wait(changed, min(left, 1.0))
 
 
 def _make_cipher(plan: RoundPlan) -> Cipher:
-    """What devices are to do with their updates."""
+    """Return how devices must protect their updates."""
     if plan.secure:
         return Cipher("PW_ENCRYPT", plan.signed, plan.reach, plan.noise)
     return Cipher("DP_ENCRYPT" if plan.noise is not None and plan.noise.local else "NOT_ENCRYPT", noise=plan.noise)

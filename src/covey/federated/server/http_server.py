@@ -1,8 +1,8 @@
-"""HTTP for many devices with large bodies: a body is received straight into the memory it will be read from.
+"""HTTP server for many devices with large bodies. A body is received directly into the memory from which it is decoded.
 
-Only what devices need: HTTP/1.1, keep-alive, Content-Length. A request is handed over whole; its answer may be given at once
-or later. Heads are read by httptools. Limits: head, body, time per request, connections. Where all places are taken, the oldest
-connection that never said a word makes room: those keep nobody else out.
+It implements what devices need: HTTP/1.1, keep-alive, Content-Length. The handler receives complete requests and may reply
+later. httptools parses the headers. Headers, body, time per request and connections are limited. At the limit of connections, a
+new connection replaces the oldest one that has sent no byte, so that idle connections cannot exclude devices.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import httptools
 import numpy as np
 
 HEADER_BYTES_MAX: Final = 16 * 1024
-BYTES_IN_FLIGHT_MAX: Final = 2**30  # bytes of bodies at once, whoever sends them
-REQUEST_TIMEOUT_S: Final = 60.0  # from its first byte to its last, and more for what has come,
-BYTES_PER_SECOND_MIN: Final = 10_000  # bytes a second: a slow link is not a stuck one
+BYTES_IN_FLIGHT_MAX: Final = 2**30  # bytes of all bodies that are being received or processed
+REQUEST_TIMEOUT_S: Final = 60.0  # from the first byte to the last, extended by the time for the received bytes at:
+BYTES_PER_SECOND_MIN: Final = 10_000  # so that a slow connection is not treated as a stuck one
 IDLE_TIMEOUT_S: Final = 600.0
-REFUSED_LINGER_S: Final = 5.0  # for a device to read why
+REFUSED_LINGER_S: Final = 5.0  # for a device to read the reason
 SWEEP_INTERVAL_S: Final = 5.0
 _STATUS_PHRASES: Final = {
     200: "OK",
@@ -37,13 +37,13 @@ _STATUS_PHRASES: Final = {
     500: "Internal Server Error",
     503: "Service Unavailable",
 }
-_TLS_HANDSHAKE_BYTE: Final = 0x16  # what a TLS handshake begins with
+_TLS_HANDSHAKE_BYTE: Final = 0x16  # first byte of a TLS handshake
 
 BytesLike = bytes | memoryview
 
 
 class DeviceRequest:
-    """One request. Answer it exactly once."""
+    """One complete request. The handler must call `reply` exactly once."""
 
     __slots__ = ("_connection", "_headers", "accept", "body", "content_type", "device", "method", "path")
 
@@ -51,7 +51,7 @@ class DeviceRequest:
         self, connection: DeviceConnection, method: str, path: str, headers: dict[bytes, bytes], body: memoryview
     ) -> None:
         self._headers = headers
-        self.device = ""  # who asks, where that is proven
+        self.device = ""  # id of the authenticated device; "" without authentication
         self._connection = connection
         self.method = method
         self.path = path
@@ -60,20 +60,20 @@ class DeviceRequest:
         self.body = body
 
     def reply(self, pieces: Sequence[BytesLike], content_type: str = "application/json", status: int = 200) -> None:
-        """Send the answer; a device that is gone does not hear it."""
+        """Send the reply; do nothing if the device has disconnected."""
         self._connection.send_response(status, content_type, pieces)
 
     def set_device(self, device: str) -> None:
-        """Name the device whose identity is proven."""
+        """Set the id of the authenticated device."""
         self.device = device
 
     def header(self, name: str) -> str:
-        """One of ours: `x-covey-NAME`."""
+        """Return the header `x-covey-NAME`; "" if it is missing."""
         return self._headers.get(b"x-covey-" + name.encode(), b"").decode("latin-1")
 
     @property
     def peer_address(self) -> str:
-        """The address it comes from."""
+        """IP address of the device."""
         return self._connection.peer_address
 
     @property
@@ -82,19 +82,19 @@ class DeviceRequest:
 
 
 class DeviceConnection(asyncio.BufferedProtocol):
-    """One device's connection."""
+    """Connection of one device."""
 
-    def __init__(self, site: DeviceHttpServer) -> None:
-        self._server = site
+    def __init__(self, server: DeviceHttpServer) -> None:
+        self._server = server
         self._transport: Any = None
-        self._header_buffer = bytearray()  # until something comes
+        self._header_buffer = bytearray()  # allocated when the first bytes arrive
         self._header_view = memoryview(self._header_buffer)
         self._buffered_bytes = 0
         self._body: memoryview | None = None
         self._body_received = 0
         self._awaiting_reply = False
         self._close_after_reply = False
-        self._is_refused = False  # what still comes is not looked at
+        self._is_refused = False  # further bytes are discarded
         self._url = b""
         self._headers: dict[bytes, bytes] = {}
         self._method = ""
@@ -102,7 +102,7 @@ class DeviceConnection(asyncio.BufferedProtocol):
         self.closed = False
         self.peer_address = ""
 
-    # -- asyncio's calls ---------------------------------------------------------------------------------------------
+    # -- callbacks of asyncio ----------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = transport
@@ -111,7 +111,7 @@ class DeviceConnection(asyncio.BufferedProtocol):
         if sock is not None:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if not self._server.add_connection(self):
-            self._send_refusal(503, "there are too many connections: try again")
+            self._send_refusal(503, "this server has too many connections: retry later")
 
     def abort(self) -> None:
         self._transport.abort()
@@ -151,7 +151,7 @@ class DeviceConnection(asyncio.BufferedProtocol):
     def eof_received(self) -> bool:
         return False
 
-    # -- httptools' calls --------------------------------------------------------------------------------------------
+    # -- callbacks of httptools --------------------------------------------------------------------------------------
 
     def on_url(self, url: bytes) -> None:
         self._url += url
@@ -162,10 +162,10 @@ class DeviceConnection(asyncio.BufferedProtocol):
     # -- a request ---------------------------------------------------------------------------------------------------
 
     def _parse_head(self) -> None:
-        """Read a head, if it is complete."""
-        if self._header_buffer[0] == _TLS_HANDSHAKE_BYTE:  # it has no end that we would see
+        """Parse the headers if they are complete, and start to receive the body."""
+        if self._header_buffer[0] == _TLS_HANDSHAKE_BYTE:  # it never contains the end of HTTP headers
             return self._send_refusal(
-                400, "this port speaks plain HTTP and a TLS handshake came: ask at http://, or serve with TLS"
+                400, "this port expects plain HTTP but received a TLS handshake: use http://, or start the server with TLS"
             )
         end = self._header_buffer.find(b"\r\n\r\n", 0, self._buffered_bytes)
         if end < 0:
@@ -180,15 +180,15 @@ class DeviceConnection(asyncio.BufferedProtocol):
             self._close_after_reply = not parser.should_keep_alive()
             length = int(self._headers.get(b"content-length", b"0"))
         except (httptools.HttpParserError, ValueError):
-            return self._send_refusal(400, "this is not a request that HTTP/1.1 allows")
+            return self._send_refusal(400, "the request is not valid HTTP/1.1")
         if b"transfer-encoding" in self._headers:
-            return self._send_refusal(411, "send a Content-Length: chunked bodies are not taken")
+            return self._send_refusal(411, "chunked bodies are not supported: send a Content-Length")
         if self._headers.get(b"content-encoding", b"identity") != b"identity":
-            return self._send_refusal(415, "send the body as it is: a Content-Encoding is not taken")
+            return self._send_refusal(415, "Content-Encoding is not supported: send the body unencoded")
         if not 0 <= length <= self._server.body_max:
             return self._send_refusal(413, f"the body has {length} bytes, and {self._server.body_max} is the limit")
         if self._server.bytes_in_flight + length > self._server.bytes_in_flight_max:
-            return self._send_refusal(503, "too many bodies are under way here: try another")
+            return self._send_refusal(503, "this server is receiving too many bodies: try another server")
         return self._start_body(end + 4, length)
 
     def _start_body(self, start: int, length: int) -> None:
@@ -239,44 +239,44 @@ class DeviceConnection(asyncio.BufferedProtocol):
         if not self.closed and not self._awaiting_reply and self._body is None and self._buffered_bytes:
             self._parse_head()
 
-    def _send_refusal(self, status: int, sentence: str) -> None:
-        """Say why, and let what is under way run out: a connection closed at once might take the answer with it."""
+    def _send_refusal(self, status: int, reason: str) -> None:
+        """Send the reason and discard further bytes. Closing the connection immediately could lose the reply."""
         self._close_after_reply = self._is_refused = True
-        self.send_response(status, "application/json", [self._server.encode_refusal(status, sentence)])
+        self.send_response(status, "application/json", [self._server.encode_refusal(status, reason)])
 
     def check_timeouts(self, now: float) -> None:
-        """Refuse a device that takes too long for its request; cut off one that was refused, or has been silent for long."""
+        """Refuse a request that is not complete in time; close a connection that was refused or is idle for too long."""
         if self._awaiting_reply:
             return
-        half = not self._is_refused and (self._buffered_bytes > 0 or self._body is not None)
-        patience_s = REQUEST_TIMEOUT_S + (self._body_received / BYTES_PER_SECOND_MIN if self._body is not None else 0)
-        limit = REFUSED_LINGER_S if self._is_refused else patience_s if half else IDLE_TIMEOUT_S
-        if now > self.period_started_at + limit:
-            if half:
-                self._send_refusal(408, f"the request was not complete after {patience_s:.0f} s")
+        is_incomplete = not self._is_refused and (self._buffered_bytes > 0 or self._body is not None)
+        request_limit_s = REQUEST_TIMEOUT_S + (self._body_received / BYTES_PER_SECOND_MIN if self._body is not None else 0)
+        limit_s = REFUSED_LINGER_S if self._is_refused else request_limit_s if is_incomplete else IDLE_TIMEOUT_S
+        if now > self.period_started_at + limit_s:
+            if is_incomplete:
+                self._send_refusal(408, f"the request was not complete after {request_limit_s:.0f} s")
             else:
                 self._transport.abort()
 
 
 class DeviceHttpServer:
-    """The device port of a server."""
+    """HTTP server of one device port."""
 
     def __init__(
         self,
-        receive: Callable[[DeviceRequest], None],
-        refusal: Callable[[int, str], bytes],
+        on_request: Callable[[DeviceRequest], None],
+        encode_refusal: Callable[[int, str], bytes],
         *,
         body_max: int,
         connections_max: int,
     ) -> None:
-        self.on_request = receive
-        self.encode_refusal = refusal
+        self.on_request = on_request
+        self.encode_refusal = encode_refusal
         self.body_max = body_max
         self.connections_max = connections_max
-        self.bytes_in_flight = 0  # bytes of bodies that are not answered yet
+        self.bytes_in_flight = 0  # bytes of bodies without a reply yet
         self.bytes_in_flight_max = max(BYTES_IN_FLIGHT_MAX, 2 * body_max)
         self.connections: set[DeviceConnection] = set()
-        self.silent_connections: dict[DeviceConnection, None] = {}  # those that never said a word, the oldest first
+        self.silent_connections: dict[DeviceConnection, None] = {}  # those that have sent no byte, the oldest first
         self._servers: list[asyncio.Server] = []
         self._sweep_task: asyncio.Task[None] | None = None
 
@@ -287,7 +287,7 @@ class DeviceHttpServer:
         self._sweep_task = loop.create_task(self._sweep_connections())
 
     def add_connection(self, connection: DeviceConnection) -> bool:
-        """Accept a connection, if need be in place of the oldest silent one. Return False if there is no room."""
+        """Accept a connection, at the limit in place of the oldest silent one. Return False if no connection is silent."""
         self.connections.add(connection)
         if len(self.connections) > self.connections_max:
             oldest = next(iter(self.silent_connections), None)

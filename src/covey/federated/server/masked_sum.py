@@ -1,7 +1,7 @@
-"""The sum of a round's masked updates, modulo 2^32. What it is of nobody knows until the masks are off.
+"""Sum of a round's masked updates, modulo 2^32. It reveals nothing until it is unmasked.
 
-A masked update is in memory and in the log as the words that the device sent; in the log they pass for float32, which have
-the same size and are never looked at.
+A masked update is kept as the 32-bit words that the device sent. In the log they have the type float32, which has the same
+size; they are never interpreted as floats.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from covey.federated.server.accumulator import EMPTY_TOTALS, WEIGHT_MAX
 
 
 class MaskedSum:
-    """One server's part of a secure round, for a model of `size` values."""
+    """One server's sum of a secure round, for a model of `size` values."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -26,23 +26,23 @@ class MaskedSum:
         self.totals = RoundTotals()
 
     def make_empty(self) -> MaskedSum:
-        """Another one for the same model."""
+        """Return an empty sum for the same model."""
         return MaskedSum(self._size)
 
     def check_update(self, values: Floats, weight: int) -> None:
-        """Raises `ValueError` with a sentence for an update that must not be added."""
+        """Raise `ValueError` if the update must not be added."""
         if not 1 <= weight <= WEIGHT_MAX:
-            raise ValueError(f"data_size is {weight}, and 1 to {WEIGHT_MAX} are possible")
+            raise ValueError(f"data_size is {weight}: expected 1 to {WEIGHT_MAX}")
         if len(values) != len(self._sum):
-            raise ValueError(f"a masked update has {len(self._sum)} numbers here, and {len(values)} came")
+            raise ValueError(f"the masked update has {len(values)} numbers: expected {len(self._sum)}")
 
     def add(self, values: Floats, weight: int, reported: RoundTotals = EMPTY_TOTALS) -> None:
-        """Add one masked update. What devices tell about their training is among its numbers."""
+        """Add one masked update. `reported` is ignored, because the metrics are among the masked numbers."""
         self._sum += values.view(np.uint32)
         self.totals = self.totals + RoundTotals(1, weight)
 
     def get_sum(self) -> Words:
-        """The sum so far."""
+        """Return the sum so far."""
         return self._sum
 
     def merge(self, total: NDArray[Any], numbers: RoundTotals) -> None:

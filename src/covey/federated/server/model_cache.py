@@ -1,4 +1,4 @@
-"""The models a server has: loaded when it starts, made by it at the end of a round, or fetched from the server that made it."""
+"""Models of a server: loaded when it starts, made at the end of a round, or fetched from the server that made them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from covey.log import log
 
 
 class WantedModel(NamedTuple):
-    """A model, and who has it."""
+    """The model that a server should have, and the server that has it."""
 
     round: int
     source: str
@@ -31,7 +31,7 @@ class WantedModel(NamedTuple):
 
 
 def wanted_model(instructions: ServerInstructions) -> WantedModel:
-    """What every server is to have: the model of the round before or, once it is made and wanted, of this one."""
+    """Return the model that every server should have: that of this round if it must be replicated, else of the previous one."""
     made = instructions.new_model
     if made is not None:
         return WantedModel(instructions.round, made.node_id, made.digest, made.metrics)
@@ -39,7 +39,7 @@ def wanted_model(instructions: ServerInstructions) -> WantedModel:
 
 
 class ModelCache:
-    """The newest one, and those that devices may have begun with."""
+    """The newest model, and those that devices may have begun with."""
 
     def __init__(
         self,
@@ -58,10 +58,14 @@ class ModelCache:
         self._values_by_round: dict[int, Floats] = {0: values}
         self._store: ModelStore | None = None
         self._quantized: tuple[str, QuantizedModel] | None = None
-        self._strategy_state: StrategyState = {}  # the strategy's, as it was stored with the newest model
+        self._strategy_state: StrategyState = {}  # stored with the newest model
 
     def open(self, folder: Path, *, name: str, keep: int, sync: bool) -> None:
-        """What an earlier life stored. `keep` of 0 keeps all; else at least those that devices may have begun with."""
+        """Load the models stored by an earlier process, or store the initial one.
+
+        `keep` is the number of models to keep, 0 for all; models that devices may have begun with are always kept. Raise
+        `StoreError` if a model cannot be read.
+        """
         kept = max(keep, self._strategy.staleness + 1) if keep else 0
         self._store = ModelStore(folder, self._layout, name=name, keep=kept, sync=sync)
         if self._store.newest is None:
@@ -72,37 +76,41 @@ class ModelCache:
             self._set_newest(entry.round, values, entry.digest)
 
     def quantize_newest(self) -> QuantizedModel:
-        """The newest in 8 bits a value, made once for all devices."""
+        """Return the newest model with 8 bits per value; it is computed once per model."""
         if self._quantized is None or self._quantized[0] != self.digest:
             self._quantized = (self.digest, self._layout.quantize(self.values))
         return self._quantized[1]
 
     def get_cached(self, round_number: int) -> Floats | None:
-        """The model of a round, if devices may still have begun with it."""
+        """Return the model of a round if devices may have begun with it; else None."""
         return self._values_by_round.get(round_number)
 
     async def get_or_load(self, round_number: int) -> Floats | None:
-        """The model of a round, if it is still there: in memory, or in the store."""
+        """Return the model of a round from memory or the store; None if it was removed or is damaged."""
         found = self.get_cached(round_number)
         if found is None and self._store is not None and self._store.has_round(round_number):
-            with contextlib.suppress(StoreError):  # it was thinned out meanwhile, or is damaged: then there is none
+            with contextlib.suppress(StoreError):  # removed in the meantime, or damaged
                 found, _ = await asyncio.to_thread(self._store.load, round_number)
         return found
 
     def read_chunk(self, what: str, round_number: int) -> BytesLike | None:
-        """What another server may fetch: the newest model, or the strategy's state beside it."""
+        """Return the file of the newest model or of the strategy's state ("state") for another server; None if unavailable."""
         if self._store is None or self.round != round_number:
             return None
         try:
             return self._store.view_file(round_number, state=what == "state")
-        except StoreError as error:  # whoever asks asks again, or another
+        except StoreError as error:  # the other server retries, or fetches it from another server
             log.error("%s", error)
             return None
 
     async def make_model(
         self, node_id: str, instructions: ServerInstructions, part: PartialAggregate, spool: Path, cluster_key: bytes
     ) -> bool:
-        """Make the model of this round from all parts, with noise from `cluster_key`; False if it is not wanted any more."""
+        """Make and store the model of this round from all parts, with noise from `cluster_key`.
+
+        Return False if another server has made it, or the round has changed. Raise `PeerError`, `UnmaskingFailed`,
+        `ModelNotStored`, or `UsageError` for a strategy that fails.
+        """
         assert self._store is not None
         if instructions.is_abandoned:
             return self._repeat_model(instructions.round)
@@ -125,7 +133,7 @@ class ModelCache:
         metrics = aggregation.compute_metrics(numbers)
         if self._evaluate is not None:
             metrics |= await asyncio.to_thread(aggregation.evaluate_model, self._evaluate, self._layout, made)
-        if self.round != instructions.round - 1:  # another server was chosen meanwhile, and its model has come
+        if self.round != instructions.round - 1:  # another aggregator was chosen in the meantime, and its model was fetched
             return False
         found = self._store.save(instructions.round, made, state, metrics)
         self._strategy_state, self.metrics = state, metrics
@@ -133,7 +141,7 @@ class ModelCache:
         return True
 
     def _repeat_model(self, round_number: int) -> bool:
-        """An abandoned round: the model before it, under its number."""
+        """Store the previous model under the number of an abandoned round; return False if this server does not have it."""
         assert self._store is not None
         if self.round != round_number - 1:
             return False
@@ -143,7 +151,10 @@ class ModelCache:
     async def fetch_model(
         self, node_id: str, instructions: ServerInstructions, latest: Callable[[], ServerInstructions | None]
     ) -> bool:
-        """The newest model, from whoever has it; False if nobody else does. Raises `PeerError`."""
+        """Fetch and store the model that `instructions` name. Return False if no other server has it.
+
+        Raise `PeerError` if the source is unreachable or has another model, and `UsageError` if the model has another layout.
+        """
         assert self._store is not None
         wanted = wanted_model(instructions)
         if wanted.source == node_id or not wanted.source:
@@ -152,11 +163,11 @@ class ModelCache:
         try:
             _, values = self._layout.decode(memoryview(content))
         except ValueError as error:
-            sentence = f"the cluster learns another model than this server was given: {error}"
-            raise UsageError(sentence, ExitCode.REFUSED) from None
+            reason = f"the model of the cluster differs from the model of this server's script: {error}"
+            raise UsageError(reason, ExitCode.REFUSED) from None
         found, now = compute_digest(values), latest()
         if now is None or (wanted_model(now).round, wanted_model(now).digest) != (wanted.round, found):
-            raise PeerError(f"the model of round {wanted.round} at server {wanted.source} is not the one that was meant")
+            raise PeerError(f"the model of round {wanted.round} on server {wanted.source} is not the requested one")
         self._strategy_state = unpack_state(bytes(await self._server_links.fetch(wanted.source, "state", wanted.round)))
         self._store.save(wanted.round, values, self._strategy_state, wanted.metrics)
         self.metrics = wanted.metrics

@@ -1,4 +1,4 @@
-"""The models: every round's, as safetensors with a manifest. The newest few and the best are kept, and found on restart."""
+"""Store of models: one safetensors file per round, and a manifest. It keeps the newest few and the best across restarts."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ NO_STATE = b"-"
 
 
 class ModelNotStored(StoreError):
-    """The disk refuses a model: nobody hears of it, and it is made again."""
+    """A model cannot be written to disk. It is not announced, and the server retries."""
 
 
 class StoredModel(msgspec.Struct, frozen=True):
-    """One stored model."""
+    """Manifest entry of a stored model."""
 
     round: int
     file: str
@@ -36,7 +36,7 @@ class StoredModel(msgspec.Struct, frozen=True):
 
 
 class ModelStore:
-    """A folder of models. `sync`: they are on the disk before anyone hears of them."""
+    """Directory of models. `keep` is the number of newest models to keep, 0 for all. `sync`: flush each model to disk."""
 
     def __init__(self, folder: Path, layout: ModelLayout, *, name: str, keep: int, sync: bool) -> None:
         self._directory = folder
@@ -52,13 +52,13 @@ class ModelStore:
 
     @property
     def best(self) -> StoredModel | None:
-        """The one with the least loss."""
+        """Model with the smallest loss; None if no model has a loss."""
         return _find_best(self.entries)
 
     def save(self, round_number: int, values: Floats, state: StrategyState, metrics: Mapping[str, float]) -> str:
-        """Store a model and the strategy's state; returns the digest.
+        """Store a model and the strategy's state, and return the model's digest.
 
-        Raises `ModelNotStored`; what was stored is then as it was.
+        Raise `ModelNotStored` if that fails; the manifest is then unchanged.
         """
         found = compute_digest(values)
         file = f"{self._file_prefix}_iteration_{round_number}.safetensors"
@@ -71,19 +71,19 @@ class ModelStore:
                 write_atomically(self._directory / f"{file}.state", pack_state(state), durable=self._sync)
             kept = self._select_kept([*(old for old in self.entries if old.round < round_number), entry])
             write_atomically(self._directory / "manifest.json", msgspec.json.encode(kept), durable=self._sync)
-            gone, self.entries = [old.file for old in self.entries if old not in kept and old.file != file], kept
-            for name in gone:
+            removed, self.entries = [old.file for old in self.entries if old not in kept and old.file != file], kept
+            for name in removed:
                 (self._directory / name).unlink(missing_ok=True)
                 (self._directory / f"{name}.state").unlink(missing_ok=True)
         except OSError as error:
             raise ModelNotStored(
                 f"the model of round {round_number} cannot be stored in {self._directory} ({error.strerror}): free the disk"
-                " or make it writable, it is tried again"
+                " or make it writable; retrying"
             ) from None
         return found
 
     def load(self, round_number: int) -> tuple[Floats, StrategyState]:
-        """A stored model, checked against its digest, and the strategy's state."""
+        """Return a stored model and the strategy's state. Raise `StoreError` if they cannot be read or the digest is wrong."""
         entry = next(entry for entry in self.entries if entry.round == round_number)
         path = self._directory / entry.file
         try:
@@ -93,11 +93,11 @@ class ModelStore:
         except (OSError, ValueError) as error:
             raise StoreError(f"the model {path} cannot be read: {error}", ExitCode.BAD_JOURNAL) from None
         if compute_digest(values) != entry.digest:
-            raise StoreError(f"the model {path} is damaged: move its folder away to begin anew", ExitCode.BAD_JOURNAL)
+            raise StoreError(f"the model {path} is damaged: move its directory away to start over", ExitCode.BAD_JOURNAL)
         return values, state
 
     def view_file(self, round_number: int, *, state: bool = False) -> memoryview:
-        """A stored model as it lies on the disk, or the strategy's state: for other servers, who ask for it piece by piece."""
+        """Return the file of a stored model or of the strategy's state, mapped into memory. Other servers fetch its chunks."""
         entry = next(entry for entry in self.entries if entry.round == round_number)
         path = self._directory / (f"{entry.file}.state" if state else entry.file)
         return memoryview(NO_STATE) if state and not path.exists() else map_file(path)
@@ -106,7 +106,7 @@ class ModelStore:
         return any(entry.round == round_number for entry in self.entries)
 
     def _select_kept(self, entries: list[StoredModel]) -> list[StoredModel]:
-        newest, best = entries[-self._keep_count :], _find_best(entries)  # all, where `keep` is 0
+        newest, best = entries[-self._keep_count :], _find_best(entries)  # all if `keep` is 0
         return [entry for entry in entries if entry in newest or entry is best]
 
     def _read_manifest(self) -> list[StoredModel]:
@@ -116,19 +116,19 @@ class ModelStore:
         except FileNotFoundError:
             return []
         except (OSError, msgspec.MsgspecError) as error:
-            raise StoreError(f"{path} cannot be read ({error}): move it away to begin anew", ExitCode.BAD_JOURNAL) from None
+            raise StoreError(f"{path} cannot be read ({error}): move it away to start over", ExitCode.BAD_JOURNAL) from None
 
 
 def pack_state(state: StrategyState) -> bytes:
-    """A strategy's arrays, for a file or another server. Raises `UsageError` for what is none."""
+    """Encode a strategy's arrays for a file or another server. Raise `UsageError` if they are not arrays by name."""
     try:
         return save({name: np.ascontiguousarray(array) for name, array in state.items()}) if state else NO_STATE
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"a strategy's state is arrays by name, and {sorted(state)} cannot be stored: {error}") from None
+        raise UsageError(f"a strategy's state must be arrays by name: {sorted(state)} cannot be stored ({error})") from None
 
 
 def unpack_state(content: bytes) -> StrategyState:
-    """The same again. Raises `ValueError`."""
+    """Decode a strategy's arrays. Raise `ValueError` if they are damaged."""
     try:
         return load(content) if content != NO_STATE else {}
     except SafetensorError as error:

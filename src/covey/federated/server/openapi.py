@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document of the device port, made from the types of `protocol`."""
+"""OpenAPI 3.1 document of the device port, made from the types of `protocol`."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from covey.federated.server.secagg_endpoints import SECAGG_REQUEST_TYPES
 
 _SCHEMA_REF = "#/components/schemas/{name}"
 _TENSORS_DESCRIPTION = (
-    "safetensors: the model's tensors as F32; the fields of {name} are the header's __metadata__, each as text."
+    "safetensors: the model's tensors as F32; the fields of {name} are the header's __metadata__, each as a string."
 )
 
 
 def build_document(prefix: str = "") -> dict[str, Any]:
-    """Paths, bodies and answers."""
+    """Return the OpenAPI document as JSON types."""
     types = (Answer, FlPlan, GetModel, SecureAnswer, StartJob, UpdateFields, *SECAGG_REQUEST_TYPES.values())
     _, schemas = msgspec.json.schema_components(types, ref_template=_SCHEMA_REF)
     codes = ", ".join(f"{code.value} {code.name}" for code in Code)
     return {
         "openapi": "3.1.0",
         "info": {
-            "title": "covey: the device port",
+            "title": "covey: device port",
             "version": "1",
-            "description": f"HTTP says 200 also for a refusal; the verdict is retcode: {codes}.",
+            "description": f"The HTTP status is 200 also for a refusal; the result is retcode: {codes}.",
         },
         "paths": {
             f"{prefix}/startFLJob": _describe_operation("startFLJob", StartJob, gives_model=True),
@@ -75,7 +75,7 @@ def _describe_operation(
             "summary": summary,
             "requestBody": {"required": True, "content": content},
             "responses": {
-                "200": {"description": "The verdict is retcode.", "content": answers},
+                "200": {"description": "The result is retcode.", "content": answers},
                 **dict.fromkeys(("400", "405", "408", "411", "413", "415", "431", "503"), refused),
             },
         }

@@ -1,4 +1,4 @@
-"""A server's part of a round: the sum, plain or of masked updates, and the log behind it."""
+"""A server's part of a round: the sum of plain or masked updates, and its update log."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _encode_msgpack = msgspec.msgpack.Encoder().encode
 
 
 class PartialAggregate:
-    """What this server counts in one round."""
+    """Sum and log of the updates that this server has counted in one round."""
 
     def __init__(self, folder: LogDirectory, round_number: int, empty: Sum, durability: str) -> None:
         self.round = round_number
         self.sealed = False
-        self.is_superseded = False  # another part has taken its place: nothing more becomes of it
-        self.adopted_instances: list[str] = []  # lives whose logs are in it
+        self.is_superseded = False  # another part has replaced it
+        self.adopted_instances: list[str] = []  # instance ids of the servers whose logs it contains
         self._directory = folder
         self._durability = durability
         self._sum = empty
@@ -36,11 +36,11 @@ class PartialAggregate:
         return self._sum.totals
 
     def check_update(self, values: Floats, weight: int) -> None:
-        """Raises `ValueError` with a sentence for an update that must not be added."""
+        """Raise `ValueError` if the update must not be added."""
         self._sum.check_update(values, weight)
 
     def append_to_log(self, update: Update, values: Floats) -> None:
-        """Log it. Raises `StoreError`."""
+        """Append an update to the log, unless the durability is "none". Raise `StoreError` if that fails."""
         if self._durability == "none":
             return
         if self._log is None:
@@ -52,10 +52,10 @@ class PartialAggregate:
         self._encoded = None
 
     def add_log(self, log: LogFile) -> list[str]:
-        """Add the updates of a log; returns the devices they came from."""
+        """Add the updates of a log, and return the ids of their devices."""
         devices: dict[str, None] = {}
         for update, values in read_log(log.path):
-            if update.device not in devices:  # copies may have been sent twice
+            if update.device not in devices:  # replicas may have been sent twice
                 self.add(update, values)
                 devices[update.device] = None
         if log.instance_id:
@@ -63,20 +63,20 @@ class PartialAggregate:
         return list(devices)
 
     def pending_sync(self) -> Callable[[], None] | None:
-        """What makes the log so far durable on disk; None if there is nothing to do."""
+        """Return a function that flushes the log to disk; None if nothing must be flushed."""
         return self._log.sync if self._log is not None and self._durability == "disk" else None
 
     def seal(self) -> None:
-        """Fix the part: nothing more is added."""
+        """Mark the part as sealed: no more updates are added."""
         self.sealed = True
 
     def supersede(self) -> None:
-        """Write no more, because another part has taken its place."""
+        """Close the log, because another part has replaced this one."""
         self.close()
         self.is_superseded = True
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the log."""
         if self._log is not None:
             self._log.close()
             self._log = None
@@ -85,14 +85,14 @@ class PartialAggregate:
         return [log.path for log in self._directory.list_logs() if log.round == self.round]
 
     def encode(self) -> bytes:
-        """The sum and its numbers, for the server that adds the parts."""
+        """Return totals and sum for the aggregator."""
         if self._encoded is None:
             head = _encode_msgpack(self.totals)
             self._encoded = len(head).to_bytes(4, "little") + head + self._sum.get_sum().tobytes()
         return self._encoded
 
     def copy_sum(self) -> Sum:
-        """The sum, to which other parts may be added."""
+        """Return a copy of the sum, to which other parts can be added."""
         total = self._sum.make_empty()
         total.merge(self._sum.get_sum(), self.totals)
         return total

@@ -1,4 +1,4 @@
-"""What the parts of a server share: its settings, its position in the cluster, and a notification when that changes."""
+"""State that the parts of a server share: its settings, its position in the cluster, and a notification of changes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from covey.federated.server.request_auth import RequestAuthSettings
 
 
 class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a server must know before it calls its scheduler."""
+    """Settings of a server process."""
 
     scheduler_address: tuple[str, int]
     host: Host
@@ -22,7 +22,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     peer_address: str  # HOST:PORT for servers
     state_root: Path
     node_id: str = ""
-    preferred_index: int = -1  # the number it would like for an id
+    preferred_index: int = -1  # preferred number if the scheduler chooses the id; -1: none
     durability: str = "process"
     fl_name: str = ""
     plan: RoundPlan = RoundPlan()
@@ -31,18 +31,18 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     replay_window_ms: int = 600_000
     auth: RequestAuthSettings = RequestAuthSettings()
     keep_models: int = 3
-    lease_s: float = 15.0  # without a word from the scheduler, after which nothing is acknowledged any more
-    patience_s: float = -1.0  # how long a lost scheduler is waited for; negative: for ever
+    lease_s: float = 15.0  # time without a heartbeat reply after which the server acknowledges no update
+    patience_s: float = -1.0  # how long to reconnect to a lost scheduler; negative: no limit
 
 
 class Position(msgspec.Struct, frozen=True):
-    """A server's position in its cluster at one moment. It is read again after every wait."""
+    """A server's state in its cluster at one moment. It must be read again after every await."""
 
     instructions: ServerInstructions | None = None
     cluster_id: str = ""
     cluster_key: bytes = b""
     is_member: bool = False
-    may_acknowledge: bool = False  # False: the scheduler may have given this server up
+    may_acknowledge: bool = False  # False: the scheduler may have abandoned this server's log
 
     @property
     def is_running(self) -> bool:
@@ -51,18 +51,18 @@ class Position(msgspec.Struct, frozen=True):
 
     @property
     def iteration(self) -> int:
-        """The present iteration, or 0 before the first instructions."""
+        """Current iteration; 0 before the first instructions."""
         return self.instructions.round - self.instructions.base if self.instructions is not None else 0
 
 
 class Notifier:
-    """Wakes requests that wait for another position or another model."""
+    """Notification of requests that wait for a new position or a new model."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Event()  # replaced by every notification
 
     def subscribe(self) -> asyncio.Event:
-        """Return the event of the next notification. Call this before the state is read, so that no change is missed."""
+        """Return the event of the next notification. Call it before reading the state, so that no change is missed."""
         return self._changed
 
     def notify(self) -> None:

@@ -1,7 +1,7 @@
-"""Who may ask at the device port: signed requests, each once, by devices with certificates (`pki_verify`), and not too many.
+"""Authentication and rate limit of the device port: signatures of devices with certificates (`pki_verify`), replay protection.
 
-A signature covers the path, a nonce, the time and the whole body, weights too. A request that was seen is refused; a device
-that tries again signs anew. Roots and the list of revoked certificates are read again when their files change.
+A signature covers path, nonce, time and the complete body, including weights. A request that was received before is refused, so
+a device that retries must sign again. Root certificates and revocation lists are read again when their files change.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from covey.federated.privacy.device_identity import DeviceTrust, PublicKey, enco
 from covey.federated.protocol import now_ms
 from covey.federated.server.http_server import DeviceRequest
 
-FILE_CHECK_INTERVAL_S: Final = 1.0  # for changed files
-SEEN_REQUESTS_MAX: Final = 200_000  # requests remembered within the window
+FILE_CHECK_INTERVAL_S: Final = 1.0  # between checks for changed files
+SEEN_REQUESTS_MAX: Final = 200_000  # digests stored for replay protection
 CACHED_CHAINS_MAX: Final = 20_000
 RATE_BUCKETS_MAX: Final = 100_000
-BURST_S: Final = 2.0  # how long a device may ask ahead of its rate
+BURST_S: Final = 2.0  # a burst has at most as many requests as this time at the full rate
 NONCE_LENGTH_MAX: Final = 64
 
 
 class RequestAuthSettings(msgspec.Struct, frozen=True):
-    """Which devices are let in."""
+    """Settings of authentication and rate limit."""
 
-    root_ca_paths: tuple[Path, ...] = ()  # none: anyone
+    root_ca_paths: tuple[Path, ...] = ()  # empty: no authentication
     crl_paths: tuple[Path, ...] = ()
     replay_window_ms: int = 600_000
-    requests_per_second: float = 0.0  # requests of one device; 0: any number
+    requests_per_second: float = 0.0  # per device; 0: no limit
 
 
 class AuthRefusal(Exception):
-    """Why a request is not let in; `later` if it may be, after a while."""
+    """A request is refused. `later`: the device may retry it."""
 
     def __init__(self, reason: str, *, later: bool = False) -> None:
         super().__init__(reason)
@@ -47,7 +47,7 @@ class AuthRefusal(Exception):
 
 
 class RequestAuthenticator:
-    """One server's. Raises `UsageError` for files that cannot be used."""
+    """Authenticator of one server. The constructor raises `UsageError` if certificate files cannot be used."""
 
     def __init__(self, settings: RequestAuthSettings) -> None:
         self._settings = settings
@@ -60,19 +60,19 @@ class RequestAuthenticator:
         self._load_trust()
 
     def authenticate(self, request: DeviceRequest) -> str:
-        """The device that asks, or "" if anyone may. Raises `AuthRefusal`."""
+        """Return the id of the device that sent a request; "" without authentication. Raise `AuthRefusal` if it is refused."""
         device = self._authenticate_device(request) if self._settings.root_ca_paths else ""
         if self._settings.requests_per_second:
             self._check_rate(device or request.peer_address)
         return device
 
-    # -- who -----------------------------------------------------------------------------------------------------------
+    # -- authentication ------------------------------------------------------------------------------------------------
 
     def _authenticate_device(self, request: DeviceRequest) -> str:
         head = request.header
         chain, nonce, at, signature = (head(name) for name in ("chain", "nonce", "time", "signature"))
         if not (chain and nonce and at and signature):
-            raise AuthRefusal("requests are signed here (pki_verify): x-covey-chain, -nonce, -time and -signature are missing")
+            raise AuthRefusal("pki_verify requires signed requests: send x-covey-chain, -nonce, -time and -signature")
         if not at.isdecimal() or abs(now_ms() - int(at)) > self._settings.replay_window_ms or len(nonce) > NONCE_LENGTH_MAX:
             raise AuthRefusal(f"the request was not signed within {self._settings.replay_window_ms} ms of this server's clock")
         try:
@@ -82,12 +82,15 @@ class RequestAuthenticator:
             raise AuthRefusal(str(error)) from None
         signed = encode_request_to_sign(request.path, nonce, at, hashlib.sha256(request.body).digest())
         if not is_valid_signature(key, proof, signed):
-            raise AuthRefusal(f"the signature is not one of {device} over this request")
+            raise AuthRefusal(f"the signature is not a valid signature of {device} for this request")
         self._check_replay(hashlib.sha256(signed).digest(), int(at))
         return device
 
     def _verify_chain(self, chain: str) -> tuple[str, PublicKey]:
-        """A chain's device; verified once a minute at least, and whenever files changed."""
+        """Return device id and key of a chain. Results are cached for a minute, or until the files change.
+
+        Raise `ValueError` if the chain is not trusted.
+        """
         self._reload_if_due()
         name, now = hashlib.sha256(chain.encode()).digest(), time.monotonic()
         known = self._verified_chains.get(name)
@@ -101,15 +104,15 @@ class RequestAuthenticator:
 
     def _check_replay(self, digest: bytes, at: int) -> None:
         if digest in self._seen_requests:
-            raise AuthRefusal("this request was seen before: sign a new one")
+            raise AuthRefusal("this request was seen before: sign it again with a new nonce")
         oldest = now_ms() - 2 * self._settings.replay_window_ms
         while self._seen_requests and next(iter(self._seen_requests.values())) < oldest:
             self._seen_requests.popitem(last=False)
         if len(self._seen_requests) >= SEEN_REQUESTS_MAX:
-            raise AuthRefusal("too many requests are remembered: try again", later=True)
+            raise AuthRefusal("this server has too many recent requests: retry later", later=True)
         self._seen_requests[digest] = now_ms()
 
-    # -- how often -----------------------------------------------------------------------------------------------------
+    # -- rate limit ----------------------------------------------------------------------------------------------------
 
     def _check_rate(self, device: str) -> None:
         rate, now = self._settings.requests_per_second, time.monotonic()
@@ -120,7 +123,9 @@ class RequestAuthenticator:
         if len(self._rate_buckets) > RATE_BUCKETS_MAX:
             self._rate_buckets.popitem(last=False)
         if left < 1:
-            raise AuthRefusal(f"this device asks more than {rate:g} times a second: wait", later=True)
+            raise AuthRefusal(
+                f"this device sends more than {rate:g} requests per second (device_rate): retry later", later=True
+            )
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -131,7 +136,10 @@ class RequestAuthenticator:
             self._load_trust()
 
     def _load_trust(self) -> None:
-        """Roots and lists, if they changed; while they cannot be read, nobody is let in."""
+        """Read root certificates and revocation lists if they changed.
+
+        Raise `UsageError` if they cannot be used at the start, and `ValueError` later, which refuses all devices.
+        """
         if not self._settings.root_ca_paths:
             return
         files = (*self._settings.root_ca_paths, *self._settings.crl_paths)
@@ -142,9 +150,9 @@ class RequestAuthenticator:
             roots = [path.read_bytes() for path in self._settings.root_ca_paths]
             self._trust = DeviceTrust(roots, [path.read_bytes() for path in self._settings.crl_paths])
         except (OSError, ValueError) as error:
-            sentence = f"the authorities of devices ({', '.join(map(str, files))}) cannot be used: {error}"
+            reason = f"the certificates of device authorities ({', '.join(map(str, files))}) cannot be used: {error}"
             if self._trust is None:
-                raise UsageError(sentence) from None
-            raise ValueError(sentence) from None
+                raise UsageError(reason) from None
+            raise ValueError(reason) from None
         self._file_times = stamp
         self._verified_chains.clear()

@@ -1,6 +1,6 @@
-"""What a server holds of a round: its folder with the logs, its part of the sum, and what it took over from others.
+"""Storage of a server's part of a round: the directory with its logs, the sum, and logs adopted from other servers.
 
-A part is fixed (`settle`) when nothing granted is still being written; then its logs may be added up, or change hands.
+A part is sealed (`seal_and_drain`) when no granted update is still being written. Then its logs may be added or adopted.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from covey.federated.server.update_log import LogDirectory, LogFile, map_file, r
 from covey.federated.server.update_replication import ReplicaLogs, replica_directory
 from covey.log import log
 
-LOCK_TIMEOUT_S: Final = 10.0  # for whoever looks into our folder to let go of it
+LOCK_TIMEOUT_S: Final = 10.0  # another server locks the directory while it adopts the logs
 
 
 class RoundStorage:
-    """One server's. `part` is None until the cluster has given it a folder."""
+    """Storage of one server. `partial_aggregate` is None until `open`."""
 
     def __init__(self, claims: Claims, empty: Callable[[], Sum], durability: str, staleness: int) -> None:
         self.partial_aggregate: PartialAggregate | None = None
-        self.failed_adoptions: set[str] = set()  # lives whose logs could not be taken over
+        self.failed_adoptions: set[str] = set()  # instance ids whose logs could not be adopted
         self.drained = False
         self._claims = claims
         self._make_empty_sum = empty
         self._durability = durability
-        self._staleness = staleness  # rounds whose devices must be remembered
+        self._staleness = staleness  # earlier rounds of which the device ids are kept
         self._directory = LogDirectory(Path())
         self._replica_logs = ReplicaLogs()
 
@@ -41,12 +41,15 @@ class RoundStorage:
         return self._directory.path
 
     def open(self, path: Path, void: int) -> None:
-        """What an earlier life left; its logs up to round `void` count no more. Raises `StoreError`."""
+        """Lock the directory and read the logs of an earlier process. Logs up to round `void` are removed.
+
+        Raise `StoreError` if the directory is locked for LOCK_TIMEOUT_S or a log cannot be read.
+        """
         self._directory = LogDirectory(path)
         limit = time.monotonic() + LOCK_TIMEOUT_S
         while not self._directory.acquire():
             if time.monotonic() > limit:
-                raise StoreError(f"{path} is held by another process: give each server its own MS_NODE_ID")
+                raise StoreError(f"{path} is locked by another process: give each server its own MS_NODE_ID")
             time.sleep(0.01)
         self._directory.remove_logs_before(void + 1)
         logs = self._directory.list_logs()
@@ -54,10 +57,10 @@ class RoundStorage:
         for found in logs:
             self._claims.restore(found.round, self._load_log(part, found))
         if part.totals.count:
-            log.info("%d updates of round %d were read from the log", part.totals.count, part.round)
+            log.info("read %d updates of round %d from the log", part.totals.count, part.round)
 
     def begin_round(self, round_number: int) -> PartialAggregate:
-        """An empty part."""
+        """Replace the part by an empty one for this round, and return it."""
         if self.partial_aggregate is not None:
             self.partial_aggregate.supersede()
             self._claims.forget_round(round_number)
@@ -65,17 +68,16 @@ class RoundStorage:
         return self.partial_aggregate
 
     def discard_until_round(self, void: int) -> None:
-        """The cluster went on without what this server held up to a round: it must not count again."""
+        """Discard the updates up to a round, because the cluster has continued without them."""
         if self.partial_aggregate is not None and void >= self.partial_aggregate.round:
-            log.warning("the cluster gave up this server's part of round %d: it begins anew", self.partial_aggregate.round)
+            log.warning("the cluster abandoned this server's part of round %d: discarding it", self.partial_aggregate.round)
             self.begin_round(self.partial_aggregate.round)
             self._directory.remove_logs_before(void + 1)
 
     def adopt_logs(self, instructions: ServerInstructions) -> None:
-        """Adopt the logs that the instructions assign to this server."""
-        self.failed_adoptions &= {
-            adoption.instance_id for adoption in instructions.adoptions
-        }  # asked again later, it may be able
+        """Adopt the logs that the instructions assign to this server. Failures are recorded in `failed_adoptions`."""
+        # A failure is dropped with its adoption, so that a later request for the same log is tried.
+        self.failed_adoptions &= {adoption.instance_id for adoption in instructions.adoptions}
         for adoption in instructions.adoptions:
             assert self.partial_aggregate is not None
             if adoption.adopter == self._claims.node_id and adoption.instance_id not in (
@@ -90,26 +92,26 @@ class RoundStorage:
         )
         self._replica_logs.close_log(adoption.instance_id)
         try:
-            taken = self._directory.adopt_logs_from(where, adoption.instance_id, part.round - self._staleness, part.round)
+            adopted = self._directory.adopt_logs_from(where, adoption.instance_id, part.round - self._staleness, part.round)
         except (OSError, StoreError) as error:
-            log.info("the log of server %s cannot be taken over: %s", adoption.node_id, error)
+            log.info("the log of server %s cannot be adopted: %s", adoption.node_id, error)
             self.failed_adoptions.add(adoption.instance_id)
             return
         count = 0
-        for found in taken:
+        for found in adopted:
             devices = self._load_log(part, found)
             self._claims.restore(found.round, devices)
             count += len(devices) if found.round == part.round else 0
-        log.info("took over %d updates of server %s", count, adoption.node_id)
+        log.info("adopted %d updates of server %s", count, adoption.node_id)
 
     def _load_log(self, part: PartialAggregate, found: LogFile) -> list[str]:
-        """Add a log of this round; of an earlier one only the devices matter, which must not count again."""
+        """Add a log of this round, and return its device ids. Of an earlier round, only return the ids."""
         if found.round == part.round:
             return part.add_log(found)
         return [update.device for update, _ in read_log(found.path)]
 
     def seal_and_drain(self, instructions: ServerInstructions) -> bool:
-        """Seal and drain as instructed, once no update is being written. Return whether anything changed."""
+        """Seal the part or release the log as instructed, when no update is being written. Return whether anything changed."""
         part, before = self.partial_aggregate, self.drained
         if part is None or instructions.round != part.round or not self._claims.is_fully_logged(part.round):
             return False
@@ -123,11 +125,11 @@ class RoundStorage:
         return sealing or self.drained != before
 
     def remove_finished_logs(self, round_number: int) -> None:
-        """The model of this round is stored: its logs, and older ones, are needed no more."""
+        """Remove logs that are no longer needed, because the model of this round is stored."""
         self._directory.remove_logs_before(round_number + 1 - self._staleness)
 
     def read_chunk(self, what: str, round_number: int) -> BytesLike | None:
-        """What the server that adds the parts may fetch: the part, how many logs it has, one of them ("log0")."""
+        """Return a resource for the aggregator: "part", the number of logs ("logs"), a log ("log0"); None if unavailable."""
         part = self.partial_aggregate
         if part is None or part.round != round_number:
             return None
@@ -139,14 +141,15 @@ class RoundStorage:
         return map_file(logs[what]) if what in logs else None
 
     def store_replica(self, node_id: str, message: ReplicateUpdate) -> None:
-        """Another server's update, to be kept too. Raises `PeerError` once those copies are ours, or if the disk refuses.
+        """Store a replica of another server's update. Raise `PeerError` if it cannot be stored or its replicas were adopted.
 
-        Of a round that is over they may have been ours: that server was held up, and is not to acknowledge anything more in it.
+        Replicas of a past round are refused too, because they may have been adopted. A server that was suspended must not
+        acknowledge updates of such a round.
         """
         if self.partial_aggregate is not None and (
             message.instance_id in self.partial_aggregate.adopted_instances or message.round < self.partial_aggregate.round
         ):
-            raise PeerError(f"the copies of server {node_id} have been taken over, or are of a round that is over")
+            raise PeerError(f"the replicas of server {node_id} were adopted, or are of a past round")
         try:
             self._replica_logs.store_replica(self._directory, message)
         except StoreError as error:

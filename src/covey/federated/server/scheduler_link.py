@@ -1,4 +1,4 @@
-"""A server's link to its scheduler: kept, called again when it is lost, and given up where a limit says so."""
+"""Connection of a server to its scheduler, reopened when it is lost, within a time limit."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from covey.transport.address import join_host_port
 from covey.transport.connection import Connection, connect
 
 RECONNECT_DELAY_S: Final = (0.05, 0.5)
-FIRST_CONNECT_TIMEOUT_S: Final = 900.0  # servers may be started before their scheduler: as long as it waits for them
+FIRST_CONNECT_TIMEOUT_S: Final = 900.0  # as long as the scheduler waits for servers, which may be started first
 _decoder: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(ToServer)
 
 
 class SchedulerLink:
-    """Connection to the scheduler, opened again when it is lost. `end` is called when another attempt would be of no use."""
+    """Connection to the scheduler, reopened when it is lost. `end` is called after a refusal or a timeout."""
 
     def __init__(
         self,
@@ -38,31 +38,30 @@ class SchedulerLink:
     ) -> None:
         self._scheduler_address = scheduler
         self._credentials = credentials
-        self._patience_s = patience_s  # for one that was there; negative: for ever
+        self._patience_s = patience_s  # to reconnect after a lost connection; negative: no limit
         self._has_connected = False
         self._connected_callback = on_open
         self._message_callback = on_message
         self._end_callback = end
         self._connection: Connection | None = None
         self._lost_at = time.monotonic()
-        self.confirmed_alive_at = -math.inf  # the scheduler took this server for alive at this time or later
+        self.confirmed_alive_at = -math.inf  # when the newest heartbeat was sent that the scheduler has replied to
 
     @property
     def is_connected(self) -> bool:
         return self._connection is not None
 
     def send(self, message: Message) -> None:
-        """Nothing while there is no link: what matters is said again when there is."""
+        """Send a message; drop it if the connection is lost, because state is sent again after reconnecting."""
         if self._connection is not None:
             self._connection.send(message)
 
     def send_heartbeat(self) -> None:
-        """Say that this server lives."""
         self.send(ServerHeartbeat(time.monotonic()))
 
     async def keep_connected(self) -> None:
-        """Call, and call again."""
-        wait, waiting = RECONNECT_DELAY_S[0], False
+        """Connect and reconnect, until the server is refused or the time limit is exceeded."""
+        wait, has_warned = RECONNECT_DELAY_S[0], False
         host, port = self._scheduler_address
         while True:
             closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -86,22 +85,20 @@ class SchedulerLink:
                 if connection.peer_requires_no_secret:
                     return self._end_callback(ExitCode.REFUSED, reason)
                 if connection.refused_by_peer:
-                    return self._end_callback(ExitCode.REFUSED, f"the scheduler turned this server away: {reason}")
+                    return self._end_callback(ExitCode.REFUSED, f"the scheduler refused this server: {reason}")
                 wait = RECONNECT_DELAY_S[0] if self._connection is not None else wait
             except PeerError as error:
                 reason = str(error)
             if self._connection is not None:
                 self._connection, self._lost_at = None, time.monotonic()
-                log.warning("the scheduler is out of reach (%s); devices are served on", reason)
-            elif wait == RECONNECT_DELAY_S[1] and not waiting:
-                waiting = True
-                log.warning(
-                    "the scheduler at %s cannot be reached yet (%s); it is called again", join_host_port(host, port), reason
-                )
-            patience_s, word = (self._patience_s, "come back") if self._has_connected else (FIRST_CONNECT_TIMEOUT_S, "come")
+                log.warning("scheduler unreachable (%s): reconnecting; devices are still served", reason)
+            elif wait == RECONNECT_DELAY_S[1] and not has_warned:
+                has_warned = True
+                log.warning("scheduler at %s unreachable (%s): retrying", join_host_port(host, port), reason)
+            patience_s = self._patience_s if self._has_connected else FIRST_CONNECT_TIMEOUT_S
             if 0 <= patience_s < time.monotonic() - self._lost_at:
-                sentence = f"the scheduler did not {word} within {patience_s:g} s ({reason})"
-                return self._end_callback(ExitCode.SCHEDULER_LOST, sentence)
+                end_reason = f"the scheduler was unreachable for {patience_s:g} s ({reason})"
+                return self._end_callback(ExitCode.SCHEDULER_LOST, end_reason)
             await asyncio.sleep(wait)
             wait = min(2 * wait, RECONNECT_DELAY_S[1])
 

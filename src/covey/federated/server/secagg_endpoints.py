@@ -1,8 +1,8 @@
-"""The phases of a secure round at the device port: checked here, decided by the scheduler, answered when there is an answer.
+"""Paths of secure rounds at the device port. Requests are checked here and decided by the scheduler.
 
-A device may ask any server, and again. A request that must wait is held here and forwarded again when the instructions change.
-The last request, reconstructSecrets, is answered when the round is done or abandoned, so that a device sends its shares again
-to a scheduler that lost them.
+A device may send a request to any server, and repeat it. A request that must wait is held here and forwarded again when the
+instructions change. The last request, reconstructSecrets, gets its reply when the round is complete or abandoned, so that a
+device sends its shares again to a scheduler that lost them in a restart.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ SECAGG_REQUEST_TYPES: Final[dict[str, type[AnySecaggRequest]]] = {
     "getListSign": GetListSign,
     "reconstructSecrets": ReconstructSecrets,
 }
-SCHEDULER_REPLY_TIMEOUT_S: Final = 2.0  # for the scheduler
-SCHEDULER_UNREACHABLE: Final = SecaggReply(0, SecaggVerdict.WAIT, "the scheduler does not answer at present: ask again")
+SCHEDULER_REPLY_TIMEOUT_S: Final = 2.0
+SCHEDULER_UNREACHABLE: Final = SecaggReply(0, SecaggVerdict.WAIT, "the scheduler does not reply: retry")
 _VERDICT_CODES: Final = {
     SecaggVerdict.ACCEPTED: Code.SUCCEED,
     SecaggVerdict.DONE: Code.SUCCEED,
@@ -56,7 +56,7 @@ _VERDICT_CODES: Final = {
 
 
 class SecaggEndpoints:
-    """The secure aggregation endpoints of one server."""
+    """Handlers of secure aggregation requests of one server."""
 
     def __init__(
         self,
@@ -73,51 +73,59 @@ class SecaggEndpoints:
         self._pending_requests: dict[int, asyncio.Future[SecaggReply]] = {}
 
     def check_request(self, request: DeviceRequest, name: str) -> Any:
-        """What is left to do for a request, as a coroutine; None if it was answered. Raises `msgspec.MsgspecError`."""
+        """Return a coroutine that replies to a request; None if it was refused here.
+
+        Raise `msgspec.MsgspecError` if the body is invalid.
+        """
         send_status, position = self._replies.send_status, self._position()
-        ask: AnySecaggRequest = decode_request(SECAGG_REQUEST_TYPES[name], request.body, request.content_type)
+        message: AnySecaggRequest = decode_request(SECAGG_REQUEST_TYPES[name], request.body, request.content_type)
         instructions = position.instructions
-        if self._replies.refuse_if_invalid(request, ask.timestamp, "", ask.fl_id):
+        if self._replies.refuse_if_invalid(request, message.timestamp, "", message.fl_id):
             return None
         if instructions is None or not position.is_member:
             reason = "the cluster is not ready: try another server"
             return send_status(request, Code.NOT_READY, reason, retry_ms=RETRY_MS, elsewhere=True)
         if not instructions.plan.secure:
-            return send_status(request, Code.REQUEST_ERROR, f"{name} belongs to encrypt_type=PW_ENCRYPT, which is not on here")
-        round_number = self._find_round(ask, instructions)
+            return send_status(
+                request, Code.REQUEST_ERROR, f"{name} needs encrypt_type=PW_ENCRYPT, which this cluster does not have"
+            )
+        round_number = self._find_round(message, instructions)
         if round_number is None or (round_number == instructions.round and not position.is_running):
             if not position.is_running:
                 return send_status(request, Code.OUT_OF_TIME, NOT_RUNNING)
-            return send_status(request, Code.OUT_OF_TIME, "the ticket is not of a round that is open: ask startFLJob for one")
-        return self._reply_when_decided(request, ask, round_number)
+            return send_status(request, Code.OUT_OF_TIME, "the ticket is not of an open round: call startFLJob for a new one")
+        return self._reply_when_decided(request, message, round_number)
 
-    def _find_round(self, ask: AnySecaggRequest, instructions: ServerInstructions) -> int | None:
-        """The round a ticket was given for: the present one or, for whoever asks late, the one before."""
+    def _find_round(self, message: AnySecaggRequest, instructions: ServerInstructions) -> int | None:
+        """Return the round of a request's ticket: the current one or the previous one; None if it is of neither."""
         for number in (instructions.round, instructions.round - 1):
-            if ask.ticket == make_ticket(self._position().cluster_key, number, ask.fl_id, ask.data_size):
+            if message.ticket == make_ticket(self._position().cluster_key, number, message.fl_id, message.data_size):
                 return number
         return None
 
-    async def _reply_when_decided(self, request: DeviceRequest, ask: AnySecaggRequest, round_number: int) -> None:
-        until = time.monotonic() + ask.wait / 1000
+    async def _reply_when_decided(self, request: DeviceRequest, message: AnySecaggRequest, round_number: int) -> None:
+        until = time.monotonic() + message.wait / 1000
         while True:
             changed, instructions = self._notifier.subscribe(), self._position().instructions
             assert instructions is not None
-            reply = _reply_for_ended_round(instructions, round_number) or await self._forward_to_scheduler(ask, round_number)
-            is_revealed = reply.verdict is SecaggVerdict.ACCEPTED and isinstance(ask, ReconstructSecrets)
+            ended = _reply_for_ended_round(instructions, round_number)
+            reply = ended or await self._forward_to_scheduler(message, round_number)
+            is_revealed = reply.verdict is SecaggVerdict.ACCEPTED and isinstance(message, ReconstructSecrets)
             left = until - time.monotonic()
             if (reply.verdict is not SecaggVerdict.WAIT and not is_revealed) or left <= 0 or request.is_disconnected:
                 if is_revealed:
-                    reply = SecaggReply(0, SecaggVerdict.WAIT, "the shares are known, and the round is not done yet: ask again")
-                return self._send_reply(request, ask, reply, round_number)
+                    reply = SecaggReply(
+                        0, SecaggVerdict.WAIT, "the shares were accepted, but the round is not complete yet: retry"
+                    )
+                return self._send_reply(request, message, reply, round_number)
             await self._notifier.wait(changed, min(left, 1.0))
 
-    async def _forward_to_scheduler(self, ask: AnySecaggRequest, round_number: int) -> SecaggReply:
+    async def _forward_to_scheduler(self, message: AnySecaggRequest, round_number: int) -> SecaggReply:
         self._serial += 1
         serial = self._serial
         waiting: asyncio.Future[SecaggReply] = asyncio.get_running_loop().create_future()
         self._pending_requests[serial] = waiting
-        self._send_to_scheduler(SecaggForward(serial, round_number, ask))
+        self._send_to_scheduler(SecaggForward(serial, round_number, message))
         try:
             async with asyncio.timeout(SCHEDULER_REPLY_TIMEOUT_S):
                 return await waiting
@@ -127,24 +135,25 @@ class SecaggEndpoints:
             del self._pending_requests[serial]
 
     def on_reply(self, reply: SecaggReply) -> None:
-        """Pass the scheduler's reply to the request that waits for it."""
+        """Pass the scheduler's reply to the waiting request."""
         waiting = self._pending_requests.get(reply.serial)
         if waiting is not None and not waiting.done():
             waiting.set_result(reply)
 
-    def _send_reply(self, request: DeviceRequest, ask: AnySecaggRequest, reply: SecaggReply, round_number: int) -> None:
+    def _send_reply(self, request: DeviceRequest, message: AnySecaggRequest, reply: SecaggReply, round_number: int) -> None:
         code = _VERDICT_CODES.get(reply.verdict, Code.REQUEST_ERROR)
         payload = msgspec.structs.asdict(reply.payload) if reply.payload is not None else {}
         payload["done"] = reply.verdict is SecaggVerdict.DONE
-        if isinstance(ask, GetSecrets) and reply.verdict is SecaggVerdict.ACCEPTED:
-            payload["ticket"] = make_ticket(self._position().cluster_key, round_number, ask.fl_id, ask.data_size, "masked")
-        again = str(now_ms() + RETRY_MS) if code is Code.NOT_READY else ""
-        answer = SecureAnswer(int(code), reply.reason, now_ms(), ask.iteration, next_req_time=again, **payload)
+        if isinstance(message, GetSecrets) and reply.verdict is SecaggVerdict.ACCEPTED:
+            key = self._position().cluster_key
+            payload["ticket"] = make_ticket(key, round_number, message.fl_id, message.data_size, "masked")
+        retry_at = str(now_ms() + RETRY_MS) if code is Code.NOT_READY else ""
+        answer = SecureAnswer(int(code), reply.reason, now_ms(), message.iteration, next_req_time=retry_at, **payload)
         self._replies.send_answer(request, answer)
 
 
 def _reply_for_ended_round(instructions: ServerInstructions, round_number: int) -> SecaggReply | None:
-    """What there is to say of a round that this server knows to be over."""
+    """Return the reply for a round that has ended; None if it is the current round."""
     if instructions.round == round_number:
         return None
     number, reason = instructions.voided

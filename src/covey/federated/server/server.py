@@ -1,4 +1,4 @@
-"""A server of a federated cluster: follows the scheduler's instructions, and sends its status whenever that changes.
+"""Server of a federated cluster: follows the scheduler's instructions, and sends its status whenever that changes.
 
 `FederatedServer` constructs its parts, owns the connection to the scheduler, and runs the tasks that make and fetch models.
 The parts receive their collaborators in their constructors and read its `Position`; none of them writes its fields. Everything
@@ -50,11 +50,11 @@ from covey.runtime.credentials import Credentials
 HEARTBEAT_INTERVAL_S: Final = 1.0
 TICK_S: Final = 0.05
 RETRY_DISK_S: Final = 1.0  # after a model could not be stored
-STATUS_INTERVAL_S: Final = 0.001  # at most so often is the scheduler told how many were counted
+STATUS_INTERVAL_S: Final = 0.001  # minimum time between two statuses sent because of counted updates
 
 
 class FederatedServer:
-    """One server. `run` returns the code the process should end with."""
+    """One server. `run` returns the exit code of the process."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class FederatedServer:
             position=self.position,
             notifier=self.notifier,
         )
-        self._is_registered = False  # over the present connection: discarded rounds are removed before a status is sent
+        self._is_registered = False  # over the current connection; no status is sent before discarded rounds are removed
         self._round_failures: dict[int, str] = {}  # by round: why this server cannot make its model
         self._status_sent_at = 0.0
         self._status_timer: asyncio.TimerHandle | None = None
@@ -130,7 +130,7 @@ class FederatedServer:
         self._ended: asyncio.Future[int] | None = None
 
     async def run(self, http: list[socket.socket], peer: list[socket.socket]) -> int:
-        """Serve until told to stop."""
+        """Serve until `end` is called, and return the exit code."""
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
         await self._server_links.open(peer)
@@ -146,13 +146,13 @@ class FederatedServer:
             self._server_links.close()
 
     def position(self) -> Position:
-        """Return this server's position in the cluster."""
+        """Return this server's current state in the cluster."""
         is_leased = time.monotonic() - self._scheduler_link.confirmed_alive_at < self._settings.lease_s
         return Position(self._instructions, self._cluster_id, self._cluster_key, self.claims.is_member, is_leased)
 
     def end(self, code: int, reason: str) -> None:
         if self._ended is not None and not self._ended.done():
-            log.info("server %s ends: %s", self._node_id, reason)
+            log.info("server %s is ending: %s", self._node_id, reason)
             self._ended.set_result(code)
 
     # -- the scheduler -----------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class FederatedServer:
             is_synced = settings.durability == "disk"
             self.model_cache.open(path / "models", name=settings.fl_name, keep=settings.keep_models, sync=is_synced)
             self._register()  # again, now with a log directory
-            log.info("server %s of cluster %s, for devices at %s", self._node_id, self._cluster_id, settings.device_address)
+            log.info("server %s of cluster %s serves devices at %s", self._node_id, self._cluster_id, settings.device_address)
             return
         self.round_storage.discard_until_round(message.discarded_through_round)
         self._is_registered = True
@@ -221,8 +221,8 @@ class FederatedServer:
         if self.round_storage.partial_aggregate is None:
             return
         if instructions.plan.secure != self._settings.plan.secure:
-            word = "needs" if instructions.plan.secure else "does not have"
-            self.end(ExitCode.REFUSED, f"the cluster {word} encrypt_type=PW_ENCRYPT: give this server the same")
+            verb = "needs" if instructions.plan.secure else "does not have"
+            self.end(ExitCode.REFUSED, f"the cluster {verb} encrypt_type=PW_ENCRYPT: start this server with the same setting")
             return
         was_member = self.claims.is_member
         if (
@@ -230,7 +230,7 @@ class FederatedServer:
             and self._instructions is not None
             and _aggregation_inputs(instructions) != _aggregation_inputs(self._instructions)
         ):
-            self._background_tasks["sum"].cancel()  # of parts that are not to be added any more
+            self._background_tasks["sum"].cancel()  # it adds parts that are obsolete
         self._instructions = instructions
         self._server_links.set_members(self._node_id, instructions.members)
         if instructions.round != self.round_storage.partial_aggregate.round:
@@ -239,7 +239,7 @@ class FederatedServer:
         self.round_storage.adopt_logs(instructions)
         self.update_handler.apply_effects(self.claims.apply_instructions(instructions, time.monotonic()))
         if was_member and not self.claims.is_member:
-            self.round_storage.begin_round(instructions.round)  # what it held has another keeper, or was given up
+            self.round_storage.begin_round(instructions.round)  # its updates were adopted by another server or abandoned
         self._seal_and_drain()
         self._start_needed_tasks(instructions)
         self.notifier.notify()
@@ -250,7 +250,7 @@ class FederatedServer:
             self._send_status()
 
     def _on_update_counted(self) -> None:
-        """Send the status soon; several updates share one message."""
+        """Schedule a status message; several updates share one."""
         self._seal_and_drain()
         if self._status_timer is None:
             wait = max(0.0, self._status_sent_at + STATUS_INTERVAL_S - time.monotonic())
@@ -281,7 +281,7 @@ class FederatedServer:
         try:
             await work
         except PeerError as error:
-            log.info("%s; it is tried again", error)
+            log.info("%s: retrying", error)
         except ModelNotStored as error:
             log.error("%s", error)
             await asyncio.sleep(RETRY_DISK_S)
@@ -311,7 +311,7 @@ class FederatedServer:
             self._send_status()
 
     def _send_status(self) -> None:
-        """Tell the scheduler how this server stands."""
+        """Send the status to the scheduler, if this server is connected and registered."""
         if self._status_timer is not None:
             self._status_timer.cancel()
             self._status_timer = None
@@ -348,14 +348,14 @@ class FederatedServer:
         self.update_handler.apply_effects(self.claims.holdings_for(node_id))
 
     def _read_for_peer(self, what: str, round_number: int) -> BytesLike | None:
-        """What another server may fetch."""
+        """Return a resource that another server fetches; None if it is not available."""
         source = self.model_cache if what in ("model", "state") else self.round_storage
         return source.read_chunk(what, round_number)
 
     # -- time --------------------------------------------------------------------------------------------------------
 
     async def _tick(self) -> None:
-        beat_at, beat_s = 0.0, min(HEARTBEAT_INTERVAL_S, self._settings.lease_s / 4)
+        heartbeat_at, interval_s = 0.0, min(HEARTBEAT_INTERVAL_S, self._settings.lease_s / 4)
         while True:
             await asyncio.sleep(TICK_S)
             now = time.monotonic()
@@ -365,11 +365,11 @@ class FederatedServer:
             self.update_handler.expire_pending(now)
             if self._instructions is not None:
                 self._start_needed_tasks(self._instructions)
-            if self._scheduler_link.is_connected and now - beat_at >= beat_s:
-                beat_at = now
+            if self._scheduler_link.is_connected and now - heartbeat_at >= interval_s:
+                heartbeat_at = now
                 self._scheduler_link.send_heartbeat()
 
 
 def _aggregation_inputs(instructions: ServerInstructions) -> tuple[int, object, bool]:
-    """What the server that adds the parts is to add."""
+    """Return the fields that determine the aggregator's result."""
     return instructions.round, instructions.expected_totals, instructions.is_abandoned

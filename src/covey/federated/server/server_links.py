@@ -1,4 +1,4 @@
-"""Links between servers: each calls each other, says who it is, and sends; what is asked for comes back the same way."""
+"""Connections between servers. Each server connects to every other one; replies use the connection of their request."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from covey.transport import address
 from covey.transport.connection import Connection, Listener, connect
 
 CHUNK_BYTES_MAX: Final = 4 * 1024 * 1024
-REPLICATIONS_IN_FLIGHT_MAX: Final = 8  # records on their way at once: a link that holds more than it can send is cut
-PEER_REPLY_TIMEOUT_S: Final = 30.0  # for one piece
+REPLICATIONS_IN_FLIGHT_MAX: Final = 8  # records sent at once; a connection with too many unsent bytes would be closed
+PEER_REPLY_TIMEOUT_S: Final = 30.0  # for one chunk
 RETRY_S: Final = 0.1
 _decoder: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(BetweenServers)
 
@@ -36,7 +36,7 @@ BytesLike = bytes | memoryview
 
 
 class ServerLinks:
-    """The other servers. What cannot be sent is dropped: whoever says something that matters says it again."""
+    """Connections to the other servers. Delivery of messages is best effort; senders repeat what must arrive."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class ServerLinks:
         self._store_replica = copy
         self._node_id = ""
         self._members: dict[str, ServerInfo] = {}
-        self._connections: dict[str, Connection] = {}  # called by us, greeted
+        self._connections: dict[str, Connection] = {}  # outbound ones, by node id
         self._inbound_node_ids: dict[int, str] = {}  # by the identity of a connection: the server that connected
         self._connect_tasks: dict[str, asyncio.Task[None]] = {}
         self._pending_chunks: dict[tuple[str, str, int, int], asyncio.Future[Chunk]] = {}
@@ -87,16 +87,16 @@ class ServerLinks:
             self._listener.close()
 
     def set_members(self, node_id: str, members: tuple[ServerInfo, ...]) -> None:
-        """Whom to know from now on."""
+        """Set the other members. Close connections to members whose address has changed."""
         self._node_id = node_id
         for peer in members:
             old = self._members.get(peer.node_id)
             if old is not None and old.peer_address != peer.peer_address and peer.node_id in self._connections:
-                self._connections.pop(peer.node_id).close("it has another address now")
+                self._connections.pop(peer.node_id).close("the server has a new address")
         self._members = {peer.node_id: peer for peer in members if peer.node_id != node_id}
 
     def send_to_server(self, node_id: str, message: Message) -> None:
-        """Send to a member, calling it first where there is no link yet: then the message is lost, and said again."""
+        """Send to a member. Without a connection, drop the message and start to connect."""
         connection = self._connections.get(node_id)
         if connection is not None:
             connection.send(message)
@@ -106,34 +106,34 @@ class ServerLinks:
             task.add_done_callback(lambda _: self._connect_tasks.pop(node_id, None))
 
     async def fetch(self, node_id: str, what: str, round_number: int) -> bytearray:
-        """The whole of something a member has. Raises `PeerError`."""
-        found = bytearray()
-        async for piece in self.fetch_chunks(node_id, what, round_number):
-            found += piece
-        return found
+        """Return a complete resource of a member. Raise `PeerError` if the member is unreachable or does not have it."""
+        content = bytearray()
+        async for chunk in self.fetch_chunks(node_id, what, round_number):
+            content += chunk
+        return content
 
     async def fetch_chunks(self, node_id: str, what: str, round_number: int) -> AsyncIterator[bytes]:
-        """The same, one piece after the other."""
+        """Yield the chunks of a resource of a member. Raise `PeerError` as `fetch` does."""
         start = 0
         while True:
-            piece = await self._fetch_chunk(node_id, what, round_number, start)
-            if piece.total < 0 or (not piece.data and start < piece.total):
+            chunk = await self._fetch_chunk(node_id, what, round_number, start)
+            if chunk.total < 0 or (not chunk.data and start < chunk.total):
                 raise PeerError(f"server {node_id} has no {what} of round {round_number}")
-            yield piece.data
-            start += len(piece.data)
-            if start >= piece.total:
+            yield chunk.data
+            start += len(chunk.data)
+            if start >= chunk.total:
                 return
 
     async def copy(self, node_id: str, instance_id: str, round_number: int, record: bytes) -> None:
-        """Have a member keep a record too. Raises `PeerError`."""
+        """Store a replica of a record on a member. Raise `PeerError` if it does not acknowledge it in time."""
         if len(record) <= CHUNK_BYTES_MAX:
             async with self._small_record_slots:
                 return await self._replicate_chunk(node_id, instance_id, round_number, record)
         async with self._large_record_lock:
             for start in range(0, len(record), CHUNK_BYTES_MAX):
-                piece = record[start : start + CHUNK_BYTES_MAX]
-                rest = len(record) - start - len(piece)
-                await self._replicate_chunk(node_id, instance_id, round_number, piece, start, rest)
+                chunk = record[start : start + CHUNK_BYTES_MAX]
+                rest = len(record) - start - len(chunk)
+                await self._replicate_chunk(node_id, instance_id, round_number, chunk, start, rest)
         return None
 
     async def _replicate_chunk(
@@ -149,7 +149,7 @@ class ServerLinks:
             async with asyncio.timeout(PEER_REPLY_TIMEOUT_S):
                 await waiting
         except TimeoutError:
-            raise PeerError(f"server {node_id} did not keep a copy within {PEER_REPLY_TIMEOUT_S:g} s") from None
+            raise PeerError(f"server {node_id} did not store a replica within {PEER_REPLY_TIMEOUT_S:g} s") from None
         finally:
             self._pending_replications.pop(serial, None)
 
@@ -164,7 +164,7 @@ class ServerLinks:
             async with asyncio.timeout(PEER_REPLY_TIMEOUT_S):
                 return await asyncio.shield(waiting)
         except TimeoutError:
-            raise PeerError(f"server {node_id} did not give its {what} within {PEER_REPLY_TIMEOUT_S:g} s") from None
+            raise PeerError(f"server {node_id} did not send its {what} within {PEER_REPLY_TIMEOUT_S:g} s") from None
         finally:
             self._pending_chunks.pop(key, None)
 
@@ -179,7 +179,7 @@ class ServerLinks:
                     await asyncio.shield(task)
             if node_id not in self._connections:
                 await asyncio.sleep(RETRY_S)
-        raise PeerError(f"server {node_id} cannot be reached")
+        raise PeerError(f"server {node_id} is unreachable")
 
     async def _connect(self, node_id: str) -> None:
         host, port = address.split_host_port(self._members[node_id].peer_address)
@@ -208,7 +208,7 @@ class ServerLinks:
             )
             connection = await opened
         except PeerError:
-            return  # the tick calls again
+            return  # the next message connects again
         connection.send(PeerHello(self._node_id))
         self._connections[node_id] = connection
         self._on_peer_connected(node_id)
@@ -216,12 +216,12 @@ class ServerLinks:
     def _on_connection_lost(self, node_id: str, connection: Connection, reason: str) -> None:
         if self._connections.get(node_id) is connection:
             del self._connections[node_id]
-        error = PeerError(f"server {node_id} went away ({reason})")
+        error = PeerError(f"the connection to server {node_id} was lost ({reason})")
         for key, waiting in self._pending_chunks.items():
             if key[0] == node_id and not waiting.done():
                 waiting.set_exception(error)
-                waiting.exception()  # it may be that nobody waits any more
-        for copied in self._pending_replications.values():  # the record is sent again to whoever follows
+                waiting.exception()  # marks it as retrieved, in case no task awaits it any more
+        for copied in self._pending_replications.values():  # the record is sent again, possibly to another server
             if not copied.done():
                 copied.set_exception(error)
                 copied.exception()
@@ -240,39 +240,39 @@ class ServerLinks:
         self._inbound_node_ids.pop(id(connection), None)
         self._partial_records.pop(id(connection), None)
 
-    def _on_replica_chunk(self, connection: Connection, caller: str, message: ReplicateUpdate) -> None:
-        """Keep a copy once it is whole."""
+    def _on_replica_chunk(self, connection: Connection, sender: str, message: ReplicateUpdate) -> None:
+        """Store a replica when all its chunks have arrived. Raise `PeerError` if a chunk is missing or it cannot be stored."""
         if message.offset or message.remaining_bytes:
-            whole = self._partial_records.pop(id(connection), bytearray()) if message.offset else bytearray()
-            if len(whole) != message.offset:
-                raise PeerError(f"a copy's piece at {message.offset} came after {len(whole)} bytes")
-            whole += message.record
+            record = self._partial_records.pop(id(connection), bytearray()) if message.offset else bytearray()
+            if len(record) != message.offset:
+                raise PeerError(f"received a replica's chunk at offset {message.offset}: expected offset {len(record)}")
+            record += message.record
             if message.remaining_bytes:
-                self._partial_records[id(connection)] = whole
+                self._partial_records[id(connection)] = record
                 return
-            message = msgspec.structs.replace(message, record=bytes(whole))
-        self._store_replica(caller, message)
+            message = msgspec.structs.replace(message, record=bytes(record))
+        self._store_replica(sender, message)
 
     def _on_inbound_message(self, connection: Connection, message: Message) -> None:
         if isinstance(message, PeerHello):
             self._inbound_node_ids[id(connection)] = message.node_id
             return
-        caller = self._inbound_node_ids.get(id(connection))
-        if caller is None:
-            connection.close("it did not say who it is")
+        sender = self._inbound_node_ids.get(id(connection))
+        if sender is None:
+            connection.close("the first message was not PeerHello")
         elif isinstance(message, FetchChunk):
-            whole = self._read_for_peer(message.resource, message.round)
-            if whole is None:
+            content = self._read_for_peer(message.resource, message.round)
+            if content is None:
                 connection.send(Chunk(message.resource, message.round, message.offset, -1))
             else:
-                data = bytes(whole[message.offset : message.offset + CHUNK_BYTES_MAX])
-                connection.send(Chunk(message.resource, message.round, message.offset, len(whole), data))
+                data = bytes(content[message.offset : message.offset + CHUNK_BYTES_MAX])
+                connection.send(Chunk(message.resource, message.round, message.offset, len(content), data))
         elif isinstance(message, ReplicateUpdate):
             try:
-                self._on_replica_chunk(connection, caller, message)
+                self._on_replica_chunk(connection, sender, message)
             except PeerError as error:
                 connection.close(str(error))
             else:
                 connection.send(UpdateReplicated(message.serial))
         else:
-            self._on_peer_message(caller, message)
+            self._on_peer_message(sender, message)

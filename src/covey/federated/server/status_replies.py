@@ -1,4 +1,4 @@
-"""What every endpoint of the device port has in common: a code and a reason, the device's clock, the name of the job."""
+"""Replies and checks that all endpoints of the device port share: code and reason, timestamp, job name, device id."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from covey.federated.server.http_server import DeviceRequest
 from covey.federated.server.position import Position, ServerSettings
 
 RETRY_MS: Final = 200
-NOT_A_MEMBER: Final = "this server is not part of the cluster: ask another"
-REASON_MAX: Final = 500  # a reason may quote what a device sent
+NOT_A_MEMBER: Final = "this server is not a member of the cluster: try another server"
+REASON_MAX: Final = 500  # characters; a reason may quote what a device sent
 
 
 class StatusReplies:
-    """How one server answers without a model."""
+    """Replies without a model of one server."""
 
     def __init__(self, settings: ServerSettings, position: Callable[[], Position]) -> None:
         self._settings = settings
         self._position = position
         self._random = random.Random()
-        self.refusal_counts: Counter[str] = Counter()  # by the word for why
+        self.refusal_counts: Counter[str] = Counter()  # by the name of the code
 
     def send_status(
         self, request: DeviceRequest, code: Code, reason: str, *, retry_ms: int = 0, elsewhere: bool = False
     ) -> None:
-        """An answer in the language of the request. What a program goes by is in its fields; the reason is for people."""
+        """Reply with a code and a reason, in the encoding of the request. Programs must use the fields, not the reason."""
         if code is not Code.SUCCEED:
             self.refusal_counts[code.name.lower().replace("_", " ")] += 1
         position, now = self._position(), now_ms()
@@ -49,33 +49,32 @@ class StatusReplies:
         self.send_answer(request, answer)
 
     def send_answer(self, request: DeviceRequest, answer: Answer) -> None:
-        """Fields without a model."""
+        """Send a reply without a model, as msgpack if the request has or accepts that, else as JSON."""
         if MSGPACK in (request.content_type, request.accept):
             request.reply([msgspec.msgpack.encode(answer)], MSGPACK)
         else:
             request.reply([msgspec.json.encode(answer)], JSON)
 
     def refuse_if_invalid(self, request: DeviceRequest, timestamp: int, name: str, fl_id: str = "") -> bool:
-        """Whether the device's clock, always checked, the job it means or its name was wrong, and it was told so."""
-        limit, ours = self._settings.replay_window_ms, self._settings.fl_name
-        apart = abs(now_ms() - timestamp)
-        if apart > limit:
+        """Check timestamp, job name and authenticated device id. Return True if one is wrong and a refusal was sent."""
+        limit, own_name = self._settings.replay_window_ms, self._settings.fl_name
+        difference = abs(now_ms() - timestamp)
+        if difference > limit:
             reason = (
-                f"the timestamp is {apart} ms away from this server's clock, and {limit} are allowed: set the device's clock"
+                f"the timestamp is {difference} ms away from this server's clock, and {limit} are allowed: "
+                "set the device's clock"
             )
             self.send_status(request, Code.OUT_OF_TIME, reason)
-        elif name and ours and name != ours:
-            self.send_status(request, Code.REQUEST_ERROR, f"this server learns {ours}, not {name[:100]}")
+        elif name and own_name and name != own_name:
+            self.send_status(request, Code.REQUEST_ERROR, f"fl_name is {name[:100]}, but this server's is {own_name}")
         elif fl_id and request.device not in ("", fl_id):
-            self.send_status(
-                request, Code.REQUEST_ERROR, f"the certificate is that of {request.device}, and fl_id says {fl_id}"
-            )
+            self.send_status(request, Code.REQUEST_ERROR, f"the certificate is that of {request.device}, but fl_id is {fl_id}")
         else:
             return False
         return True
 
     def choose_retry_ms(self) -> int:
-        """Until a device should ask again: less than a window, and not the same for all."""
+        """Return the delay before a device retries, in ms: random, 0.5 to 1.5 times the update window (at most of 3 s)."""
         instructions = self._position().instructions
         window = instructions.plan.update_window_s if instructions is not None else 1.0
         return int(1000 * min(window, 3.0) * (0.5 + self._random.random()))

@@ -1,7 +1,8 @@
-"""updateModel: the way of an update from a device's request to the acknowledgement.
+"""updateModel: handling of an update from the device's request to the acknowledgement.
 
-Decoded and checked (`receive`), what it adds to the sum (`_contribution`), claimed at the owner of the device's id while it
-waits within limits of time and memory (`_wait`), then logged, added and acknowledged (`_store`, `_stored`), in this order.
+1. `on_update_request` decodes and checks it, `_compute_contribution` scales it for asynchronous strategies.
+2. `_claim_update` claims it at the owner of the device's id. It waits there within limits of time and memory.
+3. `_store_update` logs it, `_count_update` adds and acknowledges it.
 """
 
 from __future__ import annotations
@@ -33,10 +34,10 @@ from covey.federated.strategies import Strategy
 from covey.federated.update_compression import NO_COMPRESSION, decompress_update
 from covey.log import log
 
-PENDING_TIMEOUT_S: Final = 10.0  # an update for its verdict
+PENDING_TIMEOUT_S: Final = 10.0  # for the decision on a claim
 PENDING_BYTES_MAX: Final = 512 * 2**20
-MODEL_NOT_READY: Final = "this server does not have that model yet: try another"
-OUTCOME_UNKNOWN: Final = "whether this update was counted is not known yet: try again"
+MODEL_NOT_READY: Final = "this server does not have that model yet: try another server"
+OUTCOME_UNKNOWN: Final = "it is not known yet whether this update was counted: retry"
 
 UpdateKey = tuple[int, str]
 
@@ -50,7 +51,7 @@ class PendingUpdate(msgspec.Struct, frozen=True):
 
 
 class UpdateHandler:
-    """The updates that one server is about to count."""
+    """Handler of updateModel requests of one server."""
 
     def __init__(
         self,
@@ -91,21 +92,20 @@ class UpdateHandler:
     # -- from the request to a claim ---------------------------------------------------------------------------------
 
     def on_update_request(self, request: DeviceRequest) -> None:
-        """One request. Raises `ValueError` with a sentence for a body that is no update of this model."""
+        """Handle one request. Raise `ValueError` or `msgspec.MsgspecError` if the body is not an update of this model."""
         send_status, position = self._replies.send_status, self._position()
         instructions, part = position.instructions, self._round_storage.partial_aggregate
-        plan = (
-            instructions.plan if instructions is not None else self._settings.plan
-        )  # the plan that devices have, not this server's own
-        secure, small = plan.secure, plan.compress != NO_COMPRESSION
-        metadata, arrays = decode_flat(request.body) if small else ({}, {})
-        if not small:
+        # Devices have the cluster's plan, which may differ from this server's settings.
+        plan = instructions.plan if instructions is not None else self._settings.plan
+        secure, compressed = plan.secure, plan.compress != NO_COMPRESSION
+        metadata, arrays = decode_flat(request.body) if compressed else ({}, {})
+        if not compressed:
             metadata, values = decode_masked(request.body) if secure else self._layout.decode(request.body)
         fields = decode_update_fields(metadata)
         if self._replies.refuse_if_invalid(request, fields.timestamp, fields.fl_name, fields.fl_id):
             return None
         if instructions is None or part is None or not position.may_acknowledge:
-            return send_status(request, Code.NOT_READY, "the cluster is not ready: try again", retry_ms=RETRY_MS)
+            return send_status(request, Code.NOT_READY, "the cluster is not ready: retry", retry_ms=RETRY_MS)
         if not position.is_member:
             return send_status(request, Code.NOT_READY, NOT_A_MEMBER, retry_ms=RETRY_MS, elsewhere=True)
         if not position.is_running:
@@ -115,14 +115,14 @@ class UpdateHandler:
             position.cluster_key, began, fields.fl_id, fields.data_size, "masked" if secure else ""
         ):
             source = "getSecrets" if secure else "startFLJob"
-            sentence = f"the ticket does not belong to this device, iteration and data_size: ask {source} for one"
-            return send_status(request, Code.OUT_OF_TIME, sentence)
+            reason = f"the ticket is not of this device, iteration and data_size: call {source} for a new one"
+            return send_status(request, Code.OUT_OF_TIME, reason)
         clips = plan.noise is not None and not plan.noise.local and not secure
-        if small or clips:
+        if compressed or clips:
             model = self._model_cache.get_cached(began - 1)
             if model is None:
                 return send_status(request, Code.NOT_READY, MODEL_NOT_READY, retry_ms=RETRY_MS)
-            if small:
+            if compressed:
                 values = model + decompress_update(arrays, len(model), plan.compress, plan.sparse_rate, fields.iteration)
             if clips and plan.noise is not None:
                 values = model + clip_update(values - model, plan.noise.clip)
@@ -138,13 +138,13 @@ class UpdateHandler:
     def _compute_contribution(
         self, request: DeviceRequest, instructions: ServerInstructions, began: int, values: Floats
     ) -> Floats | None:
-        """For an asynchronous strategy: what an update adds to the model it began with. None if it was refused."""
+        """Return what an update of an asynchronous strategy adds to the sum; None if it was refused."""
         strategy, age = self._strategy, instructions.round - began
         old, unknown = age > strategy.staleness, began <= instructions.forgotten
         if old or unknown:
             reason = f"the update began {age} iterations ago, and {strategy.staleness} are allowed"
             if unknown:
-                reason = "a server that is gone may have counted this update: begin again from the present model"
+                reason = "a lost server may have counted this update: start over from the current model"
             self._replies.send_status(request, Code.OUT_OF_TIME, reason, retry_ms=self._replies.choose_retry_ms())
             return None
         model = self._model_cache.get_cached(began - 1)
@@ -159,7 +159,7 @@ class UpdateHandler:
             self._requests.setdefault(key, []).append(request)
             return None
         if len(self._pending) * 4 * self._layout.size > PENDING_BYTES_MAX:
-            reason = "too many updates wait here: try again"
+            reason = "too many updates are waiting on this server: retry later"
             return self._replies.send_status(request, Code.NOT_READY, reason, retry_ms=self._replies.choose_retry_ms())
         round_number, device = key
         instructions = self._position().instructions
@@ -183,7 +183,7 @@ class UpdateHandler:
                 self._reject_update((effect.round, effect.device), effect.outcome)
 
     def _store_update(self, key: UpdateKey) -> None:
-        """Granted: log it, then make the log as safe as the durability says."""
+        """Log a granted update, then sync or replicate the log if the durability requires it."""
         pending, part = self._pending.get(key), self._round_storage.partial_aggregate
         if pending is None or part is None or part.round != key[0] or not self._position().may_acknowledge:
             return self.apply_effects(self._claims.on_store_failed(*key))
@@ -202,29 +202,29 @@ class UpdateHandler:
         return self._count_update(part, update, values)
 
     async def _make_durable(self, part: PartialAggregate, update: Update, values: Floats) -> None:
-        """Durability beyond this process: the disk, or a copy at the next server."""
+        """Sync the log to disk, or replicate the update to another server; then count it."""
         try:
             if self._settings.durability == "disk":
                 await self._replication.sync(part)
             else:
                 await self._replication.replicate_update(part, update, values, self._claims)
-        except (OSError, StoreError) as error:  # what is on the disk is not known any more: another life reads it
-            return self._end(ExitCode.DISK, f"the log of updates cannot be kept: {error}")
+        except (OSError, StoreError) as error:  # the content of the disk is unknown now; a restarted server reads it
+            return self._end(ExitCode.DISK, f"the update log cannot be written: {error}")
         return self._count_update(part, update, values)
 
     def _count_update(self, part: PartialAggregate, update: Update, values: Floats) -> None:
         key = (part.round, update.device)
-        if part is not self._round_storage.partial_aggregate:  # the cluster gave this server up meanwhile
-            return self._finish_update(key, Code.SYSTEM_ERROR, "this server's part was given up: send it again", RETRY_MS)
+        if part is not self._round_storage.partial_aggregate:  # the cluster abandoned this server's part in the meantime
+            return self._finish_update(key, Code.SYSTEM_ERROR, "this server's part was abandoned: send it again", RETRY_MS)
         part.add(update, values)
         self.apply_effects(self._claims.on_update_logged(*key))
         if self._position().may_acknowledge:
             self._finish_update(key, Code.SUCCEED, "the update is counted")
-        else:  # writing took so long that this part may be given up: whoever asks again is told
+        else:  # the lease expired during the write, so this part may be abandoned; a retry gets the outcome
             self._finish_update(key, Code.NOT_READY, OUTCOME_UNKNOWN, RETRY_MS)
         return self._on_counted()
 
-    # -- answers -----------------------------------------------------------------------------------------------------
+    # -- replies -----------------------------------------------------------------------------------------------------
 
     def _finish_update(self, key: UpdateKey, code: Code, reason: str, retry_ms: int = 0) -> None:
         if self._pending.pop(key, None) is not None:
@@ -235,28 +235,26 @@ class UpdateHandler:
             self._replies.send_status(request, code, reason, retry_ms=retry_ms)
 
     def _reject_update(self, key: UpdateKey, outcome: UpdateOutcome) -> None:
-        """It will not be stored: say why."""
+        """Reply to an update that will not be stored."""
         if outcome is UpdateOutcome.COUNTED:
-            self._finish_update(key, Code.SUCCEED, "the update was counted already")
+            self._finish_update(key, Code.SUCCEED, "the update was already counted")
         elif outcome is UpdateOutcome.LATE and self._strategy.staleness:
-            self._finish_update(
-                key, Code.NOT_READY, "an iteration ended meanwhile: send it again, it counts in the next", RETRY_MS
-            )
+            self._finish_update(key, Code.NOT_READY, "the iteration has just ended: send it again for the next one", RETRY_MS)
         elif outcome is UpdateOutcome.LATE:
             position = self._position()
             base = position.instructions.base if position.instructions is not None else 0
             iteration = key[0] - base
-            reason = f"the update is for iteration {iteration}, which is closed; the present one is {position.iteration}"
+            reason = f"the update is for iteration {iteration}, which is closed; the current one is {position.iteration}"
             self._finish_update(key, Code.OUT_OF_TIME, reason, self._replies.choose_retry_ms())
         elif outcome is UpdateOutcome.EARLY:
-            self._finish_update(key, Code.NOT_READY, "this server has not heard of the iteration yet: try again", RETRY_MS)
+            self._finish_update(key, Code.NOT_READY, "this server has not started that iteration yet: retry", RETRY_MS)
         else:
-            self._finish_update(key, Code.NOT_READY, "this server takes no updates at present: try another", RETRY_MS)
+            self._finish_update(key, Code.NOT_READY, "this server does not accept updates now: try another server", RETRY_MS)
 
     def expire_pending(self, now: float) -> None:
-        """Tell devices that have waited too long to try again."""
+        """Tell devices whose updates were not decided in time to retry."""
         for key in [key for key, pending in self._pending.items() if now > pending.expires_at]:
-            if self._claims.is_being_logged(*key):  # granted: a device that asks again learns the outcome then
+            if self._claims.is_being_logged(*key):  # granted: a retry gets the outcome when it is logged
                 self._reply_to_requests(key, Code.NOT_READY, OUTCOME_UNKNOWN, RETRY_MS)
                 continue
             self._claims.on_request_dropped(*key)
@@ -264,7 +262,7 @@ class UpdateHandler:
 
 
 def _totals_from_fields(fields: UpdateFields) -> RoundTotals:
-    """What a device says of its training and its evaluation. Raises `ValueError`."""
+    """Return the metrics of an update in fixed point. Raise `ValueError` if one is too large."""
     told, loss = to_weighted_fixed_point(fields.data_size, fields.upload_loss)
     judged, accuracy = to_weighted_fixed_point(fields.data_size, fields.upload_accuracy)
     eval_size, eval_loss = to_weighted_fixed_point(fields.eval_data_size, fields.eval_loss)

@@ -1,9 +1,9 @@
-"""The log of updates: what a server must not forget between a device's acknowledgement and the end of the round.
+"""Log of updates: keeps acknowledged updates until the end of the round.
 
-One file per round and server. A record is appended with one system call and is then the kernel's: it survives the process
-(durability `process`). With `disk` it is also synced before the acknowledgement, many at a time. A record that a death cut
-short is the last one, and nobody was told that it counts. A log changes hands by being renamed into another server's folder:
-it is in one folder at any time.
+There is one file per round and server. A record is appended with one system call and is then in the kernel's page cache, so it
+survives the process (durability `process`). With `disk`, records are also synced before the acknowledgement, several at a time.
+A record that is incomplete after a crash is the last one, and it was not acknowledged. A log is adopted by renaming it into
+another server's directory, so it is in one directory at any time.
 """
 
 from __future__ import annotations
@@ -27,31 +27,29 @@ from covey.errors import StoreError
 from covey.federated.model_codec import Floats, view_bytes
 
 DURABILITIES: Final = ("none", "process", "host", "disk")
-_RECORD_HEADER: Final = struct.Struct(
-    "<4sIII9q"
-)  # magic, length of the id, bytes of values, checksum, weight, what the device told
+_RECORD_HEADER: Final = struct.Struct("<4sIII9q")  # magic, length of the id, bytes of values, checksum, weight, metrics
 _RECORD_MAGIC: Final = b"CVU4"
 _LOG_NAME: Final = re.compile(r"updates-(\d+)(?:-from-([\w.-]+))?\.log")
 
 
 class Update(msgspec.Struct, frozen=True):
-    """One device's contribution without its values."""
+    """An update without its values."""
 
     device: str
     weight: int
-    told: RoundTotals = RoundTotals()  # its loss and accuracy, and those of an evaluation; count and size stay 0
+    told: RoundTotals = RoundTotals()  # its loss and accuracy, and those of an evaluation; count and size are 0
 
 
 class LogFile(NamedTuple):
-    """A log found in a folder."""
+    """A log in a directory."""
 
     path: Path
     round: int
-    instance_id: str  # whose it was, if it was adopted
+    instance_id: str  # of the server that wrote it, if it was adopted; else ""
 
 
 def pack_record(update: Update, values: Floats, *, checksum: bool) -> list[bytes | memoryview]:
-    """A record, in pieces for one writev."""
+    """Return a record as buffers for one writev."""
     data = view_bytes(values)
     name = update.device.encode()
     crc = zlib.crc32(data, zlib.crc32(name)) if checksum else 0
@@ -62,7 +60,7 @@ def pack_record(update: Update, values: Floats, *, checksum: bool) -> list[bytes
 
 
 def unpack_records(content: memoryview) -> Iterator[tuple[Update, Floats, int]]:
-    """The whole records of a log and where each ends; a record cut short, or damaged, ends it."""
+    """Yield the complete records of a log, and the offset where each ends. Stop at an incomplete or damaged record."""
     start = 0
     while len(content) - start >= _RECORD_HEADER.size:
         magic, name_size, data_size, crc, weight, *told = _RECORD_HEADER.unpack_from(content, start)
@@ -79,7 +77,7 @@ def unpack_records(content: memoryview) -> Iterator[tuple[Update, Floats, int]]:
 
 
 class UpdateLog:
-    """The log a server writes for one round."""
+    """Log that a server writes for one round. The constructor raises `StoreError` if the file cannot be opened."""
 
     def __init__(self, folder: Path, round_number: int, *, checksum: bool) -> None:
         self.path = folder / f"updates-{round_number}.log"
@@ -92,15 +90,15 @@ class UpdateLog:
             raise _make_store_error(self.path, error) from None
 
     def append(self, update: Update, values: Floats) -> None:
-        """Hand a record to the kernel. Raises `StoreError`; the log is then as it was."""
+        """Append a record. Raise `StoreError` if that fails; the log is then unchanged."""
         self.write(pack_record(update, values, checksum=self._checksum))
 
     def write(self, pieces: list[bytes | memoryview]) -> None:
-        """The same with a record that is packed already."""
-        whole = sum(len(piece) for piece in pieces)
+        """Append a packed record. Raise `StoreError` as `append` does."""
+        size = sum(len(piece) for piece in pieces)
         try:
             written = os.writev(self._fd, pieces)
-            if written != whole:
+            if written != size:
                 rest = b"".join(bytes(piece) for piece in pieces)[written:]
                 while rest:
                     rest = rest[os.write(self._fd, rest) :]
@@ -108,10 +106,10 @@ class UpdateLog:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self._size)
             raise _make_store_error(self.path, error) from None
-        self._size += whole
+        self._size += size
 
     def sync(self) -> None:
-        """Until this returns, the disk may forget."""
+        """Flush the log to disk (fdatasync). Records appended before the call then survive a power cut."""
         os.fdatasync(self._fd)
 
     def close(self) -> None:
@@ -119,14 +117,17 @@ class UpdateLog:
 
 
 class LogDirectory:
-    """A server's folder: the lock that says it lives, and its logs."""
+    """A server's directory: its logs, and a file lock that is held while the server runs."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock_fd = -1
 
     def acquire(self) -> bool:
-        """Whether nobody else holds this folder; from now on we do. The kernel lets go when the process ends."""
+        """Lock the directory; return False if another process holds the lock. The kernel releases it when the process ends.
+
+        Raise `StoreError` if the directory cannot be created.
+        """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -146,7 +147,7 @@ class LogDirectory:
             self._lock_fd = -1
 
     def list_logs(self) -> list[LogFile]:
-        """Every log in here, adopted ones included, oldest round first."""
+        """Return all logs, including adopted ones, by round."""
         found = []
         for path in self.path.iterdir() if self.path.is_dir() else ():
             match = _LOG_NAME.fullmatch(path.name)
@@ -155,34 +156,37 @@ class LogDirectory:
         return sorted(found, key=lambda log: (log.round, log.path.name))
 
     def remove_logs_before(self, before: int) -> None:
-        """Remove the logs of rounds that are done."""
+        """Remove the logs of rounds before `before`."""
         for log in self.list_logs():
             if log.round < before:
                 log.path.unlink(missing_ok=True)
 
     def adopt_logs_from(self, other: Path, instance_id: str, oldest: int, newest: int) -> list[LogFile]:
-        """Move another server's logs of some rounds in here. Raises `BlockingIOError` while that server lives."""
+        """Move another server's logs of rounds `oldest` to `newest` into this directory, and return them.
+
+        Raise `BlockingIOError` if that server is still running.
+        """
         theirs = LogDirectory(other)
         if not theirs.acquire():
-            raise BlockingIOError(f"{other} is held by a process that lives")
+            raise BlockingIOError(f"{other} is locked by a running process")
         try:
-            taken = []
+            adopted = []
             for log in theirs.list_logs():
                 if oldest <= log.round <= newest:
                     mine = self.path / f"updates-{log.round}-from-{log.instance_id or instance_id}.log"
                     log.path.rename(mine)
-                    taken.append(LogFile(mine, log.round, log.instance_id or instance_id))
+                    adopted.append(LogFile(mine, log.round, log.instance_id or instance_id))
             marker = self.path / f"updates-{newest}-from-{instance_id}.log"
-            if not marker.exists():  # its log was empty: that too must be known to whoever reads this folder
+            if not marker.exists():  # there was no log: an empty one records the adoption for a restart
                 marker.touch()
-                taken.append(LogFile(marker, newest, instance_id))
-            return taken
+                adopted.append(LogFile(marker, newest, instance_id))
+            return adopted
         finally:
             theirs.release()
 
 
 def map_file(path: Path) -> memoryview:
-    """A log's bytes: the kernel's, so that a long one takes no memory. Raises `StoreError`."""
+    """Return a file's bytes, mapped into memory. Raise `StoreError` if it cannot be opened."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -192,7 +196,7 @@ def map_file(path: Path) -> memoryview:
 
 
 def read_log(path: Path) -> Iterator[tuple[Update, Floats]]:
-    """The records of a log; what a death cut short is cut off."""
+    """Yield the records of a log; then truncate an incomplete record at its end. Raise `StoreError` if it cannot be opened."""
     content, end = map_file(path), 0
     for update, values, end in unpack_records(content):  # noqa: B007
         yield update, values

@@ -1,8 +1,8 @@
-"""Durability beyond the process: an update on the disk, or at a second server, before it is acknowledged.
+"""Durability of updates before they are acknowledged: on disk, or on a second server.
 
-A sync serves every update that was written before it began. Copies lie at the next server by rank, on another host if there
-is any, in a folder named after the life of the server they belong to; a new keeper is first sent what the one before it had,
-so whoever keeps them has all of them.
+A sync serves all updates that were written before it began. Replicas are stored on the next server by rank, on another host if
+there is one, in a directory named by the instance id of their server. A new replica holder first receives all earlier updates
+of the round, so that its replicas are complete.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ RETRY_S = 0.1
 
 
 class UpdateReplication:
-    """One server's."""
+    """Sync and replication of one server's updates."""
 
     def __init__(self, instance_id: str, server_links: ServerLinks) -> None:
         self._instance_id = instance_id
         self._server_links = server_links
         self._sync_task: asyncio.Task[None] | None = None
         self._replication_lock = asyncio.Lock()
-        self._replicated_to = (-1, "", 0)  # the round, who has copies of all we hold of it, and how many logs we took over
+        self._replicated_to = (-1, "", 0)  # round, address of the server with complete replicas, number of adopted logs
 
     async def sync(self, part: PartialAggregate) -> None:
-        """Wait for a sync that began after the record was written. Raises `OSError`."""
+        """Wait for a sync that began after the caller's record was written. Raise `OSError` if it fails."""
         if self._sync_task is not None and not self._sync_task.done():
-            await asyncio.wait([self._sync_task])  # it began before: what it says is for others
+            await asyncio.wait([self._sync_task])  # it began before the record was written; its result is for other callers
         sync = part.pending_sync()
         if sync is None:
             return
@@ -44,22 +44,25 @@ class UpdateReplication:
         await asyncio.shield(self._sync_task)
 
     async def replicate_update(self, part: PartialAggregate, update: Update, values: Floats, claims: Claims) -> None:
-        """Have the next server keep it too; alone there is nobody, and that is all that can be done. Of a part that is over
-        nothing is kept: whoever has taken its copies refuses more, and cuts the link."""
+        """Store a replica of an update on the next server; retry until that succeeds.
+
+        Return without a replica if the cluster has one member, or if the part is superseded: its replicas were adopted, and the
+        replica holder would refuse more and close the connection.
+        """
         while not part.is_superseded:
             peer = replica_keeper(claims.node_id, claims.members)
             if peer is None:
                 return None
-            place = (part.round, peer.peer_address, len(part.adopted_instances))
+            target = (part.round, peer.peer_address, len(part.adopted_instances))
             try:
                 async with self._replication_lock:
-                    if self._replicated_to != place:
+                    if self._replicated_to != target:
                         await self._replicate_all(part, peer)
-                        self._replicated_to = place
+                        self._replicated_to = target
                         return None
                 return await self._server_links.copy(peer.node_id, self._instance_id, part.round, _pack_record(update, values))
             except PeerError as error:
-                log.info("%s; it is tried again", error)
+                log.info("%s: retrying", error)
                 await asyncio.sleep(RETRY_S)
         return None
 
@@ -70,13 +73,13 @@ class UpdateReplication:
 
 
 class ReplicaLogs:
-    """What one server keeps for others: a log for each life of theirs, of the round it is in."""
+    """Replicas that one server stores for others: one log per server process, of that process's current round."""
 
     def __init__(self) -> None:
         self._logs: dict[str, UpdateLog] = {}
 
     def store_replica(self, folder: LogDirectory, message: ReplicateUpdate) -> None:
-        """Keep a copy of another server's update; those of earlier rounds are over. Raises `StoreError`."""
+        """Store a replica of another server's update; remove replicas of its other rounds. Raise `StoreError` if that fails."""
         log = self._logs.get(message.instance_id)
         if log is None or log.round != message.round:
             self.close_log(message.instance_id)
@@ -86,13 +89,16 @@ class ReplicaLogs:
         log.write([message.record])
 
     def close_log(self, instance_id: str) -> None:
-        """These copies are ours now, or of no use."""
+        """Close the log of a server's replicas, because they are adopted or obsolete."""
         if (log := self._logs.pop(instance_id, None)) is not None:
             log.close()
 
 
 def _open_replica_log(path: Path, round_number: int) -> UpdateLog:
-    """The log of copies of a round. What an earlier life of ours did not finish is cut off: more is written behind it."""
+    """Open the log of replicas of a round, and remove logs of other rounds.
+
+    An incomplete record of an earlier process is truncated, because more records are appended after it.
+    """
     try:
         path.mkdir(exist_ok=True)
         for old in path.glob("updates-*.log"):
@@ -102,7 +108,7 @@ def _open_replica_log(path: Path, round_number: int) -> UpdateLog:
                 for _ in read_log(old):
                     pass
     except OSError as error:
-        raise StoreError(f"copies cannot be kept in {path} ({error.strerror}): free the disk or make it writable") from None
+        raise StoreError(f"replicas cannot be stored in {path} ({error.strerror}): free the disk or make it writable") from None
     return UpdateLog(path, round_number, checksum=False)
 
 

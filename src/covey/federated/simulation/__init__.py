@@ -1,5 +1,5 @@
-"""Many devices in one process.
+"""Simulation of many devices in one process.
 
-`simulator`          trains simulated devices against a real or in-process federation
+`simulator`          trains simulated devices and aggregates their updates, without sockets
 `privacy_pipeline`   compression, noise and masks in a simulation
 """

@@ -1,4 +1,4 @@
-"""What becomes of updates on their way, for simulations: made small, noisy, or masked, by the same code as on the wire."""
+"""Compression, noise and masking of updates in simulations, by the same code as in a cluster."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ UPDATE_REACH = 16.0
 
 
 class PrivacyOptions(msgspec.Struct, frozen=True):
-    """What devices do to a difference before they send it, and servers to what comes."""
+    """How devices transform their updates before they send them, and what servers add."""
 
     secure: bool = False
     compress: str = NO_COMPRESSION
@@ -42,15 +42,15 @@ class PrivacyOptions(msgspec.Struct, frozen=True):
 
 
 class PrivacyPipeline:
-    """Of all devices of a simulation."""
+    """Transformations of the updates of all devices of a simulation."""
 
-    def __init__(self, treatment: PrivacyOptions) -> None:
-        self.options = treatment
-        self.sent_bytes = 0  # of values and what belongs to them
+    def __init__(self, options: PrivacyOptions) -> None:
+        self.options = options
+        self.sent_bytes = 0  # of values, scales and indices
         self._compressors: dict[int, Compressor] = {}
 
     def transform_update(self, device: int, change: Floats, iteration: int) -> Floats:
-        """A difference as servers see it."""
+        """Return a device's difference to the model as servers decode it."""
         plan = self.options
         if plan.noise is not None:
             local = plan.noise.local
@@ -65,43 +65,43 @@ class PrivacyPipeline:
         return change
 
     def draw_mean_noise(self, size: int, devices: int, iteration: int) -> NDArray[np.float64] | float:
-        """What servers add."""
+        """Return the noise that servers add to the mean; 0.0 if they add none."""
         plan = self.options.noise
         return 0.0 if plan is None or plan.local else dp_noise.draw_mean_noise(size, plan, devices, b"simulation", iteration)
 
 
 def compute_masked_mean(changes: Sequence[Floats], weights: Sequence[int], session: str) -> NDArray[np.float64]:
-    """The weighted mean of differences through a secure round, all devices and the scheduler's machine in one process."""
+    """Return the weighted mean of differences, computed by a secure round with all devices and the protocol in one process."""
     count = len(changes)
     machine = SecaggRound(session, wanted=count, least=count, share_ratio=1.0, reconstruct=0, window_s=1.0)
     devices = {f"device-{number}": SecaggSession(f"device-{number}") for number in range(count)}
 
-    def ask(kind: type[AnySecaggRequest], name: str, size: int, **fields: object) -> object:
-        said = kind(fl_id=name, iteration=1, timestamp=0, data_size=size, ticket="", **fields)  # type: ignore[arg-type]
-        found = machine.handle_request(said, 0.0)
+    def request(kind: type[AnySecaggRequest], name: str, size: int, **fields: object) -> object:
+        message = kind(fl_id=name, iteration=1, timestamp=0, data_size=size, ticket="", **fields)  # type: ignore[arg-type]
+        outcome = machine.handle_request(message, 0.0)
         if machine.failure_reason:
             raise PeerError(machine.failure_reason)
-        return found.payload
+        return outcome.payload
 
     sizes = dict(zip(devices, weights, strict=True))
-    for name, one in devices.items():
-        ask(ExchangeKeys, name, sizes[name], c_pk=one.c_pk, s_pk=one.s_pk)
-    for name, one in devices.items():
-        keys = ask(GetKeys, name, sizes[name])
+    for name, device in devices.items():
+        request(ExchangeKeys, name, sizes[name], c_pk=device.c_pk, s_pk=device.s_pk)
+    for name, device in devices.items():
+        keys = request(GetKeys, name, sizes[name])
         assert isinstance(keys, KeyList)
-        ask(ShareSecrets, name, sizes[name], encrypted_shares=one.make_shares(keys))
+        request(ShareSecrets, name, sizes[name], encrypted_shares=device.make_shares(keys))
     total = np.zeros(len(changes[0]) + fixed_point_ring.METRIC_COUNT, np.uint32)
     scale = make_round_scale(next(iter(devices.values())).keys, UPDATE_REACH)
-    for (name, one), change in zip(devices.items(), changes, strict=True):
-        shares = ask(GetSecrets, name, sizes[name])
+    for (name, device), change in zip(devices.items(), changes, strict=True):
+        shares = request(GetSecrets, name, sizes[name])
         assert isinstance(shares, ShareList)
-        one.accept_shares(shares)
-        total += one.mask_update(fixed_point_ring.encode_update(change, DeviceMetrics(), sizes[name], scale))
+        device.accept_shares(shares)
+        total += device.mask_update(fixed_point_ring.encode_update(change, DeviceMetrics(), sizes[name], scale))
     machine.fix_uploaders(set(devices), 0.0)
-    for name, one in devices.items():
-        listed = ask(GetClientList, name, sizes[name])
+    for name, device in devices.items():
+        listed = request(GetClientList, name, sizes[name])
         assert isinstance(listed, ClientList)
-        ask(ReconstructSecrets, name, sizes[name], reconstruct_secret_shares=one.reveal_shares(listed.clients))
+        request(ReconstructSecrets, name, sizes[name], reconstruct_secret_shares=device.reveal_shares(listed.clients))
     assert machine.unmasking is not None
     values, _ = fixed_point_ring.decode_sum(unmask_sum(total, machine.unmasking), scale)
     return values / sum(weights)

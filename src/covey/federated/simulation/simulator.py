@@ -1,8 +1,8 @@
-"""A whole federation on one machine, without sockets: real data, devices that differ, and the servers' own sums and strategies.
+"""Simulated federation in one process, without sockets: real data, unequal devices, and the servers' own sums and strategies.
 
-The embedded digits are dealt out unevenly: each device's labels follow a draw from a Dirichlet distribution, so most devices
-see few of the ten. All devices of a round train at once, as one batched computation. What the framework itself takes
-(joining, checking, adding, making the model) is timed apart from the training.
+The embedded digits are partitioned unevenly: each device's labels follow a draw from a Dirichlet distribution, so most devices
+have few of the ten. The devices of a round are trained as batched computations. The time of the framework itself (sampling,
+checking, adding, making the model) is measured apart from the training.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from covey.federated.strategies import FedProx, Strategy
 HELD_OUT_SAMPLES: Final = 360
 PIXELS, HIDDEN_UNITS, CLASSES = 64, 48, 10
 PIXEL_MEAN, PIXEL_STD = 0.3054, 0.3755  # of the digits
-DEVICES_PER_BATCH: Final = 250  # devices that train at once
+DEVICES_PER_BATCH: Final = 250  # devices trained by one computation
 
 Arrays = dict[str, NDArray[np.float32]]
 
 
 class RoundResult(msgspec.Struct, frozen=True):
-    """What one round came to."""
+    """Result of one round."""
 
     number: int
     devices: int
     accuracy: float  # on the held-out digits
-    loss: float  # as the devices told
+    loss: float  # mean of the losses that devices reported
     framework_s: float
-    sent_bytes: float = 0.0  # by each device, of values
+    sent_bytes: float = 0.0  # per device, of values
 
 
 class Digits(msgspec.Struct, frozen=True):
-    """Images as rows, about zero mean; labels as numbers."""
+    """Images as rows, normalized; labels as numbers."""
 
     images: NDArray[np.float32]
     labels: NDArray[np.int64]
 
 
 def load_digits() -> tuple[Digits, Digits]:
-    """The embedded digits: to train on, and to be judged by."""
+    """Return the embedded digits: those for training, and those held out. Raise `UsageError` if they are not installed."""
     here = Path(__file__)
     found = [p for p in (here.with_name("digits.npz"), here.parents[4] / "examples/data/digits.npz") if p.exists()]
     if not found:
@@ -69,28 +69,28 @@ def load_digits() -> tuple[Digits, Digits]:
 def partition_samples(
     labels: NDArray[np.int64], devices: int, alpha: float, draw: np.random.Generator
 ) -> list[NDArray[np.int64]]:
-    """Which samples each device has: unevenly by label, every sample once, and at least one for each device."""
+    """Return the sample indices of each device: unevenly by label, every sample once, and at least one for each device."""
     if devices > len(labels):
-        raise UsageError(f"{devices} devices cannot share {len(labels)} digits: give at most {len(labels)}")
-    hands: list[list[int]] = [[] for _ in range(devices)]
-    liking = draw.dirichlet(np.full(CLASSES, alpha), devices)  # of each device, for each label
+        raise UsageError(f"{devices} devices cannot share {len(labels)} digits: use at most {len(labels)} devices")
+    parts: list[list[int]] = [[] for _ in range(devices)]
+    label_weights = draw.dirichlet(np.full(CLASSES, alpha), devices)  # by device and label
     for label in range(CLASSES):
         samples = draw.permutation(np.flatnonzero(labels == label))
-        weights = np.maximum(np.nan_to_num(liking[:, label]), 1e-300)  # a very small alpha leaves labels nobody likes
+        weights = np.maximum(np.nan_to_num(label_weights[:, label]), 1e-300)  # with a very small alpha all may be 0 or NaN
         weights /= weights.sum()
         for sample, device in zip(samples, draw.choice(devices, len(samples), p=weights), strict=True):
-            hands[device].append(int(sample))
-    rich = sorted(range(devices), key=lambda device: -len(hands[device]))
+            parts[device].append(int(sample))
+    by_size = sorted(range(devices), key=lambda device: -len(parts[device]))
     for device in range(devices):
-        while not hands[device]:
-            giver = next(other for other in rich if len(hands[other]) > 1)
-            hands[device].append(hands[giver].pop())
-            rich.sort(key=lambda other: -len(hands[other]))
-    return [np.array(hand) for hand in hands]
+        while not parts[device]:
+            donor = next(other for other in by_size if len(parts[other]) > 1)
+            parts[device].append(parts[donor].pop())
+            by_size.sort(key=lambda other: -len(parts[other]))
+    return [np.array(part) for part in parts]
 
 
 def init_model(draw: np.random.Generator) -> Arrays:
-    """A perceptron with one hidden layer."""
+    """Return a perceptron with one hidden layer and random weights."""
     return {
         "hidden.weight": (draw.standard_normal((PIXELS, HIDDEN_UNITS)) * np.sqrt(2 / PIXELS)).astype(np.float32),
         "hidden.bias": np.zeros(HIDDEN_UNITS, np.float32),
@@ -101,41 +101,41 @@ def init_model(draw: np.random.Generator) -> Arrays:
 
 def compute_accuracy(model: Arrays, data: Digits) -> float:
     hidden = np.maximum(data.images @ model["hidden.weight"] + model["hidden.bias"], 0)
-    guessed = (hidden @ model["out.weight"] + model["out.bias"]).argmax(axis=1)
-    return float((guessed == data.labels).mean())
+    predicted = (hidden @ model["out.weight"] + model["out.bias"]).argmax(axis=1)
+    return float((predicted == data.labels).mean())
 
 
 def train_devices(
-    model: Arrays, data: Digits, hands: list[NDArray[np.int64]], *, epochs: int, rate: float, pull: float
+    model: Arrays, data: Digits, parts: list[NDArray[np.int64]], *, epochs: int, rate: float, proximal_mu: float
 ) -> tuple[Arrays, NDArray[np.float32]]:
-    """All these devices' training at once: one more axis in front. Returns their models and losses."""
-    count, most = len(hands), max(len(hand) for hand in hands)
+    """Train one device for each part, in one computation. Return their models and losses, with the device as first axis."""
+    count, most = len(parts), max(len(part) for part in parts)
     index = np.zeros((count, most), np.int64)
     mask = np.zeros((count, most), np.float32)
-    for row, hand in enumerate(hands):
-        index[row, : len(hand)] = hand
-        mask[row, : len(hand)] = 1 / len(hand)
+    for row, part in enumerate(parts):
+        index[row, : len(part)] = part
+        mask[row, : len(part)] = 1 / len(part)
     images = data.images[index]
-    wanted = np.eye(CLASSES, dtype=np.float32)[data.labels[index]]
+    targets = np.eye(CLASSES, dtype=np.float32)[data.labels[index]]
     own = {name: np.repeat(value[np.newaxis], count, axis=0) for name, value in model.items()}
     losses = np.zeros(count, np.float32)
     for _ in range(epochs):
         hidden = np.maximum(images @ own["hidden.weight"] + own["hidden.bias"][:, np.newaxis], 0)
         logits = hidden @ own["out.weight"] + own["out.bias"][:, np.newaxis]
         logits -= logits.max(axis=2, keepdims=True)
-        chances = np.exp(logits)
-        chances /= chances.sum(axis=2, keepdims=True)
-        losses = -(mask * np.log((chances * wanted).sum(axis=2) + 1e-9)).sum(axis=1)
-        slope = (chances - wanted) * mask[:, :, np.newaxis]
-        back = (slope @ own["out.weight"].transpose(0, 2, 1)) * (hidden > 0)
-        slopes = {
-            "hidden.weight": images.transpose(0, 2, 1) @ back,
-            "hidden.bias": back.sum(axis=1),
-            "out.weight": hidden.transpose(0, 2, 1) @ slope,
-            "out.bias": slope.sum(axis=1),
+        probabilities = np.exp(logits)
+        probabilities /= probabilities.sum(axis=2, keepdims=True)
+        losses = -(mask * np.log((probabilities * targets).sum(axis=2) + 1e-9)).sum(axis=1)
+        out_gradient = (probabilities - targets) * mask[:, :, np.newaxis]
+        hidden_gradient = (out_gradient @ own["out.weight"].transpose(0, 2, 1)) * (hidden > 0)
+        gradients = {
+            "hidden.weight": images.transpose(0, 2, 1) @ hidden_gradient,
+            "hidden.bias": hidden_gradient.sum(axis=1),
+            "out.weight": hidden.transpose(0, 2, 1) @ out_gradient,
+            "out.bias": out_gradient.sum(axis=1),
         }
         for name, value in own.items():
-            value -= rate * (slopes[name] + pull * (value - model[name]))
+            value -= rate * (gradients[name] + proximal_mu * (value - model[name]))
     return own, losses
 
 
@@ -151,16 +151,20 @@ def simulate(
     seed: int = 1,
     treatment: PrivacyOptions | None = None,
 ) -> Iterator[RoundResult]:
-    """Round after round."""
-    journey = PrivacyPipeline(treatment or PrivacyOptions())
+    """Yield the result of each round. The same arguments give the same results, apart from times and random masks or noise.
+
+    `sample` is the fraction of devices per round, `treatment` the compression, noise and masking of updates. Raise `UsageError`
+    if the training diverges.
+    """
+    pipeline = PrivacyPipeline(treatment or PrivacyOptions())
     draw = np.random.default_rng(seed)
-    data, judges = load_digits()
-    hands = partition_samples(data.labels, devices, alpha, draw)
+    data, held_out = load_digits()
+    parts = partition_samples(data.labels, devices, alpha, draw)
     model = init_model(draw)
     layout = ModelLayout({name: value.shape for name, value in model.items()})
     flat: Floats = layout.flatten(model)
     state: StrategyState = {}
-    pull = strategy.mu if isinstance(strategy, FedProx) else 0.0
+    proximal_mu = strategy.mu if isinstance(strategy, FedProx) else 0.0
     for number in range(1, rounds + 1):
         started = time.perf_counter()
         chosen = [d for d in range(devices) if sample >= 1 or hash_fraction(f"{seed}/{number}", str(d)) < sample] or [0]
@@ -168,68 +172,69 @@ def simulate(
         total = Accumulator(layout.size)
         rows: list[Floats] = []
         for start in range(0, len(chosen), DEVICES_PER_BATCH):
-            some = chosen[start : start + DEVICES_PER_BATCH]
+            batch = chosen[start : start + DEVICES_PER_BATCH]
             own, losses = train_devices(
-                layout.split_tensors(flat), data, [hands[d] for d in some], epochs=epochs, rate=rate, pull=pull
+                layout.split_tensors(flat), data, [parts[d] for d in batch], epochs=epochs, rate=rate, proximal_mu=proximal_mu
             )
-            packed = np.concatenate([own[name].reshape(len(some), -1) for name in layout.shapes], axis=1)
+            packed = np.concatenate([own[name].reshape(len(batch), -1) for name in layout.shapes], axis=1)
             began = time.perf_counter()
-            for row, device in enumerate(some):
-                weight = len(hands[device])
+            for row, device in enumerate(batch):
+                weight = len(parts[device])
                 if treatment is not None:
                     weight = 1 if treatment.noise is not None else weight
-                    packed[row] = flat + journey.transform_update(device, packed[row] - flat, number)
+                    packed[row] = flat + pipeline.transform_update(device, packed[row] - flat, number)
                 if strategy.staleness:
                     packed[row] = strategy.contribution(packed[row], flat, 0)
                 _check_update(total, packed[row], weight)
                 size, loss = to_weighted_fixed_point(weight, float(losses[row]))
                 total.add(packed[row], weight, RoundTotals(loss=loss, told=size))
-            rows += list(packed) if strategy.sees_all or journey.options.secure else []
+            rows += list(packed) if strategy.sees_all or pipeline.options.secure else []
             framework += time.perf_counter() - began
         began = time.perf_counter()
         mean = total.mean()
-        sizes = [len(hands[d]) for d in chosen]
+        sizes = [len(parts[d]) for d in chosen]
         if strategy.sees_all:
             mean = np.asarray(strategy.column(np.array(rows), np.array(sizes, np.float64)), np.float64)
-        elif journey.options.secure:
-            counted = [1] * len(chosen) if journey.options.noise is not None else sizes
-            mean = flat + compute_masked_mean([row - flat for row in rows], counted, f"{seed}/{number}")
-        mean = mean + journey.draw_mean_noise(len(mean), len(chosen), number)
+        elif pipeline.options.secure:
+            weights = [1] * len(chosen) if pipeline.options.noise is not None else sizes
+            mean = flat + compute_masked_mean([row - flat for row in rows], weights, f"{seed}/{number}")
+        mean = mean + pipeline.draw_mean_noise(len(mean), len(chosen), number)
         flat = aggregation.make_next_model(strategy, flat, mean, state)
         framework += time.perf_counter() - began
-        told = aggregation.compute_metrics(total.totals)
-        right = compute_accuracy(layout.split_tensors(flat), judges)
-        yield RoundResult(number, len(chosen), right, told["loss"], framework, journey.sent_bytes / len(chosen))
-        journey.sent_bytes = 0
+        metrics = aggregation.compute_metrics(total.totals)
+        accuracy = compute_accuracy(layout.split_tensors(flat), held_out)
+        yield RoundResult(number, len(chosen), accuracy, metrics["loss"], framework, pipeline.sent_bytes / len(chosen))
+        pipeline.sent_bytes = 0
 
 
 def _check_update(total: Accumulator, values: Floats, weight: int) -> None:
     try:
         total.check_update(values, weight)
     except ValueError as error:
-        raise UsageError(f"the training ran away ({error}): lower --lr") from None
+        raise UsageError(f"the training diverged ({error}): lower --lr") from None
 
 
-def write_plot(found: list[RoundResult], path: Path) -> None:
-    """Accuracy per round as an SVG, made by hand: no library is needed to look at a line."""
+def write_plot(results: list[RoundResult], path: Path) -> None:
+    """Write the accuracy per round as an SVG."""
     width, height, edge = 640, 360, 50
-    last = max(len(found), 2)
+    last = max(len(results), 2)
 
-    def place(number: int, value: float) -> str:
+    def point(number: int, value: float) -> str:
         x = edge + (width - 2 * edge) * (number - 1) / (last - 1)
         return f"{x:.1f},{height - edge - (height - 2 * edge) * value:.1f}"
 
-    line = " ".join(place(one.number, one.accuracy) for one in found)
+    line = " ".join(point(result.number, result.accuracy) for result in results)
     grid = []
     for tenth in range(0, 11, 2):
         y = height - edge - (height - 2 * edge) * tenth / 10
         grid.append(f'<line x1="{edge}" x2="{width - edge}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
         grid.append(f'<text x="{edge - 8}" y="{y + 4:.1f}" text-anchor="end">{10 * tenth} %</text>')
-    title = f"{found[-1].devices} devices, accuracy on held-out digits per round: {100 * found[-1].accuracy:.1f} % at the end"
+    final = results[-1]
+    title = f"{final.devices} devices, accuracy on held-out digits per round: {100 * final.accuracy:.1f} % at the end"
     path.write_text(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">'
         f'<rect width="{width}" height="{height}" fill="white"/><text x="{edge}" y="25" font-size="14">{title}</text>'
         f'{"".join(grid)}<polyline points="{line}" fill="none" stroke="#1a66c2" stroke-width="2"/>'
         f'<text x="{edge}" y="{height - 20}">1</text>'
-        f'<text x="{width - edge}" y="{height - 20}" text-anchor="end">{len(found)}</text></svg>\n'
+        f'<text x="{width - edge}" y="{height - 20}" text-anchor="end">{len(results)}</text></svg>\n'
     )

@@ -1,4 +1,4 @@
-"""A federated instance alone: its iterations, what finishes it, and what it spends."""
+"""Tests of the federated instance: iterations, end conditions, privacy loss."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PLAN = RoundPlan(iterations=2)
 
 
 def no_record() -> NoReturn:
-    raise AssertionError("an instance persists nothing itself")
+    raise AssertionError("an instance must not persist a record itself")
 
 
 def step() -> Step:
@@ -27,7 +27,7 @@ def events(done: Step) -> list[tuple[str, str]]:
     return [(effect.what, effect.reason) for effect in done.out.effects if isinstance(effect, PublishEvent)]
 
 
-def test_the_instance_finishes_after_its_last_iteration() -> None:
+def test_instance_finishes_after_last_iteration() -> None:
     instance, now = FederatedInstance(PLAN), step()
     instance.start_round(now, 2)
     assert (instance.state, now.out.effects) == (InstanceState.RUNNING, [])
@@ -38,7 +38,7 @@ def test_the_instance_finishes_after_its_last_iteration() -> None:
     assert instance.state is InstanceState.FINISHED
 
 
-def test_a_requested_instance_begins_with_the_next_round() -> None:
+def test_requested_instance_starts_with_next_round() -> None:
     instance, now = FederatedInstance(PLAN), step()
     instance.count_missed()
     instance.request(msgspec.structs.replace(PLAN, iterations=9))
@@ -48,14 +48,14 @@ def test_a_requested_instance_begins_with_the_next_round() -> None:
     assert instance.missed_count == 0 and events(now) == [("new instance", "9 iterations from the newest model")]
 
 
-def test_a_repeated_iteration_uses_the_next_round_number() -> None:
+def test_repeated_iteration_uses_next_round_number() -> None:
     instance = FederatedInstance(PLAN)
     assert instance.iteration_of(1) == 1
     instance.repeat_iteration()
     assert (instance.iteration_of(2), instance.missed_count) == (1, 1)
 
 
-def test_a_round_is_not_started_without_the_privacy_budget_for_it() -> None:
+def test_instance_finishes_without_budget_for_next_round() -> None:
     noise = Noise(local=False, clip=1.0, multiplier=2.0, delta=1e-5)
     noise = msgspec.structs.replace(noise, budget=noise.epsilon_after(noise.mu_squared_per_round))
     instance, now = FederatedInstance(RoundPlan(noise=noise)), step()
@@ -68,7 +68,7 @@ def test_a_round_is_not_started_without_the_privacy_budget_for_it() -> None:
     assert isinstance(warning, PublishEvent) and warning.level is Level.WARNING
 
 
-def test_the_first_job_name_is_used_until_the_cluster_forms() -> None:
+def test_first_job_name_is_used_until_cluster_forms() -> None:
     instance = FederatedInstance(PLAN)
     for name in ("", "first", "second"):
         instance.note_job(name)

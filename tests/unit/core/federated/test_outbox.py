@@ -1,4 +1,4 @@
-"""The outbox alone: effects keep their order."""
+"""Tests of the outbox."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from covey.core.federated.outbox import Outbox, PersistFederation
 from covey.core.messages import LeaveAcknowledged
 
 
-def test_effects_keep_their_order_and_a_record_is_taken_when_it_is_persisted() -> None:
+def test_effects_keep_order_and_record_is_made_at_persist() -> None:
     rounds = iter(range(1, 3))
     out = Outbox(lambda: FederationRecord("c", b"", 1, (), 1, next(rounds), 0, InstanceState.RUNNING, RoundPlan()))
     out.persist()

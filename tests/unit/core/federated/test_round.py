@@ -1,4 +1,4 @@
-"""A round alone: its stages, and what it decides from the statuses of its servers."""
+"""Tests of a round: its stages, and its decisions by the statuses of servers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def counted(count: int, **status: object) -> Membership:
     return members(server("0", totals=RoundTotals(count), **status))
 
 
-def test_a_stage_moves_only_along_the_table() -> None:
+def test_stage_changes_only_along_next_stages() -> None:
     for before, after in product(RoundStage, RoundStage):
         made = Round(FederatedInstance(PLAN), 0.0)
         made.stage = before
@@ -66,7 +66,7 @@ def test_a_stage_moves_only_along_the_table() -> None:
                 made._move_to(after)
 
 
-def test_a_round_is_sealed_summed_and_followed_by_the_next() -> None:
+def test_round_is_sealed_then_summed_then_next_round_opens() -> None:
     made, now = opened(), step(1.0)
     assert (made.advance(now, counted(1)), made.stage) == (False, RoundStage.OPEN)
     assert (made.advance(now, counted(2)), made.stage) == (True, RoundStage.SEALING)
@@ -81,24 +81,24 @@ def test_a_round_is_sealed_summed_and_followed_by_the_next() -> None:
     assert event == PublishEvent("round", "done", "iteration 1 with 2 updates") and isinstance(persisted, PersistFederation)
 
 
-def test_a_closed_round_waits_until_the_membership_is_complete() -> None:
+def test_closed_round_waits_for_complete_membership() -> None:
     made = opened()
     made.advance(step(), counted(2))
     lost = members(server("0", totals=RoundTotals(2), sealed=True), is_complete=False)
     assert not made.advance(step(), lost) and made.stage is RoundStage.SEALING
 
 
-def test_a_change_of_members_starts_the_sealing_again() -> None:
+def test_change_of_members_restarts_sealing() -> None:
     made = opened()
     made.reseal()
-    assert made.stage is RoundStage.OPEN, "an open round just stays open"
+    assert made.stage is RoundStage.OPEN, "an open round must stay open"
     made.advance(step(), counted(2))
     made.advance(step(), counted(2, sealed=True))
     made.reseal()
     assert (made.stage, made.aggregator, made.expected_totals) == (RoundStage.SEALING, "", ())
 
 
-def test_a_lost_part_is_named_once_and_its_updates_are_forgotten_up_to_the_round_before() -> None:
+def test_lost_part_is_listed_once_and_forgotten_up_to_previous_round() -> None:
     made = opened()
     for _ in range(2):
         made.note_losses(Losses(("0",), updates_forgotten=True))
@@ -108,7 +108,7 @@ def test_a_lost_part_is_named_once_and_its_updates_are_forgotten_up_to_the_round
     assert made.forgotten == 1, "the model of a closed round may be made already"
 
 
-def test_a_round_without_any_update_is_abandoned_and_repeats_its_iteration() -> None:
+def test_round_without_updates_is_abandoned_and_iteration_repeated() -> None:
     made, now = opened(), step()
     made.advance(now, counted(2))
     assert made.advance(now, counted(0, sealed=True)) and made.abandon_reason
@@ -116,10 +116,10 @@ def test_a_round_without_any_update_is_abandoned_and_repeats_its_iteration() -> 
     assert (made.stage, made.aggregator, made.expected_totals) == (RoundStage.SUMMING, "0", ())
     assert made.advance(now, counted(0, sealed=True, model_round=1))
     assert (made.number, made.iteration, made.stage, made.abandon_reason) == (2, 1, RoundStage.OPEN, "")
-    assert made.voided == (1, "its updates were at servers that were given up")
+    assert made.voided == (1, "all its updates were on servers that were given up")
 
 
-def test_a_missed_window_keeps_the_round_open() -> None:
+def test_missed_window_keeps_round_open() -> None:
     made = opened()
     assert not made.advance(step(), counted(1))
     now = step(2.0)
@@ -127,7 +127,7 @@ def test_a_missed_window_keeps_the_round_open() -> None:
     assert [effect.what for effect in now.out.effects if isinstance(effect, PublishEvent)] == ["missed"]
 
 
-def test_devices_of_another_round_are_not_admitted() -> None:
+def test_devices_of_other_round_are_not_admitted() -> None:
     made = opened()
     assert made.admit(step(), AdmitDevices(1, ("a", "b", "c"))).admitted == ("a", "b")
     assert made.admit(step(), AdmitDevices(2, ("a",))).refused == ("a",)
@@ -135,9 +135,9 @@ def test_devices_of_another_round_are_not_admitted() -> None:
     assert made.admit(step(), AdmitDevices(1, ("c",))).admitted == ("c",)
 
 
-def test_a_secure_round_without_a_stored_list_is_abandoned_by_the_next_scheduler() -> None:
+def test_restored_secure_round_without_list_is_abandoned() -> None:
     plan = msgspec.structs.replace(PLAN, secure=True)
     made = Round(FederatedInstance(plan), 0.0)
     made.restore(step(), msgspec.structs.replace(RECORD, plan=plan))
     assert made.stage is RoundStage.SEALING
-    assert made.abandon_reason == "the scheduler went away before the list of updates was kept"
+    assert made.abandon_reason == "the scheduler ended before the list of uploaders was stored"

@@ -1,4 +1,4 @@
-"""Rounds: when they open, close and are done, and who belongs to the cluster; with literal events."""
+"""Tests of the federation state machine: rounds, membership and adoption of logs, with literal events."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ PLAN = RoundPlan(threshold=4, ratio=0.5, start_window_s=1.0, update_window_s=2.0
 HERE = Host("h", "h", "127.0.0.1")
 
 
-class Bench:
-    """A machine, and servers that say what a test wants them to."""
+class Harness:
+    """A state machine, and servers that send the messages of a test."""
 
     def __init__(self, servers: int = 2, plan: RoundPlan = PLAN, record: FederationRecord | None = None) -> None:
         self.now = 0.0
@@ -52,10 +52,10 @@ class Bench:
         if record is not None:
             self.machine.restore(record, 0.0)
         self.out: list[FederationEffect] = []
-        self.standing: dict[int, ServerStatus] = {}
+        self.statuses: dict[int, ServerStatus] = {}
 
-    def hear(self, link: int, message: Any) -> list[FederationEffect]:
-        self.out += (found := self.machine.step(MessageReceived(message, link), self.now))
+    def receive(self, connection: int, message: Any) -> list[FederationEffect]:
+        self.out += (found := self.machine.step(MessageReceived(message, connection), self.now))
         return found
 
     def tick(self, seconds: float) -> list[FederationEffect]:
@@ -63,24 +63,29 @@ class Bench:
         self.out += (found := self.machine.step(Tick(), self.now))
         return found
 
-    def come(self, link: int, node_id: str, life: str = "", host: Host = HERE, **more: Any) -> list[FederationEffect]:
-        return self.hear(
-            link, RegisterServer(node_id, life or node_id, host, f"h:{node_id}", f"p:{node_id}", log_directory=node_id, **more)
+    def register(
+        self, connection: int, node_id: str, instance_id: str = "", host: Host = HERE, **more: Any
+    ) -> list[FederationEffect]:
+        return self.receive(
+            connection,
+            RegisterServer(
+                node_id, instance_id or node_id, host, f"h:{node_id}", f"p:{node_id}", log_directory=node_id, **more
+            ),
         )
 
-    def stand(self, link: int, **changed: Any) -> list[FederationEffect]:
-        before = self.standing.get(link, ServerStatus(model_round=0, digest="m0"))
-        self.standing[link] = msgspec.structs.replace(before, generation=self.machine.roster.generation, **changed)
-        return self.hear(link, self.standing[link])
+    def report(self, connection: int, **changed: Any) -> list[FederationEffect]:
+        before = self.statuses.get(connection, ServerStatus(model_round=0, digest="m0"))
+        self.statuses[connection] = msgspec.structs.replace(before, generation=self.machine.roster.generation, **changed)
+        return self.receive(connection, self.statuses[connection])
 
-    def form(self, servers: int = 2) -> Bench:
-        for link in range(1, servers + 1):
-            self.come(link, str(link - 1))
-            self.stand(link)
+    def form(self, servers: int = 2) -> Harness:
+        for connection in range(1, servers + 1):
+            self.register(connection, str(connection - 1))
+            self.report(connection)
         assert self.machine.round.stage is RoundStage.OPEN
         return self
 
-    def said(self, what: str) -> list[str]:
+    def reasons(self, what: str) -> list[str]:
         return [effect.reason for effect in self.out if isinstance(effect, PublishEvent) and effect.what == what]
 
     def admit(self, request: AdmitDevices) -> DevicesAdmitted:
@@ -95,82 +100,88 @@ class Bench:
     def stage(self) -> RoundStage:
         return self.machine.round.stage
 
-    def orders(self) -> ServerInstructions:
+    def instructions(self) -> ServerInstructions:
         return self.machine.make_instructions()
 
 
-def test_the_first_servers_settings_hold_whoever_came_first() -> None:
-    bench = Bench()
-    for link, node_id, threshold in ((1, "1", 1), (2, "0", 7)):
+def test_settings_of_lowest_rank_apply_regardless_of_registration_order() -> None:
+    harness = Harness()
+    for connection, node_id, threshold in ((1, "1", 1), (2, "0", 7)):
         plan = msgspec.structs.replace(PLAN, threshold=threshold)
-        bench.hear(
-            link, RegisterServer(node_id, node_id, HERE, f"h:{node_id}", f"p:{node_id}", log_directory=node_id, plan=plan)
+        harness.receive(
+            connection, RegisterServer(node_id, node_id, HERE, f"h:{node_id}", f"p:{node_id}", log_directory=node_id, plan=plan)
         )
-        bench.stand(link)
-    assert bench.machine.instance.plan.threshold == 7
-    assert bench.said("differs") == ["server 0's settings of rounds hold, not its own"]
+        harness.report(connection)
+    assert harness.machine.instance.plan.threshold == 7
+    assert harness.reasons("differs") == ["its round settings are ignored: those of server 0 apply"]
 
 
-def test_servers_are_seated_and_the_first_round_opens() -> None:
-    bench = Bench().form()
-    orders = bench.orders()
-    assert [(peer.node_id, peer.rank) for peer in orders.members] == [("0", 0), ("1", 1)]
-    assert (orders.generation, orders.round, orders.source, orders.digest) == (1, 1, "0", "m0")
-    assert any(isinstance(effect, PersistFederation) for effect in bench.out)
-    assert bench.machine.state == "CLUSTER_READY"
+def test_first_round_opens_when_servers_have_registered() -> None:
+    harness = Harness().form()
+    instructions = harness.instructions()
+    assert [(peer.node_id, peer.rank) for peer in instructions.members] == [("0", 0), ("1", 1)]
+    assert (instructions.generation, instructions.round, instructions.source, instructions.digest) == (1, 1, "0", "m0")
+    assert any(isinstance(effect, PersistFederation) for effect in harness.out)
+    assert harness.machine.state == "CLUSTER_READY"
 
 
-def test_devices_are_taken_up_to_the_threshold_and_may_ask_again() -> None:
-    bench = Bench().form()
-    (sent,) = [effect for effect in bench.hear(1, AdmitDevices(1, ("a", "b", "c", "d", "e"))) if isinstance(effect, Send)][:1]
+def test_devices_are_admitted_up_to_threshold_and_again_on_retry() -> None:
+    harness = Harness().form()
+    (sent,) = [effect for effect in harness.receive(1, AdmitDevices(1, ("a", "b", "c", "d", "e"))) if isinstance(effect, Send)][
+        :1
+    ]
     assert isinstance(sent.message, DevicesAdmitted)
     assert sent.message.admitted == ("a", "b", "c", "d") and sent.message.refused == ("e",)
     assert "threshold" in sent.message.reason
-    again = bench.admit(AdmitDevices(1, ("a", "f")))
+    again = harness.admit(AdmitDevices(1, ("a", "f")))
     assert again.admitted == ("a",) and again.refused == ("f",)
-    assert bench.admit(AdmitDevices(7, ("a",))).refused == ("a",)
+    assert harness.admit(AdmitDevices(7, ("a",))).refused == ("a",)
 
 
-def test_a_round_closes_by_ratio_is_summed_once_and_goes_on() -> None:
-    bench = Bench().form()
-    bench.stand(1, round=1, totals=RoundTotals(1))
-    assert bench.stage() is RoundStage.OPEN
-    bench.stand(2, round=1, totals=RoundTotals(1))
-    assert bench.stage() is RoundStage.SEALING
-    bench.stand(1, sealed=True)
-    bench.stand(2, sealed=True)
-    assert bench.stage() is RoundStage.SUMMING
-    summer = bench.orders().aggregator
-    assert dict(bench.orders().expected_totals) == {"0": RoundTotals(1), "1": RoundTotals(1)}
-    bench.stand(int(summer) + 1, model_round=1, digest="m1")
-    assert (bench.machine.round.number, bench.machine.round.stage, bench.machine.round.digest) == (2, RoundStage.OPEN, "m1")
-    assert bench.orders().source == summer
+def test_round_closes_at_ratio_and_next_opens_after_model() -> None:
+    harness = Harness().form()
+    harness.report(1, round=1, totals=RoundTotals(1))
+    assert harness.stage() is RoundStage.OPEN
+    harness.report(2, round=1, totals=RoundTotals(1))
+    assert harness.stage() is RoundStage.SEALING
+    harness.report(1, sealed=True)
+    harness.report(2, sealed=True)
+    assert harness.stage() is RoundStage.SUMMING
+    aggregator = harness.instructions().aggregator
+    assert dict(harness.instructions().expected_totals) == {"0": RoundTotals(1), "1": RoundTotals(1)}
+    harness.report(int(aggregator) + 1, model_round=1, digest="m1")
+    assert (harness.machine.round.number, harness.machine.round.stage, harness.machine.round.digest) == (
+        2,
+        RoundStage.OPEN,
+        "m1",
+    )
+    assert harness.instructions().source == aggregator
 
 
-def test_a_missed_window_costs_no_number_and_no_work_and_takes_others() -> None:
-    bench = Bench().form()
-    bench.admit(AdmitDevices(1, ("a", "b", "c", "d")))
-    bench.stand(1, round=1, totals=RoundTotals(1))
-    bench.tick(2.5)
-    assert (bench.machine.round.number, bench.machine.counted_updates, bench.machine.instance.missed_count) == (1, 1, 1)
-    assert bench.admit(AdmitDevices(1, ("e",))).admitted == ("e",)
-    assert "1 of 2 updates came within 2 s" in bench.said("missed")[0]
+def test_missed_window_keeps_updates_and_admits_more_devices() -> None:
+    harness = Harness().form()
+    harness.admit(AdmitDevices(1, ("a", "b", "c", "d")))
+    harness.report(1, round=1, totals=RoundTotals(1))
+    harness.tick(2.5)
+    assert (harness.machine.round.number, harness.machine.counted_updates, harness.machine.instance.missed_count) == (1, 1, 1)
+    assert harness.admit(AdmitDevices(1, ("e",))).admitted == ("e",)
+    assert "1 of 2 updates arrived within 2 s" in harness.reasons("missed")[0]
 
 
-def test_a_sample_that_too_few_devices_are_in_is_drawn_anew() -> None:
-    bench = Bench(plan=msgspec.structs.replace(PLAN, threshold=1, ratio=1.0, sample=0.2)).form()
+def test_sample_is_redrawn_after_missed_window() -> None:
+    harness = Harness(plan=msgspec.structs.replace(PLAN, threshold=1, ratio=1.0, sample=0.2)).form()
     for window in range(1, 50):
-        (sent,) = [effect for effect in bench.hear(1, AdmitDevices(1, ("a", "b"))) if isinstance(effect, Send)][:1]
+        (sent,) = [effect for effect in harness.receive(1, AdmitDevices(1, ("a", "b"))) if isinstance(effect, Send)][:1]
         assert isinstance(sent.message, DevicesAdmitted)
         if sent.message.admitted:
             break
         assert "samples 0.2 of the devices" in sent.message.reason
-        bench.tick(PLAN.start_window_s)
-        assert bench.machine.instance.missed_count == window and bench.machine.round.number == 1
-    assert window > 1 and sent.message.admitted, "the first draw has neither, and a later one must have one"
+        harness.tick(PLAN.start_window_s)
+        assert harness.machine.instance.missed_count == window and harness.machine.round.number == 1
+    assert window > 1 and sent.message.admitted, "the first sample has no device, and a later one must have one"
 
 
-def test_copies_are_kept_on_another_host_where_there_is_one() -> None:
+def test_replica_keeper_is_on_another_host_if_there_is_one() -> None:
     near = [ServerInfo(str(rank), rank, host_id="left") for rank in range(3)]
     far = [*near, ServerInfo("3", 3, host_id="right"), ServerInfo("4", 4, host_id="right")]
 
@@ -182,98 +193,98 @@ def test_copies_are_kept_on_another_host_where_there_is_one() -> None:
     assert replica_keeper("0", near[:1]) is None
 
 
-def test_at_the_end_of_a_window_fewer_are_enough_where_that_was_said() -> None:
-    bench = Bench(plan=msgspec.structs.replace(PLAN, ratio=1.0, update_min=2)).form()
-    bench.stand(1, round=1, totals=RoundTotals(2))
-    assert bench.stage() is RoundStage.OPEN
-    bench.tick(2.5)
-    assert bench.stage() is RoundStage.SEALING
+def test_round_closes_with_update_min_at_end_of_window() -> None:
+    harness = Harness(plan=msgspec.structs.replace(PLAN, ratio=1.0, update_min=2)).form()
+    harness.report(1, round=1, totals=RoundTotals(2))
+    assert harness.stage() is RoundStage.OPEN
+    harness.tick(2.5)
+    assert harness.stage() is RoundStage.SEALING
 
 
-def test_a_dead_servers_log_is_adopted_by_one_that_can_reach_it() -> None:
-    bench = Bench().form()
-    bench.stand(1, round=1, totals=RoundTotals(1))
-    bench.out += bench.machine.step(ConnectionLost("closed", 1), bench.now)
-    assert bench.orders().adoptions == (LogAdoption("0", "0", "0", "1"),)
-    assert bench.machine.roster.generation == 1 and bench.machine.state == "NODE_TIMEOUT"
-    bench.stand(2, round=1, totals=RoundTotals(1), adopted_instances=("0",))
-    assert bench.machine.roster.generation == 2
-    assert [peer.node_id for peer in bench.orders().members] == ["1"]
-    bench.come(3, "0", life="0b")
-    bench.stand(3)
-    assert [(peer.node_id, peer.rank) for peer in bench.orders().members] == [("0", 0), ("1", 1)]
-    assert bench.machine.roster.generation == 3
+def test_log_of_dead_server_is_adopted_on_same_host() -> None:
+    harness = Harness().form()
+    harness.report(1, round=1, totals=RoundTotals(1))
+    harness.out += harness.machine.step(ConnectionLost("closed", 1), harness.now)
+    assert harness.instructions().adoptions == (LogAdoption("0", "0", "0", "1"),)
+    assert harness.machine.roster.generation == 1 and harness.machine.state == "NODE_TIMEOUT"
+    harness.report(2, round=1, totals=RoundTotals(1), adopted_instances=("0",))
+    assert harness.machine.roster.generation == 2
+    assert [peer.node_id for peer in harness.instructions().members] == ["1"]
+    harness.register(3, "0", instance_id="0b")
+    harness.report(3)
+    assert [(peer.node_id, peer.rank) for peer in harness.instructions().members] == [("0", 0), ("1", 1)]
+    assert harness.machine.roster.generation == 3
 
 
-def test_a_log_that_could_not_be_taken_over_is_asked_for_again() -> None:
-    bench = Bench().form()
-    bench.stand(1, round=1, totals=RoundTotals(1))
-    bench.out += bench.machine.step(ConnectionLost("closed", 1), bench.now)
-    bench.stand(2, failed_adoptions=("0",))
-    assert bench.orders().adoptions == ()
-    bench.stand(2, failed_adoptions=())
-    bench.tick(1.5)
-    assert bench.orders().adoptions == (LogAdoption("0", "0", "0", "1"),)
+def test_failed_adoption_is_retried() -> None:
+    harness = Harness().form()
+    harness.report(1, round=1, totals=RoundTotals(1))
+    harness.out += harness.machine.step(ConnectionLost("closed", 1), harness.now)
+    harness.report(2, failed_adoptions=("0",))
+    assert harness.instructions().adoptions == ()
+    harness.report(2, failed_adoptions=())
+    harness.tick(1.5)
+    assert harness.instructions().adoptions == (LogAdoption("0", "0", "0", "1"),)
 
 
-def test_past_a_limit_the_round_goes_without_a_part_and_says_so() -> None:
-    bench = Bench()
-    bench.come(1, "0")
-    bench.come(2, "1", host=Host("far", "far", "10.0.0.2"))
-    bench.stand(1)
-    bench.stand(2)
-    bench.stand(2, round=1, totals=RoundTotals(3))
-    assert bench.stage() is RoundStage.SEALING
-    bench.out += bench.machine.step(ConnectionLost("closed", 2), bench.now)
-    bench.stand(1, round=1, sealed=True)
-    assert bench.orders().adoptions == ()
-    bench.tick(5.5)
-    assert bench.machine.round.missing == ("1",)
-    assert "goes without its 3 updates" in bench.said("given up")[0]
-    bench.come(3, "1", life="1b")
-    admitted = [effect.message for effect in bench.out if isinstance(effect, Send)][-1]
+def test_round_continues_without_part_after_return_timeout() -> None:
+    harness = Harness()
+    harness.register(1, "0")
+    harness.register(2, "1", host=Host("far", "far", "10.0.0.2"))
+    harness.report(1)
+    harness.report(2)
+    harness.report(2, round=1, totals=RoundTotals(3))
+    assert harness.stage() is RoundStage.SEALING
+    harness.out += harness.machine.step(ConnectionLost("closed", 2), harness.now)
+    harness.report(1, round=1, sealed=True)
+    assert harness.instructions().adoptions == ()
+    harness.tick(5.5)
+    assert harness.machine.round.missing == ("1",)
+    assert "continues without its 3 updates" in harness.reasons("given up")[0]
+    harness.register(3, "1", instance_id="1b")
+    admitted = [effect.message for effect in harness.out if isinstance(effect, Send)][-1]
     assert admitted.discarded_through_round == 1
-    bench.stand(3, round=1, totals=RoundTotals(0))
-    assert [peer.node_id for peer in bench.orders().members] == ["0", "1"]
-    again = bench.come(3, "1", life="1b")  # a link that was lost, or another life: what it counts now must stay
+    harness.report(3, round=1, totals=RoundTotals(0))
+    assert [peer.node_id for peer in harness.instructions().members] == ["0", "1"]
+    again = harness.register(3, "1", instance_id="1b")  # a reconnection or another process: its new updates must stay valid
     (admitted,) = [
         effect.message for effect in again if isinstance(effect, Send) and isinstance(effect.message, ServerRegistered)
     ]
     assert admitted.discarded_through_round == -1
-    record = [effect.record for effect in bench.out if isinstance(effect, PersistFederation)][-1]
+    record = [effect.record for effect in harness.out if isinstance(effect, PersistFederation)][-1]
     assert record.voids == {} and record.missing == ("1",)
 
 
-def test_nobody_is_given_up_for_the_time_in_which_everybody_was_away() -> None:
-    """All are started again, one of them first: the others, or whoever can read their logs, have their time from then on."""
-    bench = Bench(plan=RoundPlan(threshold=9))
-    bench.come(1, "0")
-    bench.come(2, "1", host=Host("far", "far", "10.0.0.2"))
-    bench.stand(1)
-    bench.stand(2)
-    for link in (1, 2):
-        bench.out += bench.machine.step(ConnectionLost("closed", link), bench.now)
-    bench.tick(60)
-    bench.come(3, "0", life="0b")
-    bench.stand(3)
-    bench.tick(4.5)
-    assert not bench.machine.round.missing
-    bench.tick(1)
-    assert bench.machine.round.missing == ("1",)
+def test_time_without_live_members_does_not_count_as_return_timeout() -> None:
+    """All servers restart, one of them first. The return timeout of the others starts when that one is alive."""
+    harness = Harness(plan=RoundPlan(threshold=9))
+    harness.register(1, "0")
+    harness.register(2, "1", host=Host("far", "far", "10.0.0.2"))
+    harness.report(1)
+    harness.report(2)
+    for connection in (1, 2):
+        harness.out += harness.machine.step(ConnectionLost("closed", connection), harness.now)
+    harness.tick(60)
+    harness.register(3, "0", instance_id="0b")
+    harness.report(3)
+    harness.tick(4.5)
+    assert not harness.machine.round.missing
+    harness.tick(1)
+    assert harness.machine.round.missing == ("1",)
 
 
-@pytest.mark.parametrize("life", ["1", "1b"])
-def test_a_server_whose_copies_were_taken_over_does_not_count_its_own_log_too_when_it_returns(life: str) -> None:
-    bench = Bench(plan=RoundPlan(threshold=9))
-    bench.come(1, "0", durability="host")
-    bench.come(2, "1", host=Host("far", "far", "10.0.0.2"), durability="host")
-    bench.stand(1)
-    bench.stand(2)
-    bench.stand(2, round=1, totals=RoundTotals(3))
-    bench.out += bench.machine.step(ConnectionLost("closed", 2), bench.now)
-    assert bench.orders().adoptions == (LogAdoption("1", "1", "1", "0", from_replica=True),)
-    bench.stand(1, round=1, totals=RoundTotals(3), adopted_instances=("1",))
-    back = bench.come(3, "1", life=life, host=Host("far", "far", "10.0.0.2"), durability="host")
+@pytest.mark.parametrize("instance_id", ["1", "1b"])
+def test_returned_server_discards_log_if_replicas_were_adopted(instance_id: str) -> None:
+    harness = Harness(plan=RoundPlan(threshold=9))
+    harness.register(1, "0", durability="host")
+    harness.register(2, "1", host=Host("far", "far", "10.0.0.2"), durability="host")
+    harness.report(1)
+    harness.report(2)
+    harness.report(2, round=1, totals=RoundTotals(3))
+    harness.out += harness.machine.step(ConnectionLost("closed", 2), harness.now)
+    assert harness.instructions().adoptions == (LogAdoption("1", "1", "1", "0", from_replica=True),)
+    harness.report(1, round=1, totals=RoundTotals(3), adopted_instances=("1",))
+    back = harness.register(3, "1", instance_id=instance_id, host=Host("far", "far", "10.0.0.2"), durability="host")
     (admitted,) = [
         effect.message for effect in back if isinstance(effect, Send) and isinstance(effect.message, ServerRegistered)
     ]
@@ -284,327 +295,349 @@ FAR = Host("far", "far", "10.0.0.2")
 
 
 @pytest.mark.parametrize(("durability", "waits"), [("host", True), ("process", False)])
-def test_where_a_host_may_be_lost_a_model_has_two_holders_before_its_round_is_over(durability: str, waits: bool) -> None:
-    """Else the updates in it, and all rounds to come, would go with the host of the one that made it."""
-    bench = Bench()
-    for link, host in ((1, HERE), (2, FAR)):
-        bench.come(link, str(link - 1), host=host, durability=durability)
-        bench.stand(link)
-    for link in (1, 2):
-        bench.stand(link, round=1, totals=RoundTotals(1))
-    for link in (1, 2):
-        bench.stand(link, sealed=True)
-    maker = int(bench.orders().aggregator) + 1
-    bench.stand(maker, model_round=1, digest="m1", metrics={"loss": 0.5})
-    assert (bench.machine.round.number, bench.stage()) == ((1, RoundStage.SUMMING) if waits else (2, RoundStage.OPEN))
-    assert bench.orders().new_model == (RoundModel(str(maker - 1), "m1", {"loss": 0.5}) if waits else None)
+def test_round_completes_after_model_is_replicated_with_durability_host(durability: str, waits: bool) -> None:
+    """Without a second copy, the updates in the model would be lost with the aggregator's host."""
+    harness = Harness()
+    for connection, host in ((1, HERE), (2, FAR)):
+        harness.register(connection, str(connection - 1), host=host, durability=durability)
+        harness.report(connection)
+    for connection in (1, 2):
+        harness.report(connection, round=1, totals=RoundTotals(1))
+    for connection in (1, 2):
+        harness.report(connection, sealed=True)
+    maker = int(harness.instructions().aggregator) + 1
+    harness.report(maker, model_round=1, digest="m1", metrics={"loss": 0.5})
+    assert (harness.machine.round.number, harness.stage()) == ((1, RoundStage.SUMMING) if waits else (2, RoundStage.OPEN))
+    assert harness.instructions().new_model == (RoundModel(str(maker - 1), "m1", {"loss": 0.5}) if waits else None)
     other = 3 - maker
-    bench.stand(other, model_round=1, digest="m1", metrics={"loss": 0.5})
-    assert (bench.machine.round.number, bench.machine.round.metrics, bench.orders().new_model) == (2, {"loss": 0.5}, None)
-    bench.out += bench.machine.step(ConnectionLost("closed", maker), bench.now)
-    assert bench.orders().source == str(other - 1), "from whom whoever comes has it"
+    harness.report(other, model_round=1, digest="m1", metrics={"loss": 0.5})
+    assert (harness.machine.round.number, harness.machine.round.metrics, harness.instructions().new_model) == (
+        2,
+        {"loss": 0.5},
+        None,
+    )
+    harness.out += harness.machine.step(ConnectionLost("closed", maker), harness.now)
+    assert harness.instructions().source == str(other - 1), "the model must be fetched from the remaining server"
 
 
-def test_a_model_whose_maker_is_lost_before_another_has_it_is_made_again() -> None:
-    bench = Bench()
-    for link, host in ((1, HERE), (2, FAR)):
-        bench.come(link, str(link - 1), host=host, durability="host")
-        bench.stand(link)
-    for link in (1, 2):
-        bench.stand(link, round=1, totals=RoundTotals(1))
-    for link in (1, 2):
-        bench.stand(link, sealed=True)
-    maker = int(bench.orders().aggregator) + 1
-    bench.stand(maker, model_round=1, digest="m1")
-    bench.out += bench.machine.step(ConnectionLost("closed", maker), bench.now)
+def test_unreplicated_model_of_lost_aggregator_is_made_again() -> None:
+    harness = Harness()
+    for connection, host in ((1, HERE), (2, FAR)):
+        harness.register(connection, str(connection - 1), host=host, durability="host")
+        harness.report(connection)
+    for connection in (1, 2):
+        harness.report(connection, round=1, totals=RoundTotals(1))
+    for connection in (1, 2):
+        harness.report(connection, sealed=True)
+    maker = int(harness.instructions().aggregator) + 1
+    harness.report(maker, model_round=1, digest="m1")
+    harness.out += harness.machine.step(ConnectionLost("closed", maker), harness.now)
     other = 3 - maker
-    bench.stand(other, totals=RoundTotals(2), adopted_instances=(str(maker - 1),))
-    bench.stand(other)
-    orders = bench.orders()
-    assert (orders.stage, orders.aggregator, orders.new_model) == (RoundStage.SUMMING, str(other - 1), None)
-    bench.stand(other, model_round=1, digest="m1")
-    assert bench.machine.round.number == 2, "alone there is nobody to wait for"
+    harness.report(other, totals=RoundTotals(2), adopted_instances=(str(maker - 1),))
+    harness.report(other)
+    instructions = harness.instructions()
+    assert (instructions.stage, instructions.aggregator, instructions.new_model) == (RoundStage.SUMMING, str(other - 1), None)
+    harness.report(other, model_round=1, digest="m1")
+    assert harness.machine.round.number == 2, "a single member must not wait for a second copy"
 
 
-def copied() -> Bench:
-    """A server that counted 3 is lost, and the other, on another host, is asked for its copies of them."""
-    bench = Bench(plan=RoundPlan(threshold=9))
-    bench.come(1, "0", durability="host")
-    bench.come(2, "1", host=FAR, durability="host")
-    bench.stand(1)
-    bench.stand(2)
-    bench.stand(2, round=1, totals=RoundTotals(3))
-    bench.out += bench.machine.step(ConnectionLost("closed", 2), bench.now)
-    assert [adoption.from_replica for adoption in bench.orders().adoptions] == [True]
-    return bench
+def start_replica_adoption() -> Harness:
+    """Lose a server with 3 updates; the other one, on another host, is told to adopt its replicas."""
+    harness = Harness(plan=RoundPlan(threshold=9))
+    harness.register(1, "0", durability="host")
+    harness.register(2, "1", host=FAR, durability="host")
+    harness.report(1)
+    harness.report(2)
+    harness.report(2, round=1, totals=RoundTotals(3))
+    harness.out += harness.machine.step(ConnectionLost("closed", 2), harness.now)
+    assert [adoption.from_replica for adoption in harness.instructions().adoptions] == [True]
+    return harness
 
 
-@pytest.mark.parametrize("life", ["1", "1b"])
-def test_who_returns_while_its_copies_are_asked_for_is_let_in_when_that_is_decided(life: str) -> None:
-    """Else both would count them: it has its log again, and the other may have taken them over in the same moment."""
-    bench = copied()
-    assert bench.come(3, "1", life, FAR, durability="host") == [Close(3)]
-    bench.stand(1, round=1, totals=RoundTotals(3), adopted_instances=("1",))
+@pytest.mark.parametrize("instance_id", ["1", "1b"])
+def test_server_registers_only_after_pending_adoption_of_its_replicas(instance_id: str) -> None:
+    """Both would count the updates if the server used its log while the other one adopts the replicas."""
+    harness = start_replica_adoption()
+    assert harness.register(3, "1", instance_id, FAR, durability="host") == [Close(3)]
+    harness.report(1, round=1, totals=RoundTotals(3), adopted_instances=("1",))
     (admitted,) = [
-        e.message for e in bench.come(4, "1", life, FAR) if isinstance(e, Send) and isinstance(e.message, ServerRegistered)
+        e.message
+        for e in harness.register(4, "1", instance_id, FAR)
+        if isinstance(e, Send) and isinstance(e.message, ServerRegistered)
     ]
     assert admitted.discarded_through_round == 1
-    bench.stand(4, round=1)
-    assert bench.machine.counted_updates == 3 and [peer.node_id for peer in bench.orders().members] == ["0", "1"]
+    harness.report(4, round=1)
+    assert harness.machine.counted_updates == 3 and [peer.node_id for peer in harness.instructions().members] == ["0", "1"]
 
 
-def test_who_returns_when_nobody_is_left_to_ask_for_its_copies_counts_its_own_log() -> None:
-    bench = copied()
-    bench.out += bench.machine.step(ConnectionLost("closed", 1), bench.now)
-    (admitted,) = [e.message for e in bench.come(3, "1", "1b", FAR) if isinstance(e, Send)]
-    assert isinstance(admitted, ServerRegistered) and admitted.discarded_through_round == -1 and not bench.orders().adoptions
+def test_returned_server_keeps_log_if_adopter_is_lost() -> None:
+    harness = start_replica_adoption()
+    harness.out += harness.machine.step(ConnectionLost("closed", 1), harness.now)
+    (admitted,) = [e.message for e in harness.register(3, "1", "1b", FAR) if isinstance(e, Send)]
+    assert (
+        isinstance(admitted, ServerRegistered)
+        and admitted.discarded_through_round == -1
+        and not harness.instructions().adoptions
+    )
 
 
-def test_copies_that_a_restarted_scheduler_hears_of_are_not_counted_beside_the_log() -> None:
-    bench = copied()
-    record = [effect.record for effect in bench.out if isinstance(effect, PersistFederation)][-1]
-    after = Bench(record=record)
-    after.come(2, "1", host=FAR, durability="host")
-    after.stand(2, round=1, totals=RoundTotals(3))
-    after.come(1, "0", durability="host")
-    assert Close(2) in after.stand(1, round=1, totals=RoundTotals(3), adopted_instances=("1",))
-    assert after.machine.counted_updates == 3, "until it calls again and is told that its part is void"
-    (admitted, *_) = [e.message for e in after.come(3, "1", host=FAR) if isinstance(e, Send)]
+def test_restarted_scheduler_does_not_count_adopted_replicas_twice() -> None:
+    harness = start_replica_adoption()
+    record = [effect.record for effect in harness.out if isinstance(effect, PersistFederation)][-1]
+    after = Harness(record=record)
+    after.register(2, "1", host=FAR, durability="host")
+    after.report(2, round=1, totals=RoundTotals(3))
+    after.register(1, "0", durability="host")
+    assert Close(2) in after.report(1, round=1, totals=RoundTotals(3), adopted_instances=("1",))
+    assert after.machine.counted_updates == 3, "the log must not be counted until the server registers again and discards it"
+    (admitted, *_) = [e.message for e in after.register(3, "1", host=FAR) if isinstance(e, Send)]
     assert isinstance(admitted, ServerRegistered) and admitted.discarded_through_round == 1
 
 
-def test_a_server_that_hangs_and_holds_its_log_is_replaced_by_its_copies_though_others_share_its_host() -> None:
-    bench = Bench(3, RoundPlan(threshold=9))
-    for link, name in ((1, "0"), (2, "1"), (3, "2")):
-        bench.come(link, name, durability="host")
-    for link in (1, 2, 3):
-        bench.stand(link)
-    bench.stand(2, round=1, totals=RoundTotals(3))
-    bench.out += bench.machine.step(ConnectionLost("silent", 2), bench.now)
-    assert bench.orders().adoptions == (LogAdoption("1", "1", "1", "0"),), "its own log, if it is free"
-    bench.stand(1, failed_adoptions=("1",))
-    bench.stand(1, failed_adoptions=())
-    bench.tick(1.5)
-    assert bench.orders().adoptions == (LogAdoption("1", "1", "1", "2", from_replica=True),)
-    bench.stand(3, round=1, totals=RoundTotals(3), adopted_instances=("1",))
-    assert not bench.machine.round.missing and bench.machine.counted_updates == 3
-    (admitted,) = [e.message for e in bench.come(4, "1") if isinstance(e, Send) and isinstance(e.message, ServerRegistered)]
-    assert admitted.discarded_through_round == 1, "it wakes up, and its own log must not count too"
+def test_locked_log_of_hanging_server_is_replaced_by_replicas() -> None:
+    harness = Harness(3, RoundPlan(threshold=9))
+    for connection, name in ((1, "0"), (2, "1"), (3, "2")):
+        harness.register(connection, name, durability="host")
+    for connection in (1, 2, 3):
+        harness.report(connection)
+    harness.report(2, round=1, totals=RoundTotals(3))
+    harness.out += harness.machine.step(ConnectionLost("silent", 2), harness.now)
+    assert harness.instructions().adoptions == (LogAdoption("1", "1", "1", "0"),), "the log itself is tried first"
+    harness.report(1, failed_adoptions=("1",))
+    harness.report(1, failed_adoptions=())
+    harness.tick(1.5)
+    assert harness.instructions().adoptions == (LogAdoption("1", "1", "1", "2", from_replica=True),)
+    harness.report(3, round=1, totals=RoundTotals(3), adopted_instances=("1",))
+    assert not harness.machine.round.missing and harness.machine.counted_updates == 3
+    (admitted,) = [
+        e.message for e in harness.register(4, "1") if isinstance(e, Send) and isinstance(e.message, ServerRegistered)
+    ]
+    assert admitted.discarded_through_round == 1, "a resumed server must discard its own log"
 
 
-def test_a_server_that_kept_nothing_is_missed_when_it_dies_and_when_it_returns() -> None:
-    bench = Bench(3, RoundPlan(threshold=9))
-    for link, name in ((1, "0"), (2, "1"), (3, "2")):
-        bench.come(link, name, durability="none")
-    for link in (1, 2, 3):
-        bench.stand(link)
-    for link in (2, 3):
-        bench.out += bench.machine.step(ConnectionLost("closed", link), bench.now)
-    bench.come(4, "1", life="1b", durability="none")
-    bench.stand(4)
-    assert bench.orders().missing == ("1",) and bench.orders().may_have_lost_updates, "its devices may send again"
-    bench.stand(1, round=1, adopted_instances=("2",))
-    assert bench.orders().missing == ("1", "2")
+def test_server_with_durability_none_is_missing_after_death_or_return() -> None:
+    harness = Harness(3, RoundPlan(threshold=9))
+    for connection, name in ((1, "0"), (2, "1"), (3, "2")):
+        harness.register(connection, name, durability="none")
+    for connection in (1, 2, 3):
+        harness.report(connection)
+    for connection in (2, 3):
+        harness.out += harness.machine.step(ConnectionLost("closed", connection), harness.now)
+    harness.register(4, "1", instance_id="1b", durability="none")
+    harness.report(4)
+    assert harness.instructions().missing == ("1",) and harness.instructions().may_have_lost_updates, (
+        "its devices may send their updates again"
+    )
+    harness.report(1, round=1, adopted_instances=("2",))
+    assert harness.instructions().missing == ("1", "2")
 
 
-def test_a_round_that_lost_every_update_is_not_made_of_nothing_but_begins_again() -> None:
-    bench = Bench()
-    bench.come(1, "0")
-    bench.come(2, "1", host=Host("far", "far", "10.0.0.2"))
-    bench.stand(1)
-    bench.stand(2)
-    bench.stand(2, round=1, totals=RoundTotals(3))
-    bench.out += bench.machine.step(ConnectionLost("closed", 2), bench.now)
-    bench.stand(1, round=1, sealed=True)
-    bench.tick(5.5)
-    bench.stand(1)
-    assert (bench.stage(), bench.orders().is_abandoned, bench.orders().expected_totals) == (RoundStage.SUMMING, True, ())
-    assert "given up" in bench.said("abandoned")[0]
-    bench.stand(1, model_round=1, digest="m0")
-    assert (bench.machine.round.number, bench.machine.round.iteration, bench.stage()) == (2, 1, RoundStage.OPEN)
-    assert bench.orders().may_have_lost_updates, "who was counted in iteration 1 is not any more, and sends again"
-    bench.stand(1, round=2, totals=RoundTotals(3))
-    bench.stand(1, sealed=True)
-    bench.stand(1, model_round=2, digest="m2")
-    assert bench.machine.round.iteration == 2 and not bench.orders().may_have_lost_updates
+def test_round_that_lost_all_updates_repeats_iteration() -> None:
+    harness = Harness()
+    harness.register(1, "0")
+    harness.register(2, "1", host=Host("far", "far", "10.0.0.2"))
+    harness.report(1)
+    harness.report(2)
+    harness.report(2, round=1, totals=RoundTotals(3))
+    harness.out += harness.machine.step(ConnectionLost("closed", 2), harness.now)
+    harness.report(1, round=1, sealed=True)
+    harness.tick(5.5)
+    harness.report(1)
+    assert (harness.stage(), harness.instructions().is_abandoned, harness.instructions().expected_totals) == (
+        RoundStage.SUMMING,
+        True,
+        (),
+    )
+    assert "given up" in harness.reasons("abandoned")[0]
+    harness.report(1, model_round=1, digest="m0")
+    assert (harness.machine.round.number, harness.machine.round.iteration, harness.stage()) == (2, 1, RoundStage.OPEN)
+    assert harness.instructions().may_have_lost_updates, "devices counted in the abandoned round must send again"
+    harness.report(1, round=2, totals=RoundTotals(3))
+    harness.report(1, sealed=True)
+    harness.report(1, model_round=2, digest="m2")
+    assert harness.machine.round.iteration == 2 and not harness.instructions().may_have_lost_updates
 
 
-def test_whoever_could_tell_what_it_counted_before_is_gone_and_old_updates_must_not_come_again() -> None:
-    """Only asynchronous rounds take old updates; what is forgotten is known in all, and kept."""
+def test_lost_server_sets_forgotten_round_after_return_timeout() -> None:
+    """Only asynchronous rounds accept old updates, but `forgotten` is recorded for all rounds."""
     far = Host("far", "far", "10.0.0.2")
-    bench = Bench(plan=msgspec.structs.replace(PLAN, staleness=2))
-    for link, host in ((1, HERE), (2, far)):
-        bench.come(link, str(link - 1), host=host)
-        bench.stand(link, model_round=3, digest="m3")
-    bench.out += bench.machine.step(ConnectionLost("closed", 2), bench.now)
-    assert bench.orders().forgotten == -1  # it may come back
-    bench.tick(5.5)
-    assert bench.orders().forgotten == 3
-    record = [effect.record for effect in bench.out if isinstance(effect, PersistFederation)][-1]
-    assert Bench(record=record).machine.make_instructions().forgotten == 3
+    harness = Harness(plan=msgspec.structs.replace(PLAN, staleness=2))
+    for connection, host in ((1, HERE), (2, far)):
+        harness.register(connection, str(connection - 1), host=host)
+        harness.report(connection, model_round=3, digest="m3")
+    harness.out += harness.machine.step(ConnectionLost("closed", 2), harness.now)
+    assert harness.instructions().forgotten == -1  # the server may return
+    harness.tick(5.5)
+    assert harness.instructions().forgotten == 3
+    record = [effect.record for effect in harness.out if isinstance(effect, PersistFederation)][-1]
+    assert Harness(record=record).machine.make_instructions().forgotten == 3
 
 
-def test_a_server_that_is_scaled_in_leaves_what_it_counted_before_to_one_on_its_host() -> None:
-    bench = Bench().form()
-    bench.machine.scale_in(["0"], bench.now)
-    bench.stand(1, round=1, drained=True)
-    assert bench.orders().adoptions == (LogAdoption("0", "0", "0", "1"),)
-    bench.stand(2, round=1, adopted_instances=("0",))
-    assert [peer.node_id for peer in bench.orders().members] == ["1"]
-    assert bench.orders().forgotten == -1
+def test_log_of_scaled_in_server_is_adopted_and_nothing_forgotten() -> None:
+    harness = Harness().form()
+    harness.machine.scale_in(["0"], harness.now)
+    harness.report(1, round=1, drained=True)
+    assert harness.instructions().adoptions == (LogAdoption("0", "0", "0", "1"),)
+    harness.report(2, round=1, adopted_instances=("0",))
+    assert [peer.node_id for peer in harness.instructions().members] == ["1"]
+    assert harness.instructions().forgotten == -1
 
 
-def test_a_round_that_was_closed_stays_closed_over_a_restart_of_everyone() -> None:
-    """A server whose model of the round is made adds nothing to it: it must not be told to take further updates."""
-    bench = Bench().form()
-    record = [effect.record for effect in bench.out if isinstance(effect, PersistFederation)][-1]
-    after = Bench(record=record)
-    after.come(1, "0", life="0b")
-    after.stand(1, round=1, totals=RoundTotals(1), model_round=1)
+def test_closed_round_stays_closed_after_full_restart() -> None:
+    """A server that has made the round's model must not be told to accept further updates."""
+    harness = Harness().form()
+    record = [effect.record for effect in harness.out if isinstance(effect, PersistFederation)][-1]
+    after = Harness(record=record)
+    after.register(1, "0", instance_id="0b")
+    after.report(1, round=1, totals=RoundTotals(1), model_round=1)
     assert after.stage() is RoundStage.SEALING
 
 
-def test_a_death_while_parts_are_summed_begins_the_sealing_again() -> None:
-    bench = Bench().form()
-    for link in (1, 2):
-        bench.stand(link, round=1, totals=RoundTotals(1))
-    for link in (1, 2):
-        bench.stand(link, sealed=True)
-    assert bench.stage() is RoundStage.SUMMING
-    bench.out += bench.machine.step(ConnectionLost("closed", 1), bench.now)
-    bench.stand(2, totals=RoundTotals(2), adopted_instances=("0",))
-    assert (bench.stage(), bench.orders().aggregator, bench.orders().expected_totals) == (RoundStage.SEALING, "", ())
-    bench.stand(2)
-    assert bench.orders().expected_totals == (("1", RoundTotals(2)),)
-    assert (bench.machine.round.stage, bench.machine.round.aggregator) == (RoundStage.SUMMING, "1")
+def test_server_loss_during_summing_restarts_sealing() -> None:
+    harness = Harness().form()
+    for connection in (1, 2):
+        harness.report(connection, round=1, totals=RoundTotals(1))
+    for connection in (1, 2):
+        harness.report(connection, sealed=True)
+    assert harness.stage() is RoundStage.SUMMING
+    harness.out += harness.machine.step(ConnectionLost("closed", 1), harness.now)
+    harness.report(2, totals=RoundTotals(2), adopted_instances=("0",))
+    assert (harness.stage(), harness.instructions().aggregator, harness.instructions().expected_totals) == (
+        RoundStage.SEALING,
+        "",
+        (),
+    )
+    harness.report(2)
+    assert harness.instructions().expected_totals == (("1", RoundTotals(2)),)
+    assert (harness.machine.round.stage, harness.machine.round.aggregator) == (RoundStage.SUMMING, "1")
 
 
-def test_a_restarted_scheduler_goes_on_without_touching_the_logs_of_the_living() -> None:
-    bench = Bench().form()
-    bench.stand(1, round=1, totals=RoundTotals(1))
-    record = [effect.record for effect in bench.out if isinstance(effect, PersistFederation)][-1]
-    after = Bench(record=record)
-    after.come(1, "0", life="0")
-    after.stand(1, round=1, totals=RoundTotals(1), model_round=0)
+def test_restarted_scheduler_waits_before_adopting_logs() -> None:
+    harness = Harness().form()
+    harness.report(1, round=1, totals=RoundTotals(1))
+    record = [effect.record for effect in harness.out if isinstance(effect, PersistFederation)][-1]
+    after = Harness(record=record)
+    after.register(1, "0", instance_id="0")
+    after.report(1, round=1, totals=RoundTotals(1), model_round=0)
     after.tick(REATTACH_GRACE_S / 2)
-    assert after.orders().adoptions == ()
-    after.come(2, "1", life="1")
-    after.stand(2, round=1, totals=RoundTotals(1), model_round=0)
+    assert after.instructions().adoptions == ()
+    after.register(2, "1", instance_id="1")
+    after.report(2, round=1, totals=RoundTotals(1), model_round=0)
     assert (after.machine.roster.generation, after.machine.round.stage) == (1, RoundStage.SEALING)
 
 
-def test_scaling_out_takes_whoever_waits_and_rolls_back() -> None:
-    bench = Bench().form()
-    bench.come(3, "")
-    bench.stand(3)
-    assert len(bench.orders().members) == 2
-    bench.machine.scale_out(2, bench.now)
-    assert [peer.node_id for peer in bench.orders().members] == ["0", "1", "2"]
-    assert bench.machine.state == "CLUSTER_SCALE_OUT"
+def test_scale_out_admits_waiting_server_and_rolls_back() -> None:
+    harness = Harness().form()
+    harness.register(3, "")
+    harness.report(3)
+    assert len(harness.instructions().members) == 2
+    harness.machine.scale_out(2, harness.now)
+    assert [peer.node_id for peer in harness.instructions().members] == ["0", "1", "2"]
+    assert harness.machine.state == "CLUSTER_SCALE_OUT"
     with pytest.raises(UsageError, match="not ready"):
-        bench.machine.scale_in(["1"], bench.now)
-    bench.machine.roll_back(bench.now)
-    assert (bench.machine.state, bench.machine.roster.wanted) == ("CLUSTER_READY", 3)
+        harness.machine.scale_in(["1"], harness.now)
+    harness.machine.roll_back(harness.now)
+    assert (harness.machine.state, harness.machine.roster.wanted) == ("CLUSTER_READY", 3)
 
 
-def test_scaling_in_waits_for_what_a_server_holds() -> None:
-    bench = Bench().form()
-    bench.stand(1, round=1, totals=RoundTotals(1))
-    bench.machine.scale_in(["0"], bench.now)
-    assert bench.orders().leaving == ("0",)
-    bench.stand(1, drained=True)
-    assert bench.orders().adoptions == (LogAdoption("0", "0", "0", "1"),)
-    bench.stand(2, round=1, totals=RoundTotals(1), adopted_instances=("0",))
-    assert [peer.node_id for peer in bench.orders().members] == ["1"]
-    assert bench.machine.state == "CLUSTER_READY"
-    bench.tick(1.0)
-    assert [peer.node_id for peer in bench.orders().members] == ["1"]
+def test_scale_in_waits_for_adoption_of_log() -> None:
+    harness = Harness().form()
+    harness.report(1, round=1, totals=RoundTotals(1))
+    harness.machine.scale_in(["0"], harness.now)
+    assert harness.instructions().leaving == ("0",)
+    harness.report(1, drained=True)
+    assert harness.instructions().adoptions == (LogAdoption("0", "0", "0", "1"),)
+    harness.report(2, round=1, totals=RoundTotals(1), adopted_instances=("0",))
+    assert [peer.node_id for peer in harness.instructions().members] == ["1"]
+    assert harness.machine.state == "CLUSTER_READY"
+    harness.tick(1.0)
+    assert [peer.node_id for peer in harness.instructions().members] == ["1"]
 
 
-def test_whoever_was_scaled_in_stays_out_for_this_life_though_the_scheduler_is_new_and_has_room() -> None:
-    bench = Bench().form()
-    bench.machine.scale_in(["0"], bench.now)
-    bench.stand(1, drained=True)
-    bench.stand(2, adopted_instances=("0",))
-    after = Bench(record=[effect.record for effect in bench.out if isinstance(effect, PersistFederation)][-1])
-    after.come(2, "1")
-    after.stand(2, round=1)
-    after.come(1, "0")
-    after.stand(1, drained=True)
-    assert after.machine.roster.servers["0"].has_left, "and is shown so"
+def test_scaled_in_process_does_not_rejoin_after_scheduler_restart() -> None:
+    harness = Harness().form()
+    harness.machine.scale_in(["0"], harness.now)
+    harness.report(1, drained=True)
+    harness.report(2, adopted_instances=("0",))
+    after = Harness(record=[effect.record for effect in harness.out if isinstance(effect, PersistFederation)][-1])
+    after.register(2, "1")
+    after.report(2, round=1)
+    after.register(1, "0")
+    after.report(1, drained=True)
+    assert after.machine.roster.servers["0"].has_left, "the status must show that it left"
     after.machine.scale_out(1, after.now)
-    assert [peer.node_id for peer in after.orders().members] == ["1"]
+    assert [peer.node_id for peer in after.instructions().members] == ["1"]
     after.machine.step(ConnectionLost("closed", 1), after.now)
-    after.come(3, "0", life="another")
-    after.stand(3)
-    assert [peer.node_id for peer in after.orders().members] == ["0", "1"]
+    after.register(3, "0", instance_id="another")
+    after.report(3)
+    assert [peer.node_id for peer in after.instructions().members] == ["0", "1"]
 
 
-@pytest.mark.parametrize(("ids", "sentence"), [([], "empty"), (["9"], "illegal"), (["0", "1"], "one has to stay")])
-def test_a_wrong_scale_in_is_refused(ids: list[str], sentence: str) -> None:
+@pytest.mark.parametrize(("ids", "sentence"), [([], "empty"), (["9"], "illegal"), (["0", "1"], "at least one must remain")])
+def test_invalid_scale_in_is_refused(ids: list[str], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
-        Bench().form().machine.scale_in(ids, 0.0)
+        Harness().form().machine.scale_in(ids, 0.0)
 
 
 @pytest.mark.parametrize(("more", "sentence"), [(0, "should not be less than 0"), (10**6, "has 2 servers, and at most")])
-def test_a_wrong_scale_out_is_refused(more: int, sentence: str) -> None:
+def test_invalid_scale_out_is_refused(more: int, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
-        Bench().form().machine.scale_out(more, 0.0)
+        Harness().form().machine.scale_out(more, 0.0)
 
 
-def test_what_people_ask_waits_until_the_cluster_is_ready() -> None:
-    forming = Bench().machine
+def test_administrative_requests_are_refused_until_ready() -> None:
+    forming = Harness().machine
     with pytest.raises(UsageError, match="it is in CLUSTER_STARTING"):
         forming.scale_out(1, 0.0)
     with pytest.raises(UsageError, match="not ready"):
         forming.set_enabled(False, 0.0)
     with pytest.raises(UsageError, match="nothing to roll back"):
         forming.roll_back(0.0)
-    bench = Bench().form()
-    bench.machine.step(ConnectionLost("closed", 2), 0.0)
-    assert bench.machine.state == "NODE_TIMEOUT"
+    harness = Harness().form()
+    harness.machine.step(ConnectionLost("closed", 2), 0.0)
+    assert harness.machine.state == "NODE_TIMEOUT"
     with pytest.raises(UsageError, match="it is in NODE_TIMEOUT"):
-        bench.machine.scale_in(["0"], 0.0)
+        harness.machine.scale_in(["0"], 0.0)
 
 
-def test_no_instance_begins_whose_privacy_is_spent() -> None:
+def test_new_instance_is_refused_without_privacy_budget() -> None:
     noise = Noise(local=False, clip=1.0, multiplier=2.0, delta=1e-5, budget=1.0)
-    machine = Bench(plan=msgspec.structs.replace(PLAN, noise=noise)).form().machine
-    with pytest.raises(UsageError, match="No new instance can begin: another round would spend epsilon 1"):
+    machine = Harness(plan=msgspec.structs.replace(PLAN, noise=noise)).form().machine
+    with pytest.raises(UsageError, match="No new instance can start: another round would raise epsilon to 1"):
         machine.request_new_instance(machine.instance.plan, 0.0)
 
 
-def test_a_silent_server_counts_as_gone_and_its_connection_is_closed() -> None:
-    bench = Bench().form()
-    bench.tick(1e6)
-    bench.hear(1, ServerHeartbeat())
-    assert bench.machine.roster.servers["0"].alive is False, "who was given up speaks over a connection that is closed"
-    assert {e.connection for e in bench.out if isinstance(e, Close)} == {1, 2}
+def test_server_without_heartbeat_is_lost_and_disconnected() -> None:
+    harness = Harness().form()
+    harness.tick(1e6)
+    harness.receive(1, ServerHeartbeat())
+    assert harness.machine.roster.servers["0"].alive is False, "a heartbeat on a closed connection must not revive the server"
+    assert {e.connection for e in harness.out if isinstance(e, Close)} == {1, 2}
 
 
-def test_a_beat_is_answered() -> None:
-    bench = Bench().form()
-    assert Send(ServerHeartbeat(7.5), 1) in bench.hear(1, ServerHeartbeat(7.5)), "it says which beat it answers"
+def test_heartbeat_reply_repeats_sent_at() -> None:
+    harness = Harness().form()
+    assert Send(ServerHeartbeat(7.5), 1) in harness.receive(1, ServerHeartbeat(7.5)), "the reply must repeat sent_at"
 
 
-def test_servers_that_do_not_come_end_it_with_a_sentence() -> None:
-    bench = Bench()
-    bench.come(1, "0")
-    bench.stand(1)
-    limit = bench.machine.roster.timeouts.formation_timeout_s
-    bench.now = limit + 1.0
-    bench.hear(1, ServerHeartbeat())
-    effects = bench.tick(0.0)
+def test_cluster_ends_after_formation_timeout() -> None:
+    harness = Harness()
+    harness.register(1, "0")
+    harness.report(1)
+    limit = harness.machine.roster.timeouts.formation_timeout_s
+    harness.now = limit + 1.0
+    harness.receive(1, ServerHeartbeat())
+    effects = harness.tick(0.0)
     assert [(e.code, e.reason) for e in effects if isinstance(e, EndCluster)] == [
-        (20, f"1 of 2 servers came within {limit:g} s")
+        (20, f"1 of 2 servers registered within {limit:g} s")
     ]
     assert [(e.connection, e.message.code) for e in effects if isinstance(e, Send) and isinstance(e.message, ClusterEnded)] == [
         (1, 20)
     ]
 
 
-def test_who_asks_for_the_end_is_told_goodbye_and_all_servers_stop() -> None:
-    effects = Bench().form().hear(9, StopRequest("enough"))
+def test_stop_request_is_acknowledged_and_ends_all_servers() -> None:
+    effects = Harness().form().receive(9, StopRequest("enough"))
     assert {(e.connection, type(e.message)) for e in effects if isinstance(e, Send)} >= {
         (9, LeaveAcknowledged),
         (1, ClusterEnded),
@@ -613,113 +646,115 @@ def test_who_asks_for_the_end_is_told_goodbye_and_all_servers_stop() -> None:
     assert [e.reason for e in effects if isinstance(e, EndCluster)] == ["enough"]
 
 
-def test_a_server_of_another_cluster_is_refused() -> None:
-    refused = Bench().hear(1, RegisterServer("0", "life", HERE, "h", "p", log_directory="f", cluster_id="another"))[-2]
+def test_server_of_other_cluster_is_refused() -> None:
+    refused = Harness().receive(1, RegisterServer("0", "instance_id", HERE, "h", "p", log_directory="f", cluster_id="another"))[
+        -2
+    ]
     assert isinstance(refused, Send) and isinstance(refused.message, Refused)
-    assert refused.message.reason == "this is cluster c, and server 0 belongs to another: start it anew"
+    assert refused.message.reason == "this is cluster c, but server 0 belongs to another: restart the server"
 
 
-def test_an_iteration_that_takes_too_long_takes_others() -> None:
-    bench = Bench(plan=msgspec.structs.replace(PLAN, start_window_s=50.0, iteration_window_s=5.0)).form()
-    assert len(bench.admit(AdmitDevices(1, ("a", "b", "c", "d"))).admitted) == 4
-    bench.tick(5.0)
-    assert bench.said("missed") == ["iteration 1 stays open: the iteration took longer than 5 s"]
-    assert bench.admit(AdmitDevices(1, ("e", "f", "g"))).admitted == ("e", "f"), "as many as were needed and did not come"
+def test_missed_iteration_window_admits_more_devices() -> None:
+    harness = Harness(plan=msgspec.structs.replace(PLAN, start_window_s=50.0, iteration_window_s=5.0)).form()
+    assert len(harness.admit(AdmitDevices(1, ("a", "b", "c", "d"))).admitted) == 4
+    harness.tick(5.0)
+    assert harness.reasons("missed") == ["iteration 1 stays open: the iteration took longer than 5 s"]
+    assert harness.admit(AdmitDevices(1, ("e", "f", "g"))).admitted == ("e", "f"), "as many as updates are missing"
 
 
-def test_a_sample_of_the_devices_is_the_same_for_whoever_asks() -> None:
-    bench = Bench(plan=msgspec.structs.replace(PLAN, threshold=100, sample=0.5)).form()
-    everyone = tuple(f"d{n}" for n in range(60))
-    first = bench.admit(AdmitDevices(1, everyone))
-    assert 10 < len(first.admitted) < 50 and first.reason == "iteration 1 samples 0.5 of the devices, and not this one"
-    assert bench.admit(AdmitDevices(1, everyone)).refused == first.refused
+def test_sample_is_the_same_for_repeated_requests() -> None:
+    harness = Harness(plan=msgspec.structs.replace(PLAN, threshold=100, sample=0.5)).form()
+    devices = tuple(f"d{n}" for n in range(60))
+    first = harness.admit(AdmitDevices(1, devices))
+    assert 10 < len(first.admitted) < 50 and first.reason == "iteration 1 samples 0.5 of the devices, this one excluded"
+    assert harness.admit(AdmitDevices(1, devices)).refused == first.refused
 
 
-def test_a_new_instance_begins_now_or_after_the_round() -> None:
-    bench = Bench().form()
+def test_new_instance_starts_now_or_after_the_round() -> None:
+    harness = Harness().form()
     plan = msgspec.structs.replace(PLAN, iterations=9)
-    bench.machine.request_new_instance(plan, bench.now)
-    assert (bench.machine.round.iteration, bench.machine.instance.plan) == (1, plan)
-    bench.stand(1, round=1, totals=RoundTotals(1))
-    bench.out += bench.machine.request_new_instance(PLAN, bench.now)
-    assert (bench.machine.instance.plan, bench.machine.state) == (plan, "CLUSTER_NEW_INSTANCE")
-    record = [effect.record for effect in bench.out if isinstance(effect, PersistFederation)][-1]
-    assert Bench(record=record).machine.instance.next_plan == PLAN  # a scheduler that dies meanwhile has not forgotten it
+    harness.machine.request_new_instance(plan, harness.now)
+    assert (harness.machine.round.iteration, harness.machine.instance.plan) == (1, plan)
+    harness.report(1, round=1, totals=RoundTotals(1))
+    harness.out += harness.machine.request_new_instance(PLAN, harness.now)
+    assert (harness.machine.instance.plan, harness.machine.state) == (plan, "CLUSTER_NEW_INSTANCE")
+    record = [effect.record for effect in harness.out if isinstance(effect, PersistFederation)][-1]
+    assert Harness(record=record).machine.instance.next_plan == PLAN  # it survives a restart of the scheduler
 
 
-def test_a_new_instance_does_not_wait_for_a_round_that_cannot_end() -> None:
-    """Whoever asks for fewer devices asks because they do not come."""
-    bench = Bench().form()
-    bench.stand(1, round=1, totals=RoundTotals(1))
+def test_new_instance_starts_after_missed_window() -> None:
+    """A user lowers the threshold because too few devices take part."""
+    harness = Harness().form()
+    harness.report(1, round=1, totals=RoundTotals(1))
     plan = msgspec.structs.replace(PLAN, threshold=1, ratio=1.0)
-    bench.machine.request_new_instance(plan, bench.now)
-    bench.tick(1.0)
-    assert (bench.machine.state, bench.stage()) == ("CLUSTER_NEW_INSTANCE", RoundStage.OPEN)
-    bench.tick(1.5)
-    assert (bench.machine.instance.plan, bench.machine.state, bench.machine.round.iteration) == (plan, "CLUSTER_READY", 1)
-    assert bench.machine.record() == [effect.record for effect in bench.out if isinstance(effect, PersistFederation)][-1]
-    bench.tick(0.1)
-    assert bench.stage() is RoundStage.SEALING, "with what was counted: nothing is thrown away"
+    harness.machine.request_new_instance(plan, harness.now)
+    harness.tick(1.0)
+    assert (harness.machine.state, harness.stage()) == ("CLUSTER_NEW_INSTANCE", RoundStage.OPEN)
+    harness.tick(1.5)
+    assert (harness.machine.instance.plan, harness.machine.state, harness.machine.round.iteration) == (plan, "CLUSTER_READY", 1)
+    assert harness.machine.record() == [effect.record for effect in harness.out if isinstance(effect, PersistFederation)][-1]
+    harness.tick(0.1)
+    assert harness.stage() is RoundStage.SEALING, "counted updates must be kept"
 
 
 @pytest.mark.parametrize(("threshold", "ratio", "needed"), [(100, 0.55, 55), (100, 0.07, 7), (3, 0.5, 2), (1, 0.001, 1)])
-def test_a_ratio_of_the_threshold_is_what_a_person_would_say(threshold: int, ratio: float, needed: int) -> None:
+def test_needed_updates_ignores_float_rounding(threshold: int, ratio: float, needed: int) -> None:
     assert RoundPlan(threshold=threshold, ratio=ratio).needed_updates == needed
 
 
 @pytest.mark.parametrize("name", ["20261116160500123456", "007", "128"])
-def test_an_id_of_digits_that_is_no_rank_is_a_name(name: str) -> None:
-    bench = Bench(servers=1)
-    bench.come(1, name)
-    bench.stand(1)
-    assert [(peer.node_id, peer.rank) for peer in bench.orders().members] == [(name, 0)]
+def test_numeric_id_out_of_rank_range_is_a_name(name: str) -> None:
+    harness = Harness(servers=1)
+    harness.register(1, name)
+    harness.report(1)
+    assert [(peer.node_id, peer.rank) for peer in harness.instructions().members] == [(name, 0)]
 
 
-def test_the_end_of_the_iterations_finishes_and_disabling_rests() -> None:
-    bench = Bench(plan=msgspec.structs.replace(PLAN, iterations=1)).form()
-    bench.machine.set_enabled(False, bench.now)
-    assert bench.admit(AdmitDevices(1, ("a",))).refused == ("a",)
-    bench.machine.set_enabled(True, bench.now)
-    for link in (1, 2):
-        bench.stand(link, round=1, totals=RoundTotals(1))
-    for link in (1, 2):
-        bench.stand(link, sealed=True)
-    bench.machine.set_enabled(False, bench.now)  # while the last iteration is added up
-    bench.stand(int(bench.orders().aggregator) + 1, model_round=1, digest="m1")
-    bench.machine.set_enabled(True, bench.now)
-    assert bench.machine.instance.state is InstanceState.FINISHED
+def test_disabled_instance_admits_none_and_finished_stays_finished() -> None:
+    harness = Harness(plan=msgspec.structs.replace(PLAN, iterations=1)).form()
+    harness.machine.set_enabled(False, harness.now)
+    assert harness.admit(AdmitDevices(1, ("a",))).refused == ("a",)
+    harness.machine.set_enabled(True, harness.now)
+    for connection in (1, 2):
+        harness.report(connection, round=1, totals=RoundTotals(1))
+    for connection in (1, 2):
+        harness.report(connection, sealed=True)
+    harness.machine.set_enabled(False, harness.now)  # during the last iteration's summing
+    harness.report(int(harness.instructions().aggregator) + 1, model_round=1, digest="m1")
+    harness.machine.set_enabled(True, harness.now)
+    assert harness.machine.instance.state is InstanceState.FINISHED
 
 
-def test_an_id_that_lives_is_refused_and_an_empty_one_is_found_again() -> None:
-    bench = Bench().form()
-    refused = [effect.message for effect in bench.come(3, "0", life="other") if isinstance(effect, Send)]
+def test_connected_id_is_refused_and_empty_id_is_recognized() -> None:
+    harness = Harness().form()
+    refused = [effect.message for effect in harness.register(3, "0", instance_id="other") if isinstance(effect, Send)]
     assert isinstance(refused[0], Refused) and "MS_NODE_ID" in refused[0].reason
-    bench.out += bench.machine.step(ConnectionLost("closed", 2), bench.now)
-    bench.hear(4, RegisterServer("", "1c", HERE, "h:1", "p:1"))
-    assert bench.machine.roster.servers["1"].instance_id == "1c"
+    harness.out += harness.machine.step(ConnectionLost("closed", 2), harness.now)
+    harness.receive(4, RegisterServer("", "1c", HERE, "h:1", "p:1"))
+    assert harness.machine.roster.servers["1"].instance_id == "1c"
 
 
-def test_no_better_loss_for_long_enough_stops_early() -> None:
-    bench = Bench(servers=1, plan=RoundPlan(threshold=1, iterations=100, patience=2)).form(1)
+def test_instance_stops_early_without_better_loss() -> None:
+    harness = Harness(servers=1, plan=RoundPlan(threshold=1, iterations=100, patience=2)).form(1)
     for number, loss in enumerate([0.5, 0.6, 0.7], start=1):
-        bench.stand(1, round=number, totals=RoundTotals(1), sealed=False)
-        bench.stand(1, sealed=True)
-        bench.stand(1, model_round=number, digest=f"m{number}", metrics={"loss": loss})
-    assert bench.machine.instance.state is InstanceState.FINISHED
-    assert bench.machine.instance.best == (1, 0.5)
+        harness.report(1, round=number, totals=RoundTotals(1), sealed=False)
+        harness.report(1, sealed=True)
+        harness.report(1, model_round=number, digest=f"m{number}", metrics={"loss": loss})
+    assert harness.machine.instance.state is InstanceState.FINISHED
+    assert harness.machine.instance.best == (1, 0.5)
 
 
-def test_a_server_without_an_id_takes_none_that_another_comes_with() -> None:
-    bench = Bench(servers=3)
-    for link in (1, 2):
-        bench.hear(link, RegisterServer("", f"l{link}", HERE, f"h:{link}", f"p:{link}"))
-    bench.come(3, "0")
-    assert sorted(bench.machine.roster.servers) == ["0", "1", "2"]
-    assert not [effect for effect in bench.out if isinstance(effect, Send) and isinstance(effect.message, Refused)]
+def test_chosen_id_does_not_collide_with_configured_id() -> None:
+    harness = Harness(servers=3)
+    for connection in (1, 2):
+        harness.receive(connection, RegisterServer("", f"l{connection}", HERE, f"h:{connection}", f"p:{connection}"))
+    harness.register(3, "0")
+    assert sorted(harness.machine.roster.servers) == ["0", "1", "2"]
+    assert not [effect for effect in harness.out if isinstance(effect, Send) and isinstance(effect.message, Refused)]
 
 
-def test_a_restored_machine_makes_the_same_record() -> None:
-    first = Bench(1, record=None).form(1).machine.record()
+def test_restored_machine_makes_same_record() -> None:
+    first = Harness(1, record=None).form(1).machine.record()
     record = msgspec.structs.replace(
         first,
         cluster_id="theirs",
@@ -745,18 +780,18 @@ def test_a_restored_machine_makes_the_same_record() -> None:
         missing=("0",),
         metrics={"loss": 0.75},
         uploaders=UploaderList("c/7", 1, 2, ("a",), 1, {"a": b"pk"}, ("a",)),
-        voided=(6, "nobody was left"),
+        voided=(6, "no server was left"),
         spent=1.5,
     )
     for name in set(FederationRecord.__struct_fields__) - {"formed"}:
-        assert getattr(record, name) != getattr(first, name), f"{name} has the same value in both records: nothing is proven"
-    restored = Bench(record=record).machine
-    assert restored.record() == record and restored.round.reason == "the scheduler is back"
+        assert getattr(record, name) != getattr(first, name), f"{name} must differ between the two records"
+    restored = Harness(record=record).machine
+    assert restored.record() == record and restored.round.reason == "the scheduler was restarted"
     assert restored.round.stage is RoundStage.SEALING, "a secure round whose list is stored continues from it"
 
 
-def test_each_field_of_the_record_has_one_owner() -> None:
-    machine = Bench().form().machine
+def test_each_record_field_has_one_owner() -> None:
+    machine = Harness().form().machine
     parts = [machine.roster.record_fields(), machine.instance.record_fields(), machine.round.record_fields()]
     owned = ["cluster_id", "key", *(name for part in parts for name in part)]
     assert sorted(owned) == sorted(FederationRecord.__struct_fields__)

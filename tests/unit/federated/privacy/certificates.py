@@ -1,4 +1,4 @@
-"""Certificates for devices: two roots, an authority below one of them, and lists of revoked ones."""
+"""Test certificates for devices: roots, intermediate authorities, revocation lists."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PEM = serialization.Encoding.PEM
 
 
 class Authority:
-    """A root, or an authority below another."""
+    """Root authority, or an intermediate authority below `above`."""
 
     def __init__(self, name: str, above: Authority | None = None) -> None:
         self.key = ec.generate_private_key(ec.SECP256R1())
@@ -45,7 +45,7 @@ class Authority:
         return DeviceIdentity(*self.texts(name, days))
 
     def texts(self, name: str, days: int = 10) -> tuple[bytes, bytes]:
-        """A device's chain and key, as they lie in files."""
+        """Return a device's chain and key in PEM."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         own = self._issue(subject, key, authority=False, days=days).public_bytes(PEM)
@@ -54,7 +54,7 @@ class Authority:
         return own + above, key.private_bytes(PEM, serialization.PrivateFormat.PKCS8, no_password)
 
     def revoked(self, *devices: DeviceIdentity, days: int = 5) -> bytes:
-        """A list of those that are to be believed no more."""
+        """Return a revocation list of these devices in PEM."""
         now = datetime.now(UTC)
         made = x509.CertificateRevocationListBuilder().issuer_name(self.name)
         made = made.last_update(now - timedelta(days=10)).next_update(now + timedelta(days=days))

@@ -41,7 +41,7 @@ def values(seed: int, size: int = 40_000) -> Floats:
     return np.random.default_rng(seed).standard_normal(size).astype(np.float32)
 
 
-def said(number: int) -> RoundTotals:
+def metrics_of(number: int) -> RoundTotals:
     return RoundTotals(loss=5, accuracy=6, told=number, eval_size=7, eval_loss=8, eval_accuracy=9, judged=10, eval_judged=11)
 
 
@@ -50,53 +50,57 @@ def said(number: int) -> RoundTotals:
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 99), st.integers(1, 2**20)), min_size=1, max_size=8), st.integers(1, 4), st.randoms())
-def test_a_sum_depends_neither_on_order_nor_on_servers(updates: list[tuple[int, int]], servers: int, draw: object) -> None:
+def test_sum_does_not_depend_on_order_or_number_of_servers(updates: list[tuple[int, int]], servers: int, draw: object) -> None:
     exact = sum(np.rint(values(seed, 200).astype(np.float64) * weight * 2**24).astype(np.int64) for seed, weight in updates)
     parts = [Accumulator(200) for _ in range(servers)]
     shuffled = list(updates)
     draw.shuffle(shuffled)  # type: ignore[attr-defined]
-    for place, (seed, weight) in enumerate(shuffled):
-        parts[place % servers].add(
+    for index, (seed, weight) in enumerate(shuffled):
+        parts[index % servers].add(
             values(seed, 200), weight, RoundTotals(loss=to_weighted_fixed_point(weight, 0.5)[1], told=weight)
         )
-    whole = Accumulator(200)
+    total = Accumulator(200)
     for part in parts:
-        whole.merge(part.get_sum(), part.totals)
-    assert np.array_equal(whole.get_sum(), exact)
-    assert whole.totals.size == sum(weight for _, weight in updates)
-    assert whole.totals.loss == whole.totals.size * 2**23
+        total.merge(part.get_sum(), part.totals)
+    assert np.array_equal(total.get_sum(), exact)
+    assert total.totals.size == sum(weight for _, weight in updates)
+    assert total.totals.loss == total.totals.size * 2**23
 
 
-def test_what_devices_tell_of_a_model() -> None:
+def test_metrics_are_weighted_by_reporting_samples() -> None:
     assert to_weighted_fixed_point(4, 0.5) == (4, 2 * 2**24) and to_weighted_fixed_point(4, None) == (0, 0)
-    assert to_weighted_fixed_point(4, float("nan")) == (0, 0), "a loss that ran away is no number of zero"
+    assert to_weighted_fixed_point(4, float("nan")) == (0, 0), "a loss that is not finite must not be counted as 0"
     with pytest.raises(ValueError, match="too large"):
         to_weighted_fixed_point(4, 1e30)
     one = RoundTotals(2, 4, loss=2**24, told=4, accuracy=2**23, judged=1)
-    assert compute_metrics(one) == {"updates": 2.0, "samples": 4.0, "loss": 0.25, "accuracy": 0.5}, "by those who told it"
-    assert "accuracy" not in compute_metrics(RoundTotals(1, 4, loss=1, told=4, eval_size=4)), "nobody told one: that is not 0"
+    assert compute_metrics(one) == {"updates": 2.0, "samples": 4.0, "loss": 0.25, "accuracy": 0.5}, (
+        "the mean is over devices that reported it"
+    )
+    assert "accuracy" not in compute_metrics(RoundTotals(1, 4, loss=1, told=4, eval_size=4)), (
+        "an accuracy that was not reported is not 0"
+    )
     assert "eval_accuracy" not in compute_metrics(RoundTotals(1, 4, loss=1, told=4, eval_size=4))
 
 
-def test_devices_are_asked_to_evaluate_in_due_iterations_by_share() -> None:
+def test_share_of_devices_evaluates_in_every_nth_iteration() -> None:
     plan = RoundPlan(eval_every=3, eval_share=0.25)
-    asked = {n: sum(should_evaluate(plan, "c", n, f"d{device}") for device in range(4000)) for n in range(1, 7)}
-    assert [n for n, count in asked.items() if count] == [3, 6]
-    assert all(900 < asked[n] < 1100 for n in (3, 6))
+    evaluating = {n: sum(should_evaluate(plan, "c", n, f"d{device}") for device in range(4000)) for n in range(1, 7)}
+    assert [n for n, count in evaluating.items() if count] == [3, 6]
+    assert all(900 < evaluating[n] < 1100 for n in (3, 6))
     assert not should_evaluate(RoundPlan(), "c", 3, "d")
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf, 1e30])
-def test_what_must_not_be_added(bad: float) -> None:
+def test_accumulator_refuses_values_not_finite_or_too_large(bad: float) -> None:
     update = values(1, 10)
     update[3] = bad
-    with pytest.raises(ValueError, match=r"finite|below"):
+    with pytest.raises(ValueError, match=r"finite|expected less than"):
         Accumulator(10).check_update(update, 1)
 
 
-def test_a_sum_has_room_for_so_much() -> None:
+def test_accumulator_refuses_update_that_would_overflow() -> None:
     total, big = Accumulator(4), np.full(4, 2.0**26, np.float32)
-    with pytest.raises(ValueError, match="no room"):
+    with pytest.raises(ValueError, match="would overflow the sum"):
         for _ in range(100):
             total.check_update(big, 1)
             total.add(big, 1)
@@ -107,60 +111,60 @@ def test_a_sum_has_room_for_so_much() -> None:
 
 
 @pytest.mark.parametrize("checksum", [False, True])
-def test_a_log_is_read_again_without_what_a_death_cut_off(tmp_path: Path, checksum: bool) -> None:
+def test_log_is_read_without_incomplete_last_record(tmp_path: Path, checksum: bool) -> None:
     log = UpdateLog(tmp_path, 7, checksum=checksum)
     for number in range(3):
-        log.append(Update(f"d{number}", number + 1, said(number)), values(number, 100))
+        log.append(Update(f"d{number}", number + 1, metrics_of(number)), values(number, 100))
     log.close()
     path = tmp_path / "updates-7.log"
     os.truncate(path, path.stat().st_size - 1)
     found = list(read_log(path))
-    assert [update for update, _ in found] == [Update("d0", 1, said(0)), Update("d1", 2, said(1))]
+    assert [update for update, _ in found] == [Update("d0", 1, metrics_of(0)), Update("d1", 2, metrics_of(1))]
     assert np.array_equal(found[1][1], values(1, 100))
     size = path.stat().st_size
     UpdateLog(tmp_path, 7, checksum=checksum).append(Update("d3", 1), values(3, 100))
     assert [update.device for update, _ in read_log(path)] == ["d0", "d1", "d3"] and path.stat().st_size > size
 
 
-def test_copies_are_whole_whatever_was_cut_off_before_them(tmp_path: Path) -> None:
-    """A keeper was killed as it wrote, and its disk was full later: what comes behind is read as it was sent."""
+def test_replica_log_truncates_incomplete_records(tmp_path: Path) -> None:
+    """A replica holder was killed during a write, and its disk was full later; later records must be readable."""
     folder = LogDirectory(tmp_path)
     records = [b"".join(bytes(p) for p in pack_record(Update(f"d{n}", n), values(n, 100), checksum=False)) for n in range(4)]
 
-    def copy(number: int, round_number: int = 7) -> ReplicateUpdate:
-        return ReplicateUpdate("life", round_number, number, records[number])
+    def replica(number: int, round_number: int = 7) -> ReplicateUpdate:
+        return ReplicateUpdate("instance", round_number, number, records[number])
 
-    ReplicaLogs().store_replica(folder, copy(0, 6))
-    ReplicaLogs().store_replica(folder, copy(0))
-    path = replica_directory(folder, "life") / "updates-7.log"
-    assert [p.name for p in path.parent.iterdir()] == [path.name], "those of earlier rounds are over"
+    ReplicaLogs().store_replica(folder, replica(0, 6))
+    ReplicaLogs().store_replica(folder, replica(0))
+    path = replica_directory(folder, "instance") / "updates-7.log"
+    assert [p.name for p in path.parent.iterdir()] == [path.name], "replicas of earlier rounds must be removed"
     with path.open("ab") as file:
         file.write(records[1][:-7])
-    copies = ReplicaLogs()
-    copies.store_replica(folder, copy(2))
+    replica_logs = ReplicaLogs()
+    replica_logs.store_replica(folder, replica(2))
     _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9, hard))
     try:
         with pytest.raises(StoreError, match="File too large"):
-            copies.store_replica(folder, copy(1))
+            replica_logs.store_replica(folder, replica(1))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
-    copies.store_replica(folder, copy(3))
+    replica_logs.store_replica(folder, replica(3))
     assert [update.device for update, _ in read_log(path)] == ["d0", "d2", "d3"]
 
 
-def test_no_copies_are_kept_of_a_round_that_is_over(tmp_path: Path) -> None:
-    holdings = RoundStorage(Claims("a"), lambda: Accumulator(100), "host", 0)
-    holdings.open(tmp_path, -1)
-    holdings.begin_round(7)
+def test_replica_of_past_round_is_refused(tmp_path: Path) -> None:
+    storage = RoundStorage(Claims("a"), lambda: Accumulator(100), "host", 0)
+    storage.open(tmp_path, -1)
+    storage.begin_round(7)
     record = b"".join(bytes(piece) for piece in pack_record(Update("d", 1), values(1, 100), checksum=False))
-    holdings.store_replica("b", ReplicateUpdate("b1", 7, 1, record))
-    with pytest.raises(PeerError, match="of a round that is over"):
-        holdings.store_replica("b", ReplicateUpdate("b2", 6, 1, record))
+    storage.store_replica("b", ReplicateUpdate("b1", 7, 1, record))
+    with pytest.raises(PeerError, match="of a past round"):
+        storage.store_replica("b", ReplicateUpdate("b2", 6, 1, record))
     assert [path.name for path in tmp_path.glob("copies_*")] == ["copies_b1"]
 
 
-def test_a_model_that_cannot_be_stored_changes_nothing(tmp_path: Path) -> None:
+def test_failed_model_write_leaves_store_unchanged(tmp_path: Path) -> None:
     layout, start = layout_and_values({"w": np.zeros(1000, np.float32)})
     store = ModelStore(tmp_path, layout, name="m", keep=1, sync=False)
     store.save(0, start, {}, {})
@@ -168,7 +172,7 @@ def test_a_model_that_cannot_be_stored_changes_nothing(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
         for state in ({}, {"momentum": start}):
-            with pytest.raises(ModelNotStored, match=r"round 1 cannot be stored in .* it is tried again"):
+            with pytest.raises(ModelNotStored, match=r"round 1 cannot be stored in .* retrying"):
                 store.save(1, start, state, {})
         with pytest.raises(ModelNotStored, match="has no room for 4000 bytes"):
             _reserve_disk_space(tmp_path / "spool", 4000)
@@ -180,7 +184,7 @@ def test_a_model_that_cannot_be_stored_changes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "m_iteration_0.safetensors").exists()
 
 
-def test_a_damaged_record_ends_a_log_with_checksums(tmp_path: Path) -> None:
+def test_log_with_checksums_ends_at_damaged_record(tmp_path: Path) -> None:
     log = UpdateLog(tmp_path, 1, checksum=True)
     log.append(Update("d0", 1), values(0, 100))
     log.append(Update("d1", 1), values(1, 100))
@@ -192,19 +196,19 @@ def test_a_damaged_record_ends_a_log_with_checksums(tmp_path: Path) -> None:
     assert [update.device for update, _ in read_log(path)] == ["d0"]
 
 
-def test_a_log_changes_hands_only_when_its_server_is_gone(tmp_path: Path) -> None:
+def test_log_is_adopted_only_after_its_lock_is_released(tmp_path: Path) -> None:
     mine, theirs = LogDirectory(tmp_path / "mine"), LogDirectory(tmp_path / "theirs")
     assert mine.acquire() and theirs.acquire() and not LogDirectory(tmp_path / "theirs").acquire()
     UpdateLog(theirs.path, 3, checksum=False).append(Update("d0", 1), values(0, 10))
     UpdateLog(theirs.path, 2, checksum=False).append(Update("old", 1), values(0, 10))
     with pytest.raises(BlockingIOError):
-        mine.adopt_logs_from(theirs.path, "life", 3, 3)
+        mine.adopt_logs_from(theirs.path, "instance", 3, 3)
     theirs.release()
-    (taken,) = mine.adopt_logs_from(theirs.path, "life", 3, 3)
-    assert (taken.round, taken.instance_id) == (3, "life")
-    assert [update.device for update, _ in read_log(taken.path)] == ["d0"]
+    (adopted,) = mine.adopt_logs_from(theirs.path, "instance", 3, 3)
+    assert (adopted.round, adopted.instance_id) == (3, "instance")
+    assert [update.device for update, _ in read_log(adopted.path)] == ["d0"]
     assert [log.round for log in theirs.list_logs()] == [2]
-    assert [log.instance_id for log in mine.list_logs()] == ["life"]
+    assert [log.instance_id for log in mine.list_logs()] == ["instance"]
     mine.remove_logs_before(4)
     assert mine.list_logs() == []
 
@@ -212,7 +216,7 @@ def test_a_log_changes_hands_only_when_its_server_is_gone(tmp_path: Path) -> Non
 # -- models ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_model_is_taken_encoded_and_found_again(tmp_path: Path) -> None:
+def test_stored_models_are_found_after_restart(tmp_path: Path) -> None:
     layout, flat = layout_and_values({"b": np.ones(3), "a": np.zeros((2, 2), np.float32), "count": np.array(3)})
     assert list(layout.shapes) == ["a", "b"] and flat.tolist() == [0, 0, 0, 0, 1, 1, 1]
     metadata, found = layout.decode(memoryview(layout.encode(flat, {"x": "y"})))
@@ -225,7 +229,7 @@ def test_a_model_is_taken_encoded_and_found_again(tmp_path: Path) -> None:
     assert [entry.round for entry in again.entries] == [1, 3, 4], "the newest two, and the best"
     values_found, state = again.load(4)
     assert np.array_equal(values_found, flat + 4) and state["m"].tolist() == [0, 1, 2]
-    assert np.array_equal(layout.decode(again.view_file(4))[1], flat + 4), "for other servers, as it lies there"
+    assert np.array_equal(layout.decode(again.view_file(4))[1], flat + 4), "other servers receive the stored file"
     assert unpack_state(bytes(again.view_file(4, state=True)))["m"].tolist() == [0, 1, 2]
     assert again.newest is not None
     damaged = tmp_path / again.newest.file
@@ -234,7 +238,7 @@ def test_a_model_is_taken_encoded_and_found_again(tmp_path: Path) -> None:
         again.load(4)
 
 
-def test_other_tools_files_are_understood(tmp_path: Path) -> None:
+def test_layout_is_compatible_with_safetensors_library(tmp_path: Path) -> None:
     from safetensors.numpy import load, save
 
     layout, flat = layout_and_values({"b": np.ones(3, np.float32), "a": np.zeros((2, 2), np.float32)})
@@ -244,7 +248,7 @@ def test_other_tools_files_are_understood(tmp_path: Path) -> None:
     assert load(layout.encode(flat, {}))["b"].tolist() == [1, 1, 1]
 
 
-NO_MODELS = [
+INVALID_MODELS = [
     3,
     {},
     {"n": np.array(3)},
@@ -259,30 +263,30 @@ NO_MODELS = [
 ]
 
 
-@pytest.mark.parametrize("model", NO_MODELS)
-def test_what_is_no_model(model: object) -> None:
+@pytest.mark.parametrize("model", INVALID_MODELS)
+def test_invalid_model_is_refused(model: object) -> None:
     with pytest.raises(UsageError):
         layout_and_values(model)
 
 
-def test_any_floats_are_taken_torchs_halves_too() -> None:
+def test_model_accepts_all_torch_float_types() -> None:
     import torch
 
     halves = [torch.tensor([[1.5, 2.5]], dtype=kind) for kind in (torch.bfloat16, torch.float16, torch.float64)]
     layout, flat = layout_and_values({str(number): half.T for number, half in enumerate(halves)})
     assert flat.tolist() == [1.5, 2.5] * 3 and layout.shapes["0"] == (2, 1)
-    with pytest.raises(UsageError, match="the model's w is no dense array of numbers"):
+    with pytest.raises(UsageError, match="the model's w is not a dense array of numbers"):
         layout_and_values({"w": torch.ones(2, 2).to_sparse()})
 
 
-def test_a_flat_update_is_made_the_models_or_refused() -> None:
+def test_flat_array_is_converted_or_refused_by_size() -> None:
     layout = ModelLayout({"w": (2, 2)})
     assert layout.as_flat_array(np.arange(8.0)[::2]).tobytes() == np.array([0, 2, 4, 6], np.float32).tobytes()
-    with pytest.raises(UsageError, match="an array of 3 values came, and the model has 4"):
+    with pytest.raises(UsageError, match="the array has 3 values: expected 4"):
         layout.as_flat_array(np.zeros(3))
 
 
-def test_a_model_in_8_bits_is_within_half_a_step_of_each_tensors_scale() -> None:
+def test_quantized_model_is_within_half_a_step() -> None:
     layout = ModelLayout({"a": (40, 10), "b": (3,), "none": (0,), "zero": (2,)})
     flat = np.concatenate([values(1, 400), 100 * values(2, 3), np.zeros(2, np.float32)])
     small = layout.quantize(flat)
@@ -291,14 +295,14 @@ def test_a_model_in_8_bits_is_within_half_a_step_of_each_tensors_scale() -> None
         apart = np.abs(tensor - layout.split_tensors(flat)[name])
         assert (apart <= 0.5001 * small.scales[name]).all(), name
     assert small.scales["zero"] == 0 and small.int8_values.nbytes == layout.size
-    with pytest.raises(ValueError, match="not as many"):
+    with pytest.raises(ValueError, match="does not match its header"):
         layout.dequantize(QuantizedModel(small.int8_values[1:], small.scales))
 
 
-def test_a_strategys_state_that_cannot_be_stored_or_read_is_a_sentence(tmp_path: Path) -> None:
+def test_invalid_strategy_state_raises_error(tmp_path: Path) -> None:
     layout, flat = layout_and_values({"w": np.ones(3, np.float32)})
     store = ModelStore(tmp_path, layout, name="", keep=2, sync=False)
-    with pytest.raises(UsageError, match="state is arrays by name"):
+    with pytest.raises(UsageError, match="state must be arrays by name"):
         store.save(1, flat, {"m": np.array([object()])}, {})
     store.save(1, flat, {"m": np.ones(3)}, {})
     (tmp_path / "model_iteration_1.safetensors.state").write_bytes(b"\x01" * 20)
@@ -306,7 +310,7 @@ def test_a_strategys_state_that_cannot_be_stored_or_read_is_a_sentence(tmp_path:
         store.load(1)
 
 
-def test_a_server_that_speaks_something_else_is_passed_over() -> None:
+def test_device_raises_peer_error_for_reply_of_other_protocol() -> None:
     page = b"HTTP/1.1 502 Bad Gateway\r\ncontent-type: text/html\r\ncontent-length: 6\r\nconnection: close\r\n\r\n<html>"
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -319,12 +323,12 @@ def test_a_server_that_speaks_something_else_is_passed_over() -> None:
         proxy = threading.Thread(target=speak, daemon=True)
         proxy.start()
         device = Device(f"127.0.0.1:{listener.getsockname()[1]}", data_size=1, patience_s=0.0)
-        with device, pytest.raises(PeerError, match="no server answered"):
+        with device, pytest.raises(PeerError, match="no server replied within"):
             device.model()
         proxy.join(60)
 
 
-# A new interpreter's first devices, again and again: the types they read are fresh ones every time.
+# Reloads the modules, so that threads use new msgspec types for the first time concurrently, 80 times.
 THREADS = """
 import importlib, sys, threading
 import numpy as np
@@ -332,8 +336,8 @@ from covey.federated.device import client as device; from covey.federated import
 
 sys.setswitchinterval(1e-6)
 
-def begin(together):
-    together.wait()
+def begin(barrier):
+    barrier.wait()
     device.Task(None, protocol.Answer(200, "", 0, fl_plan_config=plan), layout, flat)
     device._decode_answer(protocol.MSGPACK, device.msgspec.msgpack.encode(protocol.SecureAnswer(200, "", 0)))
 
@@ -342,8 +346,8 @@ for _ in range(80):
     importlib.reload(device)
     plan = device.msgspec.json.encode(protocol.FlPlan("", "", 1, 1, 1, 0.1)).decode()
     layout, flat = device.ModelLayout({"w": (1,)}), np.zeros(1, np.float32)
-    together = threading.Barrier(8)
-    threads = [threading.Thread(target=begin, args=(together,)) for _ in range(8)]
+    barrier = threading.Barrier(8)
+    threads = [threading.Thread(target=begin, args=(barrier,)) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -351,12 +355,12 @@ for _ in range(80):
 """
 
 
-def test_devices_may_begin_in_many_threads_at_once() -> None:
+def test_devices_start_concurrently_in_threads() -> None:
     assert subprocess.run([sys.executable, "-c", THREADS], timeout=240).returncode == 0
 
 
 @pytest.mark.parametrize(("kind", "rate"), [("QUANT", 1.0), ("TOP_K", 1.0), ("TOP_K", 0.01), ("DIFF_SPARSE_QUANT", 0.4)])
-def test_how_long_a_small_upload_is(kind: str, rate: float) -> None:
+def test_compressed_size_matches_arrays(kind: str, rate: float) -> None:
     arrays = update_compression.compress_update(values(1, 1000), kind, rate, 1)
     assert update_compression.compressed_size(1000, kind, rate) == sum(array.nbytes for array in arrays.values())
 
@@ -369,8 +373,8 @@ class Broken(strategies.Strategy):
         raise KeyError("velocity")
 
 
-class Makes(strategies.Strategy):
-    """The same model whatever comes."""
+class Returns(strategies.Strategy):
+    """Strategy that returns a given model."""
 
     def __init__(self, made: Any) -> None:
         self.made = made
@@ -379,24 +383,26 @@ class Makes(strategies.Strategy):
         return self.made
 
 
-def test_what_users_give_may_fail_and_costs_a_sentence() -> None:
+def test_failing_strategy_or_evaluation_is_reported() -> None:
     layout, flat = layout_and_values({"w": np.ones(3, np.float32)})
-    with pytest.raises(UsageError, match=r"Broken\.make failed .KeyError: 'velocity'.: the model stays as it was"):
+    with pytest.raises(UsageError, match=r"Broken\.make failed .KeyError: 'velocity'.: the model is unchanged"):
         aggregation.make_next_model(Broken(), flat, flat.astype(np.float64), {})
     for made, why in (
         (np.full(3, np.nan), "not every value is finite"),
-        (np.ones(2), "is no shape of 3 values"),
+        (np.ones(2), r"it returned shape \(2,\): expected \(3,\)"),
         (None, "shape"),
     ):
         with pytest.raises(UsageError, match=why) as ends:
-            aggregation.make_next_model(Makes(made), flat, flat.astype(np.float64), {})
-        assert ends.value.exit_code == ExitCode.BAD_SCRIPT, "which no restart would mend"
+            aggregation.make_next_model(Returns(made), flat, flat.astype(np.float64), {})
+        assert ends.value.exit_code == ExitCode.BAD_SCRIPT, "a restart does not fix a broken strategy"
     found = aggregation.evaluate_model(lambda model: {"loss": np.inf, "accuracy": np.nan, "auc": 1}, layout, flat)
-    assert found == {"central_loss": sys.float_info.max, "central_auc": 1.0}, "never the best, and a manifest can say it"
+    assert found == {"central_loss": sys.float_info.max, "central_auc": 1.0}, (
+        "an infinite loss must be finite and never the best"
+    )
     assert aggregation.evaluate_model(lambda model: {"loss": 1 / 0}, layout, flat) == {}
 
 
-def test_strategies_make_what_their_papers_say() -> None:
+def test_strategies_compute_documented_results() -> None:
     model, mean = np.array([1.0, 2.0], np.float32), np.array([2.0, 0.0])
     assert strategies.FedAvg().make(model, mean, {}).tolist() == [2, 0]
     state: dict[str, np.ndarray] = {}
@@ -404,10 +410,10 @@ def test_strategies_make_what_their_papers_say() -> None:
     assert momentum.make(model, mean, state).tolist() == [2, 0]
     assert momentum.make(model, mean, state).tolist() == [2.5, -1]
     adam = strategies.FedAdam(learning_rate=1.0, beta1=0.0, beta2=0.0, tau=1e-9)
-    assert np.allclose(adam.make(model, mean, {}), [2, 1]), "a step of the learning rate, whatever the size"
+    assert np.allclose(adam.make(model, mean, {}), [2, 1]), "the step must be the learning rate regardless of delta"
     state = {}
     strategies.FedYogi(beta2=0.5, tau=1.0).make(model, mean, state)
-    assert state["second"].tolist() == [1.0, 3.0], "it moves by its share of the square, or stays"
+    assert state["second"].tolist() == [1.0, 3.0], "the estimate must change by (1 - beta2) * delta^2, or not at all"
     rows = np.array([[0.0], [1.0], [2.0], [100.0]], np.float32)
     assert strategies.Median().column(rows, np.ones(4)).tolist() == [1.5]
     assert strategies.TrimmedMean(0.25).column(rows, np.ones(4)).tolist() == [1.5]
@@ -417,11 +423,11 @@ def test_strategies_make_what_their_papers_say() -> None:
 
 
 @pytest.mark.parametrize("name", ["FedAvg", "fedbuff", "TrimmedMean"])
-def test_strategies_by_name(name: str) -> None:
+def test_find_strategy_ignores_case(name: str) -> None:
     assert type(strategies.find_strategy(name)).__name__.lower() == name.lower()
 
 
-def test_wrong_strategies() -> None:
+def test_invalid_strategy_name_or_setting_is_refused() -> None:
     with pytest.raises(UsageError, match="FedAvg, FedProx"):
         strategies.find_strategy("x")
     with pytest.raises(UsageError, match="share"):
@@ -430,7 +436,7 @@ def test_wrong_strategies() -> None:
         strategies.FedProx(0)
 
 
-def test_a_torch_module_learns_as_the_plan_says() -> None:
+def test_fit_trains_torch_module_according_to_plan() -> None:
     import torch
 
     sent: dict[str, object] = {}
@@ -447,7 +453,7 @@ def test_a_torch_module_learns_as_the_plan_says() -> None:
     task = Task(Recording("http://127.0.0.1:1", "d", data_size=4), answer, layout, flat)
     assert fit(task, module, torch.eye(4), torch.arange(4))
     first = float(str(sent["upload_loss"]))
-    assert fit(task, module, torch.eye(4), torch.arange(4)), "it begins with the task's weights again"
+    assert fit(task, module, torch.eye(4), torch.arange(4)), "the second fit must start from the task's weights"
     assert float(str(sent["upload_loss"])) == first
     learned = Task(task._device, answer, layout, np.asarray(sent["flat"], np.float32))
     assert fit(learned, module, torch.eye(4), torch.arange(4))
@@ -457,37 +463,37 @@ def test_a_torch_module_learns_as_the_plan_says() -> None:
 # -- simulation and schema ---------------------------------------------------------------------------------------------
 
 
-def test_the_digits_are_dealt_out_unevenly_and_all() -> None:
+def test_partition_is_uneven_and_complete() -> None:
     labels = load_digits()[0].labels
-    hands = partition_samples(labels, 200, 0.1, np.random.default_rng(1))
-    dealt = np.concatenate(hands)
-    assert sorted(dealt) == list(range(len(labels))) and min(len(hand) for hand in hands) >= 1
-    assert np.mean([len(set(labels[hand])) for hand in hands if len(hand) > 3]) < CLASSES / 2
+    parts = partition_samples(labels, 200, 0.1, np.random.default_rng(1))
+    assigned = np.concatenate(parts)
+    assert sorted(assigned) == list(range(len(labels))) and min(len(part) for part in parts) >= 1
+    assert np.mean([len(set(labels[part])) for part in parts if len(part) > 3]) < CLASSES / 2
 
 
 @pytest.mark.parametrize("name", ["FedAvg", "FedAdam", "FedBuff", "Median"])
-def test_a_federation_learns(name: str) -> None:
+def test_simulated_federation_reaches_accuracy(name: str) -> None:
     rounds = list(simulate(30, 15, strategies.find_strategy(name), alpha=1.0, epochs=5, rate=0.2))
     assert rounds[-1].accuracy > 0.6 > rounds[0].accuracy
     assert rounds[-1].loss < rounds[0].loss
 
 
-def test_a_simulation_that_runs_away_is_a_sentence_and_devices_of_one_label_are_not() -> None:
-    with pytest.raises(UsageError, match="the training ran away"):
+def test_simulation_reports_divergence_and_accepts_tiny_alpha() -> None:
+    with pytest.raises(UsageError, match="the training diverged"):
         list(simulate(3, 3, strategies.FedAvg(), rate=1e6))
     assert next(simulate(3, 1, strategies.FedAvg(), alpha=1e-9)).devices == 3
 
 
-def test_the_document_describes_every_field() -> None:
+def test_openapi_document_has_all_paths_and_fields() -> None:
     document = openapi.build_document("/x")
     assert set(document["paths"]) == {f"/x/{name}" for name in ("startFLJob", "updateModel", "getModel", *SECAGG_REQUEST_TYPES)}
     fields = document["components"]["schemas"]["UpdateFields"]["properties"]
     assert {"fl_id", "iteration", "timestamp", "data_size", "ticket", "upload_loss"} <= set(fields)
 
 
-def test_a_federation_whose_logs_cannot_be_written_is_over(tmp_path: Path) -> None:
+def test_supervisor_exits_with_disk_code_if_logs_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "scheduler.log").mkdir()
-    keeper = ProcessSupervisor(
+    supervisor = ProcessSupervisor(
         ["-c", ""], [SupervisedProcess("scheduler", "20", {})], cluster_id="c", folder=tmp_path, environ=os.environ
     )
-    assert asyncio.run(asyncio.wait_for(keeper.run(), 60)) == ExitCode.DISK
+    assert asyncio.run(asyncio.wait_for(supervisor.run(), 60)) == ExitCode.DISK

@@ -1,4 +1,4 @@
-"""A federated server alone: what it does about orders that change, and about devices that ask for too much."""
+"""A federated server alone: what it does about instructions that change, and about devices that ask for too much."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ from covey.runtime.credentials import Credentials
 WAIT_S = 60.0
 
 
-def a_server(folder: Path) -> FederatedServer:
-    """One that has its place in a cluster of one; no sockets."""
+def make_server(folder: Path) -> FederatedServer:
+    """Return a registered server of a cluster of one, without sockets."""
     layout, values = layout_and_values({"w": np.zeros(4, np.float32)})
     settings = ServerSettings(
         scheduler_address=("127.0.0.1", 1),
@@ -56,21 +56,21 @@ def a_server(folder: Path) -> FederatedServer:
     return server
 
 
-def test_parts_that_are_not_to_be_added_any_more_are_not_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sum that was begun before its round was abandoned must not become the model of that round."""
+def test_aggregation_is_cancelled_when_round_is_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sum that was started before its round was abandoned must not become the model of that round."""
 
     async def play() -> None:
-        server, begun, ended = a_server(tmp_path), asyncio.Queue[bool](), asyncio.Queue[bool]()
+        server, started, ended = make_server(tmp_path), asyncio.Queue[bool](), asyncio.Queue[bool]()
 
-        async def make(me: str, orders: ServerInstructions, part: Any, spool: Path, cluster_key: bytes) -> bool:
-            begun.put_nowait(orders.is_abandoned)
+        async def make(me: str, instructions: ServerInstructions, part: Any, spool: Path, cluster_key: bytes) -> bool:
+            started.put_nowait(instructions.is_abandoned)
             try:
                 return await asyncio.Future()
             finally:
-                ended.put_nowait(orders.is_abandoned)
+                ended.put_nowait(instructions.is_abandoned)
 
         monkeypatch.setattr(server.model_cache, "make_model", make)
-        orders = ServerInstructions(
+        instructions = ServerInstructions(
             generation=1,
             members=(ServerInfo("0", 0),),
             round=1,
@@ -83,23 +83,23 @@ def test_parts_that_are_not_to_be_added_any_more_are_not_added(tmp_path: Path, m
             expected_totals=(("0", RoundTotals(1)),),
         )
         async with asyncio.timeout(WAIT_S):
-            server._apply_instructions(orders)
-            assert await begun.get() is False
-            server._apply_instructions(orders)
-            server._apply_instructions(msgspec.structs.replace(orders, expected_totals=(), is_abandoned=True))
+            server._apply_instructions(instructions)
+            assert await started.get() is False
+            server._apply_instructions(instructions)
+            server._apply_instructions(msgspec.structs.replace(instructions, expected_totals=(), is_abandoned=True))
             assert await ended.get() is False
-            while begun.empty():
-                server._start_needed_tasks(server.position().instructions or orders)  # as its tick does
+            while started.empty():
+                server._start_needed_tasks(server.position().instructions or instructions)  # as its tick does
                 await asyncio.sleep(0)
-        assert begun.get_nowait() is True and begun.empty(), "and the same orders again change nothing"
+        assert started.get_nowait() is True and started.empty(), "repeated instructions must not restart the task"
         server._background_tasks["sum"].cancel()
 
     asyncio.run(play())
 
 
-def test_a_model_of_a_round_that_is_not_over_is_fetched_with_what_is_known_of_it(tmp_path: Path) -> None:
+def test_new_model_of_incomplete_round_is_fetched_with_metrics(tmp_path: Path) -> None:
     async def play() -> None:
-        server, made = a_server(tmp_path), np.arange(4, dtype=np.float32)
+        server, made = make_server(tmp_path), np.arange(4, dtype=np.float32)
         content = {"model": layout_and_values({"w": made})[0].encode(made, {}), "state": NO_STATE}
 
         class Maker:
@@ -108,7 +108,7 @@ def test_a_model_of_a_round_that_is_not_over_is_fetched_with_what_is_known_of_it
                 return bytearray(content[what])
 
         server.model_cache._server_links = cast(ServerLinks, Maker())
-        orders = ServerInstructions(
+        instructions = ServerInstructions(
             generation=1,
             members=(ServerInfo("0", 0), ServerInfo("1", 1)),
             round=1,
@@ -121,56 +121,56 @@ def test_a_model_of_a_round_that_is_not_over_is_fetched_with_what_is_known_of_it
             aggregator="1",
             new_model=RoundModel("1", compute_digest(made), {"loss": 0.5}),
         )
-        server._apply_instructions(orders)
+        server._apply_instructions(instructions)
         async with asyncio.timeout(WAIT_S):
             await server._background_tasks["fetch"]
         found = server.model_cache
         assert (found.round, found.values.tolist(), found.metrics) == (1, made.tolist(), {"loss": 0.5})
-        server._start_needed_tasks(orders)
-        assert not server._background_tasks, "and once it is there it is not fetched again"
+        server._start_needed_tasks(instructions)
+        assert not server._background_tasks, "a fetched model must not be fetched again"
 
     asyncio.run(play())
 
 
-class Answered:
-    """The end of a connection that tells what was answered."""
+class RecordingConnection:
+    """Connection that records the reply."""
 
     def __init__(self) -> None:
-        self.closed, self.said = False, b""
+        self.closed, self.reply = False, b""
 
     def send_response(self, status: int, content_type: str, pieces: Sequence[BytesLike]) -> None:
-        self.said = b"".join(bytes(piece) for piece in pieces)
+        self.reply = b"".join(bytes(piece) for piece in pieces)
 
 
 @pytest.mark.parametrize("size", [0, -1, 2**27 + 1, 2**64 - 1])
-def test_a_device_with_no_samples_or_more_than_can_be_added_is_refused_before_it_trains(tmp_path: Path, size: int) -> None:
-    """In a secure round their sum goes to every device: one that lies must not make it a number that cannot be sent."""
+def test_start_job_refuses_data_size_out_of_range(tmp_path: Path, size: int) -> None:
+    """In a secure round all devices receive the sum of data_size, which a malicious device must not overflow."""
 
     async def play() -> bytes:
-        asked = msgspec.json.encode({"fl_id": "a", "timestamp": now_ms(), "data_size": size})
-        connection = Answered()
-        server = a_server(tmp_path)
+        body = msgspec.json.encode({"fl_id": "a", "timestamp": now_ms(), "data_size": size})
+        connection = RecordingConnection()
+        server = make_server(tmp_path)
         server.device_port._on_request(
-            DeviceRequest(cast(DeviceConnection, connection), "POST", "/startFLJob", {}, memoryview(asked))
+            DeviceRequest(cast(DeviceConnection, connection), "POST", "/startFLJob", {}, memoryview(body))
         )
-        return connection.said
+        return connection.reply
 
     answer = msgspec.json.decode(asyncio.run(play()))
     assert (answer["retcode"], str(size) in answer["reason"]) == (300, True)
 
 
-def test_no_copies_are_sent_of_a_part_that_is_over(tmp_path: Path) -> None:
-    """Its updates have another keeper, who refuses more and cuts the link: asked for ever, it would have no other link left."""
+def test_replication_stops_when_part_is_superseded(tmp_path: Path) -> None:
+    """The replica holder has adopted the updates; it refuses more and closes the connection, so retries must stop."""
     refused: list[str] = []
-    holdings = RoundStorage(Claims("a"), lambda: Accumulator(4), "host", 0)
-    holdings.open(tmp_path, -1)
-    part = holdings.begin_round(1)
+    storage = RoundStorage(Claims("a"), lambda: Accumulator(4), "host", 0)
+    storage.open(tmp_path, -1)
+    part = storage.begin_round(1)
 
     class Refuses:
-        async def copy(self, node_id: str, life: str, round_number: int, record: bytes) -> None:
+        async def copy(self, node_id: str, instance_id: str, round_number: int, record: bytes) -> None:
             refused.append(node_id)
-            holdings.discard_until_round(1)
-            raise PeerError("the copies of server a have been taken over")
+            storage.discard_until_round(1)
+            raise PeerError("the replicas of server a were adopted")
 
     claims = Claims("a")
     claims.members = (ServerInfo("a", 0, host_id="h"), ServerInfo("b", 1, host_id="i"))

@@ -1,4 +1,4 @@
-"""The parts of a federated server, each constructed alone: admissions, notifier, replies, secure endpoints, updates."""
+"""Tests of single parts of a federated server: admissions, notifier, replies, secure endpoints, updates."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def settings(folder: Path = Path()) -> ServerSettings:
 
 
 class Connection:
-    """A device's connection that keeps what is sent to it."""
+    """Device connection that records replies."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -84,7 +84,7 @@ def replies(position: Callable[[], Position]) -> StatusReplies:
 # -- position and notifier -------------------------------------------------------------------------------------------
 
 
-def test_a_server_runs_if_it_is_a_member_of_a_running_instance() -> None:
+def test_position_is_running_for_member_of_running_instance() -> None:
     assert MEMBER.is_running and MEMBER.iteration == 2
     assert not msgspec.structs.replace(MEMBER, is_member=False).is_running
     disabled = msgspec.structs.replace(INSTRUCTIONS, instance=InstanceState.DISABLED)
@@ -92,7 +92,7 @@ def test_a_server_runs_if_it_is_a_member_of_a_running_instance() -> None:
     assert not Position().is_running and Position().iteration == 0
 
 
-def test_a_change_between_subscription_and_wait_is_not_missed() -> None:
+def test_notification_between_subscribe_and_wait_is_not_missed() -> None:
     async def play() -> None:
         notifier = Notifier()
         changed = notifier.subscribe()
@@ -107,7 +107,7 @@ def test_a_change_between_subscription_and_wait_is_not_missed() -> None:
 # -- admissions ------------------------------------------------------------------------------------------------------
 
 
-def test_devices_of_one_turn_share_a_request_and_each_gets_its_reply() -> None:
+def test_admission_requests_of_one_loop_iteration_share_message() -> None:
     async def play() -> None:
         sent: list[Message] = []
         admissions = Admissions(lambda: MEMBER, sent.append)
@@ -126,10 +126,10 @@ def test_devices_of_one_turn_share_a_request_and_each_gets_its_reply() -> None:
     asyncio.run(play())
 
 
-def test_a_request_that_the_scheduler_does_not_answer_is_forgotten() -> None:
+def test_admission_request_without_reply_is_removed() -> None:
     async def play() -> None:
         admissions = Admissions(lambda: MEMBER, lambda message: None)
-        assert await admissions.request("a", 0.0) == (False, "the scheduler does not answer at present")
+        assert await admissions.request("a", 0.0) == (False, "the scheduler does not reply")
         assert not admissions._waiters
 
     asyncio.run(play())
@@ -138,7 +138,7 @@ def test_a_request_that_the_scheduler_does_not_answer_is_forgotten() -> None:
 # -- replies ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_refusal_is_counted_and_names_the_iteration() -> None:
+def test_refusal_is_counted_and_has_iteration() -> None:
     made, (asked, connection) = replies(lambda: MEMBER), request()
     made.send_status(asked, Code.OUT_OF_TIME, "too late")
     assert connection.replies[0]["reason"] == "too late" and connection.replies[0]["iteration"] == 2
@@ -148,7 +148,7 @@ def test_a_refusal_is_counted_and_names_the_iteration() -> None:
 # -- secure endpoints ------------------------------------------------------------------------------------------------
 
 
-def test_a_secure_request_is_forwarded_and_answered_with_the_schedulers_reply() -> None:
+def test_secagg_request_is_forwarded_and_gets_scheduler_reply() -> None:
     async def play() -> None:
         sent: list[Message] = []
         secure = msgspec.structs.replace(INSTRUCTIONS, plan=RoundPlan(secure=True))
@@ -162,9 +162,9 @@ def test_a_secure_request_is_forwarded_and_answered_with_the_schedulers_reply() 
             await asyncio.sleep(0)
         (forward,) = sent
         assert isinstance(forward, SecaggForward) and isinstance(forward.request, GetKeys) and forward.round == 3
-        endpoints.on_reply(SecaggReply(forward.serial, SecaggVerdict.LATE, "the round has its keys"))
+        endpoints.on_reply(SecaggReply(forward.serial, SecaggVerdict.LATE, "the key exchange of this round is complete"))
         await work
-        assert connection.replies[0]["reason"] == "the round has its keys"
+        assert connection.replies[0]["reason"] == "the key exchange of this round is complete"
 
     asyncio.run(play())
 
@@ -218,18 +218,18 @@ class Updates:
         return reply
 
 
-def test_an_update_is_logged_added_and_acknowledged_once(tmp_path: Path) -> None:
+def test_update_is_logged_added_and_acknowledged_once(tmp_path: Path) -> None:
     updates = Updates(tmp_path)
     assert updates.send()["reason"] == "the update is counted"
-    assert updates.send()["reason"] == "the update was counted already"
+    assert updates.send()["reason"] == "the update was already counted"
     part = updates.storage.partial_aggregate
     assert part is not None and part.totals.count == updates.counted == 1
     assert not updates.handler._pending and not updates.handler._requests
 
 
-def test_an_update_is_not_taken_without_a_lease_or_with_a_wrong_ticket(tmp_path: Path) -> None:
+def test_update_is_refused_without_lease_or_with_wrong_ticket(tmp_path: Path) -> None:
     updates = Updates(tmp_path)
-    assert "ticket does not belong" in updates.send(ticket="another")["reason"]
+    assert "ticket is not of this device" in updates.send(ticket="another")["reason"]
     updates.position = msgspec.structs.replace(MEMBER, may_acknowledge=False)
     assert updates.send()["retcode"] == int(Code.NOT_READY)
     updates.position = msgspec.structs.replace(MEMBER, is_member=False)

@@ -1,6 +1,6 @@
-"""What is said in a secure round: by devices, by the server that relays it, by the scheduler; and what is kept of it.
+"""Messages of a secure round between devices, servers and scheduler, and the stored records.
 
-The fields' names are MindSpore's. Bytes are base64 in JSON and themselves in msgpack.
+The fields' names are MindSpore's. Bytes are base64 in JSON and raw bytes in msgpack.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from covey.core.federated.secagg import shamir
 from covey.core.messages import Message, Sentence
 
 DEVICE_ID_MAX = 200
-DEVICES_MAX = 10_000  # of one secure round: their names fit into one message
+DEVICES_MAX = 10_000  # of one secure round, so that their ids fit into one message
 PUBLIC_KEY_BYTES = 32
 SEALED_SHARE_BYTES = 2 * shamir.SHARE_BYTES + 16  # two shares and a tag
 
@@ -31,12 +31,15 @@ WaitMilliseconds = Annotated[int, Meta(ge=0, le=60_000, description="How long th
 
 
 def min_count_for_share(count: int, share: float) -> int:
-    """How many are at least this share of so many: 55 are 0.55 of 100, though the product of the floats is a little more."""
+    """Return the smallest integer that is at least `share` of `count`.
+
+    Rounding errors are ignored: the result for 0.55 of 100 is 55, although the product of the floats is slightly greater.
+    """
     return math.ceil(round(count * share, 9))
 
 
 class SecaggPhase(StrEnum):
-    """Where a secure round stands."""
+    """Phase of a secure round."""
 
     KEYS = "keys"
     SHARES = "shares"
@@ -45,20 +48,20 @@ class SecaggPhase(StrEnum):
 
 
 class SecaggVerdict(StrEnum):
-    """What becomes of a request."""
+    """Result of a device's request."""
 
     ACCEPTED = "taken"
-    WAIT = "wait"  # nothing is wrong: ask again
-    DONE = "done"  # the round is over, and has its model
-    LATE = "late"  # not in this round any more
+    WAIT = "wait"  # not possible yet: the device must retry
+    DONE = "done"  # the round is complete and has its model
+    LATE = "late"  # no longer possible in this round
     INVALID = "wrong"
 
 
-# -- what devices say ------------------------------------------------------------------------------------------------
+# -- requests of devices ---------------------------------------------------------------------------------------------
 
 
 class SecaggRequest(Message, frozen=True, kw_only=True):
-    """What every request of a secure round says."""
+    """Fields of every request of a secure round."""
 
     fl_id: FlId
     iteration: int
@@ -78,11 +81,11 @@ class ExchangeKeys(SecaggRequest, frozen=True, kw_only=True):
 
 
 class GetKeys(SecaggRequest, frozen=True):
-    """POST /getKeys: the keys of those to mask with."""
+    """POST /getKeys: request the keys of the device's neighbours."""
 
 
 class SealedShare(msgspec.Struct, frozen=True):
-    """Shares of two secrets on their way to (or from) a device."""
+    """Encrypted shares of two secrets of one device for another; `fl_id` is the receiver in requests, the sender in replies."""
 
     fl_id: FlId
     share: SealedShareBytes
@@ -95,21 +98,24 @@ class ShareSecrets(SecaggRequest, frozen=True, kw_only=True):
 
 
 class GetSecrets(SecaggRequest, frozen=True):
-    """POST /getSecrets: the shares that neighbours made for this device."""
+    """POST /getSecrets: request the shares that neighbours made for this device."""
 
 
 class GetClientList(SecaggRequest, frozen=True):
-    """POST /getClientList: whose updates are in the sum."""
+    """POST /getClientList: request the list of devices whose updates are in the sum."""
 
 
 class PushListSign(SecaggRequest, frozen=True, kw_only=True):
-    """POST /pushListSign: this device was given that list (with pki_verify)."""
+    """POST /pushListSign: this device's signature of the list that it received (with pki_verify)."""
 
     signature: Signature
 
 
 class GetListSign(SecaggRequest, frozen=True, kw_only=True):
-    """POST /getListSign: which others were given the same. Its own signature comes again, for a scheduler that lost it."""
+    """POST /getListSign: request the neighbours' signatures of the list.
+
+    It repeats the device's own signature, because a restarted scheduler has lost it.
+    """
 
     signature: Signature = b""
 
@@ -122,7 +128,7 @@ class PlainShare(msgspec.Struct, frozen=True):
 
 
 class ReconstructSecrets(SecaggRequest, frozen=True, kw_only=True):
-    """POST /reconstructSecrets: the shares that take the masks off."""
+    """POST /reconstructSecrets: the shares that remove the masks from the sum."""
 
     reconstruct_secret_shares: Annotated[tuple[PlainShare, ...], Meta(max_length=DEVICES_MAX)]
 
@@ -132,14 +138,16 @@ AnySecaggRequest = (
 )
 
 
-# -- what they are told ----------------------------------------------------------------------------------------------
+# -- replies to devices ----------------------------------------------------------------------------------------------
 
 
 class RemoteKeys(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Another device's keys."""
+    """Public keys of a neighbour."""
 
     fl_id: FlId
-    index: Annotated[int, Meta(description="Its place: of two devices the one with the lower adds their mask.")]
+    index: Annotated[
+        int, Meta(description="Its index on the ring. Of two devices, the one with the lower index adds their mask.")
+    ]
     c_pk: PublicKey
     s_pk: PublicKey
     signature: Signature = b""
@@ -147,37 +155,37 @@ class RemoteKeys(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class KeyList(Message, frozen=True):
-    """With whom to mask, and the round's numbers."""
+    """Reply to getKeys: the keys of the device's neighbours, and parameters of the round."""
 
     session: str
     index: int
-    needed: int  # shares that give a secret back
-    devices: int  # on the whole ring
-    samples: int  # of all of them
+    needed: int  # shares that reconstruct a secret
+    devices: int  # on the ring
+    samples: int  # of all devices on the ring
     remote_publickeys: tuple[RemoteKeys, ...]
 
 
 class ShareList(Message, frozen=True):
-    """Shares from those neighbours that shared: the ones to mask with."""
+    """Reply to getSecrets: shares from the neighbours that shared. The device masks its update with these neighbours."""
 
     encrypted_shares: tuple[SealedShare, ...]
 
 
 class ClientList(Message, frozen=True):
-    """Whose updates are in the sum. It never changes."""
+    """Reply to getClientList: the devices whose updates are in the sum. The list never changes."""
 
     clients: tuple[FlId, ...]
 
 
 class ListSignature(msgspec.Struct, frozen=True):
-    """That a device was given the list."""
+    """A device's signature of the list that it received."""
 
     fl_id: FlId
     signature: Signature
 
 
 class SignatureList(Message, frozen=True):
-    """Who else was given the list, in their own hand."""
+    """Reply to getListSign: signatures of the list by the device and its neighbours."""
 
     client_list_sign: tuple[ListSignature, ...]
 
@@ -186,7 +194,7 @@ SecaggPayload = KeyList | ShareList | ClientList | SignatureList
 
 
 class SecaggForward(Message, frozen=True):
-    """A server: a device of this round says this."""
+    """Server to scheduler: a request of a device of this round."""
 
     serial: int
     round: int
@@ -194,7 +202,7 @@ class SecaggForward(Message, frozen=True):
 
 
 class SecaggReply(Message, frozen=True):
-    """The scheduler: this is the answer."""
+    """Scheduler to server: the reply to the request with this serial number."""
 
     serial: int
     verdict: SecaggVerdict
@@ -202,11 +210,11 @@ class SecaggReply(Message, frozen=True):
     payload: SecaggPayload | None = None
 
 
-# -- what is kept and handed on --------------------------------------------------------------------------------------
+# -- stored records --------------------------------------------------------------------------------------------------
 
 
 class DeviceKeys(msgspec.Struct, frozen=True):
-    """What a device gave."""
+    """Keys that a device sent in exchangeKeys."""
 
     c_pk: bytes
     s_pk: bytes
@@ -216,20 +224,20 @@ class DeviceKeys(msgspec.Struct, frozen=True):
 
 
 class UploaderList(msgspec.Struct, frozen=True):
-    """The list, with all that is needed to go on from it. Kept before anyone is asked to unmask."""
+    """List of the devices whose updates are in the sum, with all that unmasking needs. Stored before devices receive it."""
 
     session: str
     needed: int
     samples: int
     ring: tuple[str, ...]
     degree: int
-    s_pks: dict[str, bytes]  # of those that shared
+    s_pks: dict[str, bytes]  # of the devices that shared their secrets
     clients: tuple[str, ...]
 
 
 class UnmaskingSecrets(msgspec.Struct, frozen=True):
-    """What takes the masks off the sum."""
+    """Secrets that remove the masks from the sum."""
 
     uploaders: UploaderList
-    seeds: dict[str, bytes]  # of those in the sum
-    keys: dict[str, bytes]  # of those that shared and dropped out
+    seeds: dict[str, bytes]  # of the devices in the sum
+    keys: dict[str, bytes]  # of the devices that shared and then dropped out

@@ -1,8 +1,10 @@
-"""Who masks with whom, and how many shares are needed: everyone with everyone, or above a size each with a few (SecAgg+).
+"""Neighbour graph of a secure round, and the share threshold.
 
-The few are the nearest on a ring (a Harary graph). The ring's order follows from all public keys, so nobody chooses it. How
-many they are follows from what must hold except with the chances below: if up to a fifth of the devices tell the server
-all they know, it can rebuild nobody's mask; if up to a tenth drop out, the sum is found; and the rest hang together.
+Up to `COMPLETE_GRAPH_MAX` devices, each device masks with all others. Above, each masks with a few neighbours (SecAgg+), the
+nearest on a ring (a Harary graph). The ring's order is a hash of all public keys, so that no single party can choose it. The
+degree is the smallest that guarantees three properties, except with the probabilities below. If up to a fifth of the devices
+collude with the server, it cannot reconstruct the mask of any other device. If up to a tenth drop out, the sum can be unmasked.
+The remaining devices form a connected graph.
 """
 
 from __future__ import annotations
@@ -13,23 +15,22 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-COMPLETE_GRAPH_MAX: Final = 200  # devices up to which everyone masks with everyone: any third may then drop out
+COMPLETE_GRAPH_MAX: Final = 200  # devices up to which the graph is complete: any third may then drop out
 COLLUDING_FRACTION: Final = 0.2
 DROPOUT_FRACTION: Final = 0.1
-LEAK_PROBABILITY_MAX: Final = (
-    2.0**-40
-)  # the chance that colluding neighbours are enough for anyone's secrets, or cut anyone off
-FAILURE_PROBABILITY_MAX: Final = 2.0**-20  # the chance that a round fails although no more than a tenth dropped out
+# Probability that colluding neighbours can reconstruct the secrets of a device, or disconnect the graph.
+LEAK_PROBABILITY_MAX: Final = 2.0**-40
+FAILURE_PROBABILITY_MAX: Final = 2.0**-20  # probability that a round fails although at most a tenth dropped out
 
 
 def default_share_threshold(holders: int) -> int:
-    """Shares needed of so many: more than two thirds, so that no two different lists can both be answered."""
+    """Return the number of shares needed: more than two thirds, so that devices cannot unmask two different lists."""
     return 2 * holders // 3 + 1
 
 
 @functools.cache
 def choose_degree(count: int) -> int:
-    """With how many others each of `count` devices masks."""
+    """Return the number of neighbours of each of `count` devices."""
     for even in range(2, count - 1 if count > COMPLETE_GRAPH_MAX else 0, 2):
         if _is_degree_sufficient(count, even):
             return even
@@ -49,26 +50,26 @@ def _is_degree_sufficient(count: int, neighbours: int) -> bool:
 
 
 def _hypergeometric_tail(others: int, marked: int, drawn: int, least: int) -> float:
-    """The chance that at least `least` of `drawn` are among the `marked` of `others`."""
-    whole = math.comb(others, drawn)
+    """Return the probability that at least `least` of `drawn` are among the `marked` of `others`."""
+    total = math.comb(others, drawn)
     ways = sum(math.comb(marked, k) * math.comb(others - marked, drawn - k) for k in range(least, min(drawn, marked) + 1))
-    return ways / whole
+    return ways / total
 
 
 def ring_order(keys: Mapping[str, bytes]) -> list[str]:
-    """The ring: by a digest of each id with everyone's keys."""
-    everyone = hashlib.sha256()
+    """Return the device ids in the order of the ring: by a digest of each id and the keys of all devices."""
+    all_keys = hashlib.sha256()
     for device in sorted(keys):
         name = device.encode()
-        everyone.update(len(name).to_bytes(4, "big") + name + keys[device])
-    seed = everyone.digest()
+        all_keys.update(len(name).to_bytes(4, "big") + name + keys[device])
+    seed = all_keys.digest()
     return sorted(keys, key=lambda device: (hashlib.sha256(seed + device.encode()).digest(), device))
 
 
-def ring_neighbors(ring: Sequence[str], place: int, count: int) -> list[int]:
-    """The places of the `count` nearest on the ring, or of all others if that is as many."""
+def ring_neighbors(ring: Sequence[str], index: int, count: int) -> list[int]:
+    """Return the sorted indices of the `count` nearest on the ring (an even number); all others if there are not more."""
     size = len(ring)
     if count >= size - 1:
-        return [other for other in range(size) if other != place]
-    near = [(place + step) % size for step in range(1, count // 2 + 1)]
-    return sorted({*near, *((place - step) % size for step in range(1, count // 2 + 1))})
+        return [other for other in range(size) if other != index]
+    near = [(index + step) % size for step in range(1, count // 2 + 1)]
+    return sorted({*near, *((index - step) % size for step in range(1, count // 2 + 1))})

@@ -1,16 +1,20 @@
-"""A secure round: who has said what, in which order, and when the masks may be taken off.
+"""Secure aggregation protocol of one round, as run by the scheduler.
 
-Bonawitz et al. (2017), with the graph of SecAgg+ above a size.
+The protocol is that of Bonawitz et al. (2017), with the neighbour graph of SecAgg+ above a number of devices.
 
-Theory of operation. Four phases, each with a list that only shrinks. KEYS: devices give two public keys each; whoever did is
-on the ring. SHARES: each splits its two secrets (the seed of its own mask, and the key of its masks with others) among its
-neighbours, sealed for each of them. UPDATES: whoever shared uploads, masked with all neighbours that shared; that part is the
-plain round's, with its claims, logs and sums. UNMASKING: the list of those whose upload is in the sum is fixed once and
-stored; survivors then tell, of a device on the list, the share of its seed, of one that dropped out, the share of its key, and
-never both. With enough shares of each the masks of the sum, and of the sum only, are known.
+Theory of operation. The protocol has four phases. The devices of a phase are a subset of those of the previous one.
 
-A phase ends when everyone it waits for has come, or when its window ends and enough have. With fewer the round is abandoned:
-what was said is forgotten, and devices begin again with new keys. Nothing here can open a single update.
+1. KEYS: each device sends two public keys. The devices that did are on the ring.
+2. SHARES: each device splits its two secrets (the seed of its own mask, and the key of its pairwise masks) among its
+   neighbours, encrypted for each of them.
+3. UPDATES: each device that shared uploads an update masked with all neighbours that shared. Claims, logs and sums are those of
+   a plain round.
+4. UNMASKING: the list of devices whose upload is in the sum is fixed once and stored. The devices on the list then reveal a
+   share of the seed of each device on the list, and a share of the key of each device that dropped out, never both of one
+   device. Enough shares of each secret yield the masks of the sum, and only of the sum.
+
+A phase ends when all its devices have completed it, or when its window ends and enough have. With fewer the round is abandoned:
+its state is dropped, and devices start over with new keys. The scheduler never has the secrets that would unmask one update.
 """
 
 from __future__ import annotations
@@ -50,7 +54,7 @@ from covey.core.plurals import count_noun
 
 
 class SecaggOutcome(msgspec.Struct, frozen=True):
-    """An answer before it has a number."""
+    """Reply to a request, without its serial number."""
 
     verdict: SecaggVerdict
     reason: str = ""
@@ -58,11 +62,11 @@ class SecaggOutcome(msgspec.Struct, frozen=True):
 
 
 ACCEPTED = SecaggOutcome(SecaggVerdict.ACCEPTED)
-WAIT = SecaggOutcome(SecaggVerdict.WAIT, "the others have not come yet: ask again")
+WAIT = SecaggOutcome(SecaggVerdict.WAIT, "other devices have not completed this phase: retry")
 
 
 class SecaggRound:
-    """One secure round. `hear` takes what devices say, `due` says what the clock has decided."""
+    """State of one secure round. `handle_request` handles requests of devices, `tick` the windows."""
 
     def __init__(
         self,
@@ -80,34 +84,36 @@ class SecaggRound:
         self.failure_reason = ""  # why the round must be abandoned
         self.uploaders: UploaderList | None = None
         self.unmasking: UnmaskingSecrets | None = None
-        self._equal_weights = even  # every device counts once, whatever its samples
-        self._devices_max = wanted  # devices the round takes in
+        self._equal_weights = even  # every device has weight 1, regardless of its samples
+        self._devices_max = wanted  # devices the round admits
         self._updates_min = least  # updates it needs
         self._share_ratio = share_ratio
         self._reconstruct_threshold = reconstruct
         self._window_s = window_s
-        self._phase_started_at = -1.0  # when this phase began; that of the keys begins with the first
+        self._phase_started_at = -1.0  # start of this phase; negative before the first keys arrive
         self._keys: dict[str, DeviceKeys] = {}
         self._ring: tuple[str, ...] = ()
         self._ring_index: dict[str, int] = {}
         self._degree = 0
         self._shares_needed = 0
-        self._sealed_shares: dict[str, dict[str, bytes]] = {}  # by taker, by giver
+        self._sealed_shares: dict[str, dict[str, bytes]] = {}  # by receiver, by sender
         self._sharers: dict[str, None] = {}
-        self._revealed_shares: dict[str, dict[int, bytes]] = {}  # by whose secret, by the place of whoever told
+        self._revealed_shares: dict[
+            str, dict[int, bytes]
+        ] = {}  # by owner of the secret, by share index of the revealing device
         self._revealers: dict[str, None] = {}
         self._signatures: dict[str, bytes] = {}
 
     @classmethod
     def resume(cls, uploaders: UploaderList, window_s: float, now: float) -> SecaggRound:
-        """Return a round that continues from a stored list: only unmasking is left."""
+        """Return a round in its unmasking phase that continues from a stored list."""
         resumed = cls(uploaders.session, wanted=0, least=0, share_ratio=1.0, reconstruct=0, window_s=window_s)
         resumed._restore(uploaders, now)
         return resumed
 
     def _restore(self, uploaders: UploaderList, now: float) -> None:
         self._ring, self._degree, self._shares_needed = uploaders.ring, uploaders.degree, uploaders.needed
-        self._ring_index = {device: place for place, device in enumerate(uploaders.ring)}
+        self._ring_index = {device: index for index, device in enumerate(uploaders.ring)}
         self._sharers = dict.fromkeys(uploaders.s_pks)
         self.phase, self.uploaders, self._phase_started_at = SecaggPhase.UNMASKING, uploaders, now
 
@@ -115,48 +121,42 @@ class SecaggRound:
         """Let the round fail for a reason outside the protocol."""
         self.failure_reason = reason
 
-    # -- what devices say --------------------------------------------------------------------------------------------
+    # -- requests of devices -----------------------------------------------------------------------------------------
 
-    def handle_request(self, ask: AnySecaggRequest, now: float) -> SecaggOutcome:
-        """Take a request, or say why not. The same request may come again."""
-        device = ask.fl_id
-        if isinstance(ask, ExchangeKeys):
-            return self._on_exchange_keys(
-                device,
-                DeviceKeys(
-                    ask.c_pk, ask.s_pk, 1 if self._equal_weights else ask.data_size, ask.signature, ask.certificate_chain
-                ),
-                now,
-            )
+    def handle_request(self, request: AnySecaggRequest, now: float) -> SecaggOutcome:
+        """Handle a device's request and return the outcome. Requests are idempotent."""
+        device = request.fl_id
+        if isinstance(request, ExchangeKeys):
+            weight = 1 if self._equal_weights else request.data_size
+            keys = DeviceKeys(request.c_pk, request.s_pk, weight, request.signature, request.certificate_chain)
+            return self._on_exchange_keys(device, keys, now)
         if device not in self._ring_index and self.phase is not SecaggPhase.KEYS:
-            return SecaggOutcome(SecaggVerdict.LATE, "this device gave no keys in time for this round")
-        if (
-            isinstance(ask, GetKeys) and self.phase is SecaggPhase.UNMASKING
-        ):  # who goes on from a stored list has no keys to tell
-            return SecaggOutcome(SecaggVerdict.LATE, "the round has its updates")
-        if isinstance(ask, GetKeys):
+            return SecaggOutcome(SecaggVerdict.LATE, "this device sent no keys in time for this round")
+        if isinstance(request, GetKeys) and self.phase is SecaggPhase.UNMASKING:  # a restored round has no keys
+            return SecaggOutcome(SecaggVerdict.LATE, "the round has received its updates")
+        if isinstance(request, GetKeys):
             return (
                 WAIT
                 if self.phase is SecaggPhase.KEYS
                 else SecaggOutcome(SecaggVerdict.ACCEPTED, "", self._build_key_list(device))
             )
-        if isinstance(ask, ShareSecrets):
-            return self._on_share_secrets(device, ask, now)
-        if isinstance(ask, GetSecrets):
+        if isinstance(request, ShareSecrets):
+            return self._on_share_secrets(device, request, now)
+        if isinstance(request, GetSecrets):
             return self._on_get_secrets(device)
-        if isinstance(ask, GetClientList):
+        if isinstance(request, GetClientList):
             return self._on_get_client_list(device)
-        if isinstance(ask, PushListSign | GetListSign):
-            return self._on_list_signature(device, ask)
-        return self._on_reconstruct_secrets(device, ask)
+        if isinstance(request, PushListSign | GetListSign):
+            return self._on_list_signature(device, request)
+        return self._on_reconstruct_secrets(device, request)
 
     def _on_exchange_keys(self, device: str, keys: DeviceKeys, now: float) -> SecaggOutcome:
         if self._keys.get(device) == keys:
             return ACCEPTED
         if self.phase is not SecaggPhase.KEYS:
-            return SecaggOutcome(SecaggVerdict.LATE, "the round has its keys")
+            return SecaggOutcome(SecaggVerdict.LATE, "the key exchange of this round is complete")
         if device not in self._keys and len(self._keys) >= min(self._devices_max, DEVICES_MAX):
-            return SecaggOutcome(SecaggVerdict.LATE, f"the round has keys of {len(self._keys)} devices, and takes no more")
+            return SecaggOutcome(SecaggVerdict.LATE, f"the round has keys of {len(self._keys)} devices and accepts no more")
         if self._phase_started_at < 0:
             self._phase_started_at = now
         self._keys[device] = keys
@@ -167,7 +167,7 @@ class SecaggRound:
     def _end_keys_phase(self, now: float) -> None:
         public = {device: keys.c_pk + keys.s_pk for device, keys in self._keys.items()}
         self._ring = tuple(neighbor_graph.ring_order(public))
-        self._ring_index = {device: place for place, device in enumerate(self._ring)}
+        self._ring_index = {device: index for index, device in enumerate(self._ring)}
         self._degree = neighbor_graph.choose_degree(len(self._ring))
         holders = self._degree + 1
         chosen = (
@@ -178,13 +178,14 @@ class SecaggRound:
         self._shares_needed = chosen or neighbor_graph.default_share_threshold(holders)
         if self._shares_needed > holders or 2 * self._shares_needed <= holders:
             self.failure_reason = (
-                f"{self._shares_needed} shares of {holders} cannot be needed: more than half and at most all must be"
+                f"reconstruct_secrets_threshold gives {self._shares_needed} of {holders} shares: "
+                "expected more than half and at most all"
             )
         self.phase, self._phase_started_at = SecaggPhase.SHARES, now
 
     def _neighbors(self, device: str) -> list[str]:
         return [
-            self._ring[place] for place in neighbor_graph.ring_neighbors(self._ring, self._ring_index[device], self._degree)
+            self._ring[index] for index in neighbor_graph.ring_neighbors(self._ring, self._ring_index[device], self._degree)
         ]
 
     def _build_key_list(self, device: str) -> KeyList:
@@ -201,19 +202,19 @@ class SecaggRound:
             ),
         )
 
-    def _on_share_secrets(self, device: str, ask: ShareSecrets, now: float) -> SecaggOutcome:
+    def _on_share_secrets(self, device: str, request: ShareSecrets, now: float) -> SecaggOutcome:
         if self.phase is SecaggPhase.KEYS:
-            return SecaggOutcome(SecaggVerdict.INVALID, "shares come after the keys: ask getKeys first")
+            return SecaggOutcome(SecaggVerdict.INVALID, "shares follow the key exchange: call getKeys first")
         if device in self._sharers:
             return ACCEPTED
         if self.phase is not SecaggPhase.SHARES:
-            return SecaggOutcome(SecaggVerdict.LATE, "the round has its shares")
-        takers = [one.fl_id for one in ask.encrypted_shares]
+            return SecaggOutcome(SecaggVerdict.LATE, "the share phase of this round is complete")
+        receivers = [sealed.fl_id for sealed in request.encrypted_shares]
         near = self._neighbors(device)
-        if sorted(takers) != sorted(near):
-            return SecaggOutcome(SecaggVerdict.INVALID, f"there must be one share for each of {len(near)} neighbours")
-        for one in ask.encrypted_shares:
-            self._sealed_shares.setdefault(one.fl_id, {})[device] = one.share
+        if sorted(receivers) != sorted(near):
+            return SecaggOutcome(SecaggVerdict.INVALID, f"expected one share for each of {len(near)} neighbours")
+        for sealed in request.encrypted_shares:
+            self._sealed_shares.setdefault(sealed.fl_id, {})[device] = sealed.share
         self._sharers[device] = None
         if len(self._sharers) == len(self._ring):
             self._end_shares_phase(now)
@@ -226,27 +227,33 @@ class SecaggRound:
         if self.phase in (SecaggPhase.KEYS, SecaggPhase.SHARES):
             return WAIT
         if device not in self._sharers or self.phase is not SecaggPhase.UPDATES:
-            return SecaggOutcome(SecaggVerdict.LATE, "the round goes on without this device: its shares came too late")
-        given = self._sealed_shares.get(device, {})
-        shares = tuple(SealedShare(giver, share) for giver, share in given.items() if giver in self._sharers)
+            return SecaggOutcome(
+                SecaggVerdict.LATE, "the round continues without this device: it is too late to upload an update"
+            )
+        received = self._sealed_shares.get(device, {})
+        shares = tuple(SealedShare(sender, share) for sender, share in received.items() if sender in self._sharers)
         return SecaggOutcome(SecaggVerdict.ACCEPTED, "", ShareList(shares))
 
-    # -- the list ----------------------------------------------------------------------------------------------------
+    # -- the list of uploaders ---------------------------------------------------------------------------------------
 
     def fix_uploaders(self, clients: set[str], now: float) -> UploaderList | None:
-        """The parts are sealed and hold these devices' updates: the list is this, once and for all."""
+        """Fix the list of uploaders: the devices whose updates are in the sealed parts. Later calls do not change the list.
+
+        Return the list, or None if the devices are too few or not all of them shared secrets. `failure_reason` is set then, and
+        also if a later call names other devices.
+        """
         if self.uploaders is not None:
             if set(self.uploaders.clients) != clients:
-                self.failure_reason = "the parts are not those of the list that was given out"
+                self.failure_reason = "the sealed parts differ from the list of uploaders that devices received"
             return self.uploaders
-        strange = clients - self._sharers.keys()
-        if strange:
-            self.failure_reason = f"{count_noun(len(strange), 'update')} came from devices that shared no secrets"
+        unknown = clients - self._sharers.keys()
+        if unknown:
+            self.failure_reason = f"{count_noun(len(unknown), 'update')} from devices that shared no secrets"
             return None
         if len(clients) < max(self._updates_min, self._shares_needed):
             self.failure_reason = (
-                f"{count_noun(len(clients), 'update')} came, and "
-                f"{max(self._updates_min, self._shares_needed)} are needed to take masks off"
+                f"{count_noun(len(clients), 'update')} arrived, and "
+                f"{max(self._updates_min, self._shares_needed)} are needed for unmasking"
             )
             return None
         pks = {device: self._keys[device].s_pk for device in self._sharers}
@@ -271,13 +278,16 @@ class SecaggRound:
             return SecaggOutcome(SecaggVerdict.LATE, "this device's update is not in the sum")
         return SecaggOutcome(SecaggVerdict.ACCEPTED, "", ClientList(self.uploaders.clients))
 
-    def _on_list_signature(self, device: str, ask: PushListSign | GetListSign) -> SecaggOutcome:
-        """The signatures of enough neighbours, for devices that trust no list of a server's alone."""
+    def _on_list_signature(self, device: str, request: PushListSign | GetListSign) -> SecaggOutcome:
+        """Store a device's signature of the list; for GetListSign, reply with signatures when enough neighbours have signed.
+
+        Devices compare them, so that a server cannot send different lists to different devices.
+        """
         if self.uploaders is None or device not in self.uploaders.clients:
-            return SecaggOutcome(SecaggVerdict.INVALID, "only devices on the list may sign it, and only once there is a list")
-        if ask.signature:
-            self._signatures[device] = ask.signature
-        if isinstance(ask, PushListSign):
+            return SecaggOutcome(SecaggVerdict.INVALID, "only devices in the list of uploaders may sign it, after it is fixed")
+        if request.signature:
+            self._signatures[device] = request.signature
+        if isinstance(request, PushListSign):
             return ACCEPTED
         found = [ListSignature(d, self._signatures[d]) for d in [device, *self._neighbors(device)] if d in self._signatures]
         return (
@@ -286,19 +296,19 @@ class SecaggRound:
             else WAIT
         )
 
-    def _on_reconstruct_secrets(self, device: str, ask: ReconstructSecrets) -> SecaggOutcome:
+    def _on_reconstruct_secrets(self, device: str, request: ReconstructSecrets) -> SecaggOutcome:
         if self.uploaders is None or device not in self.uploaders.clients:
             return SecaggOutcome(
-                SecaggVerdict.INVALID, "only devices on the list may tell shares, and only once there is a list"
+                SecaggVerdict.INVALID, "only devices in the list of uploaders may reveal shares, after it is fixed"
             )
         if device in self._revealers or self.unmasking is not None:
             return ACCEPTED
         holders = {other for other in [device, *self._neighbors(device)] if other in self._sharers}
-        told = {one.fl_id: one.share for one in ask.reconstruct_secret_shares}
-        if told.keys() != holders or len(told) != len(ask.reconstruct_secret_shares):
-            return SecaggOutcome(SecaggVerdict.INVALID, f"there must be one share of each of {len(holders)} devices")
+        revealed = {plain.fl_id: plain.share for plain in request.reconstruct_secret_shares}
+        if revealed.keys() != holders or len(revealed) != len(request.reconstruct_secret_shares):
+            return SecaggOutcome(SecaggVerdict.INVALID, f"expected one share of each of {len(holders)} devices")
         self._revealers[device] = None
-        for other, share in told.items():
+        for other, share in revealed.items():
             self._revealed_shares.setdefault(other, {})[self._ring_index[device] + 1] = share
         if all(len(self._revealed_shares.get(other, {})) >= self._shares_needed for other in self._sharers):
             self._reconstruct_secrets()
@@ -308,16 +318,16 @@ class SecaggRound:
         assert self.uploaders is not None
         seeds: dict[str, bytes] = {}
         keys: dict[str, bytes] = {}
-        factors: dict[tuple[int, ...], list[int]] = {}
+        weights: dict[tuple[int, ...], list[int]] = {}
         for device in self._sharers:
-            some = dict(sorted(self._revealed_shares[device].items())[: self._shares_needed])
-            places = tuple(some)
-            if places not in factors:
-                factors[places] = shamir.lagrange_weights(places)
+            chosen = dict(sorted(self._revealed_shares[device].items())[: self._shares_needed])
+            indices = tuple(chosen)
+            if indices not in weights:
+                weights[indices] = shamir.lagrange_weights(indices)
             try:
-                secret = shamir.combine_shares(some, factors[places])
+                secret = shamir.combine_shares(chosen, weights[indices])
             except ValueError as error:
-                self.failure_reason = f"the secret of a device cannot be put together: {error}"
+                self.failure_reason = f"the secret of a device cannot be reconstructed: {error}"
                 return
             (seeds if device in self.uploaders.clients else keys)[device] = secret
         self.unmasking = UnmaskingSecrets(self.uploaders, seeds, keys)
@@ -326,26 +336,26 @@ class SecaggRound:
     # -- time --------------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """Close a phase whose window has ended, or give the round up."""
+        """End a phase whose window has ended if enough devices completed it, or fail the round."""
         if self.failure_reason or self._phase_started_at < 0 or now - self._phase_started_at < self._window_s:
             return
         window = f"within {self._window_s:g} s"
         if self.phase is SecaggPhase.KEYS:
-            self._end_phase_or_fail(len(self._keys), self._devices_max, f"gave keys {window}", now, self._end_keys_phase)
+            self._end_phase_or_fail(len(self._keys), self._devices_max, f"sent keys {window}", now, self._end_keys_phase)
         elif self.phase is SecaggPhase.SHARES:
             self._end_phase_or_fail(
                 len(self._sharers), len(self._ring), f"shared their secrets {window}", now, self._end_shares_phase
             )
         elif self.phase is SecaggPhase.UPDATES:
-            self.failure_reason = f"the updates did not come {window}"
+            self.failure_reason = f"the updates did not arrive {window}"
         elif self.unmasking is None:
             self.failure_reason = (
-                f"{len(self._revealers)} devices told their shares {window}, and {self._shares_needed} are needed"
+                f"{len(self._revealers)} devices revealed their shares {window}, and {self._shares_needed} are needed"
             )
 
-    def _end_phase_or_fail(self, came: int, before: int, what: str, now: float, close: Callable[[float], None]) -> None:
-        least = max(min_count_for_share(before, self._share_ratio), self._updates_min)
-        if came >= least:
-            close(now)
+    def _end_phase_or_fail(self, completed: int, of: int, action: str, now: float, end: Callable[[float], None]) -> None:
+        least = max(min_count_for_share(of, self._share_ratio), self._updates_min)
+        if completed >= least:
+            end(now)
         else:
-            self.failure_reason = f"{came} devices {what}, and {least} are needed"
+            self.failure_reason = f"{completed} devices {action}, and {least} are needed"

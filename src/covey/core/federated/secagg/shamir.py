@@ -1,6 +1,6 @@
-"""Shamir's secret sharing over a prime field: any `needed` shares give the secret back, fewer say nothing about it.
+"""Shamir's secret sharing over a prime field: a given number of shares reconstructs the secret, fewer reveal nothing about it.
 
-Randomness is the caller's. The prime is the first above 2^256, so a secret is any 32 bytes and a share 33.
+The caller supplies the randomness. The prime is the first above 2^256, so a secret is any 32 bytes, and a share has 33 bytes.
 """
 
 from __future__ import annotations
@@ -13,44 +13,51 @@ SECRET_BYTES: Final = 32
 SHARE_BYTES: Final = 33
 
 
-def split_secret(secret: bytes, places: Iterable[int], coefficients: Sequence[int]) -> dict[int, bytes]:
-    """A share for each place (from 1 on); `len(coefficients) + 1` are needed. Coefficients must be uniform below PRIME."""
+def split_secret(secret: bytes, indices: Iterable[int], coefficients: Sequence[int]) -> dict[int, bytes]:
+    """Return a share for each index; `len(coefficients) + 1` shares reconstruct the secret.
+
+    Coefficients must be uniform below PRIME. Raise `ValueError` if the secret does not have 32 bytes or an index is not in
+    1..PRIME-1.
+    """
     if len(secret) != SECRET_BYTES:
-        raise ValueError(f"a secret has {SECRET_BYTES} bytes, and this one {len(secret)}")
+        raise ValueError(f"the secret has {len(secret)} bytes: expected {SECRET_BYTES}")
     terms = [*reversed(coefficients), int.from_bytes(secret, "big")]
     shares: dict[int, bytes] = {}
-    for place in places:
-        if not 0 < place < PRIME:
-            raise ValueError(f"a share cannot lie at {place}: places begin at 1")
+    for index in indices:
+        if not 0 < index < PRIME:
+            raise ValueError(f"share index {index} is out of range: expected at least 1 and less than the prime")
         value = 0
         for term in terms:
-            value = (value * place + term) % PRIME
-        shares[place] = value.to_bytes(SHARE_BYTES, "big")
+            value = (value * index + term) % PRIME
+        shares[index] = value.to_bytes(SHARE_BYTES, "big")
     return shares
 
 
-def lagrange_weights(places: Sequence[int]) -> list[int]:
-    """Lagrange's factors for the value at 0: the same for every secret whose shares lie at these places."""
-    found = []
-    for place in places:
-        above, below = 1, 1
-        for other in places:
-            if other != place:
-                above = above * other % PRIME
-                below = below * (other - place) % PRIME
-        found.append(above * pow(below, -1, PRIME) % PRIME)
-    return found
+def lagrange_weights(indices: Sequence[int]) -> list[int]:
+    """Return Lagrange's weights for the value at 0. They are the same for all secrets whose shares have these indices."""
+    weights = []
+    for index in indices:
+        numerator, denominator = 1, 1
+        for other in indices:
+            if other != index:
+                numerator = numerator * other % PRIME
+                denominator = denominator * (other - index) % PRIME
+        weights.append(numerator * pow(denominator, -1, PRIME) % PRIME)
+    return weights
 
 
-def combine_shares(shares: Mapping[int, bytes], factors: Sequence[int] | None = None) -> bytes:
-    """The secret from exactly as many shares as are needed. Raises `ValueError` when they do not belong together."""
-    factors = factors if factors is not None else lagrange_weights(list(shares))
+def combine_shares(shares: Mapping[int, bytes], weights: Sequence[int] | None = None) -> bytes:
+    """Return the secret. `shares` must have exactly as many entries as are needed.
+
+    Raise `ValueError` if a share is invalid or the result is not a secret. Inconsistent shares are not always detected.
+    """
+    weights = weights if weights is not None else lagrange_weights(list(shares))
     value = 0
-    for factor, share in zip(factors, shares.values(), strict=True):
+    for weight, share in zip(weights, shares.values(), strict=True):
         number = int.from_bytes(share, "big")
         if len(share) != SHARE_BYTES or number >= PRIME:
-            raise ValueError("a share is not a number of the field")
-        value = (value + factor * number) % PRIME
+            raise ValueError("a share is not an element of the field")
+        value = (value + weight * number) % PRIME
     if value >= 2 ** (8 * SECRET_BYTES):
-        raise ValueError("the shares do not belong together: what they give is no secret")
+        raise ValueError("the shares are inconsistent: their result is not a secret")
     return value.to_bytes(SECRET_BYTES, "big")

@@ -1,5 +1,5 @@
-// A device in a browser tab: joins rounds at the server this page came from, trains on samples that never leave the tab, and
-// sends a masked update. It learns perceptrons with one hidden layer: hidden.weight, hidden.bias, out.weight, out.bias.
+// Device in a browser tab: joins rounds of the server that served this page, trains on samples that never leave the tab, and
+// sends masked updates. It trains perceptrons with one hidden layer: hidden.weight, hidden.bias, out.weight, out.bias.
 
 import { Session, encode, scale } from "./secure.js";
 
@@ -7,7 +7,7 @@ const WAIT_MS = 20000;
 const [SUCCEED, NOT_READY] = [200, 201];
 const prefix = location.pathname.replace(/\/device\/.*$/, "");
 
-// -- the wire -----------------------------------------------------------------------------------------------------------
+// -- requests and safetensors -------------------------------------------------------------------------------------------
 
 async function post(path, body, type = "application/json") {
   const answer = await fetch(`${prefix}/${path}`, { method: "POST", body, headers: { "content-type": type } });
@@ -53,10 +53,10 @@ export function train(model, { images, labels }, epochs, rate) {
       const logits = Float64Array.from(b2);
       for (let h = 0; h < hidden; h++) for (let c = 0; c < classes; c++) logits[c] += active[h] * w2[h * classes + c];
       const most = Math.max(...logits);
-      const chances = logits.map((one) => Math.exp(one - most));
-      const sum = chances.reduce((a, b) => a + b);
-      const slope = chances.map((one, c) => (one / sum - (c === labels[sample] ? 1 : 0)) / images.length);
-      loss -= Math.log(chances[labels[sample]] / sum + 1e-9) / images.length;
+      const exponentials = logits.map((one) => Math.exp(one - most));
+      const sum = exponentials.reduce((a, b) => a + b);
+      const slope = exponentials.map((one, c) => (one / sum - (c === labels[sample] ? 1 : 0)) / images.length);
+      loss -= Math.log(exponentials[labels[sample]] / sum + 1e-9) / images.length;
       right += (logits.indexOf(most) === labels[sample] ? 1 : 0) / images.length;
       const back = new Float64Array(hidden);
       for (let h = 0; h < hidden; h++)
@@ -76,41 +76,41 @@ export function train(model, { images, labels }, epochs, rate) {
 
 // -- a round ------------------------------------------------------------------------------------------------------------
 
-class Late extends Error {}
+class Late extends Error {} // the round continues without this device
 
-async function secureRound(flId, start, model, data, plan, say) {
+async function secureRound(flId, start, model, data, plan, report) {
   const { own, loss, right } = train(model, data, plan.epochs, plan.lr);
   const names = Object.keys(model).sort();
   const changed = (name) => [...own[name]].map((one, n) => Math.fround(one) - model[name].values[n]);
   const change = Float32Array.from(names.flatMap(changed));
   const size = data.labels.length;
   const session = new Session(flId);
-  const ask = async (path, more = {}) => {
+  const request = async (path, more = {}) => {
     for (;;) {
-      const who = { fl_id: flId, iteration: Number(start.iteration), data_size: size, ticket: start.ticket };
-      const [answer] = await post(path, JSON.stringify({ ...who, timestamp: Date.now(), wait: WAIT_MS, ...more }));
+      const common = { fl_id: flId, iteration: Number(start.iteration), data_size: size, ticket: start.ticket };
+      const [answer] = await post(path, JSON.stringify({ ...common, timestamp: Date.now(), wait: WAIT_MS, ...more }));
       if (answer.retcode === SUCCEED) return answer;
       if (answer.retcode !== NOT_READY) throw new Late(answer.reason);
     }
   };
-  await ask("exchangeKeys", await session.publicKeys());
-  const keys = await ask("getKeys");
-  if (keys.done) throw new Late("the round is over");
-  const told = [1, loss, right, 0, 0, 0, 1, 0];
-  const words = encode(change, told, size, scale(plan.cipher.reach, keys.samples, keys.devices));
-  // Fields that are at their default are left out of an answer: a place of 0 is one.
-  await ask("shareSecrets", { encrypted_shares: await session.share(filled(keys)) });
-  const secrets = await ask("getSecrets");
-  if (secrets.done) throw new Late("the round is over");
+  await request("exchangeKeys", await session.publicKeys());
+  const keys = await request("getKeys");
+  if (keys.done) throw new Late("the round is complete");
+  const metrics = [1, loss, right, 0, 0, 0, 1, 0];
+  const words = encode(change, metrics, size, scale(plan.cipher.reach, keys.samples, keys.devices));
+  // Replies omit fields that have their default, such as an index of 0.
+  await request("shareSecrets", { encrypted_shares: await session.share(filled(keys)) });
+  const secrets = await request("getSecrets");
+  if (secrets.done) throw new Late("the round is complete");
   await session.take(secrets.encrypted_shares ?? []);
-  say("sends a masked update");
-  const hidden = await session.mask(words);
-  const who = { fl_id: flId, iteration: start.iteration, data_size: String(size), ticket: secrets.ticket };
-  const body = maskedBody(hidden, { ...who, timestamp: String(Date.now()) });
+  report("sending a masked update");
+  const masked = await session.mask(words);
+  const metadata = { fl_id: flId, iteration: start.iteration, data_size: String(size), ticket: secrets.ticket };
+  const body = maskedBody(masked, { ...metadata, timestamp: String(Date.now()) });
   const [counted] = await post("updateModel", body, "application/x-safetensors");
   if (counted.retcode !== SUCCEED) throw new Late(counted.reason);
-  const list = await ask("getClientList");
-  if (!list.done) await ask("reconstructSecrets", { reconstruct_secret_shares: session.reveal(list.clients) });
+  const list = await request("getClientList");
+  if (!list.done) await request("reconstructSecrets", { reconstruct_secret_shares: session.reveal(list.clients) });
   return { loss, right, change: Array.from(change) };
 }
 
@@ -119,29 +119,30 @@ const filled = (keys) => {
   return { ...keys, index: keys.index ?? 0, remote_publickeys: others };
 };
 
-export async function takePart(flId, data, say) {
+// Takes part in rounds until the training ends; returns loss, accuracy and change of each round.
+export async function takePart(flId, data, report) {
   let done = 0;
   const rounds = [];
   for (;;) {
-    const asked = { fl_id: flId, timestamp: Date.now(), data_size: data.labels.length, iteration: done, wait: WAIT_MS };
-    const [start, model] = await post("startFLJob", JSON.stringify(asked));
+    const job = { fl_id: flId, timestamp: Date.now(), data_size: data.labels.length, iteration: done, wait: WAIT_MS };
+    const [start, model] = await post("startFLJob", JSON.stringify(job));
     if (model === null) {
       if (start.instance) return rounds;
       await new Promise((wake) => setTimeout(wake, 200));
       continue;
     }
     const plan = JSON.parse(start.fl_plan_config);
-    if (plan.cipher.encrypt_type !== "PW_ENCRYPT") throw new Error("this page takes part in secure rounds only (--secure)");
-    if (plan.cipher.signed) throw new Error("this page has no certificate, and the servers want one (pki_verify)");
-    say(`trains in iteration ${start.iteration}`);
+    if (plan.cipher.encrypt_type !== "PW_ENCRYPT") throw new Error("this page supports only secure rounds: start the servers with --secure");
+    if (plan.cipher.signed) throw new Error("the servers require device certificates (pki_verify), which this page does not support");
+    report(`training in iteration ${start.iteration}`);
     try {
-      const found = await secureRound(flId, start, model, data, plan, say);
+      const result = await secureRound(flId, start, model, data, plan, report);
       done = Number(start.iteration);
-      rounds.push(found);
-      say(`iteration ${done} is done: loss ${found.loss.toFixed(3)}, accuracy ${(100 * found.right).toFixed(1)} %`);
+      rounds.push(result);
+      report(`iteration ${done} is done: loss ${result.loss.toFixed(3)}, accuracy ${(100 * result.right).toFixed(1)} %`);
     } catch (error) {
       if (!(error instanceof Late)) throw error;
-      say(`the round went on without this device: ${error.message}`);
+      report(`the round continues without this device: ${error.message}`);
     }
   }
 }

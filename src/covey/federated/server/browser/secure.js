@@ -1,26 +1,26 @@
-// A device's side of a secure round in plain JavaScript: the arithmetic of covey/federated/privacy, written apart from it.
-// Everything secret is made with WebCrypto; Shamir's sharing is BigInt. tests/vectors/secure.json holds for both.
+// Device side of a secure round in JavaScript: an independent implementation of covey/federated/privacy.
+// Secrets are made with WebCrypto; Shamir's sharing uses BigInt. tests/vectors/secure.json is valid for both implementations.
 
 const text = new TextEncoder();
 const PRIME = 2n ** 256n + 297n;
 const SHARE_BYTES = 33;
-const TOLD = 8;
-const TOLD_RANGE = 1024;
+const METRIC_COUNT = 8;
+const METRIC_MAX = 1024;
 
 export const encode64 = (bytes) => btoa(Array.from(new Uint8Array(bytes), (one) => String.fromCharCode(one)).join(""));
-export const decode64 = (said) => Uint8Array.from(atob(said), (one) => one.charCodeAt(0));
+export const decode64 = (encoded) => Uint8Array.from(atob(encoded), (one) => one.charCodeAt(0));
 
 const toNumber = (bytes) => bytes.reduce((sum, one) => (sum << 8n) + BigInt(one), 0n);
 
 function toBytes(number, size) {
   const bytes = new Uint8Array(size);
-  for (let place = size - 1; place >= 0; place--, number >>= 8n) bytes[place] = Number(number & 255n);
+  for (let index = size - 1; index >= 0; index--, number >>= 8n) bytes[index] = Number(number & 255n);
   return bytes;
 }
 
 // -- keys ---------------------------------------------------------------------------------------------------------------
 
-const PKCS8 = decode64("MC4CAQAwBQYDK2VuBCIEIA=="); // what comes before 32 bytes of a private X25519 key
+const PKCS8 = decode64("MC4CAQAwBQYDK2VuBCIEIA=="); // precedes the 32 bytes of a private X25519 key
 
 const privateKey = (raw) =>
   crypto.subtle.importKey("pkcs8", new Uint8Array([...PKCS8, ...raw]), "X25519", true, ["deriveBits"]);
@@ -54,31 +54,31 @@ export const selfMask = async (seed, session, size) => stream(await derive(seed,
 export const pairMask = async (raw, other, session, size) =>
   stream(await derive(await agreed(raw, other), session, "covey pair mask"), size);
 
-async function shareKey(raw, other, session, giver, taker, use) {
-  const route = `${text.encode(giver).length}/${giver}/${taker}`;
+async function shareKey(raw, other, session, sender, receiver, use) {
+  const route = `${text.encode(sender).length}/${sender}/${receiver}`;
   const secret = await derive(await agreed(raw, other), session, `covey shares ${route}`);
   const key = await crypto.subtle.importKey("raw", secret, "AES-GCM", false, [use]);
   return [{ name: "AES-GCM", iv: new Uint8Array(12), additionalData: text.encode(`${session} ${route}`) }, key];
 }
 
-export async function seal(shares, raw, other, session, giver, taker) {
-  const [how, key] = await shareKey(raw, other, session, giver, taker, "encrypt");
+export async function seal(shares, raw, other, session, sender, receiver) {
+  const [how, key] = await shareKey(raw, other, session, sender, receiver, "encrypt");
   return new Uint8Array(await crypto.subtle.encrypt(how, key, shares));
 }
 
-async function unseal(sealed, raw, other, session, giver, taker) {
-  const [how, key] = await shareKey(raw, other, session, giver, taker, "decrypt");
+async function unseal(sealed, raw, other, session, sender, receiver) {
+  const [how, key] = await shareKey(raw, other, session, sender, receiver, "decrypt");
   return new Uint8Array(await crypto.subtle.decrypt(how, key, sealed));
 }
 
 // -- Shamir -------------------------------------------------------------------------------------------------------------
 
-export function split(secret, places, coefficients) {
+export function split(secret, indices, coefficients) {
   const terms = [...coefficients].reverse();
   return new Map(
-    places.map((place) => {
-      const value = [...terms, toNumber(secret)].reduce((sum, term) => (sum * BigInt(place) + term) % PRIME, 0n);
-      return [place, toBytes(value, SHARE_BYTES)];
+    indices.map((index) => {
+      const value = [...terms, toNumber(secret)].reduce((sum, term) => (sum * BigInt(index) + term) % PRIME, 0n);
+      return [index, toBytes(value, SHARE_BYTES)];
     }),
   );
 }
@@ -86,17 +86,17 @@ export function split(secret, places, coefficients) {
 function below() {
   for (;;) {
     const bytes = crypto.getRandomValues(new Uint8Array(SHARE_BYTES));
-    bytes[0] &= 1; // 257 bits, so that most draws fit
+    bytes[0] &= 1; // 257 bits: about half of the draws are below PRIME
     const number = toNumber(bytes);
     if (number < PRIME) return number;
   }
 }
 
-// -- whole numbers modulo 2^32 ------------------------------------------------------------------------------------------
+// -- integers modulo 2^32 -----------------------------------------------------------------------------------------------
 
 const unit = (most, devices) => 2 ** Math.floor(Math.log2((2 ** 31 - 1 - devices) / most));
 
-export const scale = (reach, samples, devices) => [reach, unit(reach * samples, devices), unit(TOLD_RANGE * samples, devices)];
+export const scale = (reach, samples, devices) => [reach, unit(reach * samples, devices), unit(METRIC_MAX * samples, devices)];
 
 function rounded(value) {
   const low = Math.floor(value);
@@ -104,14 +104,15 @@ function rounded(value) {
   return rest < 0.5 || (rest === 0.5 && low % 2 === 0) ? low : low + 1;
 }
 
-export function encode(values, told, weight, [reach, valueUnit, toldUnit]) {
-  const words = new Uint32Array(values.length + TOLD);
-  values.forEach((value, place) => {
-    if (!(Math.abs(value) <= reach)) throw new Error(`a value is ${value} off, and ${reach} is the reach: nothing was sent`);
-    words[place] = rounded(value * (weight * valueUnit));
+export function encode(values, metrics, weight, [reach, valueUnit, metricUnit]) {
+  const words = new Uint32Array(values.length + METRIC_COUNT);
+  values.forEach((value, index) => {
+    if (!(Math.abs(value) <= reach))
+      throw new Error(`a value of the update is ${value} away from the model, but update_reach is ${reach}: nothing was sent`);
+    words[index] = rounded(value * (weight * valueUnit));
   });
-  const fits = told.every((one) => Math.abs(one) <= TOLD_RANGE);
-  told.forEach((one, place) => (words[values.length + place] = fits ? rounded(one * weight * toldUnit) : 0));
+  const fits = metrics.every((one) => Math.abs(one) <= METRIC_MAX);
+  metrics.forEach((one, index) => (words[values.length + index] = fits ? rounded(one * weight * metricUnit) : 0));
   return words;
 }
 
@@ -121,8 +122,8 @@ export class Session {
   constructor(flId) {
     this.flId = flId;
     [this.c, this.s, this.seed] = [0, 1, 2].map(() => crypto.getRandomValues(new Uint8Array(32)));
-    this.held = new Map(); // by whose they are: shares of its seed and of its key
-    this.answered = null;
+    this.held = new Map(); // by device: shares of its seed and of its key
+    this.revealed = null; // the list for which shares were revealed
   }
 
   async publicKeys() {
@@ -132,13 +133,13 @@ export class Session {
   async share(keys) {
     const holders = keys.remote_publickeys.length + 1;
     if (holders < 3 || 2 * keys.needed <= holders || keys.needed > holders)
-      throw new Error(`the server wants ${keys.needed} of ${holders} shares to be enough: nothing was sent`);
+      throw new Error(`the server's threshold of ${keys.needed} of ${holders} shares is unsafe: nothing was sent`);
     this.keys = keys;
     this.others = new Map(keys.remote_publickeys.map((other) => [other.fl_id, other]));
-    if (this.others.size !== holders - 1 || this.others.has(this.flId)) throw new Error("a device is listed twice");
-    const places = [keys.index + 1, ...keys.remote_publickeys.map((other) => other.index + 1)];
+    if (this.others.size !== holders - 1 || this.others.has(this.flId)) throw new Error("the server's list of keys names a device twice");
+    const indices = [keys.index + 1, ...keys.remote_publickeys.map((other) => other.index + 1)];
     const [ofSeed, ofKey] = [this.seed, this.s].map((secret) =>
-      split(secret, places, Array.from({ length: keys.needed - 1 }, below)),
+      split(secret, indices, Array.from({ length: keys.needed - 1 }, below)),
     );
     this.held.set(this.flId, [ofSeed.get(keys.index + 1), ofKey.get(keys.index + 1)]);
     return Promise.all(
@@ -152,35 +153,36 @@ export class Session {
 
   async take(shares) {
     for (const one of shares) {
-      const giver = this.others.get(one.fl_id);
-      if (!giver) throw new Error(`${one.fl_id} is no neighbour of this device`);
-      const both = await unseal(decode64(one.share), this.c, decode64(giver.c_pk), this.keys.session, one.fl_id, this.flId);
+      const sender = this.others.get(one.fl_id);
+      if (!sender) throw new Error(`the server sent shares of ${one.fl_id}, which is not a neighbour`);
+      const both = await unseal(decode64(one.share), this.c, decode64(sender.c_pk), this.keys.session, one.fl_id, this.flId);
       this.held.set(one.fl_id, [both.slice(0, SHARE_BYTES), both.slice(SHARE_BYTES)]);
     }
-    if (this.held.size < this.keys.needed) throw new Error(`too few devices shared secrets: ${this.held.size}`);
+    if (this.held.size < this.keys.needed)
+      throw new Error(`${this.held.size} devices shared secrets, and ${this.keys.needed} are needed`);
   }
 
   async mask(words) {
     const { session, index } = this.keys;
-    const hidden = words.slice();
-    const add = (mask, sign) => mask.forEach((one, place) => (hidden[place] += sign * one));
+    const masked = words.slice();
+    const add = (mask, sign) => mask.forEach((one, index) => (masked[index] += sign * one));
     add(await selfMask(this.seed, session, words.length), 1);
     for (const name of this.held.keys()) {
       if (name === this.flId) continue;
       const other = this.others.get(name);
       add(await pairMask(this.s, decode64(other.s_pk), session, words.length), index < other.index ? 1 : -1);
     }
-    return hidden;
+    return masked;
   }
 
   reveal(clients) {
-    const said = JSON.stringify(clients);
-    if (this.answered !== null && this.answered !== said) throw new Error("the server gave a second list: it is refused");
+    const list = JSON.stringify(clients);
+    if (this.revealed !== null && this.revealed !== list) throw new Error("the server sent a second list: no share was sent for it");
     const listed = new Set(clients);
-    const here = [...this.held.keys()].filter((name) => listed.has(name)).length;
-    if (!listed.has(this.flId) || listed.size !== clients.length || here < this.keys.needed)
-      throw new Error("the list of updates would give single ones away: no share was told");
-    this.answered = said;
+    const count = [...this.held.keys()].filter((name) => listed.has(name)).length;
+    if (!listed.has(this.flId) || listed.size !== clients.length || count < this.keys.needed)
+      throw new Error("the list of updates could reveal single updates: no share was sent");
+    this.revealed = list;
     return [...this.held].map(([name, [seed, key]]) => ({ fl_id: name, share: encode64(listed.has(name) ? seed : key) }));
   }
 }

@@ -1,4 +1,4 @@
-"""A secure round without a wire: devices as sessions, and the scheduler's machine between them."""
+"""Secure round without a network: device sessions and the protocol of the scheduler."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from covey.federated.privacy.secagg_session import SecaggSession, make_round_sca
 REACH = 16.0
 
 
-class Sim:
-    """Devices by number; each may stop at any phase."""
+class SecaggSimulation:
+    """Simulated devices; each phase method takes the devices that take part in it."""
 
     def __init__(self, count: int, size: int = 5, *, least: int = 1, reconstruct: int = 0, seed: int = 0) -> None:
         self.round = SecaggRound(
@@ -46,7 +46,7 @@ class Sim:
         self.now = 0.0
         self._phase = self.round.phase
 
-    def ask(self, kind: type, name: str, **more: object) -> SecaggOutcome:
+    def request(self, kind: type, name: str, **more: object) -> SecaggOutcome:
         return self.round.handle_request(
             kind(fl_id=name, iteration=1, timestamp=0, data_size=self.sizes[name], ticket="", **more), self.now
         )
@@ -54,20 +54,20 @@ class Sim:
     def keys(self, names: list[str]) -> None:
         for name in names:
             one = self.sessions[name]
-            assert self.ask(ExchangeKeys, name, c_pk=one.c_pk, s_pk=one.s_pk).verdict is SecaggVerdict.ACCEPTED
+            assert self.request(ExchangeKeys, name, c_pk=one.c_pk, s_pk=one.s_pk).verdict is SecaggVerdict.ACCEPTED
         self._wait()
 
     def shares(self, names: list[str]) -> None:
         for name in names:
-            keys = self.ask(GetKeys, name).payload
+            keys = self.request(GetKeys, name).payload
             assert isinstance(keys, KeyList)
             shares = self.sessions[name].make_shares(keys)
-            assert self.ask(ShareSecrets, name, encrypted_shares=shares).verdict is SecaggVerdict.ACCEPTED
+            assert self.request(ShareSecrets, name, encrypted_shares=shares).verdict is SecaggVerdict.ACCEPTED
         self._wait()
 
     def upload(self, names: list[str]) -> None:
         for name in names:
-            shares = self.ask(GetSecrets, name).payload
+            shares = self.request(GetSecrets, name).payload
             assert isinstance(shares, ShareList)
             one = self.sessions[name]
             one.accept_shares(shares)
@@ -81,20 +81,20 @@ class Sim:
 
     def reveal(self, names: list[str]) -> None:
         for name in names:
-            listed = self.ask(GetClientList, name).payload
+            listed = self.request(GetClientList, name).payload
             assert isinstance(listed, ClientList)
-            told = self.sessions[name].reveal_shares(listed.clients)
-            verdict = self.ask(ReconstructSecrets, name, reconstruct_secret_shares=told).verdict
+            shares = self.sessions[name].reveal_shares(listed.clients)
+            verdict = self.request(ReconstructSecrets, name, reconstruct_secret_shares=shares).verdict
             assert verdict is SecaggVerdict.ACCEPTED
         self._wait()
 
     def _wait(self) -> None:
-        """Until the phase's window ends, unless all came: then the next has begun, and goes on."""
+        """Advance the clock past the window, and tick unless all devices completed the phase."""
         self.now += 11.0
         if self.round.phase is self._phase or self.round.phase is SecaggPhase.UNMASKING:
             self.round.tick(self.now)
         self._phase = self.round.phase
 
-    def bare(self) -> Words:
+    def unmasked(self) -> Words:
         assert self.round.unmasking is not None
         return unmask_sum(self.total, self.round.unmasking)

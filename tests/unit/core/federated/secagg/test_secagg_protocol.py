@@ -1,4 +1,4 @@
-"""Secure aggregation without a wire: masks, dropouts at every phase, and what must never be told."""
+"""Tests of secure aggregation without a network: masks, dropouts in every phase, refused requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.documents import ROOT
-from tests.unit.core.federated.secagg.secure_devices import REACH, Sim
+from tests.unit.core.federated.secagg.secure_devices import REACH, SecaggSimulation
 
 from covey.core.federated.secagg import neighbor_graph, shamir
 from covey.core.federated.secagg.messages import (
@@ -42,22 +42,22 @@ VECTORS = ROOT / "tests" / "vectors" / "secure.json"
 
 
 @given(st.integers(1, 50), st.integers(1, 2**20), st.floats(0.001, 1000))
-def test_a_round_cannot_overflow(devices: int, samples: int, reach: float) -> None:
-    """Every device at the edge of what it may send, all with the same sign."""
-    units_ = fixed_point_ring.make_scale(reach, devices * samples, devices)
+def test_sum_of_extreme_updates_does_not_overflow(devices: int, samples: int, reach: float) -> None:
+    """Every device sends the greatest allowed value, with the same sign."""
+    scale = fixed_point_ring.make_scale(reach, devices * samples, devices)
     edge = np.array([np.float32(reach)], np.float32)
     edge = np.minimum(edge, np.nextafter(np.float32(reach), np.float32(0)))
-    one = fixed_point_ring.encode_update(edge, DeviceMetrics(1.0, 1024.0), samples, units_)
+    one = fixed_point_ring.encode_update(edge, DeviceMetrics(1.0, 1024.0), samples, scale)
     total = np.zeros_like(one)
     for _ in range(devices):
         total += one
-    values, told = fixed_point_ring.decode_sum(total, units_)
-    assert values[0] == pytest.approx(float(edge[0]) * samples * devices, abs=devices / units_.value_factor)
-    assert told.loss == pytest.approx(1024.0 * samples * devices, abs=devices / units_.metric_factor)
+    values, told = fixed_point_ring.decode_sum(total, scale)
+    assert values[0] == pytest.approx(float(edge[0]) * samples * devices, abs=devices / scale.value_factor)
+    assert told.loss == pytest.approx(1024.0 * samples * devices, abs=devices / scale.metric_factor)
 
 
 @pytest.mark.parametrize("value", [16.5, -16.5, float("nan"), float("inf")])
-def test_values_that_do_not_fit_are_refused_not_cut(value: float) -> None:
+def test_values_out_of_reach_are_refused(value: float) -> None:
     with pytest.raises(UsageError, match="nothing was sent"):
         fixed_point_ring.encode_update(
             np.array([1.0, value], np.float32), DeviceMetrics(), 5, fixed_point_ring.make_scale(REACH, 100, 10)
@@ -66,9 +66,9 @@ def test_values_that_do_not_fit_are_refused_not_cut(value: float) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(st.data(), st.integers(4, 9))
-def test_dropouts_at_every_phase_leave_the_exact_sum_or_nothing(data: st.DataObject, count: int) -> None:
-    """Each phase loses anyone; as long as enough remain, the sum is exact, and else there is none and a reason."""
-    sim = Sim(count, seed=count)
+def test_dropouts_in_any_phase_leave_exact_sum_or_failure_reason(data: st.DataObject, count: int) -> None:
+    """Any devices may drop out in each phase. With enough left the sum is exact, else the round fails with a reason."""
+    sim = SecaggSimulation(count, seed=count)
 
     def some(names: list[str]) -> list[str]:
         kept: list[str] = data.draw(st.lists(st.sampled_from(names), min_size=1, max_size=len(names), unique=True))
@@ -77,7 +77,7 @@ def test_dropouts_at_every_phase_leave_the_exact_sum_or_nothing(data: st.DataObj
     keyed = some(sim.names)
     sim.keys(keyed)
     if len(keyed) < 3:
-        return  # too few to hide among: a device refuses
+        return  # devices refuse a round of fewer than 3
     sharing = some(keyed)
     sim.shares(sharing)
     needed = neighbor_graph.default_share_threshold(len(keyed))
@@ -88,24 +88,24 @@ def test_dropouts_at_every_phase_leave_the_exact_sum_or_nothing(data: st.DataObj
     sending = some(sharing)
     sim.upload(sending)
     if len(sending) < needed:
-        assert "are needed to take masks off" in sim.round.failure_reason and sim.round.uploaders is None
+        assert "are needed for unmasking" in sim.round.failure_reason and sim.round.uploaders is None
         return
-    telling = some(sending)
-    sim.reveal(telling)
-    if len(telling) < needed:
+    revealing = some(sending)
+    sim.reveal(revealing)
+    if len(revealing) < needed:
         assert f"{needed} are needed" in sim.round.failure_reason and sim.round.unmasking is None
         return
-    assert np.array_equal(sim.bare(), sim.plain)
-    values, told = fixed_point_ring.decode_sum(sim.bare(), make_round_scale(sim.sessions[sending[0]].keys, REACH))
+    assert np.array_equal(sim.unmasked(), sim.plain)
+    values, told = fixed_point_ring.decode_sum(sim.unmasked(), make_round_scale(sim.sessions[sending[0]].keys, REACH))
     wanted = sum(sim.values[name].astype(float) * sim.sizes[name] for name in sending)
     assert values == pytest.approx(wanted, abs=1e-4)
     assert told.loss == pytest.approx(0.5 * sum(sim.sizes[name] for name in sending), abs=1e-2)
 
 
-def test_a_large_round_masks_with_few_and_stays_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_round_uses_sparse_graph_and_sum_is_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [neighbor_graph.choose_degree(count) for count in (100, 200, 1000, 10_000)] == [99, 199, 78, 96]
     monkeypatch.setattr(neighbor_graph, "choose_degree", lambda count: 10)
-    sim = Sim(40)
+    sim = SecaggSimulation(40)
     sim.keys(sim.names)
     assert len(sim.round._build_key_list("device-0").remote_publickeys) == 10
     sim.shares(sim.names)
@@ -113,20 +113,20 @@ def test_a_large_round_masks_with_few_and_stays_exact(monkeypatch: pytest.Monkey
     sending = [name for name in sim.names if name not in gone]
     sim.upload(sending)
     sim.reveal(sending)
-    assert np.array_equal(sim.bare(), sim.plain)
+    assert np.array_equal(sim.unmasked(), sim.plain)
 
 
 @given(st.integers(2, 60), st.integers(1, 30))
-def test_neighbours_are_mutual(size: int, half: int) -> None:
+def test_ring_neighbors_are_symmetric(size: int, half: int) -> None:
     names = [str(number) for number in range(size)]
     near = [neighbor_graph.ring_neighbors(names, place, 2 * half) for place in range(size)]
     assert all(place in near[other] for place in range(size) for other in near[place])
     assert all(len(found) == min(2 * half, size - 1) and place not in found for place, found in enumerate(near))
 
 
-def test_an_upload_says_nothing_about_its_values() -> None:
+def test_masked_upload_is_uniformly_distributed() -> None:
     """The same values, masked in two rounds, look like noise both times."""
-    first, second = Sim(3, 4000), Sim(3, 4000)
+    first, second = SecaggSimulation(3, 4000), SecaggSimulation(3, 4000)
     for sim in (first, second):
         sim.values = {name: np.zeros(4000, np.float32) for name in sim.names}
         sim.keys(sim.names)
@@ -137,48 +137,48 @@ def test_an_upload_says_nothing_about_its_values() -> None:
     assert (first.uploads["device-0"] != second.uploads["device-0"]).mean() > 0.99
 
 
-def test_a_device_answers_one_list_and_refuses_a_second() -> None:
-    sim = Sim(5)
+def test_session_reveals_shares_for_one_list_only() -> None:
+    sim = SecaggSimulation(5)
     sim.keys(sim.names)
     sim.shares(sim.names)
     sim.upload(sim.names)
     one = sim.sessions["device-0"]
-    everyone = tuple(sim.names)
-    told = one.reveal_shares(everyone)
-    assert one.reveal_shares(everyone) == told, "the same list may be asked for again"
+    all_names = tuple(sim.names)
+    told = one.reveal_shares(all_names)
+    assert one.reveal_shares(all_names) == told, "the same list may be requested again"
     with pytest.raises(PeerError, match="second list"):
-        one.reveal_shares(everyone[:4])
+        one.reveal_shares(all_names[:4])
 
 
-def test_a_device_refuses_lists_and_numbers_that_would_give_it_away() -> None:
-    sim = Sim(6)
+def test_session_refuses_unsafe_lists_and_thresholds() -> None:
+    sim = SecaggSimulation(6)
     sim.keys(sim.names)
     sim.shares(sim.names)
     sim.upload(sim.names)
     one = sim.sessions["device-0"]
     with pytest.raises(PeerError, match="lacks this device"):
         one.reveal_shares(tuple(sim.names[1:]))
-    with pytest.raises(PeerError, match="are needed: no share was told"):
+    with pytest.raises(PeerError, match="are needed: no share was sent"):
         one.reveal_shares(tuple(sim.names[:3]))
     keys = one.keys
     for wrong in (3, 7):
-        with pytest.raises(PeerError, match="only more than half"):
+        with pytest.raises(PeerError, match="expected more than half"):
             SecaggSession("device-0").make_shares(
                 KeyList("s", keys.index, wrong, keys.devices, keys.samples, keys.remote_publickeys)
             )
-    low = (*keys.remote_publickeys[:4], RemoteKeys("x", 9, bytes(32), bytes(32)))  # a point of low order: no secret comes of it
-    with pytest.raises(PeerError, match="the keys of x are none"):
+    low = (*keys.remote_publickeys[:4], RemoteKeys("x", 9, bytes(32), bytes(32)))  # a low-order point is not a valid key
+    with pytest.raises(PeerError, match="the keys of x are invalid"):
         SecaggSession("device-0").make_shares(KeyList("s", keys.index, 4, keys.devices, keys.samples, low))
     twice = (*keys.remote_publickeys[:4], RemoteKeys("device-0", 1, one.c_pk, one.s_pk))
     with pytest.raises(PeerError, match="twice"):
         SecaggSession("device-0").make_shares(KeyList("s", keys.index, 4, keys.devices, keys.samples, twice))
 
 
-def test_shares_are_for_their_receiver_alone_and_nobody_can_change_them() -> None:
-    sim = Sim(4)
+def test_sealed_shares_open_only_for_receiver_and_unmodified() -> None:
+    sim = SecaggSimulation(4)
     sim.keys(sim.names)
     sim.shares(sim.names)
-    shares = sim.ask(GetSecrets, "device-1").payload
+    shares = sim.request(GetSecrets, "device-1").payload
     with pytest.raises(PeerError, match="were not made by it"):
         sim.sessions["device-2"].accept_shares(shares)  # type: ignore[arg-type]
     a, b = bytes(range(32)), bytes(range(32, 64))
@@ -192,8 +192,8 @@ def test_shares_are_for_their_receiver_alone_and_nobody_can_change_them() -> Non
         secagg_masks.unseal_shares(bytes(sealed), b, secagg_masks.derive_public_key(a), "s", "a", "b")
 
 
-def test_the_list_never_changes_and_a_successor_goes_on_from_it() -> None:
-    sim = Sim(6)
+def test_uploader_list_is_fixed_and_resumed_round_continues_from_it() -> None:
+    sim = SecaggSimulation(6)
     sim.keys(sim.names)
     sim.shares(sim.names)
     sim.upload(sim.names[1:])
@@ -201,95 +201,97 @@ def test_the_list_never_changes_and_a_successor_goes_on_from_it() -> None:
     assert kept is not None
     sim.round = SecaggRound.resume(kept, 10.0, sim.now)
     assert sim.round.fix_uploaders(set(sim.names[1:]), sim.now) == kept and not sim.round.failure_reason
-    assert sim.ask(GetKeys, sim.names[0]).verdict is SecaggVerdict.LATE, "it has no keys to tell"
+    assert sim.request(GetKeys, sim.names[0]).verdict is SecaggVerdict.LATE, "a resumed round has no keys"
     sim.reveal(sim.names[1:])
-    assert np.array_equal(sim.bare(), sim.plain)
+    assert np.array_equal(sim.unmasked(), sim.plain)
     other = SecaggRound.resume(kept, 10.0, sim.now)
     other.fix_uploaders(set(sim.names[2:]), sim.now)
-    assert "not those of the list" in other.failure_reason
+    assert "differ from the list" in other.failure_reason
 
 
-def test_requests_out_of_order_or_twice_or_from_strangers() -> None:
-    sim = Sim(4)
-    assert sim.ask(GetSecrets, "device-0").verdict is SecaggVerdict.WAIT
+def test_requests_out_of_order_or_of_unknown_devices_are_rejected() -> None:
+    sim = SecaggSimulation(4)
+    assert sim.request(GetSecrets, "device-0").verdict is SecaggVerdict.WAIT
     sim.keys(sim.names)
-    assert sim.ask(ShareSecrets, "device-0", encrypted_shares=()).verdict is SecaggVerdict.INVALID
+    assert sim.request(ShareSecrets, "device-0", encrypted_shares=()).verdict is SecaggVerdict.INVALID
     sim.shares(sim.names[1:])
-    assert sim.ask(ShareSecrets, "device-0", encrypted_shares=()).verdict is SecaggVerdict.LATE
-    assert sim.ask(GetSecrets, "device-0").verdict is SecaggVerdict.LATE
-    assert sim.ask(ReconstructSecrets, "device-1", reconstruct_secret_shares=()).verdict is SecaggVerdict.INVALID
+    assert sim.request(ShareSecrets, "device-0", encrypted_shares=()).verdict is SecaggVerdict.LATE
+    assert sim.request(GetSecrets, "device-0").verdict is SecaggVerdict.LATE
+    assert sim.request(ReconstructSecrets, "device-1", reconstruct_secret_shares=()).verdict is SecaggVerdict.INVALID
     sim.upload(sim.names[1:])
     share = (PlainShare("device-1", bytes(33)),)
-    assert sim.ask(ReconstructSecrets, "device-1", reconstruct_secret_shares=share).verdict is SecaggVerdict.INVALID
-    sim.sizes["nobody"] = 1
-    assert sim.ask(GetSecrets, "nobody").verdict is SecaggVerdict.LATE
+    assert sim.request(ReconstructSecrets, "device-1", reconstruct_secret_shares=share).verdict is SecaggVerdict.INVALID
+    sim.sizes["unknown"] = 1
+    assert sim.request(GetSecrets, "unknown").verdict is SecaggVerdict.LATE
 
 
-def test_only_who_is_on_the_list_may_sign_it_and_enough_signatures_are_waited_for() -> None:
-    sim = Sim(4)
+def test_only_listed_devices_sign_and_signatures_are_sent_when_enough() -> None:
+    sim = SecaggSimulation(4)
     sim.keys(sim.names)
     sim.shares(sim.names)
-    assert sim.ask(GetClientList, "device-1").verdict is SecaggVerdict.WAIT
-    assert sim.ask(PushListSign, "device-1", signature=b"early").verdict is SecaggVerdict.INVALID
+    assert sim.request(GetClientList, "device-1").verdict is SecaggVerdict.WAIT
+    assert sim.request(PushListSign, "device-1", signature=b"early").verdict is SecaggVerdict.INVALID
     sim.upload(sim.names[1:])
-    assert sim.ask(GetClientList, "device-0").verdict is SecaggVerdict.LATE
-    assert sim.ask(PushListSign, "device-0", signature=b"not on it").verdict is SecaggVerdict.INVALID
+    assert sim.request(GetClientList, "device-0").verdict is SecaggVerdict.LATE
+    assert sim.request(PushListSign, "device-0", signature=b"not on it").verdict is SecaggVerdict.INVALID
     needed = sim.round._shares_needed
     for name in sim.names[1:needed]:
-        assert sim.ask(PushListSign, name, signature=name.encode()).verdict is SecaggVerdict.ACCEPTED
-    assert sim.ask(GetListSign, "device-1").verdict is SecaggVerdict.WAIT, "one is missing"
-    said = sim.ask(GetListSign, sim.names[needed], signature=b"the last")
+        assert sim.request(PushListSign, name, signature=name.encode()).verdict is SecaggVerdict.ACCEPTED
+    assert sim.request(GetListSign, "device-1").verdict is SecaggVerdict.WAIT, "one signature is missing"
+    said = sim.request(GetListSign, sim.names[needed], signature=b"the last")
     assert isinstance(said.payload, SignatureList) and len(said.payload.client_list_sign) == needed
 
 
-def test_a_round_goes_on_with_enough_and_is_given_up_with_fewer() -> None:
-    few = Sim(4, least=3)
+def test_round_fails_with_too_few_keys_shares_or_updates() -> None:
+    few = SecaggSimulation(4, least=3)
     few.keys(few.names[:2])
-    assert few.round.failure_reason == "2 devices gave keys within 10 s, and 3 are needed"
-    late = Sim(4)
-    assert late.ask(ShareSecrets, "device-0", encrypted_shares=()).verdict is SecaggVerdict.INVALID, "keys come first"
+    assert few.round.failure_reason == "2 devices sent keys within 10 s, and 3 are needed"
+    late = SecaggSimulation(4)
+    assert late.request(ShareSecrets, "device-0", encrypted_shares=()).verdict is SecaggVerdict.INVALID, (
+        "shares must follow the key exchange"
+    )
     late.keys(late.names)
     late.shares(late.names)
     late.round.tick(late.now + 20.0)
-    assert late.round.failure_reason == "the updates did not come within 10 s"
-    strange = Sim(4)
+    assert late.round.failure_reason == "the updates did not arrive within 10 s"
+    strange = SecaggSimulation(4)
     strange.keys(strange.names)
     strange.shares(strange.names[1:])
     assert strange.round.fix_uploaders({"device-0"}, 0.0) is None
-    assert strange.round.failure_reason == "1 update came from devices that shared no secrets"
-    alone = Sim(4, least=3)
+    assert strange.round.failure_reason == "1 update from devices that shared no secrets"
+    alone = SecaggSimulation(4, least=3)
     alone.keys(alone.names)
     alone.shares(alone.names)
     assert alone.round.fix_uploaders({"device-0"}, 0.0) is None
-    assert alone.round.failure_reason == "1 update came, and 3 are needed to take masks off"
+    assert alone.round.failure_reason == "1 update arrived, and 3 are needed for unmasking"
 
 
-def test_shares_that_give_no_secret_end_the_round() -> None:
-    sim = Sim(3, reconstruct=3)
+def test_invalid_revealed_share_fails_round() -> None:
+    sim = SecaggSimulation(3, reconstruct=3)
     sim.keys(sim.names)
     sim.shares(sim.names)
     sim.upload(sim.names)
     for number, name in enumerate(sim.names):
         told = sim.sessions[name].reveal_shares(sim.round.uploaders.clients)  # type: ignore[union-attr]
         wrong = tuple(PlainShare(one.fl_id, b"\xff" * 33) for one in told) if number == 2 else told
-        assert sim.ask(ReconstructSecrets, name, reconstruct_secret_shares=wrong).verdict is SecaggVerdict.ACCEPTED
-    assert sim.round.failure_reason == "the secret of a device cannot be put together: a share is not a number of the field"
+        assert sim.request(ReconstructSecrets, name, reconstruct_secret_shares=wrong).verdict is SecaggVerdict.ACCEPTED
+    assert sim.round.failure_reason == "the secret of a device cannot be reconstructed: a share is not an element of the field"
 
 
-def test_a_device_that_begins_again_may_give_other_keys_until_all_have() -> None:
-    sim = Sim(3)
+def test_restarted_device_may_replace_keys_until_key_exchange_ends() -> None:
+    sim = SecaggSimulation(3)
     sim.keys(sim.names[:2])
-    sim.round.phase = SecaggPhase.KEYS  # its window goes on
+    sim.round.phase = SecaggPhase.KEYS  # as if its window had not ended
     sim.sessions["device-0"] = SecaggSession("device-0")
     sim.keys([*sim.names[:1], *sim.names[2:]])
     given = sim.round._build_key_list("device-1").remote_publickeys
     assert sim.sessions["device-0"].s_pk in {one.s_pk for one in given} and len(given) == 2
     again = SecaggSession("device-0")
-    assert sim.ask(ExchangeKeys, "device-0", c_pk=again.c_pk, s_pk=again.s_pk).verdict is SecaggVerdict.LATE
+    assert sim.request(ExchangeKeys, "device-0", c_pk=again.c_pk, s_pk=again.s_pk).verdict is SecaggVerdict.LATE
 
 
-def test_a_wrong_key_of_a_dropped_device_is_noticed() -> None:
-    sim = Sim(6)
+def test_unmasking_with_wrong_key_of_dropped_device_raises() -> None:
+    sim = SecaggSimulation(6)
     sim.keys(sim.names)
     sim.shares(sim.names)
     sim.upload(sim.names[1:])
@@ -297,10 +299,10 @@ def test_a_wrong_key_of_a_dropped_device_is_noticed() -> None:
     assert sim.round.unmasking is not None
     sim.round.unmasking.keys["device-0"] = bytes(32)
     with pytest.raises(ValueError, match="is not its own"):
-        sim.bare()
+        sim.unmasked()
 
 
-def test_the_published_vectors_hold() -> None:
+def test_implementation_matches_published_vectors() -> None:
     found = json.loads(VECTORS.read_text())
     raw = {name: base64.b64decode(value) for name, value in found["bytes"].items()}
     session = found["session"]
@@ -315,15 +317,15 @@ def test_the_published_vectors_hold() -> None:
     assert raw["public_a"] != raw["public_b"]
     split = shamir.split_secret(raw["seed"], found["places"], [int(number) for number in found["coefficients"]])
     assert {str(place): base64.b64encode(share).decode() for place, share in split.items()} == found["split"]
-    units_ = fixed_point_ring.make_scale(found["reach"], found["samples"], found["devices"])
-    assert list(units_) == found["units"]
+    scale = fixed_point_ring.make_scale(found["reach"], found["samples"], found["devices"])
+    assert list(scale) == found["units"]
     words = fixed_point_ring.encode_update(
-        np.array(found["values"], np.float32), DeviceMetrics(*found["told"]), found["weight"], units_
+        np.array(found["values"], np.float32), DeviceMetrics(*found["told"]), found["weight"], scale
     )
     assert words.tolist() == found["words"]
 
 
-def test_a_simulated_secure_federation_learns_the_same() -> None:
+def test_simulated_secure_federation_matches_plain_accuracy() -> None:
     plain = list(simulate(6, 2, FedAvg(), epochs=1))
     masked = list(simulate(6, 2, FedAvg(), epochs=1, treatment=PrivacyOptions(secure=True)))
     assert [one.accuracy for one in masked] == pytest.approx([one.accuracy for one in plain], abs=0.003)
