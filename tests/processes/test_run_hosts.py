@@ -129,7 +129,7 @@ def test_an_agent_that_brings_too_many_is_refused_before_the_cluster_is_full(she
     shell.heard("scheduler", "brings 2 workers")
     third = shell.ask("run", "-n", "4", "--local", "3", "--master", f"127.0.0.1:{shell.port}", "t.py", shell.go)
     assert third.code == 21, third.tail()
-    assert "this host brings 3 workers, but 2 of 4 are here already" in third.text()
+    assert "this host brings 3 workers, but 2 of 4 are registered already" in third.text()
     second = agent(shell)
     shell.says(3)
     shell.release()
@@ -170,7 +170,7 @@ def test_a_master_that_never_comes_is_told_with_its_address(shell: Shell, hosts:
     run = shell.ask("run", *words, "t.py", before=hosts.on(1))
     assert run.code == 22, run.tail()
     assert re.search(
-        rf"no scheduler took this node at 10\.91\.7\.1:{shell.port} within 1 s \(nobody listens there\)", run.text()
+        rf"no scheduler accepted this node at 10\.91\.7\.1:{shell.port} within 1 s \(nobody listens there\)", run.text()
     )
     shell.nobody()
 

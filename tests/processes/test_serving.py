@@ -166,7 +166,7 @@ def test_servers_come_and_go_while_the_training_runs_and_the_bits_are_the_same(s
     run = start(shell, KIND="hybrid", HOLD="6,12,18", CACHE="100")  # nor does the cache change any
     held(shell, 6)  # the other ranks' gradients of this step move with the rows they are for
     asked = shell.ask("scale", "--servers", "4")
-    assert "operation 1: the parameter servers become more, from 2 to 4, as asked" in asked.text()
+    assert "operation 1: the number of parameter servers increases from 2 to 4, as requested" in asked.text()
     shell.heard("scheduler", r"scale-out of servers \(asked for\): .* resumed")
     go(shell, 6)
     held(shell, 12)
@@ -175,7 +175,7 @@ def test_servers_come_and_go_while_the_training_runs_and_the_bits_are_the_same(s
     with httpx2.Client(base_url=address[1], trust_env=False, timeout=30) as rest:
         assert "is illegal" in rest.post("/scalein", json={"node_ids": ["7"]}).json()["error_message"]
         asked = rest.post("/scalein", json={"node_ids": ["pserver:0", "2"]}).json()  # no server is special
-        assert asked["reason"] == "the parameter servers become fewer, from 4 to 2, as asked"
+        assert asked["reason"] == "the number of parameter servers decreases from 4 to 2, as requested"
         shell.heard("scheduler", r"scale-in of servers \(asked for\): .* resumed")
         assert rest.get(f"/operations/{asked['operation']}").json()["outcome"] == "resumed"
         assert sorted(n["nodeId"] for n in rest.get("/nodes").json()["nodeIds"] if n["role"] == "PSERVER") == ["1", "3"]
@@ -242,9 +242,9 @@ def test_nodes_that_would_serve_otherwise_are_refused(cluster: Cluster, tmp_path
     ("copies", "dying", "sentence"),
     [
         pytest.param(
-            "0", ["server_1"], "the rows of pserver:1 were lost with it, for they had no copy", marks=pytest.mark.long
+            "0", ["server_1"], "the rows of pserver:1 were lost with it because they had no replica", marks=pytest.mark.long
         ),
-        ("1", ["server_0", "server_1"], "were lost, for the holder of their copy died as well"),
+        ("1", ["server_0", "server_1"], "were lost because the holder of their replica died as well"),
     ],
 )
 def test_where_rows_are_lost_all_start_anew_from_the_checkpoint(
@@ -255,7 +255,7 @@ def test_where_rows_are_lost_all_start_anew_from_the_checkpoint(
     held(shell, 15)
     for server in dying:
         kill(shell, server)
-    run.wait_for(f"{sentence}: all start anew, from the last checkpoint")
+    run.wait_for(f"{sentence}: all workers restart from the last checkpoint")
     go(shell, 15)
     shell.heard(0, r"BEGINS at 10\n")
     again = outcome(shell, run)

@@ -168,7 +168,7 @@ class KillRequest(Message, frozen=True):
     """Kill this node's process, as a fault would: what follows is what follows a death."""
 
     node: Name  # "worker:1"
-    reason: Sentence = "asked to"
+    reason: Sentence = "requested"
 
 
 class ScaleRequest(Message, frozen=True):

@@ -31,5 +31,5 @@ def parse_strategies(names: Iterable[str]) -> tuple[RecoveryStrategy, ...]:
     wanted = [name.strip() for name in names if name.strip()]
     for name in wanted:
         if name not in known:
-            raise UsageError(f"the strategy {name} is not known: {', '.join(known)} are")
+            raise UsageError(f"the strategy {name} is unknown: expected {', '.join(known)}")
     return tuple(s for s in RecoveryStrategy if s in wanted or s is RecoveryStrategy.EXIT)

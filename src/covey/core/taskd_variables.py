@@ -48,7 +48,7 @@ def _resolve_strategies(said: Mapping[str, str], default: str) -> str:
     try:
         wanted = set(parse_strategies(said.get(STRATEGIES_VARIABLE, default).split(",")))
     except UsageError as error:
-        raise UsageError(f"{STRATEGIES_VARIABLE}={said[STRATEGIES_VARIABLE]} is not allowed: {error}.") from None
+        raise UsageError(f"{STRATEGIES_VARIABLE}={said[STRATEGIES_VARIABLE]} is invalid: {error}.") from None
     if not (switched.get("PROCESS_RECOVER", True) and switched.get("ELASTIC_PROCESS_RECOVER_ENABLE", True)):
         wanted = {RecoveryStrategy.EXIT}
     elif switched.get("ENABLE_RESTART_FAULT_PROCESS", False):
@@ -61,5 +61,5 @@ def _resolve_strategies(said: Mapping[str, str], default: str) -> str:
 def _parse_switch(name: str, value: str) -> bool:
     on, off = SWITCH_VARIABLES[name]
     if value.strip() not in (on, off):
-        raise UsageError(f"{name}={value[:80]!a} is not allowed: {on} or {off} is.")
+        raise UsageError(f"{name}={value[:80]!a} is invalid: expected {on} or {off}.")
     return value.strip() == on

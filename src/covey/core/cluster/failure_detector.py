@@ -44,7 +44,7 @@ class FailureDetector:
         gap, self._last_tick_at = step.now - self._last_tick_at, step.now
         if gap <= SUSPENSION_S:
             return 0.0
-        step.out.publish("scheduler", "slept", f"no tick for {gap:.1f} s: nobody's silence in that time counts")
+        step.out.publish("scheduler", "slept", f"suspended for {gap:.1f} s: all timeouts are extended by that time")
         return gap
 
     def check_heartbeats(self, step: Step) -> None:
@@ -69,7 +69,7 @@ class FailureDetector:
                 self._recovery.declare_dead(step, member, _describe_silence(step.now - heard_at, limit), heard_at)
             elif member.state is NodeState.ALIVE:
                 self._members.set_state(member, NodeState.SUSPECT)
-                step.out.publish(member.name, "suspect", f"no beat for {step.now - heard_at:.1f} s", Level.WARNING)
+                step.out.publish(member.name, "suspect", f"no heartbeat for {step.now - heard_at:.1f} s", Level.WARNING)
 
     def _is_judged_with_agent(self, member: Member) -> bool:
         """A child that has not registered sends no heartbeats; one whose agent is out of reach is judged with it."""
@@ -91,9 +91,9 @@ class FailureDetector:
             for member in late:
                 if (stuck_since := changed_at(member)) < since:  # after a death another may have a new process
                     step.out.count("stuck")
-                    self._recovery.declare_dead(step, member, f"stuck: all others wait for it {where}", since=stuck_since)
+                    self._recovery.declare_dead(step, member, f"stuck: all other ranks wait for it {where}", since=stuck_since)
         return None
 
 
 def _describe_silence(silent_s: float, limit_s: float) -> str:
-    return f"no beat for {silent_s:.1f} s (MS_NODE_TIMEOUT is {limit_s:g} s)"
+    return f"no heartbeat for {silent_s:.1f} s (MS_NODE_TIMEOUT is {limit_s:g} s)"

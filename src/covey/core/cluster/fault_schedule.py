@@ -99,7 +99,7 @@ def choose_fault(
     victims = {fault: _list_targets(fault, view, hit) for fault in possible}
     possible = [fault for fault in possible if victims[fault] or fault not in (*NODE_FAULTS, Fault.SCHEDULER)]
     if not possible:
-        return None, "nobody can be hit just now without taking the last who have the state"
+        return None, "no fault can be injected now without losing the last ranks that hold the training state"
     fault = possible[int(_draw_uniform(seed, number, "fault") * len(possible))]
     low, high = DURATION_RANGE_S.get(fault, (0.0, 0.0))
     for_s = low + (high - low) * _draw_uniform(seed, number, "lasts")

@@ -24,7 +24,7 @@ def decide_formation(cluster: ClusterState) -> tuple[dict[str, int] | None, str]
 def describe_missing(cluster: ClusterState) -> str:
     """Who is here and how many are not, for everyone who waited in vain."""
     found = (
-        f"{count_noun(short, role)} missing, here: {describe_members(cluster.members_in_role(role))}"
+        f"{count_noun(short, role)} missing, registered: {describe_members(cluster.members_in_role(role))}"
         for role in COUNTED_ROLES
         if (short := _count_missing(cluster, role)) > 0
     )

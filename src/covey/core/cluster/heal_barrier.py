@@ -65,12 +65,14 @@ def make_heal_plans(
         turn += 1
         if report.needs_state and not reports[giver].has_complete_state:
             reason = (
-                f"rank {rank} cannot join the others in their step: its results were too large to keep (COVEY_KEEP_BYTES),"
-                " or something else than the loop's optimizer changed parameters in it"
+                f"rank {rank} cannot join the current step: the results of the step exceed COVEY_KEEP_BYTES,"
+                " or something other than the loop's optimizer changed parameters in it"
             )
             return dict.fromkeys(reports, HealPlan(generation, failure=reason))
         if behind and reports[giver].is_result_invalid:
-            reason = f"rank {rank} cannot be handed the step's parameters: the others' programs have changed them since"
+            reason = (
+                f"rank {rank} cannot receive the parameters of the step: the scripts of the other ranks have changed them since"
+            )
             return dict.fromkeys(reports, HealPlan(generation, failure=reason))
         plans[rank] = HealPlan(generation, donor=_make_donor(giver, reports, addresses), slot_holders=holders)
     return plans
@@ -91,7 +93,8 @@ def _divergence_blocker(reports: Mapping[int, SafePointReport], highest: tuple[i
         if behind and report.waiting_in is not None and _number_sort_key(report.waiting_in) != highest:
             where = f"rank {rank} waits in collective {report.waiting_in}"
             return (
-                f"{where}, but another has completed {highest[0]}.{highest[1]}: do all ranks call the same ones, in one order?"
+                f"{where}, but another rank has completed {highest[0]}.{highest[1]}:"
+                " all ranks must call the same collectives in the same order"
             )
     return ""
 
@@ -105,8 +108,8 @@ def find_wait_beyond_end(reports: Mapping[int, SafePointReport], waits: Mapping[
     if _number_sort_key(waits[last]) <= ends[first]:
         return ""
     return (
-        f"rank {first} has come to the end of its program, but rank {last} waits for it in collective {waits[last]}:"
-        " do all ranks call the same ones, in one order?"
+        f"rank {first} has finished its script, but rank {last} waits for it in collective {waits[last]}:"
+        " all ranks must call the same collectives in the same order"
     )
 
 
@@ -117,8 +120,8 @@ def _missing_slots_blocker(reports: Mapping[int, SafePointReport]) -> str:
         held |= int.from_bytes(report.held_slots, "little")
     if missing := slots - (held & ((1 << slots) - 1)).bit_count():
         return (
-            f"the optimizer's state of {missing} of {slots} parameters was on no rank but the dead"
-            " (ShardedOptimizer(copies=...) says how many deaths at once it outlives)"
+            f"only dead ranks held the optimizer's state of {missing} of {slots} parameters:"
+            " increase ShardedOptimizer(copies=...) to survive more deaths at the same time"
         )
     return ""
 
@@ -287,7 +290,7 @@ class HealBarrier:
         self.has_group_met = True
         waiting = self._rendezvous.put(put.key, put.value)
         if waiting is None:
-            step.out.send(connection, Refused(f"the board is full: {put.key} cannot be pinned"))
+            step.out.send(connection, Refused(f"the rendezvous store is full: {put.key} was not stored"))
         for waiter in waiting or ():
             step.out.send(waiter, RendezvousValue(put.key, put.value, put.generation))
 
@@ -298,7 +301,9 @@ class HealBarrier:
         if value is not None:
             step.out.send(connection, RendezvousValue(get.key, value, get.generation))
         elif not self._rendezvous.add_waiter(get.key, connection):
-            step.out.send(connection, Refused(f"the board is full: too many wait for values, {get.key} is one too many"))
+            step.out.send(
+                connection, Refused(f"the rendezvous store is full: too many requests wait for values, {get.key} was rejected")
+            )
 
     # -- reports -----------------------------------------------------------------------------------------------------
 
@@ -385,9 +390,9 @@ class HealBarrier:
         left = [m for m in workers if m.state is NodeState.LEFT]
         unreported = [m for m in left if m.rank not in point.reports]
         if point.reports and unreported and len(point.reports) + len(unreported) == len(workers) and not point.done:
-            return f"{describe_members(unreported)} left before the work was done: all others wait to go on"
+            return f"{describe_members(unreported)} left before the run was finished: all other ranks wait to resume"
         if left and waiting and len(left) + waiting == len(workers):
-            return f"{describe_members(left)} left before the work was done: all others wait {where}"
+            return f"{describe_members(left)} left before the run was finished: all other ranks wait {where}"
         return ""
 
     def _find_wait_to_resume(self, step: Step, limit_s: float) -> str:
@@ -400,7 +405,7 @@ class HealBarrier:
             self._resume_deadline = min(self._resume_deadline, step.now + limit_s)
             if step.now > self._resume_deadline:
                 who = describe_members(left)
-                return f"{who} left before the work was done: all others wait to go on for over {limit_s:g} s"
+                return f"{who} left before the run was finished: all other ranks have waited to resume for over {limit_s:g} s"
         return ""
 
     def discount_suspension(self, slept_s: float, now: float) -> None:

@@ -107,7 +107,7 @@ def describe_members(members: Iterable[Member]) -> str:
     sorted_names = sorted((member.name for member in members), key=natural_sort_key)
     shown = ", ".join(sorted_names[:NAMES_MAX])
     more = len(sorted_names) - NAMES_MAX
-    return f"{shown} and {more} more" if more > 0 else shown or "nobody"
+    return f"{shown} and {more} more" if more > 0 else shown or "none"
 
 
 # -- activity ------------------------------------------------------------------------------------------------------------

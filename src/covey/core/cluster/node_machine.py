@@ -79,7 +79,7 @@ class NodeMachine:
         self._settings = settings
         self._jitter = jitter
         self._is_connected = False
-        self._last_error = "nothing answered"
+        self._last_error = "no answer"
         self._retry_delay_s = FIRST_RETRY_S
         self._deadline = _deadline_after(now, settings.topo_timeout_s)
         self._reply_deadline = NEVER
@@ -135,7 +135,7 @@ class NodeMachine:
         lost_now, self._is_connected = self._is_connected, False
         self._reply_deadline = self._next_heartbeat_at = self._silence_deadline = NEVER
         if self.stage is NodeStage.LEAVING and not self._must_deliver_leave:
-            return self._end_membership(self._leave_exit_code(), f"left; the scheduler did not hear it ({reason})")
+            return self._end_membership(self._leave_exit_code(), f"left; the scheduler did not acknowledge it ({reason})")
         if lost_now:
             self._retry_delay_s = FIRST_RETRY_S
         if self._was_member and lost_now and self.stage is not NodeStage.LEAVING:
@@ -150,9 +150,9 @@ class NodeMachine:
         self._retry_delay_s = min(self._retry_delay_s * 2, ceiling)
         where = self._settings.address
         if self._was_member:
-            said = f"the scheduler at {where} is out of reach ({reason}); the program goes on"
+            said = f"the scheduler at {where} is unreachable ({reason}); the script continues"
             return [PublishEvent("scheduler", "lost", said, Level.WARNING)] if lost_now else []
-        said = f"{where} does not let this node in ({reason}); it is tried again"
+        said = f"no connection to the scheduler at {where} ({reason}); retrying"
         return [PublishEvent("scheduler", "not reached", said)] if news else []
 
     # -- messages ----------------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ class NodeMachine:
         if now >= self._silence_deadline:
             return [
                 Close(),
-                *self._on_connection_lost(f"it said nothing for {self._silence_limit_s:g} s (COVEY_LEASE_TIME)", now),
+                *self._on_connection_lost(f"it sent nothing for {self._silence_limit_s:g} s (COVEY_LEASE_TIME)", now),
             ]
         if now >= self._connect_at:
             if self._is_connected:
@@ -275,7 +275,9 @@ class NodeMachine:
     def _end_overdue(self) -> list[NodeEffect]:
         where, s = self._settings.address, self._settings
         if self.stage is NodeStage.LEAVING:
-            return self._end_membership(self._leave_exit_code(), f"left; the scheduler at {where} did not hear it in time")
+            return self._end_membership(
+                self._leave_exit_code(), f"left; the scheduler at {where} did not acknowledge it in time"
+            )
         if self._was_member:
             reason = f"the scheduler at {where} did not come back within {s.node_timeout_s:g} s ({self._last_error})"
             return self._end_membership(ExitCode.SCHEDULER_LOST, reason)
@@ -283,8 +285,8 @@ class NodeMachine:
             reason = f"registered at {where}, but the cluster was not complete within {s.topo_timeout_s:g} s"
             return self._end_membership(ExitCode.NOT_FORMED, reason)
         reason = (
-            f"no scheduler took this node at {where} within {s.topo_timeout_s:g} s ({self._last_error}):"
-            " start it, or check MS_SCHED_HOST and MS_SCHED_PORT"
+            f"no scheduler accepted this node at {where} within {s.topo_timeout_s:g} s ({self._last_error}):"
+            " start the scheduler, or check MS_SCHED_HOST and MS_SCHED_PORT"
         )
         return self._end_membership(ExitCode.UNREACHABLE, reason)
 

@@ -63,12 +63,12 @@ def choose_action(
 ) -> tuple[RecoveryAction, str]:
     """Decide what follows the death of one member, which ended with this code, and by this exception if there was one."""
     if code in UNRECOVERABLE_CODES:
-        return RecoveryAction.END, f"{dead.name} ended with code {code}: another start does not mend that"
+        return RecoveryAction.END, f"{dead.name} exited with code {code}: a restart does not fix that"
     if reason := _script_error_blocker(cluster, dead, error):
         return RecoveryAction.END, reason
     if dead.role is Role.PSERVER and code == ExitCode.ROWS_LOST:
         return _choose_after_rows_lost(
-            cluster, dead, f"the rows of {dead.name} were lost, for the holder of their copy died as well"
+            cluster, dead, f"the rows of {dead.name} were lost because the holder of their replica died as well"
         )
     after, reason = _choose_without_shrink(cluster, dead)
     if after is not RecoveryAction.END or RecoveryStrategy.ELASTIC not in cluster.settings.strategies:
@@ -98,24 +98,24 @@ def _choose_without_shrink(cluster: ClusterState, dead: Member) -> tuple[Recover
     """The rungs after which the world is what it was."""
     settings = cluster.settings
     if dead.role is Role.PSERVER and not cluster.rows_survive_death and (dead.agent or settings.copies == 0):
-        return _choose_after_rows_lost(cluster, dead, f"the rows of {dead.name} were lost with it, for they had no copy")
+        return _choose_after_rows_lost(cluster, dead, f"the rows of {dead.name} were lost with it because they had no replica")
     if not dead.agent:
         if _waits_for_return(cluster, dead):
-            return RecoveryAction.WAIT, f"waiting for {dead.name} to be started again, with the same variables"
-        return RecoveryAction.END, "nobody is waited for (COVEY_SHRINK_AFTER)" if settings.recovery else "recovery is off"
+            return RecoveryAction.WAIT, f"waiting for {dead.name} to be restarted with the same variables"
+        return RecoveryAction.END, "no replacement is awaited (COVEY_SHRINK_AFTER)" if settings.recovery else "recovery is off"
     if can_replace(cluster):
         return _choose_replacement(cluster, dead)
     if dead.agent not in cluster.agents:
-        return RecoveryAction.END, f"nobody is left on {dead.host.name} to start {dead.name} again"
+        return RecoveryAction.END, f"cannot restart {dead.name}: no agent is left on {dead.host.name}"
     limit = min(restart_limit(agent, settings.max_restarts) for agent in cluster.agents.values())
     if limit > cluster.restarts and not can_restart_all(cluster):
-        return RecoveryAction.END, "not all workers can start anew, for the host of some is away or leaves"
+        return RecoveryAction.END, "not all workers can restart, because the host of some is gone or leaving"
     if limit > cluster.restarts:
-        return RecoveryAction.RESTART_ALL, f"restart {cluster.restarts + 1} of {limit}: all workers start anew"
+        return RecoveryAction.RESTART_ALL, f"restart {cluster.restarts + 1} of {limit}: all workers restart"
     if limit:
-        return RecoveryAction.END, "no restart is left"
-    why = "" if cluster.heals else ", and none can be replaced alone, for no worker has called covey.init()"
-    return RecoveryAction.END, f"no restarts were asked for (--max-restarts){why}"
+        return RecoveryAction.END, "all restarts are used up (--max-restarts)"
+    why = "" if cluster.heals else ", and no worker can be replaced alone, because none has called covey.init()"
+    return RecoveryAction.END, f"no restart is allowed (--max-restarts is 0){why}"
 
 
 def can_replace(cluster: ClusterState) -> bool:
@@ -140,40 +140,40 @@ def _choose_after_rows_lost(cluster: ClusterState, dead: Member, lost: str) -> t
     """With the server its rows are gone, and what the workers did since the last checkpoint with them."""
     settings = cluster.settings
     if not cluster.heals or dead.agent not in cluster.agents or not can_restart_all(cluster):
-        return RecoveryAction.END, f"{lost}: start the cluster again, it goes on from its last checkpoint"
+        return RecoveryAction.END, f"{lost}: start the cluster again, it resumes from its last checkpoint"
     if RecoveryStrategy.IN_PLACE not in settings.strategies:
-        return RecoveryAction.END, f"{lost}, and recover-in-place is not among the strategies"
+        return RecoveryAction.END, f"{lost}, and recover-in-place is not enabled (COVEY_STRATEGY)"
     if cluster.restarts >= max(settings.max_restarts, ROWS_LOST_RESTARTS_MAX):
-        return RecoveryAction.END, f"{lost}, and all were started anew {count_noun(cluster.restarts, 'time')} already"
-    return RecoveryAction.RESTART_ALL, f"{lost}: all start anew, from the last checkpoint"
+        return RecoveryAction.END, f"{lost}, and all workers were restarted {count_noun(cluster.restarts, 'time')} already"
+    return RecoveryAction.RESTART_ALL, f"{lost}: all workers restart from the last checkpoint"
 
 
 def _choose_replacement(cluster: ClusterState, dead: Member) -> tuple[RecoveryAction, str]:
     """The rungs that keep the others in their step."""
     settings = cluster.settings
     if not {RecoveryStrategy.IN_PLACE, RecoveryStrategy.RECOVER} & set(settings.strategies):
-        return RecoveryAction.END, "nothing is to be started again (COVEY_STRATEGY)"
+        return RecoveryAction.END, "neither recover-in-place nor recover is enabled (COVEY_STRATEGY)"
     if dead.deaths_without_progress >= DEATHS_WITHOUT_PROGRESS_MAX:
         return RecoveryAction.END, f"{dead.name} died {dead.deaths_without_progress} times without a step in between"
     if RecoveryStrategy.RECOVER in settings.strategies and (spare := choose_spare(cluster, dead)) is not None:
         return (
             RecoveryAction.PROMOTE,
-            f"{spare.name} on {spare.host.name} takes the place of {dead.name}; the others stay in their step",
+            f"{spare.name} on {spare.host.name} replaces {dead.name}; the other ranks wait in their step",
         )
     agent = cluster.agents.get(dead.agent)
     here = agent is not None and not agent.is_leaving
     spent, limit = _count_replacements(cluster, dead), restart_limit(agent, settings.replacements_max)
     if RecoveryStrategy.IN_PLACE in settings.strategies and here and spent < limit:
-        return RecoveryAction.REPLACE, f"{dead.name} is started again on {dead.host.name}; the others stay in their step"
+        return RecoveryAction.REPLACE, f"{dead.name} is restarted on {dead.host.name}; the other ranks wait in their step"
     other = host_with_capacity(cluster, dead)
     if RecoveryStrategy.RECOVER in settings.strategies and other is not None:
-        return RecoveryAction.MOVE, f"{dead.name} is started again on {other.host.name}; the others stay in their step"
+        return RecoveryAction.MOVE, f"{dead.name} is restarted on {other.host.name}; the other ranks wait in their step"
     if here and spent >= limit:
         return RecoveryAction.END, f"{limit} replacements on {dead.host.name} are used up (--max-restarts)"
-    nobody = f"no host is left that could take {dead.name} over (COVEY_EXTRA_RANKS is {settings.extra_ranks})"
+    nobody = f"no other host can run {dead.name} (COVEY_EXTRA_RANKS is {settings.extra_ranks})"
     if agent is None and (_waits_for_return(cluster, dead) or waits_before_shrink(settings)) and not has_left_worker(cluster):
         until = f"; the world shrinks after {settings.shrink_after_s:g} s" if waits_before_shrink(settings) else ""
-        return RecoveryAction.WAIT, f"{nobody}: waiting for one to come{until}"
+        return RecoveryAction.WAIT, f"{nobody}: waiting for a host to join{until}"
     return RecoveryAction.END, nobody
 
 
@@ -317,7 +317,7 @@ class Spares:
     def promote(self, step: Step, spare: Member, member: Member) -> int:
         """Give the process of a spare to a worker's place; returns its connection, which the caller attaches once the change
         is durable. The agent starts no other process, because the record names this one."""
-        step.out.publish(spare.name, "promoted", f"it is {member.name} now")
+        step.out.publish(spare.name, "promoted", f"its process is {member.name} now")
         step.out.count("promotions")
         return self._members.promote_spare(spare, member)
 
@@ -330,7 +330,7 @@ class Spares:
         spare = self._members.set_deaths_without_progress(spare, deaths)
         step.out.publish(spare.name, "died" if code else "left", reason or f"code {code}", Level.from_exit_code(code))
         if deaths >= DEATHS_WITHOUT_PROGRESS_MAX:
-            why = "its program ended before it needed a rank" if code == 0 else f"it died {deaths} times on its way"
+            why = "its script exited before it needed a rank" if code == 0 else f"it died {deaths} times before it was ready"
             step.out.publish(spare.name, "given up", f"{why}, see its log", Level.WARNING)
         step.out.persist(MemberRecord.from_member(self._members.vacate_spare(spare)))
 
@@ -469,7 +469,7 @@ class Recovery:
         if member.role is Role.SPARE:
             return self._spares.on_exit(step, member, code, reason)
         if code and self._barrier.safe_point.done:  # every rank was at its end: nothing is left to repeat
-            code, reason = 0, f"{reason or f'code {code}'}, after its work was done"
+            code, reason = 0, f"{reason or f'code {code}'}, after all ranks had finished"
         member = self._members.set_state(member, NodeState.LEFT if code == 0 else NodeState.DEAD)
         if self._lifecycle.phase is Phase.FORMING:
             self._members.remove(member)
@@ -559,7 +559,7 @@ class Recovery:
     def _move(self, step: Step, member: Member, agent: AgentInfo, reason: str) -> Member:
         """Give a member to another agent. Perhaps nobody is left on its host to end the old process: it is refused."""
         if member.connection:
-            step.out.send(member.connection, Refused(f"this life is over: {reason}"))
+            step.out.send(member.connection, Refused(f"this process was superseded: {reason}"))
             step.out.close(member.connection)
         return self._members.move_to_agent(member, agent)
 
@@ -591,7 +591,7 @@ class Recovery:
         if not can_restart_all(step.cluster) or highest_step <= self._last_rollback_step:
             return self._shutdown.dump_or_end(step, ExitCode.PEER_FAILED, reason, self.first_failure)
         self._last_rollback_step = highest_step
-        cause, reason = reason, f"{reason}: all workers start anew, from their newest checkpoint"
+        cause, reason = reason, f"{reason}: all workers restart from the newest checkpoint"
         step.out.publish("cluster", "roll back", reason, Level.WARNING)
         self._lifecycle.set_reason(reason)
         return self._restart_all(step, reason, cause)
@@ -630,7 +630,7 @@ class Recovery:
         self._lifecycle.renew_heal_deadline(step.now)
         hosts = ", ".join(dict.fromkeys(agent.host.name for _, agent in pairs))
         lost = [member for member, _ in pairs]
-        reason = f"{describe_members(lost)} started again on {hosts}"
+        reason = f"{describe_members(lost)} restarted on {hosts}"
         self._barrier.regroup(step, reason, *lost)
         step.out.publish("cluster", "takes a host", reason)
         self._members.send_desired_children(step, {agent.id for _, agent in pairs})
@@ -671,7 +671,7 @@ class Recovery:
         lost = [m for m in workers if m.state is NodeState.DEAD]
         if not lost:
             return
-        cause = f"no host came for {describe_members(lost)} within {self._settings.shrink_after_s:g} s"
+        cause = f"no host joined for {describe_members(lost)} within {self._settings.shrink_after_s:g} s"
         plan, reason = plan_shrink(step.cluster, lost[0])
         if plan is not None and any(m.is_present for m in workers):
             self._resize.shrink_to_survivors(step, lost, cause)
@@ -683,16 +683,16 @@ class Recovery:
     def _retry_collective(self, step: Step) -> None:
         """A collective failed and no death explains it: every process lives, so the step is repeated in a new generation."""
         failed_at, cause = self._barrier.safe_point.failed_at, self._barrier.safe_point.failure_reason
-        reason = f"a collective broke ({cause}) and every process lives"
+        reason = f"a collective failed ({cause}) and all processes are alive"
         if RecoveryStrategy.RETRY not in self._settings.strategies:
-            reason = f"{reason}, but retry is not among the strategies"
+            reason = f"{reason}, but retry is not enabled (COVEY_STRATEGY)"
             return self._shutdown.dump_or_end(step, ExitCode.PEER_FAILED, reason)
         if not self._barrier.count_retry():
             reason = f"{reason}, {COLLECTIVE_RETRIES_MAX} times in a row without a step in between"
             return self._shutdown.dump_or_end(step, ExitCode.PEER_FAILED, reason)
         step.out.count("retries")
-        step.out.publish("cluster", "retry", f"{reason}: the step is tried again", Level.WARNING)
-        self._incidents.open(step, "retry", "every process lives", cause, since=failed_at, known=failed_at)
+        step.out.publish("cluster", "retry", f"{reason}: the step is retried", Level.WARNING)
+        self._incidents.open(step, "retry", "all processes are alive", cause, since=failed_at, known=failed_at)
         return self._barrier.regroup(step, reason)
 
     # -- 4. the ranks agree and resume -------------------------------------------------------------------------------
@@ -753,7 +753,7 @@ class Recovery:
                 self._resize.finish_growth()
             if not (step.cluster.departing_ids and self._resize.release_next_leavers(step)):
                 self._incidents.close_if_resumed(step)
-        self.update_readiness(step, "every rank goes on")
+        self.update_readiness(step, "all ranks resumed")
 
     def update_readiness(self, step: Step, reason: str) -> None:
         """Become READY if no member is dead, suspect or still agreeing; leave RETURNING for HEALING if only the dead are
@@ -774,8 +774,8 @@ class Recovery:
                 self._incidents.close_if_resumed(step)
         elif phase is Phase.RETURNING:
             self._set_shrink_deadline(step)
-            waiting = f"waiting for {describe_members(dead)} to be started again, with the same variables"
-            resizing = f"{reason}, and the world goes on changing its size"
+            waiting = f"waiting for {describe_members(dead)} to be restarted with the same variables"
+            resizing = f"{reason}, and the resize continues"
             self._lifecycle.set_phase(Phase.HEALING, waiting if dead else resizing)
         else:
             return
@@ -800,7 +800,7 @@ class Recovery:
         if self._unfinished_worker is None:
             self._shutdown.end(step, 0, f"{describe_all(self._members.size(Role.WORKER), 'worker')} finished")
         else:
-            self.update_readiness(step, "every member is heard again")
+            self.update_readiness(step, "all members are reachable again")
 
     def on_draining(self, step: Step, connection: int, drain: Draining) -> None:
         """A member, or a host with all its members, is asked to leave."""

@@ -61,7 +61,7 @@ def decide_node_admission(cluster: ClusterState, request: Register) -> Admission
     if member.agent:
         return _decide_child(member, request, place)
     if member.instance_id == request.instance_id:
-        return AdmissionDecision(Admission.REATTACH, "the same life again", place)
+        return AdmissionDecision(Admission.REATTACH, "the same process again", place)
     return _decide_other_instance(cluster, member, request, place)
 
 
@@ -80,9 +80,9 @@ def decide_agent_admission(cluster: ClusterState, request: RegisterAgent) -> Adm
     if known is not None and known.instance_id == request.instance_id:
         return AdmissionDecision(Admission.REATTACH, "the same agent again")
     if known is not None and known.connection:
-        return AdmissionDecision(Admission.REFUSE, f"an agent named {request.agent} is here already, on {known.host.name}")
+        return AdmissionDecision(Admission.REFUSE, f"an agent named {request.agent} is already connected, on {known.host.name}")
     if known is not None and any(m.is_present for m in cluster.children(known.id)):
-        return AdmissionDecision(Admission.DEFER, f"the life before of the agent {request.agent} is not known to be over yet")
+        return AdmissionDecision(Admission.DEFER, f"the previous process of agent {request.agent} is not known to be dead yet")
     if request.spares and not request.slots and not request.servers:
         return AdmissionDecision(Admission.ADMIT, f"{request.host.name} brings {count_noun(request.spares, 'spare')}")
     if cluster.phase is not Phase.FORMING:
@@ -90,7 +90,7 @@ def decide_agent_admission(cluster: ClusterState, request: RegisterAgent) -> Adm
     here, world = cluster.size(Role.WORKER), cluster.target_workers
     if here + request.slots > world:
         reason = (
-            f"this host brings {count_noun(request.slots, 'worker')}, but {here} of {world} are here already:"
+            f"this host brings {count_noun(request.slots, 'worker')}, but {here} of {world} are registered already:"
             " start fewer, or raise the number of workers on every host"
         )
         return AdmissionDecision(Admission.REFUSE, reason)
@@ -98,17 +98,17 @@ def decide_agent_admission(cluster: ClusterState, request: RegisterAgent) -> Adm
     if servers + request.servers > places:
         return AdmissionDecision(
             Admission.REFUSE,
-            f"this host brings {count_noun(request.servers, 'server')}, but {servers} of {places} are here already",
+            f"this host brings {count_noun(request.servers, 'server')}, but {servers} of {places} are registered already",
         )
     wanted = range(request.first_rank, request.first_rank + request.slots) if request.first_rank >= 0 else range(0)
     if wanted.stop > world:
-        return AdmissionDecision(Admission.REFUSE, f"ranks {wanted.start} to {wanted.stop - 1} do not exist: there are {world}")
+        return AdmissionDecision(
+            Admission.REFUSE, f"ranks {wanted.start} to {wanted.stop - 1} do not exist: the world size is {world}"
+        )
     for rank in wanted:
         if (member := cluster.member_at_rank(Role.WORKER, rank)) is not None:
             who = f"{member.name} on {member.host.name}"
-            return AdmissionDecision(
-                Admission.REFUSE, f"rank {rank} is taken by {who}: was the same --node-rank given to two hosts?"
-            )
+            return AdmissionDecision(Admission.REFUSE, f"rank {rank} is taken by {who}: give each host its own --node-rank")
     brings = count_noun(request.slots, "worker") + (f" and {count_noun(request.servers, 'server')}" if request.servers else "")
     return AdmissionDecision(Admission.ADMIT, f"{request.host.name} brings {brings}")
 
@@ -117,16 +117,14 @@ def _decide_late_agent(cluster: ClusterState, request: RegisterAgent) -> Admissi
     """A host that comes after the formation may take over what a lost one had, or make the world larger."""
     brings, world = f"{request.host.name} brings {count_noun(request.slots, 'worker')}", cluster.size(Role.WORKER)
     if lost := [m for m in cluster.members.values() if m.agent and m.state is NodeState.DEAD]:
-        return AdmissionDecision(Admission.ADMIT, f"{brings}, and {describe_members(lost)} can be started again")
+        return AdmissionDecision(Admission.ADMIT, f"{brings}, and {describe_members(lost)} can be restarted")
     world += sum(cluster.free_slots_by_agent(Role.WORKER).values())  # of hosts that are here already, and whose turn is next
     if world < cluster.target_workers and not cluster.size(Role.PSERVER):
         return AdmissionDecision(Admission.ADMIT, f"{brings}, and the world may grow from {world} to {cluster.target_workers}")
     if away := [agent for agent in cluster.agents.values() if not agent.connection and cluster.children(agent.id)]:
-        return AdmissionDecision(
-            Admission.DEFER, f"the agent on {away[0].host.name} is out of reach: its places may become free"
-        )
+        return AdmissionDecision(Admission.DEFER, f"the agent on {away[0].host.name} is unreachable: its ranks may become free")
     return AdmissionDecision(
-        Admission.REFUSE, f"the cluster has formed with its {count_noun(world, 'worker')}: this host came too late"
+        Admission.REFUSE, f"the cluster has formed with its {count_noun(world, 'worker')}: this host registered too late"
     )
 
 
@@ -138,10 +136,10 @@ def _registration_blocker(cluster: ClusterState, request: Register | RegisterAge
     if request.cluster_id and request.cluster_id != cluster.cluster_id:
         return f"it belongs to cluster {request.cluster_id}, and this is the scheduler of cluster {cluster.cluster_id}"
     if request.host.life in cluster.gone_hosts:
-        return f"this life of the host {request.host.id} is over ({request.host.life})"
+        return f"instance {request.host.life} of host {request.host.id} was reported gone"
     ours = cluster.settings.fingerprint()
     differences = [
-        f"{name} is {theirs} there and {ours[name]} here"
+        f"{name} is {theirs} on the node and {ours[name]} on the scheduler"
         for name, theirs in sorted(request.fingerprint.items())
         if name in ours and ours[name] != theirs
     ]
@@ -153,7 +151,7 @@ def _claim_blocker(cluster: ClusterState, request: Register) -> str:
     world = cluster.target_workers if request.role is Role.WORKER else cluster.settings.required_count(request.role)
     if world == 0 and request.role is not Role.SPARE:
         count = "MS_WORKER_NUM" if request.role is Role.WORKER else "MS_SERVER_NUM"
-        return f"this cluster has no place for the role {request.role} ({count} is {world})"
+        return f"this cluster has no members of role {request.role} ({count} is {world})"
     rank = parse_rank_claim(request.node_id)
     if (
         rank is not None
@@ -163,7 +161,7 @@ def _claim_blocker(cluster: ClusterState, request: Register) -> str:
     ):
         return f"MS_NODE_ID={request.node_id} claims rank {rank}, but the {world} {request.role} ranks end at {world - 1}"
     if request.generation > cluster.generation:
-        return f"it has seen generation {request.generation}, but the scheduler's journal ends at {cluster.generation}"
+        return f"its generation is {request.generation}, but the scheduler's journal ends at {cluster.generation}"
     return ""
 
 
@@ -175,7 +173,11 @@ def _decide_promoted_spare(cluster: ClusterState, request: Register) -> Admissio
     member = next(
         (m for m in cluster.members.values() if m.promoted_from == process and m.instance_id == request.instance_id), None
     )
-    return AdmissionDecision(Admission.REATTACH, f"it is {member.name} now", (member.role, member.node_id)) if member else None
+    return (
+        AdmissionDecision(Admission.REATTACH, f"its process is {member.name} now", (member.role, member.node_id))
+        if member
+        else None
+    )
 
 
 def _find_holder(cluster: ClusterState, request: Register) -> Member | None:
@@ -195,24 +197,24 @@ def _decide_new_node(cluster: ClusterState, request: Register) -> AdmissionDecis
     if cluster.phase is Phase.FORMING and cluster.size(request.role) < world:
         return AdmissionDecision(Admission.ADMIT, f"{cluster.size(request.role) + 1} of {world} {request.role}s are here")
     if request.incarnation:
-        return AdmissionDecision(Admission.REFUSE, f"this life is over: another node took its rank {request.rank}")
+        return AdmissionDecision(Admission.REFUSE, f"rank {request.rank} was reassigned to another process: this one must exit")
     here = cluster.members_in_role(request.role)
     if cluster.phase is not Phase.FORMING and cluster.settings.recovery:
         raw = sorted((m for m in here if not m.agent), key=lambda m: m.rank)
         for vacant in (m for m in raw if m.state is NodeState.DEAD):
             return AdmissionDecision(
-                Admission.NEXT_INCARNATION, f"takes rank {vacant.rank} after {vacant.name}", (vacant.role, vacant.node_id)
+                Admission.NEXT_INCARNATION, f"replaces {vacant.name} at rank {vacant.rank}", (vacant.role, vacant.node_id)
             )
         for silent in (m for m in raw if m.state is NodeState.SUSPECT):
             return AdmissionDecision(
-                Admission.DEFER, f"every place is taken, but {silent.name} is silent: its place may become free"
+                Admission.DEFER, f"all ranks are taken, but {silent.name} sends no heartbeats: its rank may become free"
             )
     if request.role is Role.WORKER and cluster.size(Role.WORKER) < world and not cluster.size(Role.PSERVER):
         if later := resize_blocker(cluster):
-            return AdmissionDecision(Admission.DEFER, f"there is place for {world} workers, but not yet: {later}")
-        return AdmissionDecision(Admission.ADMIT, f"there is place for {world} workers")
+            return AdmissionDecision(Admission.DEFER, f"up to {world} workers are allowed, but not yet: {later}")
+        return AdmissionDecision(Admission.ADMIT, f"up to {world} workers are allowed")
     reason = (
-        f"one {request.role} too many: the cluster has its {world}"
+        f"one {request.role} too many: the cluster already has {world}"
         f" ({describe_members(here)}). Stop this one, or start the cluster with a larger number"
     )
     return AdmissionDecision(Admission.REFUSE, reason)
@@ -227,19 +229,21 @@ def _decide_child(member: Member, request: Register, place: MemberKey) -> Admiss
         )
     if request.incarnation != member.incarnation or not member.is_present:
         now = f"incarnation {member.incarnation} is {member.state}"
-        return AdmissionDecision(Admission.REFUSE, f"incarnation {request.incarnation} of {member.name} is over: {now}")
+        return AdmissionDecision(Admission.REFUSE, f"incarnation {request.incarnation} of {member.name} has ended: {now}")
     if member.instance_id in ("", request.instance_id):
         return AdmissionDecision(Admission.REATTACH, "the process its agent started", place)
-    return AdmissionDecision(Admission.REFUSE, f"{member.name} is already here, as process {member.pid} on {member.host.name}")
+    return AdmissionDecision(
+        Admission.REFUSE, f"{member.name} is already registered, as process {member.pid} on {member.host.name}"
+    )
 
 
 def _decide_other_instance(cluster: ClusterState, member: Member, request: Register, place: MemberKey) -> AdmissionDecision:
     process = f" (process {member.pid})" if member.pid else ""  # the journal does not know it
     where = f"{member.name} on {member.host.name}{process}"
     if request.incarnation:
-        return AdmissionDecision(Admission.REFUSE, f"this life is over: {where} took its rank {member.rank}")
+        return AdmissionDecision(Admission.REFUSE, f"rank {member.rank} was reassigned to {where}: this process must exit")
     if member.state is NodeState.LEFT:
-        return AdmissionDecision(Admission.REFUSE, f"{member.name} has finished and left: its work is done")
+        return AdmissionDecision(Admission.REFUSE, f"{member.name} has finished and left: no other process is needed")
     if member.state is NodeState.DEAD:
         if cluster.settings.recovery:
             return AdmissionDecision(
@@ -250,7 +254,7 @@ def _decide_other_instance(cluster: ClusterState, member: Member, request: Regis
         if member.node_id == request.node_id:
             return AdmissionDecision(Admission.REFUSE, f"{where} is alive: a second node with its id is not allowed")
         return AdmissionDecision(Admission.REFUSE, f"rank {parse_rank_claim(request.node_id)} is taken by {where}")
-    return AdmissionDecision(Admission.DEFER, f"the life before, {where}, is not known to be over yet")
+    return AdmissionDecision(Admission.DEFER, f"the previous process, {where}, is not known to be dead yet")
 
 
 # -- the part ------------------------------------------------------------------------------------------------------------
@@ -305,7 +309,7 @@ class Registration:
         ranks, reason = decide_formation(step.cluster)
         target = step.cluster.target_workers
         if ranks is not None and self._members.size(Role.WORKER) < target and step.now < self._last_call_deadline:
-            ranks, reason = None, f"{reason}, at most {count_noun(target, 'worker')} may come: a last call for more"
+            ranks, reason = None, f"{reason}, waiting a moment for more: at most {count_noun(target, 'worker')} may join"
         self._lifecycle.set_reason(reason)
         if ranks is None:
             return
@@ -351,8 +355,8 @@ class Registration:
             self._form_if_complete(step)
         else:
             world = self._members.size(Role.WORKER)
-            growth = f"the world grows from {world - 1} to {world} workers, as {member.name} came"
-            self._resize.grow_by(step, [member], growth, "a worker came")
+            growth = f"the world grows from {world - 1} to {world} workers because {member.name} joined"
+            self._resize.grow_by(step, [member], growth, "a worker joined")
 
     def _send_registered(self, step: Step, connection: int, member: Member) -> None:
         step.out.send(connection, Registered(self._lifecycle.cluster_id, member.node_id, member.incarnation))
@@ -377,22 +381,22 @@ class Registration:
             step.out.persist(MemberRecord.from_member(member))
         if is_known:
             kind = "spare" if member.role is Role.SPARE else "rank"
-            step.out.publish(member.name, "re-attached", f"{kind} {member.rank} goes on")
+            step.out.publish(member.name, "re-attached", f"{kind} {member.rank} continues")
         self._members.send_rank(step, member)
         if self._shutdown.state is ShutdownState.DUMPING:
             self._shutdown.repeat_dump_request(step, member)
-        self._recovery.update_readiness(step, "every member is here again")
+        self._recovery.update_readiness(step, "all members re-attached")
 
     def _admit_next_incarnation(self, step: Step, connection: int, dead: Member, request: Register, reason: str) -> None:
         """A node takes the place of a dead one."""
         member = self._members.admit_next_incarnation(dead, request, choose_node_id(request), step.now)
         step.out.count("returns")
-        self._barrier.regroup(step, f"{member.name} is back", member)
+        self._barrier.regroup(step, f"{member.name} returned", member)
         self._members.attach_member(connection, member, step.now)
         step.out.publish(member.name, "returned", reason)
         self._send_registered(step, connection, member)
         self._members.send_rank(step, member)
-        self._recovery.update_readiness(step, "every place is filled again")
+        self._recovery.update_readiness(step, "all ranks are filled again")
 
     # -- agents ------------------------------------------------------------------------------------------------------
 
@@ -423,7 +427,7 @@ class Registration:
         else:
             self._members.send_desired_children(step, {agent.id})
             self._recovery.use_new_hosts(step)
-            self._recovery.update_readiness(step, "every member is here again")
+            self._recovery.update_readiness(step, "all members re-attached")
 
     # -- refusals ----------------------------------------------------------------------------------------------------
 
@@ -435,7 +439,7 @@ class Registration:
         known = self._members.member_at(connection) or self._members.agent_at(connection)
         reason = decision.reason
         if known is not None and known.instance_id != request.instance_id:
-            reason = "its connection speaks for another node already"
+            reason = "its connection already belongs to another node"
         elif decision.admission is Admission.DEFER:
             self._defer(step, connection, request.instance_id, who, reason)
             return True
@@ -448,7 +452,7 @@ class Registration:
             if self._lifecycle.phase is Phase.FORMING:
                 self.last_refusal = f"{request.host.name} ({address}) was refused: {reason}"
                 self._lifecycle.set_reason(decide_formation(step.cluster)[1])
-            step.out.publish(who, "refused", f"{reason} (it came from {address})", Level.WARNING)
+            step.out.publish(who, "refused", f"{reason} (from {address})", Level.WARNING)
             step.out.send(connection, Refused(reason))
         step.out.close(connection)
         self._recovery.on_connection_lost(step, connection, "refused")

@@ -53,17 +53,17 @@ def plan_server_resize(cluster: ClusterState, in_sync: set[int], request: ScaleR
     if not count:
         return None, "this cluster has no parameter servers"
     if cluster.is_resharding:
-        return None, "parameter servers come or go already: wait until that is over"
+        return None, "parameter servers are already being added or removed: wait until that is complete"
     if unsettled := [f"pserver:{m.rank}" for m in servers if m.rank not in in_sync]:
-        return None, f"the rows of {', '.join(unsettled)} have no copy yet: ask again in a moment"
+        return None, f"the rows of {', '.join(unsettled)} have no replica yet: try again in a moment"
     if request.more_workers or request.workers >= 0:
-        workers = count_noun(cluster.size(Role.WORKER), "worker")
-        return None, f"the parameter servers count on {workers}: only the number of servers can change"
+        workers = cluster.size(Role.WORKER)
+        return None, f"the number of workers ({workers}) is fixed with parameter servers: only the number of servers can change"
     wanted = request.servers if request.servers >= 0 else count + request.more_servers
     leavers = servers[wanted:]
     if request.node_ids:
         known = {str(m.rank): m for m in servers}
-        listed = f"{', '.join(f'pserver:{rank}' for rank in known)}, and only they can go"
+        listed = f"{', '.join(f'pserver:{rank}' for rank in known)}, and only they can be removed"
         leavers, reason = select_departing(request.node_ids, Role.PSERVER, known, "parameter servers", listed)
         if not leavers:
             return None, reason
@@ -71,13 +71,13 @@ def plan_server_resize(cluster: ClusterState, in_sync: set[int], request: ScaleR
     if wanted == count:
         return None, f"there {is_or_are(count)} {count_noun(count, 'parameter server')} already"
     if not 1 <= wanted <= SLOTS:
-        return None, f"{wanted} parameter servers are not possible: 1 to {SLOTS} are"
+        return None, f"{wanted} parameter servers are not possible: expected 1 to {SLOTS}"
     if wanted < count:
-        return ResizePlan([], leavers), f"the parameter servers become fewer, from {count} to {wanted}, as asked"
+        return ResizePlan([], leavers), f"the number of parameter servers decreases from {count} to {wanted}, as requested"
     agents = least_loaded_agents(cluster, wanted - count)
     if not agents:
-        return None, "no agent is there that could start a server: only under covey run can there be more"
-    return ResizePlan(agents, []), f"the parameter servers become more, from {count} to {wanted}, as asked"
+        return None, "no agent can start a server: only covey run can add servers"
+    return ResizePlan(agents, []), f"the number of parameter servers increases from {count} to {wanted}, as requested"
 
 
 class Resharding:
@@ -142,12 +142,12 @@ class Resharding:
         else:
             self._start_moving(step, tuple(m.rank for m in plan.departing))
         # an incident is opened after the change that it is about is durable, and closed before
-        return ScaleAccepted(self._incidents.open(step, kind, reason, "asked for", node=SERVERS_NODE), reason)
+        return ScaleAccepted(self._incidents.open(step, kind, reason, "requested", node=SERVERS_NODE), reason)
 
     def request_roll_back(self, step: Step) -> ScaleAccepted:
         number = max((i.number for i in self._incidents.records if i.node == SERVERS_NODE), default=0)
-        self._roll_back(step, "asked to")
-        return ScaleAccepted(number, "the servers that were to come do not")
+        self._roll_back(step, "requested")
+        return ScaleAccepted(number, "the scale-out is rolled back")
 
     # -- adding and removing -----------------------------------------------------------------------------------------
 
@@ -199,12 +199,14 @@ class Resharding:
             self._members.ignore_connection(member)
             self._members.remove(member)
         servers = count_noun(len(sharding.ring), "parameter server")
-        step.out.publish("servers", "settled", f"all rows are shared by {servers}")
+        step.out.publish("servers", "settled", f"all rows are distributed over {servers}")
         self._incidents.close(step, Outcome.RESUMED, node=SERVERS_NODE)
         self._send_sharding(step, self.sharding)
         for member in leavers:
             if member.connection:
-                step.out.send(member.connection, ClusterEnded(f"{member.name} leaves: its rows are with others"))
+                step.out.send(
+                    member.connection, ClusterEnded(f"{member.name} leaves: its rows have moved to the other servers")
+                )
 
     def _send_sharding(self, step: Step, sharding: Sharding) -> None:
         """Durable first: a server never learns a sharding that a restarted scheduler does not know."""
@@ -219,14 +221,14 @@ class Resharding:
         self._in_sync.discard(member.rank)
         if member.rank not in self.joining_servers:
             return False
-        self._roll_back(step, f"{member.name} did not come: {reason}")
+        self._roll_back(step, f"{member.name} did not join: {reason}")
         return True
 
     def roll_back_if_overdue(self, step: Step) -> bool:
         """Roll the growth back if not all came in time; returns whether it did."""
         if self.state is not ReshardingState.ARRIVING or step.now <= self._join_deadline:
             return False
-        self._roll_back(step, f"not all came within {JOIN_TIMEOUT_S:g} s")
+        self._roll_back(step, f"not all joined within {JOIN_TIMEOUT_S:g} s")
         return True
 
     def _roll_back(self, step: Step, reason: str) -> None:
@@ -237,7 +239,7 @@ class Resharding:
             self._members.close_connection(member.connection, step.out)
             self._members.remove(member)
         self.joining_servers = ()
-        reason = f"{reason}; the growth is taken back"
+        reason = f"{reason}; the scale-out is rolled back"
         step.out.publish("servers", "rolled back", reason, Level.WARNING)
         self._incidents.close(step, Outcome.ROLLED_BACK, node=SERVERS_NODE, reason=reason)
         step.out.persist_cluster()

@@ -40,16 +40,20 @@ def plan_shrink(cluster: ClusterState, gone: Member) -> tuple[ShrinkPlan | None,
     """May the others go on in a world that is smaller by this member?"""
     workers = cluster.members_in_role(Role.WORKER)
     others = [m for m in workers if m.uid != gone.uid]
-    if gone.role is not Role.WORKER or not others:
-        return None, f"without {gone.name} nobody is left"
+    if gone.role is not Role.WORKER:
+        return None, f"{gone.name} is not a worker"
+    if not others:
+        return None, f"{gone.name} is the only worker"
     if cluster.size(Role.PSERVER):
-        return None, f"the parameter servers count on {count_noun(len(workers), 'worker')}"
+        return None, f"the number of workers ({len(workers)}) is fixed with parameter servers"
     if has_left_worker(cluster):
         return None, "some workers have finished and left already"
     if not cluster.trains:
-        return None, f"no step was finished before {gone.name} died, and a world shrinks only in a covey.Loop's steps"
+        return None, f"no covey.Loop completed a step before {gone.name} died, so the world cannot shrink"
     highest = max(workers, key=lambda m: m.rank)
-    return ShrinkPlan(gone, highest if highest.uid != gone.uid else None), f"the others go on in a world of {len(others)}"
+    return ShrinkPlan(
+        gone, highest if highest.uid != gone.uid else None
+    ), f"the other ranks continue in a world of {len(others)}"
 
 
 def remaining_departing(cluster: ClusterState) -> list[Member]:
@@ -83,9 +87,9 @@ def resize_blocker(cluster: ClusterState) -> str:
         return f"The cluster is not ready. It is {cluster.phase}: {cluster.reason}"
     if cluster.size(Role.PSERVER):
         world = cluster.size(Role.WORKER)
-        return f"the parameter servers count on {count_noun(world, 'worker')}: only the number of servers can change"
+        return f"the number of workers ({world}) is fixed with parameter servers: only the number of servers can change"
     if cluster.settings.default_target_workers == 1 or not cluster.trains:
-        return "only the world of a covey.Loop that has finished a step, with two workers or more, can change its size"
+        return "only a world of two or more workers whose covey.Loop has completed a step can change its size"
     if has_left_worker(cluster):
         return "some workers have finished and left already"
     return ""
@@ -112,11 +116,11 @@ def plan_resize(cluster: ClusterState, request: ScaleRequest) -> tuple[ResizePla
     if reason := _world_size_blocker(cluster, wanted):
         return None, reason
     if wanted < world:
-        return ResizePlan([], leavers), f"the world shrinks from {world} to {count_noun(wanted, 'worker')}, as asked"
+        return ResizePlan([], leavers), f"the world shrinks from {world} to {count_noun(wanted, 'worker')}, as requested"
     agents = least_loaded_agents(cluster, wanted - world)
     if not agents:
-        return None, "no agent is there that could start a worker: only under covey run can a world grow"
-    return ResizePlan(agents, []), f"the world grows from {world} to {wanted} workers, as asked"
+        return None, "no agent can start a worker: only covey run can add workers"
+    return ResizePlan(agents, []), f"the world grows from {world} to {wanted} workers, as requested"
 
 
 def least_loaded_agents(cluster: ClusterState, count: int) -> list[str]:
@@ -140,13 +144,13 @@ def target_with_extra(cluster: ClusterState, more: int) -> tuple[int | None, str
     wanted = cluster.size(Role.WORKER) + more
     if reason := _world_size_blocker(cluster, wanted):
         return None, reason
-    return wanted, f"there is place for {wanted} workers, as asked"
+    return wanted, f"up to {wanted} workers are allowed, as requested"
 
 
 def _world_size_blocker(cluster: ClusterState, wanted: int) -> str:
     """Why there cannot be so many workers; "" where there can."""
     most = cluster.settings.worker_max or WORLD_MAX
-    return "" if 1 <= wanted <= most else f"a world of {wanted} workers is not possible: 1 to {most} are"
+    return "" if 1 <= wanted <= most else f"a world of {wanted} workers is not possible: expected 1 to {most}"
 
 
 def select_departing(
@@ -157,7 +161,7 @@ def select_departing(
     if unknown := sorted(ids - known.keys()):
         return [], f"The node id:{unknown[0]} is illegal. The {what} are {listed}"
     if ids == known.keys():
-        return [], f"not all {what} can go: covey stop ends a cluster"
+        return [], f"not all {what} can be removed: use covey stop to end the cluster"
     return [member for node_id, member in known.items() if node_id in ids], ""
 
 
@@ -166,7 +170,7 @@ def plan_growth(cluster: ClusterState) -> tuple[ResizePlan | None, str]:
     at once?"""
     world = cluster.size(Role.WORKER)
     if world >= cluster.target_workers:
-        return None, f"there are {world} workers, as there should be"
+        return None, f"all {world} requested workers are present"
     if reason := resize_blocker(cluster):
         return None, reason
     offers = {
@@ -177,7 +181,7 @@ def plan_growth(cluster: ClusterState) -> tuple[ResizePlan | None, str]:
     offered = [agent for agent, free in offers.items() for _ in range(free)][: cluster.target_workers - world]
     hosts = ", ".join(dict.fromkeys(cluster.agents[agent].host.name for agent in offered))
     return (ResizePlan(offered, []) if offered else None), (
-        f"the world grows from {world} to {world + len(offered)} workers, as {hosts} came"
+        f"the world grows from {world} to {world + len(offered)} workers because {hosts} joined"
     )
 
 
@@ -219,8 +223,8 @@ class Resize:
         """Change the number of workers as requested, if that is possible now."""
         if request.roll_back:
             if not can_roll_back(step.cluster):
-                return Refused("no growth is under way that could be taken back")
-            number = self.roll_back(step, "asked to")
+                return Refused("no scale-out is in progress that could be rolled back")
+            number = self.roll_back(step, "requested")
             return ScaleAccepted(number, self._lifecycle.reason)
         if not request.start_processes:
             return self._raise_target(step, request.more_workers)
@@ -229,10 +233,10 @@ class Resize:
             return Refused(reason)
         self.requested_workers = self._members.size(Role.WORKER) + len(plan.agents) - len(plan.departing)
         if plan.agents:
-            number = self._grow_on_agents(step, plan.agents, reason, "asked for")
+            number = self._grow_on_agents(step, plan.agents, reason, "requested")
         else:
             step.out.count("scale_in")
-            number = self._incidents.open(step, "scale-in", reason, "asked for")
+            number = self._incidents.open(step, "scale-in", reason, "requested")
             self._release(step, plan.departing, reason)
         return ScaleAccepted(number, reason)
 
@@ -253,7 +257,7 @@ class Resize:
         """Grow on hosts that came and have free slots, up to the target."""
         plan, reason = plan_growth(step.cluster)
         if plan is not None:
-            self._grow_on_agents(step, plan.agents, reason, "a host came")
+            self._grow_on_agents(step, plan.agents, reason, "a host joined")
 
     def _grow_on_agents(self, step: Step, agents: list[str], reason: str, cause: str) -> int:
         generation = self._lifecycle.generation + 1
@@ -287,21 +291,21 @@ class Resize:
             self.joining_ids = ()
         if member.role is not Role.WORKER or member.node_id not in self.joining_ids:
             return False
-        self.roll_back(step, f"{member.name} did not come: {reason}")
+        self.roll_back(step, f"{member.name} did not join: {reason}")
         return True
 
     def roll_back_if_overdue(self, step: Step) -> bool:
         """Roll the growth back if not all came in time; returns whether it did."""
         if step.now <= self._join_deadline or not can_roll_back(step.cluster):
             return False
-        self.roll_back(step, f"not all came within {JOIN_TIMEOUT_S:g} s")
+        self.roll_back(step, f"not all joined within {JOIN_TIMEOUT_S:g} s")
         return True
 
     def roll_back(self, step: Step, reason: str) -> int:
         """Remove all members of the growth; returns the number of the incident."""
         joining = [m for m in self._members.members_in_role(Role.WORKER) if m.node_id in self.joining_ids]
         self.joining_ids = ()
-        reason = f"{reason}; the growth is taken back"
+        reason = f"{reason}; the scale-out is rolled back"
         self._incidents.close(step, Outcome.ROLLED_BACK, reason=reason)
         number = self._incidents.open(step, "scale-in", reason, reason)
         remaining = self._members.size(Role.WORKER) - len(joining)
@@ -324,7 +328,7 @@ class Resize:
 
     def shrink_to_survivors(self, step: Step, lost: list[Member], cause: str) -> None:
         """Continue without the lost members, for whom no host came."""
-        reason = f"{cause}: the others go on in a world of {self._members.size(Role.WORKER) - len(lost)}"
+        reason = f"{cause}: the other ranks continue in a world of {self._members.size(Role.WORKER) - len(lost)}"
         step.out.count("shrinks")
         self._incidents.open(step, "elastic-training", reason, cause)
         self._start_generation(step, reason, cause, self._remove(step, lost))
@@ -353,9 +357,9 @@ class Resize:
         if plan_shrink(step.cluster, leavers[0])[0] is None:
             return False
         if self._barrier.all_resumed:
-            self._release(step, leavers, f"{describe_members(leavers)} leave too, as asked")
+            self._release(step, leavers, f"next to leave, as requested: {describe_members(leavers)}")
         else:  # the scheduler was restarted and does not know which ranks resumed
-            reason = f"{describe_members(leavers)} are to leave too, once all others are known to have what was theirs"
+            reason = f"waiting for all ranks to resume before {describe_members(leavers)} leave"
             self._barrier.require_all_to_resume()
             self._lifecycle.begin_healing(reason, step.now)
             self._barrier.regroup(step, reason)
@@ -389,7 +393,9 @@ class Resize:
         self._lifecycle.set_reason(reason)  # also where another change was under way
         self._lifecycle.note_resize()
         self._barrier.start_generation(step, *changed)
-        step.out.publish("cluster", "resized", f"{what}; the world is now {self._members.size(Role.WORKER)}", Level.WARNING)
+        step.out.publish(
+            "cluster", "resized", f"{what}; the world size is now {self._members.size(Role.WORKER)}", Level.WARNING
+        )
         for member in self._members.reachable():
             self._members.send_rank(step, member)
 

@@ -75,12 +75,12 @@ def find_kill_target(cluster: ClusterState, name: str) -> tuple[Member | None, s
         return None, f"there is no node {name[:100]!r}: GET /nodes lists them"
     agent = cluster.agents.get(member.agent)
     if not member.is_present:
-        return None, f"{name} does not run: it is {member.state}"
+        return None, f"{name} is not running: it is {member.state}"
     if not member.pid:
-        return None, f"{name} does not run yet: its process is being started"
+        return None, f"{name} is not running yet: its process is being started"
     if agent is None or not agent.connection:
         where = f"process {member.pid} on {member.host.name}"
-        return None, f"no agent keeps {name}, so nobody can kill it from here: it is {where}"
+        return None, f"cannot kill {name}: no agent is connected for it; kill {where} yourself"
     return member, f"process {member.pid} of {name} on {member.host.name} is killed"
 
 
@@ -213,8 +213,8 @@ class SchedulerMachine:
                 self.incidents.close_if_resumed(step)
         if member.state is NodeState.SUSPECT:
             self._members.set_state(member, NodeState.ALIVE)
-            step.out.publish(member.name, "heard again", "its beat came late")
-            self._recovery.update_readiness(step, "every member is heard again")
+            step.out.publish(member.name, "heard again", "its heartbeat arrived late")
+            self._recovery.update_readiness(step, "all members are reachable again")
 
     def _on_template_ready(self, step: Step, connection: int, report: TemplateReady) -> None:
         if (agent := self._members.agent_at(connection)) is not None:
@@ -302,6 +302,6 @@ class SchedulerMachine:
         self._lifecycle.renew_heal_deadline(step.now)
         self._shutdown.resume_dump(step)
         members = count_noun(len(self._members.members), "member")
-        self._lifecycle.set_phase(Phase.RETURNING, f"the scheduler is back and waits for its {members} to re-attach")
+        self._lifecycle.set_phase(Phase.RETURNING, f"the scheduler was restarted and waits for {members} to re-attach")
         step.out.publish("cluster", "restored", f"generation {self._lifecycle.generation}, {members}")
         return self._recovery.end_if_all_left(step)

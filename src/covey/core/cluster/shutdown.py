@@ -47,7 +47,7 @@ def dumpable_ranks(cluster: ClusterState) -> tuple[set[int], str]:
         return set(), f"the cluster has ended: {cluster.reason}"
     workers = cluster.members_in_role(Role.WORKER)
     able = {m.rank for m in workers if m.connection and m.is_present and cluster.progress(m).in_loop}
-    return able, "" if able else "no rank is in a covey.Loop, which alone can write down what it holds"
+    return able, "" if able else "no rank is in a covey.Loop, so no rank can dump its state"
 
 
 class Shutdown:
@@ -94,11 +94,11 @@ class Shutdown:
         """Let the ranks save their state and end, on request."""
         ranks, refusal = dumpable_ranks(step.cluster)
         if self.state is ShutdownState.DUMPING:
-            refusal = "the ranks write down what they hold already"
+            refusal = "a dump is already in progress"
         if refusal:
             return Refused(refusal)
         self._start_dump(step, Ended(ExitCode.STOPPED, reason), ranks)
-        return RequestAccepted(f"what {count_noun(len(ranks), 'rank')} can write down is written, and the run ends")
+        return RequestAccepted(f"a dump was requested from {count_noun(len(ranks), 'rank')}; the run ends after it")
 
     def _start_dump(self, step: Step, planned_end: Ended, ranks: set[int]) -> None:
         self._set_state(ShutdownState.DUMPING)
@@ -106,7 +106,7 @@ class Shutdown:
         self._dumping_ranks, self._dump_deadline = ranks, step.now + self._settings.dump_s
         self._lifecycle.begin_healing(reason, step.now)
         step.out.persist_cluster()  # a restarted scheduler asks again
-        step.out.publish("cluster", "dump", f"{reason}; the others write down what they hold", Level.WARNING)
+        step.out.publish("cluster", "dump", f"{reason}; the remaining ranks dump their state", Level.WARNING)
         for member in self._members.members_in_role(Role.WORKER):
             if member.rank in ranks:
                 step.out.send(member.connection, DumpRequest(reason))
@@ -141,7 +141,7 @@ class Shutdown:
         if self.state is not ShutdownState.DUMPING or self.planned_end is None or not is_over:
             return
         saved, path = self._newest_dump
-        outcome = f"; step {saved} is in {path}" if path else "; nobody could write down the state"
+        outcome = f"; step {saved} is in {path}" if path else "; no rank could dump its state"
         self.end(step, self.planned_end.code, self.planned_end.reason + outcome, self.planned_end.failure)
 
     # -- the end -----------------------------------------------------------------------------------------------------
@@ -228,9 +228,11 @@ class Shutdown:
         self.ended = ended
         self._lifecycle.set_phase(Phase.ENDED, ended.reason)
         has_formed = self._lifecycle.generation > 0
-        untold = {instance for instance, _ in self._list_unreachable(step.now)} if has_formed else {"whoever waited"}
+        untold = {instance for instance, _ in self._list_unreachable(step.now)} if has_formed else {"unknown instance"}
         level = Level.from_exit_code(ended.code)
-        step.out.publish("cluster", "ended", f"{ended.reason}; {len(untold)} may not have heard it", level)
+        step.out.publish(
+            "cluster", "ended", f"{ended.reason}; {count_noun(len(untold), 'node')} may not have received it", level
+        )
         self._start_telling(step, set() if ended.told else untold)
 
     def resume_dump(self, step: Step) -> None:
