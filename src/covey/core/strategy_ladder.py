@@ -1,6 +1,6 @@
 """Recovery strategies in the order in which they are tried, and the limit of deaths without progress.
 
-`core/cluster/recovery.py` chooses among them; settings, MSJobs, commands and the worker's supervisor only name them.
+`core/cluster/recovery.py` chooses a strategy; settings, MSJobs, commands and the worker's supervisor only use the names.
 """
 
 from __future__ import annotations
