@@ -94,7 +94,7 @@ def test_a_world_grows_and_shrinks_on_request(shell: Shell) -> None:
     run = start(shell, FAULTS=f"{grow} {grown} {shrink} 3:6:reduction")
     assert "operation 1: the world grows from 3 to 5 workers, as requested" in scaled(shell, grow, 5)
     release(shell, grow)
-    shell.heard("scheduler", r"scale-out of cluster \(asked for\): .* resumed")  # a death before that would take it back
+    shell.heard("scheduler", r"scale-out of cluster \(requested\): .* resumed")  # a death before that would take it back
     release(shell, grown)
     reached(shell, shrink)
     address = re.search(r"REST at (http://127\.0\.0\.1:\d+)", run.text())

@@ -123,7 +123,7 @@ def test_settings_other_than_the_clusters_are_shown_as_a_difference(
 ) -> None:
     scheduler = patient.scheduler()
     other = patient.worker(0, name="other", **{variable: there})
-    refused(scheduler, other, f"{variable} is {there} there and {here} here")
+    refused(scheduler, other, f"{variable} is {there} on the node and {here} on the scheduler")
     patient.worker(0)
     patient.worker(1)
     finishes(patient, other)
@@ -324,7 +324,7 @@ def test_a_register_of_the_schedulers_own_role_is_refused(patient: Cluster) -> N
     scheduler.wait_for("scheduler of cluster")
     with greeted(patient) as peer:
         peer.sendall(encode_frame(Register(Role.SCHEDULER, "0", "life", ANYWHERE)))
-        assert "no place for the role scheduler" in read_to_end(peer)
+        assert "no members of role scheduler" in read_to_end(peer)
     scheduler.wait_for("refused: this cluster has no members of role scheduler")
 
 

@@ -141,7 +141,7 @@ def test_one_node_rank_for_two_agents_is_refused(shell: Shell) -> None:
     shell.heard("scheduler", "brings 2 workers")
     second = agent(shell, "--node-rank", "0")
     assert second.wait() == 21, second.tail()
-    assert re.search("rank 0 is taken.*same --node-rank", second.text())
+    assert re.search("rank 0 is taken.*its own --node-rank", second.text())
     first.signal(signal.SIGINT)
     assert first.wait() == 130
 
@@ -151,7 +151,7 @@ def test_another_number_of_workers_is_refused_with_the_difference(shell: Shell) 
     shell.heard("scheduler", "brings 2 workers")
     second = shell.ask("run", "-n", "6", "--local", "2", "--master", f"127.0.0.1:{shell.port}", "t.py", shell.go)
     assert second.code == 21, second.tail()
-    assert re.search("MS_WORKER_NUM is 6 there and 4 here", second.text()), second.text()
+    assert re.search("MS_WORKER_NUM is 6 on the node and 4 on the scheduler", second.text()), second.text()
     first.signal(signal.SIGINT)
     assert first.wait() == 130
 

@@ -259,7 +259,7 @@ def test_two_processes_never_hold_one_place(cluster: Recovering) -> None:
     scheduler.wait_for("worker:0 suspect")
     (cluster.folder / "join").touch()
     successor.wait_for("rank=0")
-    scheduler.wait_for("worker:0 held off.*not known to be over")
+    scheduler.wait_for("worker:0 held off.*not known to be dead")
     scheduler.wait_for("worker:0 died: no heartbeat")
     frozen.resume()
     assert frozen.wait() == 21, frozen.tail()

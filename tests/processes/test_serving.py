@@ -167,7 +167,7 @@ def test_servers_come_and_go_while_the_training_runs_and_the_bits_are_the_same(s
     held(shell, 6)  # the other ranks' gradients of this step move with the rows they are for
     asked = shell.ask("scale", "--servers", "4")
     assert "operation 1: the number of parameter servers increases from 2 to 4, as requested" in asked.text()
-    shell.heard("scheduler", r"scale-out of servers \(asked for\): .* resumed")
+    shell.heard("scheduler", r"scale-out of servers \(requested\): .* resumed")
     go(shell, 6)
     held(shell, 12)
     address = re.search(r"REST at (http://127\.0\.0\.1:\d+)", run.text())
@@ -176,14 +176,14 @@ def test_servers_come_and_go_while_the_training_runs_and_the_bits_are_the_same(s
         assert "is illegal" in rest.post("/scalein", json={"node_ids": ["7"]}).json()["error_message"]
         asked = rest.post("/scalein", json={"node_ids": ["pserver:0", "2"]}).json()  # no server is special
         assert asked["reason"] == "the number of parameter servers decreases from 4 to 2, as requested"
-        shell.heard("scheduler", r"scale-in of servers \(asked for\): .* resumed")
+        shell.heard("scheduler", r"scale-in of servers \(requested\): .* resumed")
         assert rest.get(f"/operations/{asked['operation']}").json()["outcome"] == "resumed"
         assert sorted(n["nodeId"] for n in rest.get("/nodes").json()["nodeIds"] if n["role"] == "PSERVER") == ["1", "3"]
         go(shell, 12)
         held(shell, 18)
         assert rest.post("/scaleout", json={"worker_num": 0, "server_num": 1}).json()["code"] == "0"
         kill(shell, "server_3")  # a death meanwhile is folded in
-        shell.heard("scheduler", r"scale-out of servers \(asked for\): .* resumed", count=2)
+        shell.heard("scheduler", r"scale-out of servers \(requested\): .* resumed", count=2)
     go(shell, 18)
     assert outcome(shell, run) == undisturbed_hybrid
 
@@ -235,7 +235,7 @@ def test_nodes_that_would_serve_otherwise_are_refused(cluster: Cluster, tmp_path
     cluster.scheduler()
     server = cluster.node("MS_PSERVER", 0, script=script, args=[tmp_path], COVEY_PS_MODE="async")
     assert server.wait() == ExitCode.REFUSED
-    assert "COVEY_PS_MODE is async there and sync here" in server.text()
+    assert "COVEY_PS_MODE is async on the node and sync on the scheduler" in server.text()
 
 
 @pytest.mark.parametrize(

@@ -188,4 +188,4 @@ def test_two_jobs_on_one_port_do_not_mix(flow: Flow) -> None:
     assert "is that of the job job7, not of job8" in second.text() and "COVEY_TASKD_PORT" in second.text()
     run = flow.torchrun("--nproc_per_node", "3", "train.py", MINDX_TASK_ID="job8")
     assert run.wait(DEADLINE_S) != 0
-    assert "the job is job8 there and job7 here" in run.text()
+    assert "the job is job8 on the node and job7 on the scheduler" in run.text()
