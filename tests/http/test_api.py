@@ -393,7 +393,7 @@ def test_a_size_that_cannot_be_is_refused_in_the_seeds_words(
 
 
 def test_an_operation_is_known_by_its_number(http: httpx2.Client, source: Shown) -> None:
-    growth = Incident(7, 1.0, "cluster", -1, "asked for", "scale-out", "the world grows from 2 to 3 workers, as asked")
+    growth = Incident(7, 1.0, "cluster", -1, "requested", "scale-out", "the world grows from 2 to 3 workers, as requested")
     source.cluster = msgspec.structs.replace(source.cluster, recoveries=[growth])
     assert http.get("/operations/7").json() == msgspec.to_builtins(growth)
     assert http.get("/operations/8").status_code == 404

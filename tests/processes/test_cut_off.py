@@ -66,7 +66,7 @@ def test_a_cable_that_is_back_in_time_costs_nothing_but_the_time(shell: Shell, h
     reached(shell, "2:4:between")
     hosts.cut()
     release(shell, "2:4:between")
-    shell.heard("scheduler", "worker:2 suspect: no beat")
+    shell.heard("scheduler", "worker:2 suspect: no heartbeat")
     hosts.mend()
     assert [agent.wait(LONG_S) for agent in agents] == [0, 0], shell.tails()
     assert "died" not in shell.log("scheduler") and "retry" not in shell.log("scheduler")

@@ -92,9 +92,9 @@ def test_a_world_grows_and_shrinks_on_request(shell: Shell) -> None:
     """Nobody is started again; a newcomer dies later; samples count once in worlds of 3, 5, 4 and 2."""
     grow, grown, shrink = "0:4:forward:hold", "2:5:forward:hold", "1:9:forward:hold"
     run = start(shell, FAULTS=f"{grow} {grown} {shrink} 3:6:reduction")
-    assert "operation 1: the world grows from 3 to 5 workers, as asked" in scaled(shell, grow, 5)
+    assert "operation 1: the world grows from 3 to 5 workers, as requested" in scaled(shell, grow, 5)
     release(shell, grow)
-    shell.heard("scheduler", r"scale-out of cluster \(asked for\): .* resumed")  # a death before that would take it back
+    shell.heard("scheduler", r"scale-out of cluster \(requested\): .* resumed")  # a death before that would take it back
     release(shell, grown)
     reached(shell, shrink)
     address = re.search(r"REST at (http://127\.0\.0\.1:\d+)", run.text())
@@ -102,7 +102,7 @@ def test_a_world_grows_and_shrinks_on_request(shell: Shell) -> None:
     with httpx2.Client(base_url=address[1], trust_env=False, timeout=30) as rest:
         assert "is illegal" in rest.post("/scalein", json={"node_ids": ["3"]}).json()["error_message"]  # it died
         asked = rest.post("/scalein", json={"node_ids": ["worker:0", "2"]}).json()
-        assert asked["reason"] == "the world shrinks from 4 to 2 workers, as asked"
+        assert asked["reason"] == "the world shrinks from 4 to 2 workers, as requested"
         assert rest.get("/state").json()["cluster_state"] == "CLUSTER_SCALE_IN"
         assert rest.get(f"/operations/{asked['operation']}").json()["outcome"] == "open"
         assert rest.get("/operations/1").json()["outcome"] == "resumed"

@@ -201,7 +201,7 @@ def test_too_few_in_time_and_everyone_names_who_is_there_and_how_many_are_missin
     scheduler = cluster.scheduler(MS_TOPO_TIMEOUT=3)
     assert cluster.wait() == {"scheduler": 20, "worker-0": 20, "worker-b": 20, "worker-2": 20}
     for node in (scheduler, *workers):
-        assert "2 workers missing, here: worker:0, worker:2, worker:b" in node.text(), node.tail()
+        assert "2 workers missing, registered: worker:0, worker:2, worker:b" in node.text(), node.tail()
         assert "Traceback" not in node.text()
 
 
@@ -227,7 +227,7 @@ def test_silence_is_a_death_after_ms_node_timeout(cluster: Cluster) -> None:
         assert "worker:0" in node.text() and "MS_NODE_TIMEOUT is 2 s" in node.text()
     silent.resume()
     assert silent.wait() in (21, 30)
-    assert "no beat for" in silent.text(), "it should be told why it is out, not that the scheduler was lost"
+    assert "no heartbeat for" in silent.text(), "it should be told why it is out, not that the scheduler was lost"
 
 
 def test_a_short_node_timeout_does_not_kill_a_healthy_node(cluster: Cluster) -> None:

@@ -36,12 +36,12 @@ def test_hosts_join_a_running_world_up_to_the_most(shell: Shell) -> None:
     runs = [host(shell, "a", *words, **env)]
     reached(shell, held)
     runs += [host(shell, name, *words, **env) for name in ("b", "c")]
-    shell.heard("scheduler", "the world grows from 1 to [23] workers, as .* came")
+    shell.heard("scheduler", "the world grows from 1 to [23] workers because .* joined")
     release(shell, held)
-    shell.heard("scheduler", "the world grows from [12] to 3 workers, as .* came")
+    shell.heard("scheduler", "the world grows from [12] to 3 workers because .* joined")
     late = host(shell, "d", *words, **env)
     assert late.wait(LONG_S) == 21, late.tail()
-    assert "formed with its 3 workers: this host came too late" in late.text()
+    assert "formed with its 3 workers: this host registered too late" in late.text()
     release(shell, grown)
     assert [run.wait(LONG_S) for run in runs] == [0, 0, 0], shell.tails()
     assert [end["world"] for end in check(shell, world=1)] == [3, 3, 3]
@@ -63,7 +63,7 @@ def test_the_world_grows_back_when_a_lost_host_returns(shell: Shell) -> None:
     stays, goes = split(shell, **env)
     reached(shell, lost)
     goes.kill()
-    shell.heard("scheduler", "the world is now 1")
+    shell.heard("scheduler", "the world size is now 1")
     reached(shell, alone)
     back = again(shell, **env)
     shell.heard("scheduler", "the world grows from 1 to 3 workers")
@@ -81,12 +81,12 @@ def test_a_host_that_returns_in_time_spares_the_smaller_world(shell: Shell) -> N
     stays, goes = split(shell, **env)
     reached(shell, lost)
     goes.kill()
-    shell.heard("scheduler", "waiting for one to come; the world shrinks after 600 s")
+    shell.heard("scheduler", "waiting for a host to join; the world shrinks after 600 s")
     back = again(shell, **env)
     assert [run.wait(LONG_S) for run in (stays, back)] == [0, 0], shell.tails()
     assert [end["world"] for end in check(shell)] == [3, 3, 3]
     assert "resized" not in shell.log("scheduler")
-    assert "worker:1, worker:2 started again on" in shell.log("scheduler")
+    assert "worker:1, worker:2 restarted on" in shell.log("scheduler")
 
 
 def test_nobody_comes_in_time(shell: Shell) -> None:
@@ -97,7 +97,7 @@ def test_nobody_comes_in_time(shell: Shell) -> None:
     goes.kill()
     assert stays.wait(LONG_S) == 0, shell.tails()
     assert [end["world"] for end in check(shell)] == [1]
-    assert "no host came for worker:1, worker:2 within 0.5 s" in shell.log("scheduler")
+    assert "no host joined for worker:1, worker:2 within 0.5 s" in shell.log("scheduler")
 
 
 @pytest.mark.long
@@ -142,4 +142,4 @@ def test_a_lost_host_is_waited_for_where_recovery_is_on(shell: Shell) -> None:
     back = pod(1)
     assert [run.wait(LONG_S) for run in (stays, back, scheduler)] == [0, 0, 0], shell.tails()
     assert [end["world"] for end in check(shell, world=4)] == [4] * 4
-    assert "worker:2, worker:3 started again on" in scheduler.text()
+    assert "worker:2, worker:3 restarted on" in scheduler.text()

@@ -104,7 +104,7 @@ def test_a_host_is_cut_off_the_world_shrinks_and_it_joins_again(shell: Shell, ho
     shell.logs = shell.folder / "host-0"
     reached(shell, lost)
     hosts.cut(2)
-    shell.heard("scheduler", "the world is now 2")
+    shell.heard("scheduler", "the world size is now 2")
     reached(shell, small)
     hosts.mend(2)  # its agent finds the scheduler again, hears that its worker's place is gone, and comes as a new host
     shell.heard("scheduler", "the world grows from 2 to 3 workers")

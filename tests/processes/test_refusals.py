@@ -50,7 +50,7 @@ def finishes(cluster: Cluster, *refused: Process) -> None:
 def test_one_worker_too_many(patient: Cluster, node_id: str | None) -> None:
     scheduler, _ = patient.formed()
     extra = patient.worker(node_id, name="extra")
-    refused(scheduler, extra, r"one worker too many: the cluster has its 2", "worker:0, worker:1")
+    refused(scheduler, extra, r"one worker too many: the cluster already has 2", "worker:0, worker:1")
     finishes(patient, extra)
 
 
@@ -123,7 +123,7 @@ def test_settings_other_than_the_clusters_are_shown_as_a_difference(
 ) -> None:
     scheduler = patient.scheduler()
     other = patient.worker(0, name="other", **{variable: there})
-    refused(scheduler, other, f"{variable} is {there} there and {here} here")
+    refused(scheduler, other, f"{variable} is {there} on the node and {here} on the scheduler")
     patient.worker(0)
     patient.worker(1)
     finishes(patient, other)
@@ -132,7 +132,7 @@ def test_settings_other_than_the_clusters_are_shown_as_a_difference(
 def test_a_role_this_cluster_has_no_place_for(patient: Cluster) -> None:
     scheduler = patient.scheduler()
     server = patient.node("MS_SERVER", 0, MS_SERVER_NUM=1)
-    refused(scheduler, server, "MS_SERVER_NUM is 1 there and 0 here")
+    refused(scheduler, server, "MS_SERVER_NUM is 1 on the node and 0 on the scheduler")
 
 
 # -- secrets and versions --------------------------------------------------------------------------------------------
@@ -297,7 +297,7 @@ def test_a_peer_that_registers_twice_over_one_connection_does_not_hold_two_place
     with greeted(patient) as peer:
         for node_id in ("0", "1"):
             peer.sendall(encode_frame(Register(Role.WORKER, node_id, f"life {node_id}", ANYWHERE)))
-        scheduler.wait_for("refused: its connection speaks for another node already")
+        scheduler.wait_for("refused: its connection already belongs to another node")
     patient.until(lambda v: not nodes_of(v), "both places to be free again")
     patient.worker(0)
     patient.worker(1)
@@ -324,8 +324,8 @@ def test_a_register_of_the_schedulers_own_role_is_refused(patient: Cluster) -> N
     scheduler.wait_for("scheduler of cluster")
     with greeted(patient) as peer:
         peer.sendall(encode_frame(Register(Role.SCHEDULER, "0", "life", ANYWHERE)))
-        assert "no place for the role scheduler" in read_to_end(peer)
-    scheduler.wait_for("refused: this cluster has no place for the role scheduler")
+        assert "no members of role scheduler" in read_to_end(peer)
+    scheduler.wait_for("refused: this cluster has no members of role scheduler")
 
 
 def test_names_from_the_wire_cannot_write_lines_of_their_own_into_the_log(patient: Cluster) -> None:

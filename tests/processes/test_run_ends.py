@@ -117,7 +117,7 @@ def test_a_program_that_ends_while_others_wait_for_it_ends_the_run_at_once(shell
     shell.script("import covey\ncovey.init()\nfor _ in range(5 + (covey.get_rank() != 1)):\n    covey.barrier()\n", "t.py")
     run = shell.ask("run", "-n", "3", "t.py", env=PATIENT)
     assert run.code == 30, run.tail()
-    assert re.search(r"rank 1 has come to the end of its program, but rank [02] waits for it in collective -1\.5", run.text())
+    assert re.search(r"rank 1 has finished its script, but rank [02] waits for it in collective -1\.5", run.text())
     shell.nobody()
 
 

@@ -129,7 +129,7 @@ def test_an_agent_that_brings_too_many_is_refused_before_the_cluster_is_full(she
     shell.heard("scheduler", "brings 2 workers")
     third = shell.ask("run", "-n", "4", "--local", "3", "--master", f"127.0.0.1:{shell.port}", "t.py", shell.go)
     assert third.code == 21, third.tail()
-    assert "this host brings 3 workers, but 2 of 4 are here already" in third.text()
+    assert "this host brings 3 workers, but 2 of 4 are registered already" in third.text()
     second = agent(shell)
     shell.says(3)
     shell.release()
@@ -141,7 +141,7 @@ def test_one_node_rank_for_two_agents_is_refused(shell: Shell) -> None:
     shell.heard("scheduler", "brings 2 workers")
     second = agent(shell, "--node-rank", "0")
     assert second.wait() == 21, second.tail()
-    assert re.search("rank 0 is taken.*same --node-rank", second.text())
+    assert re.search("rank 0 is taken.*its own --node-rank", second.text())
     first.signal(signal.SIGINT)
     assert first.wait() == 130
 
@@ -151,7 +151,7 @@ def test_another_number_of_workers_is_refused_with_the_difference(shell: Shell) 
     shell.heard("scheduler", "brings 2 workers")
     second = shell.ask("run", "-n", "6", "--local", "2", "--master", f"127.0.0.1:{shell.port}", "t.py", shell.go)
     assert second.code == 21, second.tail()
-    assert re.search("MS_WORKER_NUM is 6 there and 4 here", second.text()), second.text()
+    assert re.search("MS_WORKER_NUM is 6 on the node and 4 on the scheduler", second.text()), second.text()
     first.signal(signal.SIGINT)
     assert first.wait() == 130
 
@@ -170,7 +170,7 @@ def test_a_master_that_never_comes_is_told_with_its_address(shell: Shell, hosts:
     run = shell.ask("run", *words, "t.py", before=hosts.on(1))
     assert run.code == 22, run.tail()
     assert re.search(
-        rf"no scheduler took this node at 10\.91\.7\.1:{shell.port} within 1 s \(nobody listens there\)", run.text()
+        rf"no scheduler accepted this node at 10\.91\.7\.1:{shell.port} within 1 s \(nobody listens there\)", run.text()
     )
     shell.nobody()
 

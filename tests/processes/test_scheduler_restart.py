@@ -149,7 +149,7 @@ def test_workers_that_finish_while_the_scheduler_is_away_are_heard_when_it_is_ba
     scheduler, workers = cluster.formed()
     scheduler.kill()
     for worker in workers:
-        worker.wait_for("is out of reach")
+        worker.wait_for("is unreachable")
     cluster.release()
     for worker in workers:
         worker.wait_for("done")
@@ -164,7 +164,7 @@ def test_a_finished_worker_whose_goodbye_nobody_heard_says_so(cluster: Recoverin
     scheduler.kill()
     cluster.release()
     assert worker.wait() == 0
-    assert "did not hear it in time" in worker.text()
+    assert "did not acknowledge it in time" in worker.text()
 
 
 def test_a_worker_that_died_while_the_scheduler_was_away_is_missed(cluster: Recovering) -> None:
@@ -180,7 +180,7 @@ def test_a_worker_that_died_while_the_scheduler_was_away_is_missed(cluster: Reco
     (cluster.folder / "join").touch()
     again.wait_for("worker:0 held off")
     successor.wait_for("rank=0")
-    again.wait_for("worker:0 died: no beat")
+    again.wait_for("worker:0 died: no heartbeat")
     cluster.ready()
     assert nodes_of(cluster.view())["0"].incarnation == 2
     cluster.release()
@@ -259,8 +259,8 @@ def test_two_processes_never_hold_one_place(cluster: Recovering) -> None:
     scheduler.wait_for("worker:0 suspect")
     (cluster.folder / "join").touch()
     successor.wait_for("rank=0")
-    scheduler.wait_for("worker:0 held off.*not known to be over")
-    scheduler.wait_for("worker:0 died: no beat")
+    scheduler.wait_for("worker:0 held off.*not known to be dead")
+    scheduler.wait_for("worker:0 died: no heartbeat")
     frozen.resume()
     assert frozen.wait() == 21, frozen.tail()
     assert "worker:0" in frozen.text()
@@ -272,7 +272,7 @@ def test_a_worker_that_was_only_slow_goes_on(cluster: Recovering) -> None:
     cluster.env |= QUICK
     scheduler, (frozen, other) = cluster.formed(MS_NODE_TIMEOUT=1)
     frozen.stop()
-    scheduler.wait_for("worker:0 died: no beat")
+    scheduler.wait_for("worker:0 died: no heartbeat")
     frozen.resume()
     view = cluster.ready()
     assert [node.incarnation for node in nodes_of(view).values()] == [1, 1]

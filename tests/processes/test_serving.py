@@ -166,8 +166,8 @@ def test_servers_come_and_go_while_the_training_runs_and_the_bits_are_the_same(s
     run = start(shell, KIND="hybrid", HOLD="6,12,18", CACHE="100")  # nor does the cache change any
     held(shell, 6)  # the other ranks' gradients of this step move with the rows they are for
     asked = shell.ask("scale", "--servers", "4")
-    assert "operation 1: the parameter servers become more, from 2 to 4, as asked" in asked.text()
-    shell.heard("scheduler", r"scale-out of servers \(asked for\): .* resumed")
+    assert "operation 1: the number of parameter servers increases from 2 to 4, as requested" in asked.text()
+    shell.heard("scheduler", r"scale-out of servers \(requested\): .* resumed")
     go(shell, 6)
     held(shell, 12)
     address = re.search(r"REST at (http://127\.0\.0\.1:\d+)", run.text())
@@ -175,15 +175,15 @@ def test_servers_come_and_go_while_the_training_runs_and_the_bits_are_the_same(s
     with httpx2.Client(base_url=address[1], trust_env=False, timeout=30) as rest:
         assert "is illegal" in rest.post("/scalein", json={"node_ids": ["7"]}).json()["error_message"]
         asked = rest.post("/scalein", json={"node_ids": ["pserver:0", "2"]}).json()  # no server is special
-        assert asked["reason"] == "the parameter servers become fewer, from 4 to 2, as asked"
-        shell.heard("scheduler", r"scale-in of servers \(asked for\): .* resumed")
+        assert asked["reason"] == "the number of parameter servers decreases from 4 to 2, as requested"
+        shell.heard("scheduler", r"scale-in of servers \(requested\): .* resumed")
         assert rest.get(f"/operations/{asked['operation']}").json()["outcome"] == "resumed"
         assert sorted(n["nodeId"] for n in rest.get("/nodes").json()["nodeIds"] if n["role"] == "PSERVER") == ["1", "3"]
         go(shell, 12)
         held(shell, 18)
         assert rest.post("/scaleout", json={"worker_num": 0, "server_num": 1}).json()["code"] == "0"
         kill(shell, "server_3")  # a death meanwhile is folded in
-        shell.heard("scheduler", r"scale-out of servers \(asked for\): .* resumed", count=2)
+        shell.heard("scheduler", r"scale-out of servers \(requested\): .* resumed", count=2)
     go(shell, 18)
     assert outcome(shell, run) == undisturbed_hybrid
 
@@ -235,16 +235,16 @@ def test_nodes_that_would_serve_otherwise_are_refused(cluster: Cluster, tmp_path
     cluster.scheduler()
     server = cluster.node("MS_PSERVER", 0, script=script, args=[tmp_path], COVEY_PS_MODE="async")
     assert server.wait() == ExitCode.REFUSED
-    assert "COVEY_PS_MODE is async there and sync here" in server.text()
+    assert "COVEY_PS_MODE is async on the node and sync on the scheduler" in server.text()
 
 
 @pytest.mark.parametrize(
     ("copies", "dying", "sentence"),
     [
         pytest.param(
-            "0", ["server_1"], "the rows of pserver:1 were lost with it, for they had no copy", marks=pytest.mark.long
+            "0", ["server_1"], "the rows of pserver:1 were lost with it because they had no replica", marks=pytest.mark.long
         ),
-        ("1", ["server_0", "server_1"], "were lost, for the holder of their copy died as well"),
+        ("1", ["server_0", "server_1"], "were lost because the holder of their replica died as well"),
     ],
 )
 def test_where_rows_are_lost_all_start_anew_from_the_checkpoint(
@@ -255,7 +255,7 @@ def test_where_rows_are_lost_all_start_anew_from_the_checkpoint(
     held(shell, 15)
     for server in dying:
         kill(shell, server)
-    run.wait_for(f"{sentence}: all start anew, from the last checkpoint")
+    run.wait_for(f"{sentence}: all workers restart from the last checkpoint")
     go(shell, 15)
     shell.heard(0, r"BEGINS at 10\n")
     again = outcome(shell, run)

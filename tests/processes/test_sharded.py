@@ -74,8 +74,8 @@ def test_without_a_copy_left_all_go_back_to_the_checkpoint(shell: Shell, ordinar
     assert outcome(shell, 4) == ordinary
     said = re.findall(r"cluster roll back: (.*)", shell.log("scheduler"))
     assert len(said) == 1 and re.match(
-        r"the optimizer's state of \d+ of 6 parameters was on no rank but the dead \(ShardedOptimizer\(copies=...\) says how"
-        r" many deaths at once it outlives\): all workers start anew, from their newest checkpoint$",
+        r"only dead ranks held the optimizer's state of \d+ of 6 parameters: increase ShardedOptimizer\(copies=...\) to survive"
+        r" more deaths at the same time: all workers restart from the newest checkpoint$",
         said[0],
     )
     assert re.findall(r"BEGINS at (\d+)", shell.log(3)) == ["0", "5"]
@@ -106,7 +106,7 @@ def test_the_parts_are_dealt_out_anew_when_the_world_changes(shell: Shell, tmp_p
     assert "roll back" not in shell.log("scheduler")
     marks = {path.name for path in (shell.folder / "marks").iterdir() if path.is_file()}
     assert marks >= {death.replace(":", "-") for death in deaths.split()}, "every death has happened"
-    assert re.findall("resized: (.*), as asked", shell.log("scheduler")) == [
+    assert re.findall("resized: (.*), as requested", shell.log("scheduler")) == [
         "the world grows from 3 to 5 workers",
         "the world shrinks from 5 to 4 workers",
     ]
@@ -125,7 +125,7 @@ def test_neighbours_leave_one_after_the_other_and_nothing_is_lost(shell: Shell) 
     outcome(shell, 2)
     said = shell.log("scheduler")
     assert "roll back" not in said
-    assert re.findall("the world is now (.)", said) == ["3", "2"]
+    assert re.findall("the world size is now (.)", said) == ["3", "2"]
     assert re.findall(r"recovery: (\S+) .* (\S+)$", said, re.MULTILINE) == [("scale-in", "resumed")]
 
 

@@ -138,11 +138,11 @@ def test_a_spare_and_the_scheduler_die_with_the_worker(shell: Shell, undisturbed
     hold, second = "0:2:forward:hold", "1:9:forward:hold"
     run = start(shell, "--spares", "1", script=READY, FAULTS=f"{hold} 2:4:forward {second} 0:11:reduction")
     stands_by(shell, hold)
-    shell.heard("scheduler", "spare:0 promoted: it is worker:2 now")
+    shell.heard("scheduler", "spare:0 promoted: its process is worker:2 now")
     reached(shell, second)
     [scheduler] = [node for node in shell.nodes() if node["role"] == "scheduler"]
     os.kill(scheduler["pid"], signal.SIGKILL)
-    shell.heard("scheduler", "worker:2 re-attached: rank 2 goes on")
+    shell.heard("scheduler", "worker:2 re-attached: rank 2 continues")
     stands_by(shell, second, count=2)
     assert run.wait(LONG_S) == 0, run.tail()
     assert outcome(shell) == undisturbed

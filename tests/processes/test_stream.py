@@ -86,6 +86,6 @@ def test_without_a_state_it_is_read_again(shell: Shell, tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_a_smaller_world_reads_on(shell: Shell) -> None:
     train(shell, script=SCRIPT, FAULTS="1:5:forward", STEPS="18", COVEY_STRATEGY="retry,elastic-training,exit")
-    assert "the world is now 2" in shell.log("scheduler")
+    assert "the world size is now 2" in shell.log("scheduler")
     found = [re.findall(r"^HASH (\w+)$", shell.log(process), re.MULTILINE) for process in (0, 2)]
     assert found[0] == found[1] != []

@@ -89,7 +89,7 @@ def test_a_script_without_covey_is_started_anew(flow: Flow) -> None:
     run = flow.torchrun("--nproc_per_node", "3", "mortal.py")
     assert run.wait(DEADLINE_S) == 0, run.tail()
     assert manager.wait() == 0
-    assert "restart 1 of 32767: all workers start anew" in manager.text()
+    assert "restart 1 of 32767: all workers restart" in manager.text()
     for rank in range(WORKERS):
         assert f"rank {rank} restarts 1" in run.text()
 
@@ -151,7 +151,7 @@ def test_a_second_manager_watches_and_takes_the_place_of_the_first(flow: Flow) -
         worker.wait_for(f"attached True\n(.*\n)*rank={rank} world=3")
     first.kill()
     second.wait_for("this one takes over and continues from its journal")
-    second.wait_for("every member is here again")
+    second.wait_for("all members re-attached")
     flow.release()
     assert [worker.wait() for worker in workers] == [0, 0, 0]
     assert second.wait() == 0
@@ -188,4 +188,4 @@ def test_two_jobs_on_one_port_do_not_mix(flow: Flow) -> None:
     assert "belongs to job job7, not to job8" in second.text() and "COVEY_TASKD_PORT" in second.text()
     run = flow.torchrun("--nproc_per_node", "3", "train.py", MINDX_TASK_ID="job8")
     assert run.wait(DEADLINE_S) != 0
-    assert "the job is job8 there and job7 here" in run.text()
+    assert "the job is job8 on the node and job7 on the scheduler" in run.text()

@@ -190,7 +190,7 @@ def test_a_restart_is_told_with_its_reason(shell: Shell) -> None:
     assert run.code == 0, run.tail()
     told = [line for line in run.text().splitlines() if "exit code 40" in line]
     assert told, run.text()
-    assert "out of reach" not in shell.log(0), "a rank that is started again has not lost its scheduler"
+    assert "is unreachable" not in shell.log(0), "a rank that is started again has not lost its scheduler"
 
 
 def test_the_default_is_torchruns_no_restart(shell: Shell) -> None:

@@ -1,4 +1,4 @@
-"""`pytest tests/scenarios --record` writes the traces anew; the difference is for a person to read."""
+"""The option `--record` of `pytest tests/scenarios`, which rewrites the traces; review the difference before a commit."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--record", action="store_true", default=False, help="write the scenarios' traces anew")
+    parser.addoption("--record", action="store_true", default=False, help="rewrite the traces of the scenarios")

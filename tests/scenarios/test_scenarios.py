@@ -1,4 +1,4 @@
-"""Every scenario plays as it was recorded; `--record` records it anew."""
+"""Comparison of every scenario with its recorded trace; `--record` rewrites the traces."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def test_scenario(path: Path, request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--record", default=False):
         path.write_text(played)
         return
-    assert played == recorded, f"the trace of {path.name} changed: read the difference; --record keeps it"
+    assert played == recorded, f"the trace of {path.name} changed: review the difference, then record it with --record"
 
 
-def test_there_are_scenarios() -> None:
+def test_scenario_scripts_are_found() -> None:
     assert len(SCRIPTS) >= 8

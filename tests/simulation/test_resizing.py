@@ -107,7 +107,7 @@ class Game:
             if isinstance(wish, Persist):
                 self.keep(wish.record)
             elif isinstance(wish, PublishEvent):
-                self.in_turn += wish.what == "resized" and "leave too" in wish.reason
+                self.in_turn += wish.what == "resized" and "next to leave" in wish.reason
             elif isinstance(wish, Send):
                 by_link = {rank.link: rank for rank in self.ranks.values()}
                 if isinstance(wish.message, DesiredChildren):

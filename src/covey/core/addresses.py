@@ -9,7 +9,7 @@ LOOPBACK_NAMES: Final = frozenset({"localhost", "ip6-localhost", "ip6-loopback"}
 
 
 def parse_ip(text: str) -> IPv4Address | IPv6Address | None:
-    """Return the address that `text` is, None if it is none. An IPv4 address mapped into IPv6 is returned as IPv4."""
+    """Return `text` as an address; None if it is not one. An IPv4 address mapped into IPv6 is returned as IPv4."""
     try:
         address = ip_address(text)
     except ValueError:
@@ -19,11 +19,11 @@ def parse_ip(text: str) -> IPv4Address | IPv6Address | None:
 
 
 def is_loopback_ip(text: str) -> bool:
-    """Return whether `text` is an address that never leaves the host. A name is none, whatever it resolves to."""
+    """Return whether `text` is a loopback address. False for a host name, even if it resolves to one."""
     address = parse_ip(text)
     return address is not None and address.is_loopback
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether an address or a name never leaves the host. Names are compared with `LOOPBACK_NAMES`, not resolved."""
+    """Return whether `host` is a loopback address or name. Names are compared with `LOOPBACK_NAMES`, not resolved."""
     return host in LOOPBACK_NAMES or is_loopback_ip(host)

@@ -1,7 +1,7 @@
-"""Wishes in the imperative: everything a machine may want done.
+"""Effects: the outputs of the state machines, named in the imperative.
 
-Order is a contract: effects are carried out in the order given, and a `Persist` must be durable before any effect after it
-is carried out. A shell may group the writes of one turn of its loop, never reorder them behind a send.
+The order is a contract. Effects are carried out in the order given, and a `Persist` must be durable before any later effect is
+carried out. A runtime may group consecutive writes of one turn of its loop, but never moves a write behind a send.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ class Level(StrEnum):
 
     @classmethod
     def from_exit_code(cls, code: int) -> Level:
-        """How loudly an end with this exit code is told."""
+        """Return the level of an event about a process that ended with this exit code: a warning unless it is 0."""
         return cls.WARNING if code else cls.NOTE
 
 
 class Persist(msgspec.Struct, frozen=True):
-    """Make this durable before going on."""
+    """Make the record durable before the next effect is carried out."""
 
     record: Record
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Send a message over a link (at a node: to the scheduler)."""
+    """Send a message over a connection. A node has one connection, to the scheduler."""
 
     message: Any  # FromScheduler at the scheduler, FromNode at a node
     connection: int = 0
 
 
 class Close(msgspec.Struct, frozen=True):
-    """Close a link once what was sent has left."""
+    """Close a connection after all messages queued on it were sent."""
 
     connection: int = 0
 
 
 class PublishEvent(msgspec.Struct, frozen=True):
-    """Something worth telling: it reaches the log, the journal's story and the console in the same words."""
+    """Add an event to the log, the journal's event log and the console, with the same text in all of them."""
 
     node: str
     what: str
@@ -55,7 +55,7 @@ class PublishEvent(msgspec.Struct, frozen=True):
 
 
 class EndCluster(msgspec.Struct, frozen=True):
-    """The cluster is over: the scheduler ends with this code once its links are closed."""
+    """End the scheduler with this exit code after its connections are closed."""
 
     code: int
     reason: str
@@ -63,21 +63,21 @@ class EndCluster(msgspec.Struct, frozen=True):
 
 
 class Connect(msgspec.Struct, frozen=True):
-    """A node: try to reach the scheduler once."""
+    """Node only: make one attempt to connect to the scheduler."""
 
 
 class SendHeartbeat(msgspec.Struct, frozen=True):
-    """A node: send a `Beat` with the freshest progress."""
+    """Node only: send a `Heartbeat` with the current progress."""
 
 
 class Deliver(msgspec.Struct, frozen=True):
-    """A node: hand this to the program (its rank, a value from the board, a new generation, work for an agent)."""
+    """Node only: hand a message to the program: a rank, a rendezvous value, a new generation, or an agent's children."""
 
     message: FromScheduler
 
 
 class EndMembership(msgspec.Struct, frozen=True):
-    """A node: its membership is over. Code 0: it left as it meant to."""
+    """Node only: end the membership. Code 0: the node left on its own request."""
 
     code: int
     reason: str

@@ -1,4 +1,4 @@
-"""The story of a cluster: what was worth telling, in order, the newest of it kept for whoever asks later."""
+"""Event log of a cluster: the newest `EVENTS_MAX` published events, in order."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import msgspec
 from covey.core.effects import Level, PublishEvent
 
 EVENTS_MAX: Final = 10_000  # events in memory; the journal keeps more
-REPLY_EVENTS_MAX: Final = 1000  # events of one answer
+REPLY_EVENTS_MAX: Final = 1000  # events in one reply
 NODE_NAME: Final = re.compile(r"[\w:.-]*\w")
-EVENT_SPACING_S: Final = 1e-6  # between two events of the same moment, so that a time names one event
+EVENT_SPACING_S: Final = 1e-6  # least difference of two times, so that a time identifies one event
 
 
 class Event(msgspec.Struct, frozen=True):
-    """Something that happened. `at` is the wall clock, and grows from each event to the next."""
+    """One event. `at` is wall-clock time in seconds and strictly increases from event to event."""
 
     at: float
     node: str
@@ -28,25 +28,25 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class EventLog:
-    """The newest events of a cluster."""
+    """The newest `EVENTS_MAX` events of a cluster."""
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
 
     def restore(self, rows: Iterable[tuple[float, str, str, str, str]]) -> None:
-        """What an earlier scheduler told."""
+        """Add the events that an earlier scheduler stored: rows of (at, node, what, reason, level), oldest first."""
         for at, node, what, reason, level in rows:
             self._events.append(Event(at, node, what, reason, Level(level)))
 
-    def add(self, news: PublishEvent, wall: float) -> Event:
-        """Take in what happened at `wall`."""
+    def add(self, published: PublishEvent, wall: float) -> Event:
+        """Add an event at wall-clock time `wall`, or just after the newest event if that is later; return it."""
         at = max(wall, self._events[-1].at + EVENT_SPACING_S) if self._events else wall
-        event = Event(at, news.node, news.what, news.reason, news.level)
+        event = Event(at, published.node, published.what, published.reason, published.level)
         self._events.append(event)
         return event
 
     def events_after(self, at: float = 0.0, node: str = "", limit: int = REPLY_EVENTS_MAX) -> list[Event]:
-        """The newest after a moment, oldest first; of one node where it is named."""
+        """Return the newest `limit` events after the time `at`, oldest first; only those that mention `node` if it is given."""
         found: list[Event] = []
         for event in reversed(self._events):
             if event.at <= at or len(found) == limit:
@@ -57,5 +57,5 @@ class EventLog:
 
 
 def mentions_node(event: Event, node: str) -> bool:
-    """Whether a node's story has this event: it happened to the node, or its reason names it."""
+    """Return whether the event is about the node, or its reason names the node."""
     return event.node == node or node in NODE_NAME.findall(event.reason)

@@ -1,6 +1,6 @@
-"""Facts in the past tense: everything that can happen to the scheduler's machine or to a node's.
+"""Events: the inputs of the scheduler's and the node's state machine, named in the past tense.
 
-The shells turn sockets, timers and journals into these; the simulation makes them up.
+The runtimes make them from sockets, timers and journals; the simulation generates them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from covey.core.types import Record, ScriptError
 
 
 class MessageReceived(msgspec.Struct, frozen=True):
-    """A message arrived over a link. For a node there is one link, to its scheduler."""
+    """A message arrived over a connection. A node has one connection, to its scheduler."""
 
     message: Any  # FromNode at the scheduler, FromScheduler at a node
     connection: int = 0
@@ -27,46 +27,49 @@ class ConnectionLost(msgspec.Struct, frozen=True):
 
 
 class SchedulerRefused(msgspec.Struct, frozen=True):
-    """A node refuses what listens at the scheduler's address, and a retry would give the same result."""
+    """The node rejects the process that listens at the scheduler's address; a retry would give the same result."""
 
     reason: str
 
 
 class Connected(msgspec.Struct, frozen=True):
-    """A node reached its scheduler and was greeted. One that has standbys lets itself be heard at least every `silence_s`."""
+    """A node connected to its scheduler and received the greeting.
+
+    After `silence_s` seconds without a message the node connects to another scheduler; negative: never.
+    """
 
     silence_s: float = -1.0
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """Time has passed. The scheduler's shell says so several times a second; a node's when its `due` has come."""
+    """Time has passed. The scheduler's runtime sends it several times a second, a node's runtime when `due_at` is reached."""
 
 
 class JournalRead(msgspec.Struct, frozen=True):
-    """The journal was read. No records: this is the cluster's first start."""
+    """The journal was read. It has no records at the first start of a cluster."""
 
     records: tuple[Record, ...] = ()
 
 
 class HostGone(msgspec.Struct, frozen=True):
-    """This life of a host is over, says somebody who can know: what looks after the hosts, never a node."""
+    """A host instance is permanently gone, reported by the system that manages hosts (the operator), never by a node."""
 
     host_life: str
     reason: str
 
 
 class MindSporeDetected(msgspec.Struct, frozen=True):
-    """The process of this worker, or one of its children, speaks MindSpore's own protocol to the scheduler's port."""
+    """The process of this worker, or one of its children, used MindSpore's own protocol on the scheduler's port."""
 
     worker: str  # "worker:0"
 
 
 class LeaveRequested(msgspec.Struct, frozen=True):
-    """This node is to go: its program ended, or someone asked it to."""
+    """The node must leave: its script ended, or it was asked to leave."""
 
     code: int = 0
     reason: str = ""
-    error: ScriptError | None = None  # the exception that ended the program
+    error: ScriptError | None = None  # the exception that ended the script
 
 
 SchedulerEvent = MessageReceived | ConnectionLost | Tick | JournalRead | HostGone | MindSporeDetected

@@ -1,7 +1,8 @@
-"""The waterfall of each recovery: what happened, which rung was taken and why, and how long each stage took.
+"""Incidents: records of recoveries and resizes with cause, strategy, reason, stages, durations and outcome.
 
-An incident is open from the moment a fault is known until every rank has gone on, or the run has ended. A fault during a
-recovery opens a further one; all that are open pass the later stages together, because the ranks go on together.
+An incident is open from the moment the scheduler learns of the fault until all ranks have resumed or the run has ended. A fault
+during a recovery opens a further incident. All open incidents reach the later stages together, because the ranks resume
+together.
 """
 
 from __future__ import annotations
@@ -10,41 +11,41 @@ from enum import StrEnum
 
 import msgspec
 
-SERVERS_NODE = "servers"  # the node of an incident that is about all parameter servers, and goes its own way
-INCIDENTS_MAX = 1000  # incidents; the journal keeps as many
+SERVERS_NODE = "servers"  # node of an incident about all parameter servers; it is closed apart from the others
+INCIDENTS_MAX = 1000  # incidents kept in memory, and in the journal
 
 
 class Stage(StrEnum):
-    """The stages, in their order. Each lasts from the one before it."""
+    """The stages in order. The duration of a stage is the time since the stage before it."""
 
-    DETECTED = "detected"  # from the last sign of life, where the fault was a silence
+    DETECTED = "detected"  # the scheduler learned of the fault; counted from the last heartbeat if that is how
     DECIDED = "decided"
-    REFORMED = "re-formed"  # every rank, the new one included, is at a safe point and has been told how to go on
-    RESTORED = "restored"  # whoever lacked state has it
-    RESUMED = "resumed"  # every rank has completed a collective together with the others
+    REFORMED = "re-formed"  # every rank, replacements included, is at a safe point and was sent its heal plan
+    RESTORED = "restored"  # every rank that lacked state has received it
+    RESUMED = "resumed"  # every rank has completed a collective of the new generation
 
 
 class Outcome(StrEnum):
     OPEN = "open"
     RESUMED = "resumed"
-    RESTARTED = "restarted"  # everyone from the beginning
-    FINISHED = "finished"  # with the run, which finished well: a program without collectives says nothing in between
-    ROLLED_BACK = "rolled back"  # a growth, when not everyone came
-    ENDED = "ended"  # with the run
+    RESTARTED = "restarted"  # all workers restarted
+    FINISHED = "finished"  # the run finished with code 0; a script without collectives never reports that it resumed
+    ROLLED_BACK = "rolled back"  # a scale-out that did not complete
+    ENDED = "ended"  # the run ended with another code
 
 
 class Incident(msgspec.Struct, frozen=True, tag="incident"):
-    """One fault and what became of it, as the journal keeps it."""
+    """One recovery or resize, as the journal stores it."""
 
     number: int  # from 1
-    at: float  # wall clock, when it was known
+    at: float  # wall-clock seconds when the scheduler learned of it
     node: str
     rank: int
     cause: str
     strategy: str
     reason: str
     outcome: Outcome = Outcome.OPEN
-    ms: dict[Stage, float] = {}  # how long each stage took
+    ms: dict[Stage, float] = {}  # duration of each stage reached, in milliseconds
     total_ms: float = 0.0
 
     def __str__(self) -> str:
@@ -53,7 +54,7 @@ class Incident(msgspec.Struct, frozen=True, tag="incident"):
 
 
 class Total(msgspec.Struct, frozen=True):
-    """All incidents that one strategy has answered so far, with one outcome."""
+    """Number of closed incidents of one strategy with one outcome, and the seconds they spent in each stage."""
 
     strategy: str
     outcome: Outcome

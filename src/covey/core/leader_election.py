@@ -1,15 +1,15 @@
 """Leader election by a lease in a store that can compare and swap: one leader at a time.
 
 `renew_interval_s`, `step_down_after_s` and `can_take_lease` are the rules of every lease, of schedulers and of operators
-(`kubernetes/leader_election.py`). `Candidate` is a scheduler's part in it.
+(`kubernetes/leader_election.py`). `Candidate` is the state machine of one scheduler.
 
-The lease is one cell of the store. Its holder writes a new beat into it again and again; the others look. A cell that has not
-changed for the whole duration, by the looker's own clock, may be taken: so clocks need not agree, only run at the same speed.
-A holder stops believing in itself earlier, after two thirds of the duration without a beat that was surely written. Between
-the two there is never a moment with two who believe.
+The lease is one cell of the store. Its holder periodically writes a new beat number into it; the other candidates read it. A
+candidate may take a cell that has not changed for the whole duration by the candidate's own clock. Clocks therefore need not
+agree, they only must run at the same speed. A holder steps down earlier: two thirds of the duration after the start of its last
+successful write. So there are never two leaders at the same time.
 
-Each holder has a *token*, one more than the holder's before it. It goes with everything a leader does: who has heard of a
-higher one refuses a lower one, and so does the journal.
+Each holder has a *fencing token*, one higher than that of the holder before it. Every message and journal write of a leader
+carries it. Nodes and the journal reject a token lower than the highest they have seen.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 import msgspec
 
 STEP_DOWN_FRACTION = 2 / 3  # of the duration, after which a leader that could not renew steps down
-CHECKS_PER_LEASE = 5  # how often in a duration the cell is looked at, or renewed
+CHECKS_PER_LEASE = 5  # reads or renewals of the cell within one duration
 
 
 def renew_interval_s(duration_s: float) -> float:
@@ -37,63 +37,66 @@ def can_take_lease(name: str, holder: str, *, unchanged_s: float, duration_s: fl
 
 
 class LeaseRecord(msgspec.Struct, frozen=True):
-    """What the lease says. No holder: it was given back."""
+    """Content of the lease. `holder` is "" after the lease was released."""
 
     token: int = 0
     holder: str = ""
     beat: int = 0
-    where: str = ""  # the holder's REST port, for who asks another
-    cluster: str = ""  # where its schedulers are: others have no part in it
-    over: bool = False  # what was led has ended,
-    code: int = 0  # with this code
+    where: str = ""  # address of the holder's REST port, for clients that reach another scheduler
+    cluster: str = ""  # addresses of the cluster's schedulers; a lease of another cluster must not be taken
+    over: bool = False  # the cluster has ended
+    code: int = 0  # exit code with which it ended
 
 
 class ReadLease(msgspec.Struct, frozen=True):
-    """Read the cell; `looked` follows."""
+    """Read the cell, then call `on_lease_read`."""
 
 
 class WriteLease(msgspec.Struct, frozen=True):
-    """Put this in the place of what was seen or written last, if that is still there; `wrote` follows."""
+    """Replace the cell if it still has the content last read or written, then call `on_lease_written`."""
 
     record: LeaseRecord
 
 
 class Candidate:
-    """One scheduler that leads or would. The shell asks what to do `next` whenever it is `due`, and says how that went;
-    `failed` where the store did not answer."""
+    """One scheduler that leads or stands by.
+
+    When `due_at` is reached, the runtime carries out `next_action` and calls `on_lease_read`, `on_lease_written`, or
+    `on_store_failed` if the store did not answer.
+    """
 
     def __init__(self, name: str, where: str, *, cluster: str = "", duration_s: float, now: float) -> None:
         self.last_record = LeaseRecord()
-        self.token = 0  # ours, while we lead
+        self.token = 0  # fencing token while this candidate leads, else 0
         self.due_at = now
         self._name = name
         self._rest_url = where
         self._cluster = cluster
         self._duration_s = duration_s
-        self._highest_token = 0  # the highest token heard of, also where the lease says nothing of it any more
-        self._saw_holder = False  # it has seen somebody lead what would end with `over`
-        self._is_record_known = False  # what the cell says: not before the first look, nor after a write that may have failed
-        self._is_holder_alive = False  # the holder: its beat was seen to change
+        self._highest_token = 0  # highest token seen; the lease may have been removed since
+        self._saw_holder = False  # a holder was seen, so `over` is about the cluster this candidate stands by for
+        self._is_record_known = False  # false before the first read, and after a write that may have failed
+        self._is_holder_alive = False  # the beat of the present holder was seen to change
         self._unchanged_since = now
-        self._action_began_at = now  # when what is under way was begun
+        self._action_began_at = now  # start of the read or write in progress
         self._leads_until = now
 
     def is_leader(self, now: float) -> bool:
-        """Whether this one may act. To be asked before every act: a process can be stopped between any two."""
+        """Return whether this scheduler may act. Call it before every action: the process can be suspended between any two."""
         return self.token > 0 and now < self._leads_until
 
     @property
     def has_ended(self) -> bool:
-        """Whether what this one stood by for has ended. Who comes later begins anew."""
+        """Whether the cluster this candidate stands by for has ended. A candidate that starts later begins a new cluster."""
         return self._saw_holder and self.last_record.over
 
     @property
     def other_cluster(self) -> str:
-        """Where the schedulers of another cluster are, one of which was seen to live and to hold this lease; or nothing."""
+        """Addresses of the schedulers of another cluster, if one of them holds this lease and is alive; else ""."""
         return self.last_record.cluster if self._is_holder_alive and self.last_record.cluster != self._cluster else ""
 
     def next_action(self, now: float) -> ReadLease | WriteLease:
-        """What to do now."""
+        """Return the read or write to carry out now, and set the time of the next one."""
         if self.token and now >= self._leads_until:
             self.token = 0
         self._action_began_at = now
@@ -118,7 +121,7 @@ class Candidate:
             self.due_at = now
 
     def on_lease_written(self, cell: LeaseRecord, done: bool) -> None:
-        """`done` is false where somebody else has written in between."""
+        """Note the result of a write; `done` is false if another candidate changed the cell in between."""
         if not done:
             return self.on_store_failed()
         self.last_record, self.token, self._saw_holder = cell, cell.token, True
@@ -130,11 +133,12 @@ class Candidate:
         self._is_record_known = False
 
     def raise_token(self, token: int) -> None:
-        """The journal knows this higher token, so the lease was removed since. Let go, and bid higher the next time."""
+        """Step down because the journal has this higher token (the lease was removed since), and use a higher one next time."""
         self._highest_token, self.token = max(self._highest_token, token), 0
 
     def release_lease(self) -> WriteLease | None:
-        """How to let go, so that the next one need not wait."""
+        """Step down; return the write that releases the lease, so that the next leader need not wait; None if it is not
+        held."""
         mine, self.token = self.token, 0
         return WriteLease(msgspec.structs.replace(self.last_record, holder="")) if mine and self._is_record_known else None
 

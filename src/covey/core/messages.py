@@ -1,12 +1,12 @@
-"""What nodes say to each other. `covey.transport` turns these into bytes and back.
+"""Wire messages of a training cluster. `covey.transport` encodes and decodes them.
 
-Three speakers: a node (worker, pserver), an agent, and a visitor (a command such as `covey status`). An agent carries what its
-children say and are told over its own link. The scheduler answers when the answer changes; nobody polls. Every field has a
-limit: what exceeds it is refused where bytes become messages.
+The senders are nodes (workers, parameter servers), agents, clients (commands such as `covey status`) and the scheduler. An
+agent relays the messages from and to its children over its own connection. The scheduler sends changes without being polled.
+Every field that a node or client sends has a size limit, which the decoder enforces.
 
-All nodes of a cluster speak the same `PROTOCOL`: another one is refused in the greeting. A field with a default may be added
-without raising it, because a reader skips fields it does not know and fills in those that are missing. Anything else raises it
-(a new message, a field without a default, another meaning): a reader that is sent a message it does not know hangs up.
+All nodes of a cluster use the same `PROTOCOL`; another version is refused in the greeting. A field with a default may be added
+without a new version, because a reader skips unknown fields and fills in missing ones. Any other change (a new message, a field
+without a default, another meaning) needs a new version: a reader that receives an unknown message closes the connection.
 """
 
 from __future__ import annotations
@@ -24,25 +24,29 @@ from covey.core.types import Failure, Host, Progress, Role, ScriptError
 PROTOCOL = 2
 NODE_ID_MAX = 100
 RELAYED_CONNECTIONS_MAX = 16_384  # connections of children behind one agent; it may have 4,096 workers and as many servers
-LOG_CHUNK_BYTES_MAX = 262_144  # bytes of a log in one answer
-NAMES_MAX = 20  # how many nodes a sentence names before it says "and 3 more"
+LOG_CHUNK_BYTES_MAX = 262_144  # bytes of a log in one reply
+NAMES_MAX = 20  # nodes that a sentence names before "and 3 more"
 
 Name = Annotated[str, Meta(max_length=NODE_ID_MAX)]
 RendezvousKey = Annotated[str, Meta(max_length=512)]
 Sentence = Annotated[str, Meta(max_length=8192)]
 BitMask = Annotated[bytes, Meta(max_length=65536)]  # bit i of byte i // 8, from the lowest
-BitCount = Annotated[int, Meta(ge=0, le=8 * 65536)]  # of what has a bit in a mask
+BitCount = Annotated[int, Meta(ge=0, le=8 * 65536)]  # number of bits used in a `BitMask`
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """The base of everything that crosses the wire; the tag is the class name."""
+    """Base class of all messages; the tag on the wire is the class name."""
 
 
-# -- said by nodes ---------------------------------------------------------------------------------------------------
+# -- from nodes and agents ---------------------------------------------------------------------------------------------
 
 
 class Register(Message, frozen=True):
-    """I am this node, in this life. Sent on first joining and again on every new connection (then with what I hold)."""
+    """Node to scheduler: registration, sent on every new connection.
+
+    The first one has cluster_id "", incarnation 0 (a child of an agent: its incarnation), generation 0 and rank -1. Later ones
+    have the values that the node received, so that a restarted scheduler can re-attach it.
+    """
 
     role: Role
     node_id: Name  # "" asks the scheduler to choose
@@ -57,7 +61,8 @@ class Register(Message, frozen=True):
 
 
 class RegisterAgent(Message, frozen=True):
-    """I am the agent of a host and bring `slots` workers, `servers` parameter servers and, later, `spares`."""
+    """Agent to scheduler: registration of a host for `slots` workers, `servers` parameter servers and, after the first step,
+    `spares`."""
 
     agent: Name
     instance_id: Name
@@ -75,25 +80,25 @@ class RegisterAgent(Message, frozen=True):
 
 
 class TemplateReady(Message, frozen=True):
-    """An agent: my template has imported, so a worker is started here at once."""
+    """Agent to scheduler: the template has finished its imports, so workers start here without delay."""
 
 
 class Heartbeat(Message, frozen=True):
-    """I live, and this is what I am doing."""
+    """Node to scheduler: the process is alive, with its progress."""
 
     progress: Progress = Progress()
 
 
 class Leave(Message, frozen=True):
-    """I go, and mean to. A code other than 0 is a failure that was able to say so."""
+    """Node to scheduler: the process is about to exit. A code other than 0 is a failure."""
 
     code: int = 0
     reason: Sentence = ""
-    error: ScriptError | None = None  # the exception that ends the program
+    error: ScriptError | None = None  # the exception that ended the script
 
 
 class ChildStarted(Message, frozen=True):
-    """An agent: this child runs."""
+    """Agent to scheduler: a child process is running."""
 
     node_id: Name
     incarnation: int
@@ -102,7 +107,8 @@ class ChildStarted(Message, frozen=True):
 
 
 class ChildExited(Message, frozen=True):
-    """An agent: this child is over. Its word ends a life at once."""
+    """Agent to scheduler: a child process exited. Authoritative: the member is dead without a timeout; left, if the code is
+    0."""
 
     node_id: Name
     incarnation: int
@@ -115,18 +121,18 @@ class ChildExited(Message, frozen=True):
 
 
 class LogChunk(Message, frozen=True):
-    """An agent: whole lines from a log, the byte where they begin and where the next question should."""
+    """Agent to scheduler: complete lines of a log, their first byte, and the byte at which the next request should start."""
 
     request_number: int
     lines: Annotated[bytes, Meta(max_length=LOG_CHUNK_BYTES_MAX)] = b""
     start: int = 0
     next_start: int = 0
-    size: int = 0  # of the whole log
-    failure: Sentence = ""  # why there are none
+    size: int = 0  # bytes in the whole log
+    failure: Sentence = ""  # why the log cannot be read; "" if it was
 
 
 class RendezvousPut(Message, frozen=True):
-    """Pin a value to the board of this generation, for the others to meet."""
+    """Node to scheduler: set a key of this generation's rendezvous store, in which ranks find each other's addresses."""
 
     key: RendezvousKey
     value: Annotated[bytes, Meta(max_length=65536)]
@@ -134,23 +140,23 @@ class RendezvousPut(Message, frozen=True):
 
 
 class RendezvousGet(Message, frozen=True):
-    """Tell me this value as soon as it is there."""
+    """Node to scheduler: request for a rendezvous value; answered with `RendezvousValue` as soon as the key is set."""
 
     key: RendezvousKey
     generation: int
 
 
-# -- said by visitors ------------------------------------------------------------------------------------------------
+# -- from clients ------------------------------------------------------------------------------------------------------
 
 
 class ViewRequest(Message, frozen=True):
-    """Show me the cluster; with `follow`, again whenever it changes."""
+    """Client to scheduler: request for the view of the cluster; with `follow`, also for every later change."""
 
     follow: bool = False
 
 
 class EventsRequest(Message, frozen=True):
-    """Tell me what happened after a moment, of one node or of all; with `follow`, also what happens from now on."""
+    """Client to scheduler: request for the events after a time, of one node or of all; with `follow`, also for later ones."""
 
     node: Name = ""
     after: float = 0.0
@@ -158,22 +164,22 @@ class EventsRequest(Message, frozen=True):
 
 
 class StopRequest(Message, frozen=True):
-    """End the cluster in order; with `dump`, once its ranks have written down what they hold."""
+    """Client to scheduler: shut the cluster down gracefully; with `dump`, after the ranks have dumped their state."""
 
     reason: Sentence = "asked by covey stop"
     dump: bool = False
 
 
 class KillRequest(Message, frozen=True):
-    """Kill this node's process, as a fault would: what follows is what follows a death."""
+    """Client to scheduler: kill a node's process, to test the recovery."""
 
     node: Name  # "worker:1"
-    reason: Sentence = "asked to"
+    reason: Sentence = "requested"
 
 
 class ScaleRequest(Message, frozen=True):
-    """Change the world's size: to so many workers or servers, or by so many more, or without these nodes; or take back a growth
-    that is under way."""
+    """Client to scheduler: set the number of workers or servers, change it by a difference, or remove the named nodes; or roll
+    back a scale-out in progress."""
 
     workers: int = -1
     more_workers: int = 0
@@ -181,16 +187,16 @@ class ScaleRequest(Message, frozen=True):
     more_servers: int = 0
     node_ids: Annotated[list[Name], Meta(max_length=4096)] = []
     roll_back: bool = False
-    start_processes: bool = True  # False: nobody is started for it; those who come have their places
+    start_processes: bool = True  # False: only raise the target; workers that register by themselves are admitted
 
 
-# -- said by the scheduler -------------------------------------------------------------------------------------------
+# -- from the scheduler ------------------------------------------------------------------------------------------------
 
 
 class Registered(Message, frozen=True):
-    """You are registered.
+    """Scheduler to node or agent: the registration was accepted.
 
-    Ranks follow in `RankAssigned` (nodes) or `DesiredChildren` (agents) as soon as the cluster is complete.
+    `RankAssigned` (nodes) or `DesiredChildren` (agents) follows when the cluster is complete.
     """
 
     cluster_id: Name
@@ -199,7 +205,7 @@ class Registered(Message, frozen=True):
 
 
 class RankAssigned(Message, frozen=True):
-    """The cluster is complete, and this is your place in it; that of a spare has no rank."""
+    """Scheduler to node: its rank in the complete cluster. A spare gets rank -1."""
 
     generation: int
     rank: int
@@ -207,16 +213,16 @@ class RankAssigned(Message, frozen=True):
     local_rank: int
     local_world: int
     restarts: int = 0
-    member_index: int = -1  # this member's number for life, where it is not its rank
-    since_generation: int = 1  # the generation in which it came
-    workers: int = 0  # said to servers: how many push to them
-    sharding: Sharding | None = None  # of the servers' rows, once it has changed
-    node_id: Name = ""  # said to a spare that is one no more: whose place it has, in which incarnation
-    incarnation: int = 0
+    member_index: int = -1  # -1: the member index equals the rank
+    since_generation: int = 1  # the generation in which the member joined
+    workers: int = 0  # only for servers: number of workers that push to them
+    sharding: Sharding | None = None  # None: the sharding has not changed since formation
+    node_id: Name = ""  # only for a promoted spare: the member it is from now on
+    incarnation: int = 0  # of that member
 
 
 class NewGeneration(Message, frozen=True):
-    """The membership changed: what belongs to an older generation is over."""
+    """Scheduler to node: the membership changed. Collectives and rendezvous values of older generations are void."""
 
     generation: int
     reason: Sentence
@@ -230,7 +236,7 @@ class Assignment(msgspec.Struct, frozen=True):
     incarnation: int
     local_rank: int
     role: Role = Role.WORKER
-    promoted_from: str = ""  # it runs already, as this spare in this life
+    promoted_from: str = ""  # "spare:0.2": the process of this spare and incarnation, which already runs
 
     @property
     def name(self) -> str:
@@ -238,26 +244,28 @@ class Assignment(msgspec.Struct, frozen=True):
 
     @property
     def node_number(self) -> int:
-        """What it is called by, for life: the rank it had first."""
+        """The number in its name, which never changes: the first rank of the member."""
         return int(self.node_id)
 
 
 class ShardingAssigned(Message, frozen=True):
-    """The parameters' rows are shared among the servers like this from now on."""
+    """Scheduler to node: the sharding of the parameters' rows from now on."""
 
     sharding: Sharding
 
 
 class DesiredChildren(Message, frozen=True):
-    """To an agent: let exactly these run, each in its incarnation; whatever else runs is to end. What of these has ended
-    already is to be said again: the word may have been lost with a scheduler."""
+    """Scheduler to agent: run exactly these children, each in its incarnation, and end all others.
+
+    The agent reports the exit of a listed child again, because the first report may have been lost with a scheduler.
+    """
 
     generation: int
     world: int
     assignments: list[Assignment]
     master_address: str
     master_port: int
-    host_index: int = 0  # which host this is, in order of its first rank: torchrun's GROUP_RANK
+    host_index: int = 0  # index of the host in order of first ranks: torchrun's GROUP_RANK
     host_count: int = 1
     local_world: int = 0
     restarts: int = 0
@@ -265,14 +273,14 @@ class DesiredChildren(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """No, and why. With `retry_after_s` above 0: not now."""
+    """Scheduler to node, agent or client: the request was refused. `retry_after_s` above 0: it was deferred, try again."""
 
     reason: Sentence
     retry_after_s: float = 0.0
 
 
 class ClusterEnded(Message, frozen=True):
-    """The cluster ends. `code` is what the run ends with; `failure` is the first one, where there was one."""
+    """Scheduler to node or agent: the cluster ends. `code` is the exit code of the run, `failure` the first failure if any."""
 
     reason: Sentence
     code: int = 0
@@ -280,20 +288,20 @@ class ClusterEnded(Message, frozen=True):
 
 
 class ScaleAccepted(Message, frozen=True):
-    """The world changes its size: the operation's number, and what was decided."""
+    """Scheduler to client: the resize was accepted, with the number of its incident (0: only the target changed)."""
 
     operation: int
     reason: Sentence
 
 
 class RequestAccepted(Message, frozen=True):
-    """What was asked for is done, and this is what that means."""
+    """Scheduler to client: the request was accepted; `reason` says what follows."""
 
     reason: Sentence
 
 
 class KillChild(Message, frozen=True):
-    """To an agent: kill this child's process. Its end is told as any other."""
+    """Scheduler to agent: kill this child process. The agent reports its exit with `ChildExited`."""
 
     node_id: Name
     incarnation: int
@@ -301,10 +309,10 @@ class KillChild(Message, frozen=True):
 
 
 class ReadLog(Message, frozen=True):
-    """To an agent: what is in the log of this child, from a byte on (negative: so many before its end)? With `find`, the
-    lines alone that have this text, whatever its case."""
+    """Scheduler to agent: request for the log of this child, from byte `start` on (negative: counted from the end). With
+    `search_text`, only lines that contain it, ignoring case."""
 
-    request_number: int  # of the question
+    request_number: int  # repeated in the `LogChunk`
     node_id: Name
     role: Role = Role.WORKER
     start: int = 0
@@ -312,15 +320,16 @@ class ReadLog(Message, frozen=True):
 
 
 class LeaderHeartbeat(Message, frozen=True):
-    """The scheduler is there and leads: who hears this no longer should look for another."""
+    """Scheduler to node or agent: the scheduler is alive and leads. A node that no longer receives it connects to another
+    one."""
 
 
 class LeaveAcknowledged(Message, frozen=True):
-    """Your leave has been noted."""
+    """Scheduler to node: the leave was recorded. Scheduler to client: the stop was."""
 
 
 class RendezvousValue(Message, frozen=True):
-    """A value from the board."""
+    """Scheduler to node: a value of the rendezvous store."""
 
     key: RendezvousKey
     value: bytes
@@ -328,13 +337,13 @@ class RendezvousValue(Message, frozen=True):
 
 
 class ViewReply(Message, frozen=True):
-    """The cluster as JSON (a `covey.core.cluster.view.ClusterView`)."""
+    """Scheduler to client: the cluster as JSON (a `covey.core.cluster.view.ClusterView`)."""
 
     view: bytes
 
 
 class EventsReply(Message, frozen=True):
-    """What happened, as JSON (a list of `covey.core.event_log.Event`)."""
+    """Scheduler to client: events as JSON (a list of `covey.core.event_log.Event`)."""
 
     events: bytes
 
@@ -343,7 +352,7 @@ class EventsReply(Message, frozen=True):
 
 
 class CollectiveNumber(msgspec.Struct, frozen=True, order=True):
-    """The n-th collective of a step; step -1 is what came before the first."""
+    """Number of a collective within a step; step -1 is the time before the first step."""
 
     step: int
     index: int
@@ -353,84 +362,89 @@ class CollectiveNumber(msgspec.Struct, frozen=True, order=True):
 
     @staticmethod
     def parse(text: str) -> CollectiveNumber | None:
-        """What `str` wrote; None for any other text."""
+        """Return the number that `str` printed as this text; None for any other text."""
         found = re.fullmatch(r"(-?\d{1,12})\.(\d{1,12})", text, re.ASCII)
         return CollectiveNumber(int(found[1]), int(found[2])) if found else None
 
 
 class SafePointReport(Message, frozen=True):
-    """A rank, at a safe point of this generation: what it completed last, and where others may fetch what they lack."""
+    """Rank to scheduler: the rank is at a safe point of this generation.
+
+    It contains the last collective that the rank completed, and the port and token with which others fetch its state.
+    """
 
     generation: int
     completed: CollectiveNumber | None = None
-    waiting_in: CollectiveNumber | None = None  # the one it is in
+    waiting_in: CollectiveNumber | None = None  # the collective the rank is blocked in
     needs_state: bool = False
-    has_complete_state: bool = True  # everything a replacement needs was kept
-    is_result_invalid: bool = False  # the result it completed last is no longer as it was
-    slot_count: BitCount = 0  # of an optimizer whose state is cut: of how many parameters there is state,
-    held_slots: BitMask = b""  # and of which this rank has it
-    finished: bool = False  # its program has come to the end
-    indexes_version: int = 0  # the newest seating by which it shares the data
+    has_complete_state: bool = True  # the rank kept everything that a replacement needs
+    is_result_invalid: bool = False  # the script has changed the result of the last completed collective
+    slot_count: BitCount = 0  # of a sharded optimizer: number of parameters that have state; 0: not sharded
+    held_slots: BitMask = b""  # those whose state this rank holds
+    finished: bool = False  # the script has reached its end
+    indexes_version: int = 0  # version of the `MemberIndexes` by which the rank distributes the samples
     port: int = 0
     token: Name = ""
 
 
 class CollectiveFailed(Message, frozen=True):
-    """A rank: a collective of this generation failed here. A death will explain it, or the step is tried again."""
+    """Rank to scheduler: a collective of this generation failed. Unless a death explains it, the step is retried."""
 
     generation: int
     reason: Sentence
 
 
 class StateFetched(Message, frozen=True):
-    """A rank: what the plan said it lacked is here."""
+    """Rank to scheduler: the state or result named in the heal plan was received."""
 
     generation: int
 
 
 class RankResumed(Message, frozen=True):
-    """A rank: the first collective of this generation is complete."""
+    """Rank to scheduler: the first collective of this generation is complete. A parameter server: its rows are restored."""
 
     generation: int
     step: int
 
 
 class Draining(Message, frozen=True):
-    """An agent: this host is asked to go, its workers finish their step, and nothing more is to be started here.
-    A worker: it was asked to go and has finished its step; its end is no failure."""
+    """Agent to scheduler: the host was asked to leave. Its workers finish their step, and no process is started there.
+
+    Worker to scheduler: the worker was asked to leave and has finished its step. Its exit is not a failure.
+    """
 
     reason: Sentence = ""
-    scheduler_leaves: bool = False  # the scheduler goes with this host, so nobody can take over
+    scheduler_leaves: bool = False  # the scheduler exits with this host, so no other host can take over its ranks
 
 
 class DumpRequest(Message, frozen=True):
-    """To a rank: the run cannot go on. Write down what you hold, at the next safe point."""
+    """Scheduler to rank: the run is about to end. Dump the state at the next safe point."""
 
     reason: Sentence
 
 
 class DumpWritten(Message, frozen=True):
-    """A rank: what it held is on disk, complete and loadable."""
+    """Rank to scheduler: its dump is on disk, complete and loadable. `path` is "" if the rank could not dump."""
 
     step: int
     path: Sentence
 
 
 class CheckpointFailed(Message, frozen=True):
-    """A rank: the checkpoint of this step is not on disk, and why."""
+    """Rank to scheduler: the checkpoint of this step could not be written."""
 
     step: int
     reason: Sentence
 
 
 class ServerInSync(Message, frozen=True):
-    """A parameter server: by this sharing everything that is mine is here, and my copy is where it belongs."""
+    """Parameter server to scheduler: under this sharding the server holds all rows it owns, and its replica is complete."""
 
     sharding_version: int
 
 
 class Donor(msgspec.Struct, frozen=True):
-    """The rank to fetch from, and how."""
+    """Rank from which state or results are fetched, with address, port and access token."""
 
     rank: int
     address: Name
@@ -439,23 +453,25 @@ class Donor(msgspec.Struct, frozen=True):
 
 
 class SlotHolder(msgspec.Struct, frozen=True):
-    """A rank that has some of the slots of an optimizer whose state is cut."""
+    """Rank that holds some slots of a sharded optimizer's state."""
 
     donor: Donor
     held_slots: BitMask
 
 
 class MemberIndexes(msgspec.Struct, frozen=True):
-    """Who is in the world: everyone's seat, in order of rank."""
+    """The member index of every worker, in order of rank."""
 
-    version: int  # the generation in which it came about
+    version: int  # the generation in which the world size last changed
     indexes: list[int]
 
 
 class HealPlan(Message, frozen=True):
-    """To a rank that reported: fetch from the giver what you lack, if one is named, and go on. `done`: all are at the end.
-    `seating` is there when the world has changed and somebody does not know it, `holders` when an optimizer's state is cut.
-    `failure` is never sent: why these ranks cannot go on from here."""
+    """Scheduler to a rank that reported: fetch missing state or results from `donor`, if there is one, and resume.
+
+    `done`: all ranks have finished. `member_indexes` is set if a rank does not know the newest ones, `slot_holders` if the
+    optimizer is sharded. `failure` is never sent: it says why the ranks cannot resume from their present state.
+    """
 
     generation: int
     donor: Donor | None = None
@@ -469,59 +485,61 @@ class HealPlan(Message, frozen=True):
 
 
 class FromChildEnvelope(Message, frozen=True):
-    """An agent: a child of mine says this. `child` numbers my children's connections, upwards from 1; the first word over
-    each is a registration."""
+    """Agent to scheduler: a message of a child. `child` is the number of the child's connection, counted from 1; the first
+    message on each connection is a registration."""
 
     child: int
     message: FromChild
 
 
 class ChildDisconnected(Message, frozen=True):
-    """An agent: this child's connection is over."""
+    """Agent to scheduler: the connection of this child was closed."""
 
     child: int
     reason: Sentence
 
 
 class RelayedHeartbeats(Message, frozen=True):
-    """An agent: I live, and so do these children of mine, doing this. One that did not beat is not among them."""
+    """Agent to scheduler: heartbeat of the agent, and of those children that sent one since the last, with their progress."""
 
     children: Annotated[dict[int, Progress], Meta(max_length=RELAYED_CONNECTIONS_MAX)] = {}
 
 
 class ToChildrenEnvelope(Message, frozen=True):
-    """To an agent: tell these children."""
+    """Scheduler to agent: a message for these children."""
 
     children: list[int]
     message: ToChild
 
 
 class DisconnectChild(Message, frozen=True):
-    """To an agent: close this child's connection, once what it was told has left."""
+    """Scheduler to agent: close this child's connection after all its messages were sent."""
 
     child: int
 
 
 class SchedulerReachable(Message, frozen=True):
-    """An agent to its child: the scheduler hears us now; `address` is the one by which this host reached it,
-    `silence_s` how long it is silent at most."""
+    """Agent to child: the agent is connected to the scheduler at `address`.
+
+    A child that receives nothing for `silence_s` seconds should look for another scheduler; negative: no limit.
+    """
 
     address: Name
     silence_s: float = -1.0
 
 
 class SchedulerUnreachable(Message, frozen=True):
-    """An agent to its child: the scheduler is out of reach."""
+    """Agent to child: the scheduler is unreachable."""
 
     reason: Sentence
 
 
 class LastHeardRequest(Message, frozen=True):
-    """A child to its agent: how long ago was I last surely heard?"""
+    """Child to agent: request for the age of the last heartbeat that the scheduler acknowledged."""
 
 
 class LastHeardReply(Message, frozen=True):
-    """An agent to its child: this many seconds ago."""
+    """Agent to child: that age, in seconds."""
 
     age_s: float
 
@@ -553,7 +571,7 @@ ToChild = (
     | LeaveAcknowledged
     | RendezvousValue
 )
-FromAgent = ToChild | LeaderHeartbeat | SchedulerReachable | SchedulerUnreachable | LastHeardReply  # what a child hears
+FromAgent = ToChild | LeaderHeartbeat | SchedulerReachable | SchedulerUnreachable | LastHeardReply  # what a child receives
 FromClient = ViewRequest | EventsRequest | StopRequest | ScaleRequest | KillRequest
 FromNode = (
     FromChild

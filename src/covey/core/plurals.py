@@ -4,15 +4,15 @@ from __future__ import annotations
 
 
 def count_noun(count: int, thing: str) -> str:
-    """So many of them."""
+    """Return the count with the noun, in the plural unless the count is 1."""
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
 def describe_all(count: int, thing: str) -> str:
-    """All of them."""
+    """Return "the only <thing>" for 1, else "all <count> <thing>s"."""
     return f"the only {thing}" if count == 1 else f"all {count} {thing}s"
 
 
 def is_or_are(count: int) -> str:
-    """The verb after either."""
+    """Return the verb that agrees with the count."""
     return "is" if count == 1 else "are"

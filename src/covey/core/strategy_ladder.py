@@ -1,6 +1,6 @@
 """Recovery strategies in the order in which they are tried, and the limit of deaths without progress.
 
-`core/cluster/recovery.py` chooses among them; settings, MSJobs, commands and the worker's supervisor only name them.
+`core/cluster/recovery.py` chooses a strategy; settings, MSJobs, commands and the worker's supervisor only use the names.
 """
 
 from __future__ import annotations
@@ -31,5 +31,5 @@ def parse_strategies(names: Iterable[str]) -> tuple[RecoveryStrategy, ...]:
     wanted = [name.strip() for name in names if name.strip()]
     for name in wanted:
         if name not in known:
-            raise UsageError(f"the strategy {name} is not known: {', '.join(known)} are")
+            raise UsageError(f"the strategy {name} is unknown: expected {', '.join(known)}")
     return tuple(s for s in RecoveryStrategy if s in wanted or s is RecoveryStrategy.EXIT)

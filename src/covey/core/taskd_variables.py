@@ -1,8 +1,8 @@
-"""What TaskD's variables ask for, in covey's words. The one place where those are read.
+"""TaskD's environment variables, translated to covey's settings. No other module reads these variables.
 
-PROCESS_RECOVER and ELASTIC_PROCESS_RECOVER_ENABLE are two switches of the same thing: whether a process may be brought back at
-all. HIGH_AVAILABILITY names strategies; ENABLE_RESTART_FAULT_PROCESS adds recover-in-place, which that list has no word for, or
-takes it away. MINDX_TASK_ID is the job's name. covey's own variables go before all of them.
+If PROCESS_RECOVER or ELASTIC_PROCESS_RECOVER_ENABLE is off, no process is restarted (strategy `exit`). HIGH_AVAILABILITY lists
+strategies. ENABLE_RESTART_FAULT_PROCESS adds recover-in-place, which has no name in that list, or removes it. MINDX_TASK_ID is
+the name of the job. covey's own variables take precedence over all of them.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from typing import NamedTuple
 from covey.core.strategy_ladder import RecoveryStrategy, parse_strategies
 from covey.errors import UsageError
 
-MANAGER_PORT = 9601  # of the manager
+MANAGER_PORT = 9601  # default port of TaskD's manager
 
-SWITCH_VARIABLES: dict[str, tuple[str, str]] = {  # their words for on and off
+SWITCH_VARIABLES: dict[str, tuple[str, str]] = {  # the values for on and off
     "PROCESS_RECOVER": ("on", "off"),
     "ELASTIC_PROCESS_RECOVER_ENABLE": ("1", "0"),
     "ENABLE_RESTART_FAULT_PROCESS": ("on", "off"),
@@ -25,30 +25,33 @@ JOB_VARIABLE = "MINDX_TASK_ID"
 
 
 class TaskdSetting(NamedTuple):
-    """The value of a setting, and the variables that ask for it, as they are set."""
+    """Value of a setting, and the variables it comes from, as "NAME=value, ..."."""
 
     value: str
     origin: str
 
 
 def read_taskd_settings(environ: Mapping[str, str], *, without: Container[str], default: str) -> dict[str, TaskdSetting]:
-    """What TaskD's variables ask for, by field of `Settings`; none of `without`. `default`: the ladder if none is named."""
+    """Return the settings that TaskD's variables give, by field of `Settings`, without the fields in `without`.
+
+    `default` is the list of strategies used if HIGH_AVAILABILITY is not set. Raise `UsageError` for an invalid value.
+    """
     found: dict[str, TaskdSetting] = {}
     if "job" not in without and (job := environ.get(JOB_VARIABLE)):
         found["job"] = TaskdSetting(job, JOB_VARIABLE)
-    said = {name: environ[name] for name in (*SWITCH_VARIABLES, STRATEGIES_VARIABLE) if environ.get(name)}
-    if said and "strategy" not in without:
-        origin = ", ".join(f"{name}={value}" for name, value in said.items())
-        found["strategy"] = TaskdSetting(_resolve_strategies(said, default), origin)
+    variables = {name: environ[name] for name in (*SWITCH_VARIABLES, STRATEGIES_VARIABLE) if environ.get(name)}
+    if variables and "strategy" not in without:
+        origin = ", ".join(f"{name}={value}" for name, value in variables.items())
+        found["strategy"] = TaskdSetting(_resolve_strategies(variables, default), origin)
     return found
 
 
-def _resolve_strategies(said: Mapping[str, str], default: str) -> str:
-    switched = {name: _parse_switch(name, said[name]) for name in SWITCH_VARIABLES if name in said}
+def _resolve_strategies(variables: Mapping[str, str], default: str) -> str:
+    switched = {name: _parse_switch(name, variables[name]) for name in SWITCH_VARIABLES if name in variables}
     try:
-        wanted = set(parse_strategies(said.get(STRATEGIES_VARIABLE, default).split(",")))
+        wanted = set(parse_strategies(variables.get(STRATEGIES_VARIABLE, default).split(",")))
     except UsageError as error:
-        raise UsageError(f"{STRATEGIES_VARIABLE}={said[STRATEGIES_VARIABLE]} is not allowed: {error}.") from None
+        raise UsageError(f"{STRATEGIES_VARIABLE}={variables[STRATEGIES_VARIABLE]} is invalid: {error}.") from None
     if not (switched.get("PROCESS_RECOVER", True) and switched.get("ELASTIC_PROCESS_RECOVER_ENABLE", True)):
         wanted = {RecoveryStrategy.EXIT}
     elif switched.get("ENABLE_RESTART_FAULT_PROCESS", False):
@@ -61,5 +64,5 @@ def _resolve_strategies(said: Mapping[str, str], default: str) -> str:
 def _parse_switch(name: str, value: str) -> bool:
     on, off = SWITCH_VARIABLES[name]
     if value.strip() not in (on, off):
-        raise UsageError(f"{name}={value[:80]!a} is not allowed: {on} or {off} is.")
+        raise UsageError(f"{name}={value[:80]!a} is invalid: expected {on} or {off}.")
     return value.strip() == on

@@ -1,4 +1,4 @@
-"""The nouns: roles, nodes, members, agents, settings and records of a cluster."""
+"""Roles, states, settings, members, agents and journal records of a training cluster."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from covey.core.parameter_server.sharding import ServerRanks, Sharding
 from covey.core.restart_limits import MAX_RESTARTS, NO_HOST_LIMIT, REPLACEMENTS_MAX
 
 PHASE_MAX = 100  # characters
-ERROR_KIND_MAX = 200  # characters, as in the next four
+ERROR_KIND_MAX = 200  # characters, as the next four
 ERROR_TEXT_MAX = 2000
 ERROR_PLACE_MAX = 1000
 ERROR_TRACE_MAX = 8192
-ERROR_LINE_MAX = 300  # of the text, in a sentence
-ShortText = Annotated[str, Meta(max_length=512)]  # a limit for whatever crosses the wire
+ERROR_LINE_MAX = 300  # characters of the text that a sentence quotes
+ShortText = Annotated[str, Meta(max_length=512)]  # limit of texts on the wire
 
 
 class Role(StrEnum):
-    """What a node is for. MindSpore's spellings (MS_WORKER, ...) live in `covey.settings`."""
+    """Role of a node. MindSpore's spellings (MS_WORKER, ...) are in `covey.settings`."""
 
     SCHEDULER = "scheduler"
     WORKER = "worker"
     PSERVER = "pserver"
     SERVER = "server"
-    SPARE = "spare"  # a worker waiting to replace another: outside the world, with a rank among its like
+    SPARE = "spare"  # a worker ready to replace another; not part of the world, ranked among the spares
 
     @property
     def group(self) -> Role:
-        """The role under which this one is counted and ranked: both kinds of server count as one."""
+        """Role under which this one is counted and ranked: parameter servers and federated servers are one group."""
         return Role.PSERVER if self is Role.SERVER else self
 
 
 class NodeState(StrEnum):
-    """waiting at the gate → alive → suspect → dead; or left, meant to go."""
+    """State of a member: waiting (for the formation) → alive → suspect → dead; or left (exited with code 0 or on request)."""
 
     WAITING = "waiting"
     ALIVE = "alive"
@@ -47,12 +47,12 @@ class NodeState(StrEnum):
 
 
 class Phase(StrEnum):
-    """Where the cluster as a whole stands."""
+    """Phase of the cluster."""
 
     FORMING = "forming"
     READY = "ready"
     HEALING = "healing"
-    RETURNING = "returning"  # a restarted scheduler waits for its members to re-attach
+    RETURNING = "returning"  # a restarted scheduler is waiting for its members to re-attach
     ENDED = "ended"
 
 
@@ -60,32 +60,34 @@ JOB_FINGERPRINT_KEY = "the job"  # in a fingerprint
 
 
 class ClusterSettings(msgspec.Struct, frozen=True):
-    """What the core needs to know of the effective settings. Seconds are floats; a negative limit never ends."""
+    """The settings that the core uses. Times are in seconds; a negative limit means no limit."""
 
     worker_num: int
     server_num: int = 0
-    job: str = ""  # its name, if somebody gave it one
+    job: str = ""  # name of the job; "" if it has none
     recovery: bool = False
-    agents_return: bool = True  # with recovery: an agent out of reach is waited for; else its end is that of its workers
+    agents_return: bool = (
+        True  # with recovery: a disconnected agent has `node_timeout_s` to reconnect; else its workers are dead
+    )
     topo_timeout_s: float = 1800.0
     node_timeout_s: float = 30.0
     heartbeats_enabled: bool = True
-    max_restarts: int = MAX_RESTARTS  # of everyone at once, as torchrun
-    replacements_max: int = REPLACEMENTS_MAX  # of single workers, per host
+    max_restarts: int = MAX_RESTARTS  # full restarts, as torchrun's option
+    replacements_max: int = REPLACEMENTS_MAX  # replaced processes per host
     strategies: tuple[str, ...] = ()
     stuck_s: float = 600.0
-    extra_ranks: int = 8  # of other hosts' ranks that one host may take over
+    extra_ranks: int = 8  # ranks of other hosts that one host may take over
     dump_s: float = 60.0
     grace_s: float = 10.0
-    copies: int = 1  # of each parameter server's rows
-    serving: dict[str, str] = {}  # how parameters are served, as a user types it: all must agree
-    worker_max: int = 0  # to which the world may grow; 0: nobody comes beyond those it formed with
-    last_call_s: float = 3.0  # after the last who came, for more than `worker_num` to come, before the cluster forms
-    shrink_after_s: float = 30.0  # how long a replacement from another host may take before the world shrinks
+    copies: int = 1  # replicas of each parameter server's rows
+    serving: dict[str, str] = {}  # settings of the parameter servers by variable name; equal on all nodes
+    worker_max: int = 0  # largest world size; 0: the world does not grow by itself
+    last_call_s: float = 3.0  # with `worker_num` workers present: wait after each registration for more before forming
+    shrink_after_s: float = 30.0  # wait for a host that can run the lost ranks, before the world shrinks
 
     @property
     def default_target_workers(self) -> int:
-        """How many workers there may be, if nobody asks for another number."""
+        """Target number of workers unless another one was requested."""
         return max(self.worker_num, self.worker_max)
 
     @property
@@ -97,7 +99,7 @@ class ClusterSettings(msgspec.Struct, frozen=True):
         return self.recovery and self.agents_return and self.checks_heartbeats
 
     def fingerprint(self) -> dict[str, str]:
-        """The settings in which every node must agree with the scheduler, under the names a user typed."""
+        """Return the settings that must be equal on every node and the scheduler, by the name of the user's variable."""
         found = {"MS_WORKER_NUM": str(self.worker_num), "MS_SERVER_NUM": str(self.server_num)}
         found |= {JOB_FINGERPRINT_KEY: self.job} if self.job else {}
         return found | self.serving if self.server_num else found
@@ -109,9 +111,9 @@ class ClusterSettings(msgspec.Struct, frozen=True):
 
 
 class Host(msgspec.Struct, frozen=True):
-    """A machine as a node sees it. `id` is the identity (boot id and container); the name is only for people.
+    """A machine as a node reports it. `id` identifies it (boot id and container); the name is only for display.
 
-    `life` tells which of several hosts of one identity this is, where somebody gives them one: a pod's UID.
+    `life` distinguishes successive hosts with the same id, such as a pod's UID; "" if not set.
     """
 
     id: ShortText
@@ -121,22 +123,18 @@ class Host(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """What a node is doing, as its last beat said."""
+    """Progress of a node, as reported in its last heartbeat."""
 
     step: int = -1
     phase: Annotated[str, Meta(max_length=PHASE_MAX)] = ""
-    in_loop: bool = False  # a loop is at work, which can write down what it holds
-    waiting_in: ShortText = ""  # the collective it waits in for the others, "STEP.N"; "" while it computes
-    busy_s: float = 0.0  # of a step, without the waiting for others; a mean of the last ones
-    loss: float | None = None  # as the program told it last; inf where it was no number
-    is_spare_ready: bool = False  # a spare that has run its program up to where it needs a rank
-    departing_max: Annotated[int, Meta(ge=0)] = (
-        0  # how many may leave at once, where each has a part of the state; 0: any number
-    )
-    steps_completed: int = 0  # completed by this process
-    first_step: int = (
-        -1
-    )  # the step at which this process's loop started: 0, or its checkpoint's; -1: another rank gave it state
+    in_loop: bool = False  # a covey.Loop is running, so the rank can dump its state
+    waiting_in: ShortText = ""  # the collective in which the rank waits for the others, "STEP.N"; "" while it computes
+    busy_s: float = 0.0  # seconds of computation per step, without waiting for others; mean of the last steps
+    loss: float | None = None  # as last reported by the script; inf if it was not a number
+    is_spare_ready: bool = False  # a spare that has run the script up to the line that needs a rank
+    departing_max: Annotated[int, Meta(ge=0)] = 0  # ranks that may leave at once if the optimizer is sharded; 0: any number
+    steps_completed: int = 0  # by this process
+    first_step: int = -1  # step at which this process's loop started (0, or its checkpoint's); -1: state came from another rank
 
 
 class ScriptError(msgspec.Struct, frozen=True):
@@ -146,13 +144,13 @@ class ScriptError(msgspec.Struct, frozen=True):
     text: Annotated[str, Meta(max_length=ERROR_TEXT_MAX)]  # str() of the exception, its beginning
     place: Annotated[str, Meta(max_length=ERROR_PLACE_MAX)]  # "file:line" of the innermost frame of the script's own code
     traceback: Annotated[str, Meta(max_length=ERROR_TRACE_MAX)]  # as Python prints it, its end
-    step: int = -1  # in which it was raised, or which was reported last; -1: none was
-    completed: int = 0  # steps that this process completed before
-    loop: bool = False  # a covey.Loop told the step
+    step: int = -1  # step in which it was raised, or the last reported one; -1: none was reported
+    completed: int = 0  # steps that this process had completed
+    loop: bool = False  # the step comes from a covey.Loop
 
     @property
     def cause(self) -> tuple[str, str]:
-        """Kind and place: equal for exceptions that have one cause, whatever their text says."""
+        """Kind and place. Exceptions with the same kind and place are treated as the same error, whatever their text."""
         return self.kind, self.place
 
     def __str__(self) -> str:
@@ -163,27 +161,27 @@ class ScriptError(msgspec.Struct, frozen=True):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """How one node ended, in a form fit for the report of the first failure."""
+    """How one node failed, for the failure report of the run."""
 
     role: Role
     node_id: str
     rank: int
     host: str
-    code: int  # as a shell would say it: 128 + n for signal n
+    code: int  # exit code as in a shell: 128 + n for signal n
     reason: str
-    tail: list[str] = []  # its last log lines
-    others: list[str] = []  # what the other nodes were doing
-    log: str = ""
+    tail: list[str] = []  # last lines of its log
+    others: list[str] = []  # one line about the state of each other member of its role
+    log: str = ""  # path of its log
     error: ScriptError | None = None  # None: no exception is known, e.g. after a signal
 
 
 class FullRestart(msgspec.Struct, frozen=True):
-    """The newest start of all ranks from a checkpoint or from step 0, after which no rank has the state it had before."""
+    """The newest start of all ranks from a checkpoint or from step 0; the state they held before is lost."""
 
     count: int  # full restarts so far
     cause: Annotated[str, Meta(max_length=8192)]
-    step: int = -1  # at which covey.Loop started again; -1: not known yet, or the script has no loop
-    resumed: bool = False  # all ranks have resumed since
+    step: int = -1  # step from which covey.Loop started; -1: not known yet, or the script has no loop
+    resumed: bool = False  # all ranks have resumed since then
 
     def __str__(self) -> str:
         if self.step < 0:
@@ -196,7 +194,7 @@ class FullRestart(msgspec.Struct, frozen=True):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """How a cluster ended. Until everyone was `told`, a scheduler that takes over has that to do."""
+    """Outcome of a cluster. While `told` is false, a scheduler that takes over must still send it to the members."""
 
     code: int
     reason: str
@@ -205,30 +203,30 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A node as the scheduler sees it. `Members` replaces the record when something changes; only `uid` never changes."""
+    """A node as the scheduler records it. `Members` replaces the record on every change; only `uid` never changes."""
 
     role: Role
     node_id: str
     instance_id: str
     host: Host
     incarnation: int = 1
-    rank: int = -1  # claimed before the cluster forms, given from then on
+    rank: int = -1  # before formation the claimed rank (-1: none), then the assigned one
     local_rank: int = -1  # among the members of its group on its host
-    member_index: int = -1  # its number for the whole run; the rank may change with the number of workers
+    member_index: int = -1  # constant for the whole run, while the rank may change in a resize
     since_generation: int = 1  # the generation in which it joined
     state: NodeState = NodeState.WAITING
-    connection: int = 0  # the connection that speaks for it; 0 when there is none
-    agent: str = ""  # the agent whose child it is
+    connection: int = 0  # id of its connection; 0: not connected
+    agent: str = ""  # id of the agent that starts its processes; "": started by hand
     restarts: int = 0
-    handovers: int = 0  # restarts after a life that was asked to go: they use up no budget
-    leave_reason: str = ""  # why this life is about to end without a failure
+    handovers: int = 0  # restarts that were not failures (the process was asked to leave); not counted against the limit
+    leave_reason: str = ""  # set while its process is leaving on request, whose exit is not a failure
     pid: int = 0
-    ended_processes: int = 0  # since all workers last started
+    ended_processes: int = 0  # processes that ended since the last full restart
     deaths_without_progress: int = 0  # deaths since the last committed step
-    died_at_step: int = -2
-    error: ScriptError | None = None  # that ended its last process; None: none did, or the present one has made progress
-    promoted_from: str = ""  # the spare, and its incarnation, whose process this is; "" if a process was started for it
-    uid: int = 0  # given by `Members`, never used twice, neither sent nor stored
+    died_at_step: int = -2  # highest step of any rank at its last death; -2: it has not died
+    error: ScriptError | None = None  # ended its last process; None: no exception, or progress was made since
+    promoted_from: str = ""  # "spare:0.2" if its process is that promoted spare; "" if a process was started for it
+    uid: int = 0  # assigned by `Members`, unique, neither sent nor stored
 
     @property
     def name(self) -> str:
@@ -240,26 +238,26 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class AgentInfo(msgspec.Struct, frozen=True):
-    """covey's process on a host: the parent of that host's workers. `Members` replaces the record when something changes."""
+    """An agent as the scheduler records it. `Members` replaces the record on every change."""
 
     id: str
     instance_id: str
     host: Host
     slots: int
     first_rank: int = -1  # claimed by --node-rank; -1: the scheduler decides
-    meet_port: int = 0  # a free port on its host, where a plain torch script's rank 0 may listen
-    logs: str = ""  # where a rank's output goes, with "{rank}" in its place
+    meet_port: int = 0  # a free port on its host, the MASTER_PORT of plain torch scripts
+    logs: str = ""  # path of a rank's log, with "{rank}" for the rank
     servers: int = 0
-    max_restarts: int = NO_HOST_LIMIT  # what it allows, where it says so itself
+    max_restarts: int = NO_HOST_LIMIT  # the agent's own limit
     spares: int = 0
-    connection: int = 0
-    is_leaving: bool = False  # its host is asked to go: nothing more is started there
-    template_importing: bool = False  # its template still imports: the others would wait for that, too
-    uid: int = 0  # as a member's
+    connection: int = 0  # 0: not connected
+    is_leaving: bool = False  # its host was asked to leave: no process is started there
+    template_importing: bool = False  # its template has not finished its imports, so new workers would start slowly
+    uid: int = 0  # as `Member.uid`
 
 
 class MemberRecord(msgspec.Struct, frozen=True, tag="member"):
-    """One member, as the journal keeps it."""
+    """One member, as the journal stores it."""
 
     role: Role
     node_id: str
@@ -280,7 +278,7 @@ class MemberRecord(msgspec.Struct, frozen=True, tag="member"):
 
     @classmethod
     def from_member(cls, member: Member) -> MemberRecord:
-        """Suspicion is not written: it is this scheduler's own, and the next one begins with it anyway."""
+        """Return the record of a member. SUSPECT is stored as ALIVE; a restored member is suspect until it re-attaches."""
         record = cls(**{name: getattr(member, name) for name in cls.__struct_fields__})
         return msgspec.structs.replace(record, state=NodeState.ALIVE) if member.state is NodeState.SUSPECT else record
 
@@ -289,7 +287,7 @@ class MemberRecord(msgspec.Struct, frozen=True, tag="member"):
 
 
 class AgentRecord(msgspec.Struct, frozen=True, tag="agent"):
-    """One agent, as the journal keeps it."""
+    """One agent, as the journal stores it."""
 
     id: str
     instance_id: str
@@ -311,7 +309,7 @@ class AgentRecord(msgspec.Struct, frozen=True, tag="agent"):
 
 
 class ClusterRecord(msgspec.Struct, frozen=True, tag="cluster"):
-    """The cluster as a whole, as the journal keeps it. `job` says whose journal this is."""
+    """The state of the cluster apart from its members, as the journal stores it. `job` identifies the job of the journal."""
 
     cluster_id: str
     job: str
@@ -321,7 +319,7 @@ class ClusterRecord(msgspec.Struct, frozen=True, tag="cluster"):
     generation: int
     restarts: int = 0
     heals: bool = False
-    world: int = -1  # how many workers there are since the world changed; members with higher ranks are of a larger one
+    world: int = -1  # world size after the last resize, -1: none; members with higher ranks have left since
     resized_generation: int = 0
     next_member_index: int = -1
     trains: bool = False

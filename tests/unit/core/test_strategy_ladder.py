@@ -16,4 +16,4 @@ def test_the_ladder_has_one_order_ends_with_exit_and_knows_its_rungs() -> None:
     )
     with pytest.raises(UsageError) as refused:
         parse_strategies(["hope"])
-    assert str(refused.value) == f"the strategy hope is not known: {', '.join(RecoveryStrategy)} are"
+    assert str(refused.value) == f"the strategy hope is unknown: expected {', '.join(RecoveryStrategy)}"

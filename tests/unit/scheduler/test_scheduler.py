@@ -87,7 +87,7 @@ def test_a_change_of_size_is_answered_when_it_is_durable(tmp_path: Path, monkeyp
             await cells.asked.wait()
             assert not answer.done()
             cells.open.set()
-            assert (await answer).reason == "there is place for 3 workers, as asked"
+            assert (await answer).reason == "up to 3 workers are allowed, as requested"
             assert [r.requested_workers for r in await kept(cells)] == [3]
             cells.open.clear()
             monkeypatch.setattr(shell, "COMMIT_TIMEOUT_S", 0.0)

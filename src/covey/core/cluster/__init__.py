@@ -10,12 +10,12 @@ The scheduler's machine is a composition of parts. Each part owns its fields and
     `heal_barrier`        the safe point of a generation, the plan made of its reports, the rendezvous of the ranks
     `resize`              scale-out, scale-in, shrink and rollback of the number of workers
     `resharding`          scaling of the parameter servers, in two phases
-    `shutdown`            the final dump, the end, and who must be told of it
+    `shutdown`            the final dump, the end, and its delivery to all members
     `recovery`            a recovery from "a process died" to "all ranks resumed", with spares
     `failure_detector`    members that are silent or stuck, checked on every tick
-    `registration`        who may join, and the formation
-    `formation`           when the cluster is complete
+    `registration`        admission of nodes and agents, and the formation
+    `formation`           whether the cluster is complete, and the ranks
     `view`                read-only snapshot for clients
-    `fault_schedule`      which fault `covey chaos` injects next, from a seed
+    `fault_schedule`      the faults that `covey chaos` injects, from a seed
     `node_machine`        the node's side: register, send heartbeats, reconnect, leave
 """

@@ -1,7 +1,7 @@
-"""What follows from time alone: members that are silent or stuck, and the scheduler's own suspension.
+"""Timeouts of members: silent and stuck members are declared dead. Time in which the scheduler was suspended is not counted.
 
-A member is suspect after half the node timeout without a heartbeat, and dead after all of it. A member that sends heartbeats
-but makes no progress, while all others wait for it in one collective, is stuck and treated as dead.
+A member is suspect after half the node timeout without a heartbeat, and dead after the full node timeout. A member that sends
+heartbeats but makes no progress, while all other ranks wait for it in one collective, is stuck and declared dead.
 """
 
 from __future__ import annotations
@@ -14,14 +14,11 @@ from covey.core.effects import Level
 from covey.core.types import Member, NodeState, Role
 from covey.errors import ExitCode
 
-SUSPENSION_S = 1.0  # ticks come several times a second: after a longer gap this process was suspended
+SUSPENSION_S = 1.0  # ticks come several times a second; a longer gap means that this process was suspended
 
 
 class FailureDetector:
-    """Judges silence and missing progress at each tick. Owns the time of the last tick.
-
-    Silence counts only while the scheduler itself was running.
-    """
+    """Checks heartbeats and progress at each tick. Owns the time of the last tick."""
 
     def __init__(self, base: BaseParts, barrier: HealBarrier, shutdown: Shutdown, recovery: Recovery, now: float) -> None:
         self._settings, self._lifecycle = base.settings, base.lifecycle
@@ -30,15 +27,15 @@ class FailureDetector:
         self._last_tick_at = now
 
     def take_suspension_s(self, step: Step) -> float:
-        """How long this process was suspended since the last tick; 0 if it was not."""
+        """Return for how many seconds this process was suspended since the last tick (0 if it was not), and reset that time."""
         gap, self._last_tick_at = step.now - self._last_tick_at, step.now
         if gap <= SUSPENSION_S:
             return 0.0
-        step.out.publish("scheduler", "slept", f"no tick for {gap:.1f} s: nobody's silence in that time counts")
+        step.out.publish("scheduler", "slept", f"suspended for {gap:.1f} s: all timeouts are extended by that time")
         return gap
 
     def check_heartbeats(self, step: Step) -> None:
-        """Silent agents are dead, with their children; silent members are suspect, then dead."""
+        """Declare silent agents dead with their children, and silent members suspect, then dead."""
         if not self._settings.checks_heartbeats:
             return
         limit = self._settings.node_timeout_s
@@ -61,14 +58,15 @@ class FailureDetector:
                 self._recovery.declare_dead(step, member, _describe_silence(step.now - heard_at, limit), heard_at)
             elif member.state is NodeState.ALIVE:
                 self._members.set_state(member, NodeState.SUSPECT)
-                step.out.publish(member.name, "suspect", f"no beat for {step.now - heard_at:.1f} s", Level.WARNING)
+                step.out.publish(member.name, "suspect", f"no heartbeat for {step.now - heard_at:.1f} s", Level.WARNING)
 
     def _is_judged_with_agent(self, member: Member) -> bool:
-        """A child that has not registered sends no heartbeats; one whose agent is out of reach is judged with it."""
+        """Return whether the heartbeats of a child's agent decide about the child: it has not registered, or the agent is
+        disconnected."""
         return bool(member.agent) and (not member.instance_id or not self._members.agents[member.agent].connection)
 
     def check_blocked_collectives(self, step: Step) -> None:
-        """End a run whose ranks wait for ever, and treat a rank as dead for which all others have waited too long."""
+        """End a run whose ranks wait without end, and declare a rank dead if all others have waited `stuck_s` for it."""
         if self._barrier.count_left_ranks(step):
             self._recovery.on_rank_resumed(step)
         limit, workers = self._settings.stuck_s, self._members.members_in_role(Role.WORKER)
@@ -84,9 +82,9 @@ class FailureDetector:
                 stuck_since = changed_at(member)  # read now: after a death another may have a new process, or be removed
                 if self._members.contains(member) and stuck_since < since:
                     step.out.count("stuck")
-                    self._recovery.declare_dead(step, member, f"stuck: all others wait for it {where}", since=stuck_since)
+                    self._recovery.declare_dead(step, member, f"stuck: all other ranks wait for it {where}", since=stuck_since)
         return None
 
 
 def _describe_silence(silent_s: float, limit_s: float) -> str:
-    return f"no beat for {silent_s:.1f} s (MS_NODE_TIMEOUT is {limit_s:g} s)"
+    return f"no heartbeat for {silent_s:.1f} s (MS_NODE_TIMEOUT is {limit_s:g} s)"

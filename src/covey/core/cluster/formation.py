@@ -1,4 +1,4 @@
-"""When the cluster is complete, and which rank each member gets."""
+"""Formation: whether the cluster is complete, and the rank of each member."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from covey.core.cluster.state import ClusterState
 from covey.core.plurals import count_noun, describe_all, is_or_are
 from covey.core.types import Role
 
-COUNTED_ROLES = (Role.WORKER, Role.PSERVER)  # a federated server counts with the parameter servers
+COUNTED_ROLES = (Role.WORKER, Role.PSERVER)  # federated servers are counted as parameter servers
 
 
 def decide_formation(cluster: ClusterState) -> tuple[dict[str, int] | None, str]:
-    """Return the rank of every member, by name, once every role has its least number of members; None before that."""
+    """Return the rank of every member by name, or None if a role has fewer members than required; and the reason."""
     missing = [f"{count_noun(short, role)} missing" for role in COUNTED_ROLES if (short := _count_missing(cluster, role)) > 0]
     if missing:
         return None, ", ".join(missing) + _describe_refusal(cluster)
@@ -22,9 +22,9 @@ def decide_formation(cluster: ClusterState) -> tuple[dict[str, int] | None, str]
 
 
 def describe_missing(cluster: ClusterState) -> str:
-    """Who is here and how many are not, for everyone who waited in vain."""
+    """Return a sentence with the number of missing nodes and the names of those that registered."""
     found = (
-        f"{count_noun(short, role)} missing, here: {describe_members(cluster.members_in_role(role))}"
+        f"{count_noun(short, role)} missing, registered: {describe_members(cluster.members_in_role(role))}"
         for role in COUNTED_ROLES
         if (short := _count_missing(cluster, role)) > 0
     )

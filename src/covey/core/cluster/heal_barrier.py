@@ -1,12 +1,14 @@
-"""The safe point at which the ranks of a generation agree how to continue, and the plan that follows from their reports.
+"""The heal barrier: the reports of all ranks of a generation, the heal plans computed from them, and the rendezvous store.
 
-Every rank reports at a safe point which collective it completed last. The highest completed number wins. A rank that completed
-it can give its result; a rank that did not was waiting in exactly that one, because its result depends on every rank; a new
-rank receives state. Ranks cannot be further apart: a report that says so is a bug in the program or in covey and ends the
-run. Where an optimizer's state is cut into slots, one for each parameter, no rank has all of it: every rank is told which rank
+Every rank reports at a safe point which collective it completed last. The plans bring all ranks to the highest of these. A rank
+that completed it can hand over its result. A rank that did not is blocked in exactly that collective, because the result
+depends on every rank. A replacement receives the full state. Ranks are never more than one collective apart; a report that says
+otherwise is a bug in the script or in covey, and the plan fails. All workers then restart from the newest checkpoint, if they
+can. The state of a sharded optimizer has one slot for each parameter, and no rank holds all slots: every plan lists which rank
 holds which slots, and each slot must have a holder.
 
-The ranks meet through the rendezvous: each puts its address and gets those of its peers. A new generation clears the values.
+Ranks find each other through the rendezvous store: each sets its address and gets those of its peers. A new generation clears
+it.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ from covey.core.messages import (
 )
 from covey.core.types import Member, MemberRecord, NodeState, Phase, Role
 
-COLLECTIVE_RETRIES_MAX = 5  # in a row, of a collective that fails again and again
-DEATH_REPORT_S = 0.2  # how long the report of a death may take that explains a failed collective
-BYTES_MAX = 256 * 1024 * 1024  # of all rendezvous values of a generation
+COLLECTIVE_RETRIES_MAX = 5  # retries of a failed collective until all ranks have resumed
+DEATH_REPORT_S = 0.2  # wait for the report of a death that explains a failed collective
+BYTES_MAX = 256 * 1024 * 1024  # total size of the rendezvous values of a generation
 KEYS_MAX = 1_000_000
 
 
@@ -42,15 +44,19 @@ KEYS_MAX = 1_000_000
 def make_heal_plans(
     generation: int, reports: Mapping[int, SafePointReport], addresses: Mapping[int, str]
 ) -> dict[int, HealPlan]:
-    """What each rank is to do, by rank; `reports` holds one of each rank. Finished ranks wait, and can give."""
+    """Return the heal plan of each rank; `reports` has one report of each rank.
+
+    If all ranks have finished, every plan is `done`. If the ranks cannot resume, every plan has the same `failure`. Finished
+    ranks can be donors.
+    """
     if all(report.finished for report in reports.values()):
         return dict.fromkeys(reports, HealPlan(generation, done=True))
     highest = max(
         (_number_sort_key(r.completed) for r in reports.values() if not r.needs_state), default=_number_sort_key(None)
     )
-    givers = [rank for rank, r in sorted(reports.items()) if not r.needs_state and _number_sort_key(r.completed) == highest]
-    if trouble := _divergence_blocker(reports, highest) or _missing_slots_blocker(reports):
-        return dict.fromkeys(reports, HealPlan(generation, failure=trouble))
+    donors = [rank for rank, r in sorted(reports.items()) if not r.needs_state and _number_sort_key(r.completed) == highest]
+    if blocker := _divergence_blocker(reports, highest) or _missing_slots_blocker(reports):
+        return dict.fromkeys(reports, HealPlan(generation, failure=blocker))
     holders = [
         SlotHolder(_make_donor(rank, reports, addresses), r.held_slots) for rank, r in sorted(reports.items()) if r.held_slots
     ]
@@ -58,21 +64,23 @@ def make_heal_plans(
     turn = 0
     for rank, report in sorted(reports.items()):
         behind = not report.needs_state and _number_sort_key(report.completed) < highest
-        if not givers or not (report.needs_state or behind):
+        if not donors or not (report.needs_state or behind):
             plans[rank] = HealPlan(generation, slot_holders=holders)
             continue
-        giver = _choose_donor(rank, givers, addresses, turn)
+        donor = _choose_donor(rank, donors, addresses, turn)
         turn += 1
-        if report.needs_state and not reports[giver].has_complete_state:
+        if report.needs_state and not reports[donor].has_complete_state:
             reason = (
-                f"rank {rank} cannot join the others in their step: its results were too large to keep (COVEY_KEEP_BYTES),"
-                " or something else than the loop's optimizer changed parameters in it"
+                f"rank {rank} cannot join the current step: the results of the step exceed COVEY_KEEP_BYTES,"
+                " or something other than the loop's optimizer changed parameters in it"
             )
             return dict.fromkeys(reports, HealPlan(generation, failure=reason))
-        if behind and reports[giver].is_result_invalid:
-            reason = f"rank {rank} cannot be handed the step's parameters: the others' programs have changed them since"
+        if behind and reports[donor].is_result_invalid:
+            reason = (
+                f"rank {rank} cannot receive the parameters of the step: the scripts of the other ranks have changed them since"
+            )
             return dict.fromkeys(reports, HealPlan(generation, failure=reason))
-        plans[rank] = HealPlan(generation, donor=_make_donor(giver, reports, addresses), slot_holders=holders)
+        plans[rank] = HealPlan(generation, donor=_make_donor(donor, reports, addresses), slot_holders=holders)
     return plans
 
 
@@ -85,19 +93,21 @@ def _number_sort_key(number: CollectiveNumber | None) -> tuple[int, int]:
 
 
 def _divergence_blocker(reports: Mapping[int, SafePointReport], highest: tuple[int, int]) -> str:
-    """Why these ranks cannot go on together; "" when they can."""
+    """Return why these ranks cannot resume together; "" if they can."""
     for rank, report in sorted(reports.items()):
         behind = not report.needs_state and _number_sort_key(report.completed) < highest
         if behind and report.waiting_in is not None and _number_sort_key(report.waiting_in) != highest:
             where = f"rank {rank} waits in collective {report.waiting_in}"
             return (
-                f"{where}, but another has completed {highest[0]}.{highest[1]}: do all ranks call the same ones, in one order?"
+                f"{where}, but another rank has completed {highest[0]}.{highest[1]}:"
+                " all ranks must call the same collectives in the same order"
             )
     return ""
 
 
 def find_wait_beyond_end(reports: Mapping[int, SafePointReport], waits: Mapping[int, CollectiveNumber]) -> str:
-    """Why some wait for ever: a rank at the end of its program takes part in no other collective. "" if nobody does."""
+    """Return which rank waits for one that has finished its script, and thus takes part in no further collective; "" if
+    none."""
     ends = {rank: _number_sort_key(report.completed) for rank, report in reports.items() if report.finished}
     if not ends or not waits:
         return ""
@@ -105,27 +115,27 @@ def find_wait_beyond_end(reports: Mapping[int, SafePointReport], waits: Mapping[
     if _number_sort_key(waits[last]) <= ends[first]:
         return ""
     return (
-        f"rank {first} has come to the end of its program, but rank {last} waits for it in collective {waits[last]}:"
-        " do all ranks call the same ones, in one order?"
+        f"rank {first} has finished its script, but rank {last} waits for it in collective {waits[last]}:"
+        " all ranks must call the same collectives in the same order"
     )
 
 
 def _missing_slots_blocker(reports: Mapping[int, SafePointReport]) -> str:
-    """Why these ranks cannot go on: nobody has some of the optimizer's state. "" when somebody has each slot."""
+    """Return how many slots of the optimizer's state no rank holds, as a sentence; "" if every slot has a holder."""
     held, slots = 0, max(report.slot_count for report in reports.values())
     for report in reports.values():
         held |= int.from_bytes(report.held_slots, "little")
     if missing := slots - (held & ((1 << slots) - 1)).bit_count():
         return (
-            f"the optimizer's state of {missing} of {slots} parameters was on no rank but the dead"
-            " (ShardedOptimizer(copies=...) says how many deaths at once it outlives)"
+            f"only dead ranks held the optimizer's state of {missing} of {slots} parameters:"
+            " increase ShardedOptimizer(copies=...) to survive more deaths at the same time"
         )
     return ""
 
 
-def _choose_donor(rank: int, givers: list[int], addresses: Mapping[int, str], turn: int) -> int:
-    """A giver on the same host where there is one; several askers take turns."""
-    near = [giver for giver in givers if addresses[giver] == addresses[rank]] or givers
+def _choose_donor(rank: int, donors: list[int], addresses: Mapping[int, str], turn: int) -> int:
+    """Return a donor rank, on the same host if there is one; requests rotate over the candidates."""
+    near = [donor for donor in donors if addresses[donor] == addresses[rank]] or donors
     return near[turn % len(near)]
 
 
@@ -133,7 +143,7 @@ def _choose_donor(rank: int, givers: list[int], addresses: Mapping[int, str], tu
 
 
 class RendezvousStore:
-    """Values and the connections that wait for them, within limits on keys and bytes."""
+    """Rendezvous values of one generation and the connections that wait for them, with limits on keys and bytes."""
 
     def __init__(self, *, bytes_max: int = BYTES_MAX, keys_max: int = KEYS_MAX) -> None:
         self._bytes_max, self._keys_max = bytes_max, keys_max
@@ -143,7 +153,7 @@ class RendezvousStore:
         self._waiter_count = 0
 
     def put(self, key: str, value: bytes) -> list[int] | None:
-        """Pin a value; returns the connections that waited for it, or None when the board is full."""
+        """Set a value. Return the connections that wait for it, or None if the store is full and nothing was set."""
         size = self.bytes_used + len(value) - len(self.values.get(key, b""))
         if size > self._bytes_max or (key not in self.values and len(self.values) >= self._keys_max):
             return None
@@ -154,7 +164,7 @@ class RendezvousStore:
         return waited
 
     def add_waiter(self, key: str, connection: int) -> bool:
-        """Note who waits for a value that is not there yet; False when too many wait."""
+        """Add a connection that waits for a value. Return False if too many wait."""
         if self._waiter_count >= self._keys_max:
             return False
         self._waiter_count += 1
@@ -166,28 +176,28 @@ class RendezvousStore:
 
 
 class SafePoint:
-    """The reports of one generation: COLLECTING until there is one of every rank, then PLANNED; DONE once all have finished.
+    """Barrier of one generation: it collects one report per rank, then has the plans, and is done once all ranks have finished.
 
-    Owns the reports, the plans made of them, the ranks that resumed, and whether a collective of this generation failed.
+    Owns the reports, the plans computed from them, the ranks that resumed, and whether a collective of this generation failed.
     """
 
     def __init__(self, generation: int) -> None:
         self.generation = generation
         self.reports: dict[int, SafePointReport] = {}
         self.resumed: set[int] = set()
-        self.failed_at = NEVER  # when a collective failed
+        self.failed_at = NEVER  # time of the first failed collective
         self.failure_reason = ""
-        self.done = False  # every rank is at the end of its program and was told that all are
+        self.done = False  # every rank has finished its script
         self._plans: dict[int, HealPlan] = {}
 
     def add_report(
         self, rank: int, report: SafePointReport, world: int, addresses: Callable[[], Mapping[int, str]]
     ) -> dict[int, HealPlan]:
-        """Add a report; returns the plans that are to be sent, by rank.
+        """Add a rank's report; return the plans to send, by rank.
 
-        These are all plans once every rank has reported, and again when all have finished. A rank that reports again in between
-        may have lost its plan with its connection and gets it again. `addresses` is called once all have reported: listing all
-        addresses at each report would cost O(N²).
+        These are {} until all ranks have reported, then all plans, and all plans again when every rank has finished. A repeated
+        report returns that rank's plan, which may have been lost with its connection. `addresses` is called only when all
+        reports are in, which keeps a heal O(N).
         """
         self.reports[rank] = report
         complete = len(self.reports) == world
@@ -196,7 +206,8 @@ class SafePoint:
             return {rank: self._plans[rank]}
         if complete:
             plans = make_heal_plans(self.generation, self.reports, addresses())
-            held = self.resumed and not self.done  # an earlier scheduler's plan was carried out: these reports are older
+            # some ranks have resumed under a previous scheduler's plan, so failures derived from older reports are stale
+            held = self.resumed and not self.done
             self._plans = {} if held and any(plan.failure for plan in plans.values()) else plans
         return self._plans
 
@@ -218,7 +229,7 @@ class SafePoint:
 
 
 class HealBarrier:
-    """Owns the agreement of the ranks: the safe point and the rendezvous values of the present generation.
+    """Owns the barrier and the rendezvous values of the current generation.
 
     A rank gets a plan only after every rank of this generation has reported.
     """
@@ -227,19 +238,19 @@ class HealBarrier:
         self._lifecycle, self._heartbeats, self._members = base.lifecycle, base.heartbeats, base.members
         self.safe_point = SafePoint(0)
         self._rendezvous = RendezvousStore()
-        self.is_pending = False  # READY waits until all ranks have resumed
-        self.has_group_met = False  # only then do ranks send RankResumed
-        self._retries = 0  # of a failed collective, since all ranks last resumed
+        self.is_pending = False  # the cluster becomes READY only when all ranks have resumed
+        self.has_group_met = False  # the rendezvous was used; only then do ranks send RankResumed
+        self._retries = 0  # retries of a failed collective since all ranks last resumed
         self._resume_deadline = NEVER
 
     # -- generations -------------------------------------------------------------------------------------------------
 
     def open_generation(self, generation: int) -> None:
-        """Collect the reports of this generation. Rendezvous values that came before formation stay."""
+        """Open the barrier of this generation. Rendezvous values that were set before formation are kept."""
         self.safe_point = SafePoint(generation)
 
     def start_generation(self, step: Step, *changed: Member) -> None:
-        """Begin a new generation: the cluster's record is durable first, then the records of the changed members."""
+        """Start a generation: persist the cluster, then the changed members."""
         generation = self._lifecycle.advance_generation()
         self._rendezvous = RendezvousStore()
         self.safe_point = SafePoint(generation)
@@ -248,7 +259,8 @@ class HealBarrier:
             step.out.persist(MemberRecord.from_member(self._members.current(member)))
 
     def regroup(self, step: Step, reason: str, *changed: Member) -> None:
-        """Begin a new generation and tell it to every member that is connected."""
+        """Start a generation: persist the cluster, then the changed members, then send `NewGeneration` to all reachable
+        members."""
         self.start_generation(step, *changed)
         message = NewGeneration(self._lifecycle.generation, reason)
         for member in self._members.reachable():
@@ -257,11 +269,11 @@ class HealBarrier:
     # -- agreement ---------------------------------------------------------------------------------------------------
 
     def require_agreement(self) -> None:
-        """A rank was replaced or the number of workers changed: READY waits until all ranks have resumed."""
+        """Require all ranks to resume before READY, because a rank was replaced or the world size changed."""
         self.is_pending = True
 
     def require_all_to_resume(self) -> None:
-        """It is unknown which ranks have resumed: READY waits until all say so in a new generation."""
+        """Require all ranks to resume in a new generation before READY, because it is unknown which ones have."""
         self.is_pending = self.has_group_met = True
 
     def finish_agreement(self) -> None:
@@ -277,7 +289,7 @@ class HealBarrier:
 
     @property
     def is_agreeing(self) -> bool:
-        """Whether ranks of a group that has met have yet to resume."""
+        """Whether some ranks have yet to resume, in a cluster that uses the rendezvous."""
         return self.is_pending and self.has_group_met and not self.all_resumed
 
     # -- rendezvous --------------------------------------------------------------------------------------------------
@@ -288,7 +300,7 @@ class HealBarrier:
         self.has_group_met = True
         waiting = self._rendezvous.put(put.key, put.value)
         if waiting is None:
-            step.out.send(connection, Refused(f"the board is full: {put.key} cannot be pinned"))
+            step.out.send(connection, Refused(f"the rendezvous store is full: {put.key} was not stored"))
         for waiter in waiting or ():
             step.out.send(waiter, RendezvousValue(put.key, put.value, put.generation))
 
@@ -299,12 +311,14 @@ class HealBarrier:
         if value is not None:
             step.out.send(connection, RendezvousValue(get.key, value, get.generation))
         elif not self._rendezvous.add_waiter(get.key, connection):
-            step.out.send(connection, Refused(f"the board is full: too many wait for values, {get.key} is one too many"))
+            step.out.send(
+                connection, Refused(f"the rendezvous store is full: too many requests wait for values, {get.key} was rejected")
+            )
 
     # -- reports -----------------------------------------------------------------------------------------------------
 
     def add_report(self, member: Member, report: SafePointReport) -> dict[int, HealPlan]:
-        """Add a rank's report of the present generation; returns the plans that are to be sent, by rank."""
+        """Add a rank's report of the current generation; return the plans to send, by rank (see `SafePoint.add_report`)."""
         return self.safe_point.add_report(member.rank, report, self._members.size(Role.WORKER), self._addresses_by_rank)
 
     def _addresses_by_rank(self) -> dict[int, str]:
@@ -314,7 +328,7 @@ class HealBarrier:
         self.safe_point.add_resumed([rank])
 
     def is_state_lost(self) -> bool:
-        """Whether every rank reported that it needs the training state, before any resumed."""
+        """Return whether every rank has reported that it needs the training state, and none has resumed."""
         point = self.safe_point
         return not point.resumed and not point.done and all(report.needs_state for report in point.reports.values())
 
@@ -323,11 +337,11 @@ class HealBarrier:
             self.safe_point.note_failure(step.now, failed.reason)
 
     def has_unexplained_failure(self, now: float) -> bool:
-        """Whether a collective failed and no death was reported in time that explains it."""
+        """Return whether a collective failed and no death was reported within `DEATH_REPORT_S` that explains it."""
         return now - self.safe_point.failed_at > DEATH_REPORT_S
 
     def count_retry(self) -> bool:
-        """Count a retry of a collective; returns whether it is allowed."""
+        """Count a retry of a collective; return whether it is within `COLLECTIVE_RETRIES_MAX`."""
         self._retries += 1
         return self._retries <= COLLECTIVE_RETRIES_MAX
 
@@ -337,9 +351,9 @@ class HealBarrier:
     # -- waits that cannot end ---------------------------------------------------------------------------------------
 
     def count_left_ranks(self, step: Step) -> bool:
-        """Where all other ranks have finished, or resumed, a rank that left counts as one of them.
+        """Stop waiting for ranks that left: if all remaining ranks have finished, or all have resumed, so had they.
 
-        Returns whether ranks that left now count as resumed.
+        Return whether ranks that left were marked as resumed now.
         """
         workers, point = self._members.members_in_role(Role.WORKER), self.safe_point
         left = {m.rank for m in workers if m.state is NodeState.LEFT}
@@ -357,9 +371,9 @@ class HealBarrier:
         return False
 
     def find_endless_wait(self, step: Step, waiting: int, where: str, limit_s: float) -> str:
-        """Why some ranks wait for ever; "" if none does.
+        """Return why some ranks would wait without end; "" if none would.
 
-        `waiting` ranks have waited in a collective for longer than the limit, `where` describes that.
+        `waiting` is the number of ranks that have waited in a collective for longer than the limit, which `where` describes.
         """
         return (
             self._find_wait_on_finished_rank()
@@ -368,7 +382,8 @@ class HealBarrier:
         )
 
     def _find_wait_on_finished_rank(self) -> str:
-        """A rank at the end of its program has reported its last collective, so this shows at once."""
+        """Return which rank waits for a finished one; needs no timeout, because a finished rank has reported its last
+        collective."""
         reports = self.safe_point.reports
         if self._lifecycle.phase is not Phase.READY or not any(report.finished for report in reports.values()):
             return ""
@@ -381,18 +396,21 @@ class HealBarrier:
         return find_wait_beyond_end(reports, waits)
 
     def _find_wait_on_left_rank(self, waiting: int, where: str) -> str:
-        """A rank that left reports nothing more: all others have reported, or wait in a collective, in vain."""
+        """Return which ranks left without a report while all others have reported, or wait in a collective; "" if none did."""
         workers, point = self._members.members_in_role(Role.WORKER), self.safe_point
         left = [m for m in workers if m.state is NodeState.LEFT]
         unreported = [m for m in left if m.rank not in point.reports]
         if point.reports and unreported and len(point.reports) + len(unreported) == len(workers) and not point.done:
-            return f"{describe_members(unreported)} left before the work was done: all others wait to go on"
+            return f"{describe_members(unreported)} left before the run was finished: all other ranks wait to resume"
         if left and waiting and len(left) + waiting == len(workers):
-            return f"{describe_members(left)} left before the work was done: all others wait {where}"
+            return f"{describe_members(left)} left before the run was finished: all other ranks wait {where}"
         return ""
 
     def _find_wait_to_resume(self, step: Step, limit_s: float) -> str:
-        """Nor does a rank that left send RankResumed. The others have this time to resume, which shows that it did."""
+        """Return which ranks left without `RankResumed` if the others did not resume within the limit; "" otherwise.
+
+        If the others resume, the ranks that left had resumed as well.
+        """
         workers, point = self._members.members_in_role(Role.WORKER), self.safe_point
         left = [m for m in workers if m.state is NodeState.LEFT and m.rank not in point.resumed]
         if not left or not self.is_pending or point.done or len(point.reports) < len(workers):
@@ -400,8 +418,8 @@ class HealBarrier:
         elif limit_s >= 0:
             self._resume_deadline = min(self._resume_deadline, step.now + limit_s)
             if step.now > self._resume_deadline:
-                who = describe_members(left)
-                return f"{who} left before the work was done: all others wait to go on for over {limit_s:g} s"
+                names = describe_members(left)
+                return f"{names} left before the run was finished: all other ranks have waited to resume for over {limit_s:g} s"
         return ""
 
     def discount_suspension(self, slept_s: float, now: float) -> None:

@@ -1,6 +1,6 @@
-"""The log of incidents: every recovery and resize, from the moment it is known until every rank has resumed.
+"""Log of incidents: every recovery and resize, open until all ranks have resumed or the run has ended.
 
-A fault during a recovery opens a further incident; all that are open pass the later stages together, because the ranks resume
+A fault during a recovery opens a further incident. All open incidents reach the later stages together, because the ranks resume
 together.
 """
 
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 
 class IncidentTimes:
-    """When an open incident reached its stages, on the machine's clock."""
+    """Times at which an open incident reached its stages, on the machine's clock."""
 
     def __init__(self, began_at: float, stage_times: dict[Stage, float]) -> None:
-        self.began_at = began_at  # when the fault began to show
+        self.began_at = began_at  # first sign of the fault
         self._stage_times = stage_times
 
     def mark(self, stage: Stage, now: float) -> None:
         self._stage_times[stage] = now
 
     def stage_durations_ms(self) -> dict[Stage, float]:
-        """How long each stage that was reached took."""
+        """Return the duration of each stage that was reached, in milliseconds."""
         times, reached = {}, self.began_at
         for stage in Stage:
             if stage in self._stage_times:
@@ -72,9 +72,9 @@ class IncidentLog:
         member: Member | None = None,
         node: str = "cluster",
     ) -> int:
-        """Open and persist an incident that is decided now; returns its number.
+        """Open and persist an incident that is decided now; return its number.
 
-        `since` is when the fault began to show and `known` when the scheduler learned of it; both are now by default.
+        `since` is the time of the first sign of the fault, `known` the time when the scheduler learned of it. Default: now.
         """
         since, known = step.now if since is None else since, step.now if known is None else known
         node, rank = (member.name, member.rank) if member is not None else (node, -1)
@@ -87,13 +87,13 @@ class IncidentLog:
         return number
 
     def mark_stage(self, stage: Stage, now: float) -> None:
-        """All open incidents have reached this stage. One that is reached again, after a further fault, counts from then."""
+        """Record that all open incidents reach this stage now. A later call, after a further fault, replaces the time."""
         for times in self._open_times.values():
             times.mark(stage, now)
 
     @property
     def is_resizing(self) -> bool:
-        """Whether the number of workers is being changed on request, or because one came."""
+        """Whether a scale-out or scale-in of the workers is open."""
         changes = ("scale-out", "scale-in")
         return any(i.outcome is Outcome.OPEN and i.strategy in changes and i.node != SERVERS_NODE for i in self.records)
 
@@ -101,8 +101,8 @@ class IncidentLog:
         """Close the open incidents, persist and publish them.
 
         Until the run ends, incidents of the parameter servers (node SERVERS_NODE) are closed apart from the others. A scale-in
-        that still has members to release stays open when the ranks resume or restart. Only a growth is rolled back, for this
-        `reason`; deaths meanwhile are still healed.
+        that still has members to release stays open when the ranks resume or restart. ROLLED_BACK closes only scale-outs and
+        appends `reason` to theirs; a death in the same time stays open.
         """
         closing = [incident for incident in self.records if incident.number in self._open_times]
         if outcome not in (Outcome.ENDED, Outcome.FINISHED):
@@ -121,7 +121,7 @@ class IncidentLog:
             step.out.publish("cluster", "recovery", str(incident))
 
     def close_if_resumed(self, step: Step) -> None:
-        """Close the incidents as resumed, unless a rank that an exception ended has made no progress since: its script may
+        """Close the incidents as resumed, unless a rank that ended with an exception has made no progress since: its script may
         raise the exception again."""
         if all(member.error is None for member in step.cluster.members_in_role(Role.WORKER)):
             self.close(step, Outcome.RESUMED)

@@ -1,11 +1,11 @@
-"""The members of the cluster, their agents, their connections, and who gets which rank.
+"""The members of the cluster, their agents, connections, heartbeats and ranks.
 
-Ranks. A node id of digits claims that rank. The other nodes fill the free ranks in an order that depends only on who they are:
-by the lowest address of their host, host identity, then node id. So ranks are contiguous per host and the same at every start.
+Ranks. A node id of digits claims that rank. The other nodes get the free ranks, sorted by the lowest address of their host,
+host id, then node id. Ranks are therefore contiguous per host and the same at every start.
 
-Ownership. `Members` alone replaces the frozen records `Member` and `AgentInfo`. A record that was read earlier may be stale: a
-method takes any version of it, reads the current one, and returns the new one. `uid` identifies a record: role, node id and
-rank of a member may change. The order of `members` is that of joining; a change of rank moves a member to the end.
+Ownership. Only `Members` replaces the frozen records `Member` and `AgentInfo`. A record that was read earlier may be stale: a
+method takes any version of it, reads the current one, and returns the new one. `uid` identifies a record, because role, node id
+and rank of a member may change. The order of `members` is that of joining; a change of rank moves a member to the end.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from covey.core.cluster.state import ClusterState, Outbox, Step
 
 MemberKey = tuple[Role, str]  # role and node id
-FIRST_PROGRESS_S = 30.0  # a new process imports, builds and restores: before this it is not called stuck
+FIRST_PROGRESS_S = 30.0  # a new process (imports, model, state) is not stuck before this time
 NO_PROGRESS = Progress()
-GONE_HOSTS_MAX = 4096  # host instances that are remembered to be gone
+GONE_HOSTS_MAX = 4096  # remembered host instances that are gone
 replace = msgspec.structs.replace
 
 
@@ -48,24 +48,26 @@ replace = msgspec.structs.replace
 
 
 def parse_rank_claim(node_id: str) -> int | None:
-    """The rank an id of digits claims; None for any other id."""
+    """Return the rank that a node id of digits claims; None for any other id."""
     return int(node_id) if node_id.isascii() and node_id.isdigit() else None
 
 
 def assign_ranks(members: Iterable[Member], world: int) -> dict[str, int]:
-    """Rank by member name. A member's own rank, where it has one, is its claim; claims are distinct. One that is not below
-    `world`, because not as many came as could have, counts for nothing."""
-    everyone = list(members)
-    claims = {m.name: m.rank for m in everyone if 0 <= m.rank < world}
+    """Return the rank of each member, by name. The rank of a member, if it has one, is its claim; claims are distinct.
+
+    A claim of `world` or above is ignored: fewer members registered than were allowed.
+    """
+    known = list(members)
+    claims = {m.name: m.rank for m in known if 0 <= m.rank < world}
     taken = set(claims.values())
-    assert len(everyone) <= world and len(taken) == len(claims)
+    assert len(known) <= world and len(taken) == len(claims)
     free = (rank for rank in range(world) if rank not in taken)
-    automatic = _sort_by_host([m for m in everyone if m.name not in claims])
+    automatic = _sort_by_host([m for m in known if m.name not in claims])
     return claims | {member.name: next(free) for member in automatic}
 
 
 def assign_local_ranks(members: Iterable[Member]) -> dict[str, int]:
-    """Local rank by member name: its place among the members with the same host identity, in order of rank."""
+    """Return the local rank of each member, by name: its position among the members with the same host id, in order of rank."""
     counts: dict[str, int] = {}
     found: dict[str, int] = {}
     for member in sorted(members, key=lambda m: m.rank):
@@ -75,9 +77,9 @@ def assign_local_ranks(members: Iterable[Member]) -> dict[str, int]:
 
 
 def find_free_local_rank(members: Iterable[Member], host: Host) -> int:
-    """The lowest local rank that none of these members has on this host."""
+    """Return the lowest local rank that none of these members has on this host."""
     taken = {m.local_rank for m in members if m.host.id == host.id}
-    return next(place for place in range(len(taken) + 1) if place not in taken)
+    return next(rank for rank in range(len(taken) + 1) if rank not in taken)
 
 
 def _sort_by_host(members: list[Member]) -> list[Member]:
@@ -97,26 +99,26 @@ def _address_sort_key(host: Host) -> tuple[int, int]:
 
 
 def natural_sort_key(text: str) -> list[tuple[int, int, str]]:
-    """A sort key in which "node-10" comes after "node-2"."""
+    """Return a sort key under which "node-10" comes after "node-2"."""
     parts = re.findall(r"[0-9]+|[^0-9]+", text)
     return [(0, int(part), "") if part[0] in "0123456789" else (1, 0, part) for part in parts]
 
 
 def describe_members(members: Iterable[Member]) -> str:
-    """The names of these members in natural order, at most `NAMES_MAX` of them."""
+    """Return the names of these members in natural order, at most `NAMES_MAX` of them; "none" if there are none."""
     sorted_names = sorted((member.name for member in members), key=natural_sort_key)
     shown = ", ".join(sorted_names[:NAMES_MAX])
     more = len(sorted_names) - NAMES_MAX
-    return f"{shown} and {more} more" if more > 0 else shown or "nobody"
+    return f"{shown} and {more} more" if more > 0 else shown or "none"
 
 
 # -- activity ------------------------------------------------------------------------------------------------------------
 
 
 class Heartbeats:
-    """Owns the last heartbeat and the progress of every member and agent, by uid.
+    """Owns the time of the last heartbeat and the progress of every member and agent, by uid.
 
-    They change with every heartbeat and are apart from the records, so that a heartbeat copies no record.
+    They are kept apart from the records, so that a heartbeat does not copy a record.
     """
 
     def __init__(self, settings: ClusterSettings) -> None:
@@ -126,7 +128,7 @@ class Heartbeats:
         self._progress_changed_at: dict[int, float] = {}
 
     def last_heartbeat_at(self, node: Member | AgentInfo) -> float:
-        """When the last heartbeat came; 0 if none has."""
+        """Return the time of the last heartbeat; 0 if there was none."""
         return self._last_heartbeat_at.get(node.uid, 0.0)
 
     def progress(self, member: Member) -> Progress:
@@ -136,7 +138,7 @@ class Heartbeats:
         return self._progress_changed_at.get(member.uid, 0.0)
 
     def add(self, node: Member | AgentInfo, now: float) -> None:
-        """Begin with a heartbeat at this time and without progress."""
+        """Add a node with a heartbeat at this time and without progress."""
         self._last_heartbeat_at[node.uid], self._progress_changed_at[node.uid] = now, 0.0
 
     def note_heartbeat(self, node: Member | AgentInfo, now: float) -> None:
@@ -147,18 +149,18 @@ class Heartbeats:
             self._progress[member.uid], self._progress_changed_at[member.uid] = progress, now
 
     def note_step(self, member: Member, step: int) -> None:
-        """A rank resumed at this step. That is no change of progress: the time since the last one counts on."""
+        """Set the step at which a rank resumed. The time of the last change of progress stays as it is."""
         self._progress[member.uid] = replace(self.progress(member), step=step)
 
     def begin_life(self, member: Member, now: float) -> None:
-        """A new process: the progress of the one before it does not count, and it has time to make some."""
+        """Reset the progress for a new process, which has at least `FIRST_PROGRESS_S` to make some."""
         self._progress[member.uid], self._progress_changed_at[member.uid] = NO_PROGRESS, now + self._first_progress_s
 
     def clear_progress(self, member: Member) -> None:
         self._progress[member.uid] = NO_PROGRESS
 
     def discount_suspension(self, slept_s: float, now: float) -> None:
-        """While the scheduler was suspended it received nothing: that time is nobody's silence."""
+        """Move all times by the time in which the scheduler was suspended and could not receive."""
         for uid, at in self._last_heartbeat_at.items():
             self._last_heartbeat_at[uid] = min(at + slept_s, now)
         for uid, at in self._progress_changed_at.items():
@@ -169,11 +171,11 @@ class Heartbeats:
             table.pop(node.uid, None)
 
 
-# -- who is where --------------------------------------------------------------------------------------------------------
+# -- hosts ---------------------------------------------------------------------------------------------------------------
 
 
 class HostLayout:
-    """How the members lie on their hosts. Made once per change of membership, so that telling every member costs O(N)."""
+    """Layout of the members on their hosts. Built once per change of membership, so that sending all ranks costs O(N)."""
 
     def __init__(self, cluster: ClusterState) -> None:
         self._cluster = cluster
@@ -192,7 +194,7 @@ class HostLayout:
         self._host_indexes = {host: index for index, host in enumerate(hosts)}
 
     def make_rank_assigned(self, member: Member) -> RankAssigned:
-        """What a node is told about its rank and its world."""
+        """Return the message with the rank of a member. A spare gets rank -1."""
         member, cluster, world = self._cluster.current(member), self._cluster, len(self._workers)
         if member.role is Role.SPARE:
             beside = self._local_worlds.get((Role.WORKER, member.host.id), 0)
@@ -202,12 +204,12 @@ class HostLayout:
         member_index = member.member_index if member.member_index != member.rank else -1
         is_server = member.role is Role.PSERVER
         restarts = member.ended_processes if is_server else member.restarts
-        place = (member.rank, size, member.local_rank, local_world, restarts, member_index, member.since_generation)
-        taken = (member.node_id, member.incarnation) if member.promoted_from else ("", 0)
-        return RankAssigned(cluster.generation, *place, world if is_server else 0, self._sharding_for(member), *taken)
+        ranks = (member.rank, size, member.local_rank, local_world, restarts, member_index, member.since_generation)
+        promoted = (member.node_id, member.incarnation) if member.promoted_from else ("", 0)
+        return RankAssigned(cluster.generation, *ranks, world if is_server else 0, self._sharding_for(member), *promoted)
 
     def _sharding_for(self, member: Member) -> Sharding | None:
-        """A server that is still to get rows learns the ring of which it will be a part."""
+        """Return the sharding for a member. A joining server, which has no rows yet, gets the ring that includes it."""
         cluster = self._cluster
         if member.role is Role.PSERVER and member.rank in cluster.joining_servers:
             sharding = cluster.current_sharding
@@ -215,7 +217,7 @@ class HostLayout:
         return cluster.sharding
 
     def make_desired_children(self, agent: AgentInfo) -> DesiredChildren:
-        """The processes that an agent shall run."""
+        """Return the message with the processes that an agent must run."""
         cluster, first = self._cluster, self._cluster.current(self._workers[0])
         children = (cluster.current(m) for m in self._children_by_agent.get(agent.id, ()))
         return DesiredChildren(
@@ -237,7 +239,7 @@ class HostLayout:
 
 
 class Members:
-    """Owns the records of members and agents, the connections that speak for them, and the indexes over them.
+    """Owns the records of members and agents, their connections, and the indexes over them.
 
     A connection belongs to one member or agent; a rank and a (role, node id) belong to one member.
     """
@@ -247,7 +249,7 @@ class Members:
         self.members: dict[MemberKey, Member] = {}
         self.agents: dict[str, AgentInfo] = {}
         self.gone_hosts: tuple[str, ...] = ()  # host instances that were reported gone: their nodes are not admitted again
-        self.next_member_index = -1  # for who joins after formation; -1: the first
+        self.next_member_index = -1  # for workers that join after formation; -1: not formed yet
         self._last_uid = 0
         self._keys: dict[int, MemberKey] = {}  # of members, by uid
         self._agent_ids: dict[int, str] = {}  # by uid
@@ -257,10 +259,10 @@ class Members:
         self._children_by_agent: dict[str, list[int]] = {}  # uids
         self._layout: HostLayout | None = None
 
-    # -- questions ---------------------------------------------------------------------------------------------------
+    # -- queries -----------------------------------------------------------------------------------------------------
 
     def current(self, member: Member) -> Member:
-        """The current record of this member; the given one if the member was removed."""
+        """Return the current record of this member; the given one if the member was removed."""
         key = self._keys.get(member.uid)
         return self.members[key] if key is not None else member
 
@@ -268,7 +270,7 @@ class Members:
         return member.uid in self._keys
 
     def members_in_role(self, role: Role) -> list[Member]:
-        """The members that count towards the number of this role."""
+        """Return the members that are counted under this role's group."""
         return [member for member in self.members.values() if member.role.group is role.group]
 
     def members_without_spares(self) -> list[Member]:
@@ -278,7 +280,7 @@ class Members:
         return self._role_sizes.get(role.group, 0)
 
     def member_at_rank(self, role: Role, rank: int) -> Member | None:
-        """Who has this rank, or claims it before the cluster has formed."""
+        """Return the member that has this rank, or claims it before formation; None if there is none."""
         uid = self._by_rank.get((role.group, rank))
         return self.members[self._keys[uid]] if uid is not None else None
 
@@ -286,7 +288,7 @@ class Members:
         return [self.members[self._keys[uid]] for uid in self._children_by_agent.get(agent, ())]
 
     def reachable(self) -> list[Member]:
-        """The members that are present and connected."""
+        """Return the members that are present and connected."""
         return [member for member in self.members.values() if member.connection and member.is_present]
 
     def member_at(self, connection: int) -> Member | None:
@@ -298,14 +300,14 @@ class Members:
         return self.agents[name] if name is not None else None
 
     def is_connected(self, connection: int) -> bool:
-        """Whether a member or agent speaks over this connection."""
+        """Return whether the connection belongs to a member or agent."""
         return connection in self._by_connection
 
     def connections(self) -> list[int]:
-        """All connections, those of members before those of agents, so that a child is told before its agent ends it."""
+        """Return all connections, members before agents, so that a child receives a message before its agent ends it."""
         return sorted(self._by_connection, key=lambda connection: self._by_connection[connection] in self._agent_ids)
 
-    # -- telling -----------------------------------------------------------------------------------------------------
+    # -- sending -----------------------------------------------------------------------------------------------------
 
     def layout(self, step: Step) -> HostLayout:
         if self._layout is None:
@@ -316,7 +318,7 @@ class Members:
         step.out.send(self.current(member).connection, self.layout(step).make_rank_assigned(member))
 
     def send_assignments(self, step: Step) -> None:
-        """Tell every member its rank and every agent its processes."""
+        """Send `RankAssigned` to every connected member and `DesiredChildren` to every connected agent."""
         for member in self.members.values():
             if member.connection:
                 self.send_rank(step, member)
@@ -324,7 +326,7 @@ class Members:
             self._send_children_of(step, agent)
 
     def send_desired_children(self, step: Step, agents: set[str]) -> None:
-        """Tell these agents which processes to run; those that are gone or not connected are left out."""
+        """Send `DesiredChildren` to these agents, except those that were removed or are not connected."""
         for name in sorted(agents & self.agents.keys()):
             self._send_children_of(step, self.agents[name])
 
@@ -332,17 +334,17 @@ class Members:
         if agent.connection:
             step.out.send(agent.connection, self.layout(step).make_desired_children(agent))
 
-    # -- places ------------------------------------------------------------------------------------------------------
+    # -- members -----------------------------------------------------------------------------------------------------
 
     def add(self, member: Member, heartbeat_at: float = 0.0) -> Member:
-        """Add a new member under its id and, if it has one, its rank; returns it with its uid."""
+        """Add a new member under its id and its rank, if it has one; return it with its uid."""
         self._last_uid += 1
         member = self._index(replace(member, uid=self._last_uid))
         self._heartbeats.add(member, heartbeat_at)
         return member
 
     def remove(self, member: Member) -> Member:
-        """Remove a member; returns its last record."""
+        """Remove a member; return its last record."""
         member = self._unindex(member)
         self._heartbeats.forget(member)
         return member
@@ -371,7 +373,7 @@ class Members:
         return member
 
     def _change(self, member: Member, **changes: Any) -> Member:
-        """Replace the current record, in its position; of a removed member only the returned record changes."""
+        """Replace the current record at its position and return it. For a removed member only the returned record changes."""
         key = self._keys.get(member.uid)
         changed = replace(self.current(member), **changes)
         if key is not None:
@@ -388,7 +390,7 @@ class Members:
         return changed
 
     def assign_ranks(self, ranks: Mapping[str, int]) -> None:
-        """Give every member its rank, by name, and its local rank. A child's node id is its rank from now on."""
+        """Set the rank of every member, by name, and its local rank. The node id of a child becomes its rank."""
         ranked = []
         for member in list(self.members.values()):
             member, rank = self._unindex(member), ranks[member.name]
@@ -406,18 +408,18 @@ class Members:
         return self._index(replace(self._unindex(member), rank=rank))
 
     def admit_node(self, registration: Register, node_id: str, now: float) -> Member:
-        """Add a node that registered by itself while the cluster forms."""
+        """Add a node without an agent that registered while the cluster forms."""
         claim = parse_rank_claim(registration.node_id)
         member = self.add(_make_member(registration, node_id, rank=claim if claim is not None else -1))
         self._heartbeats.begin_life(member, now)
         return member
 
     def admit_joining_node(self, registration: Register, node_id: str, generation: int) -> Member:
-        """Add a worker that registered by itself after formation: the last rank of this generation."""
+        """Add a worker without an agent that registered after formation, with the last rank of this generation."""
         return self._add_last_worker(_make_member(registration, node_id), generation, 0.0)
 
     def admit_joining_child(self, agent: str, generation: int, now: float) -> Member:
-        """Add a worker that an agent shall start: the last rank of this generation, named by its member index."""
+        """Add a worker that an agent must start, with the last rank of this generation; its node id is its member index."""
         member = Member(Role.WORKER, str(self._free_member_index()), "", self.agents[agent].host, agent=agent)
         return self._add_last_worker(member, generation, now)
 
@@ -437,7 +439,7 @@ class Members:
         return index
 
     def admit_server(self, agent: str, number: int, generation: int, now: float) -> Member:
-        """Add a parameter server that an agent shall start."""
+        """Add a parameter server that an agent must start."""
         host = self.agents[agent].host
         local_rank = find_free_local_rank(self.members_in_role(Role.PSERVER), host)
         member = Member(
@@ -448,20 +450,21 @@ class Members:
         return member
 
     def admit_spare(self, agent: AgentInfo, now: float) -> Member:
-        """Add a spare that an agent shall start."""
+        """Add a spare that an agent must start."""
         number = self.size(Role.SPARE)
         member = Member(Role.SPARE, str(number), "", agent.host, agent=agent.id, rank=number, member_index=number)
         return self.add(replace(member, state=NodeState.ALIVE), now)
 
     def admit_children(self, agent: AgentInfo) -> None:
-        """Add the workers and servers of an agent that registers while the cluster forms. Their ids are their ranks later."""
+        """Add the workers and servers of an agent that registers while the cluster forms. At formation their ids become
+        ranks."""
         for role, count in ((Role.WORKER, agent.slots), (Role.PSERVER, agent.servers)):
-            for place in range(count):
-                rank = agent.first_rank + place if role is Role.WORKER and agent.first_rank >= 0 else -1
-                self.add(Member(role, f"{agent.id}/{place}", "", agent.host, agent=agent.id, rank=rank))
+            for slot in range(count):
+                rank = agent.first_rank + slot if role is Role.WORKER and agent.first_rank >= 0 else -1
+                self.add(Member(role, f"{agent.id}/{slot}", "", agent.host, agent=agent.id, rank=rank))
 
     def move_to_agent(self, member: Member, agent: AgentInfo) -> Member:
-        """From now on this agent starts the processes of the member."""
+        """Make the member a child of this agent, on the agent's host."""
         member = self.current(member)
         others = (m for m in self.members_in_role(member.role) if m.uid != member.uid)
         local_rank = find_free_local_rank(others, agent.host)
@@ -471,7 +474,7 @@ class Members:
         return self._change(member, local_rank=local_rank, agent=agent.id, host=agent.host)
 
     def admit_next_incarnation(self, member: Member, registration: Register, node_id: str, now: float) -> Member:
-        """Give the place of a dead member to a node that registered by itself."""
+        """Replace the process of a dead member by a node without an agent that registered for it."""
         old = self._unindex(member)
         local_rank = old.local_rank
         if registration.host.id != old.host.id:
@@ -495,7 +498,7 @@ class Members:
     # -- agents ------------------------------------------------------------------------------------------------------
 
     def add_agent(self, registration: RegisterAgent) -> AgentInfo:
-        """Add an agent, in place of an earlier one of the same name."""
+        """Add an agent; it replaces an earlier one with the same name."""
         if (earlier := self.agents.get(registration.agent)) is not None:
             self._forget_agent(earlier)
         self._last_uid += 1
@@ -535,12 +538,12 @@ class Members:
         self._change_agent(agent, is_leaving=True)
 
     def limit_slots(self, agent: AgentInfo) -> AgentInfo:
-        """The agent offers no more workers than it has left: a member that was given up does not come again by itself."""
+        """Limit the agent's slots to its present workers, so that a member that was given up is not started again."""
         workers = sum(m.role is Role.WORKER for m in self.children(agent.id))
         return self._change_agent(agent, slots=min(self._current_agent(agent).slots, workers))
 
     def mark_children_alive(self, agent: AgentInfo, now: float) -> None:
-        """An agent is back; it will report which of its children ended meanwhile."""
+        """Mark the suspect children of a re-attached agent as alive; the agent reports those that exited in between."""
         for member in self.children(agent.id):
             if member.state is NodeState.SUSPECT and not member.connection:
                 self._change(member, state=NodeState.ALIVE)
@@ -552,7 +555,7 @@ class Members:
     # -- processes ---------------------------------------------------------------------------------------------------
 
     def prepare_next_incarnation(self, member: Member, now: float) -> Member:
-        """Prepare the place of a child for its next process. The agent ends the old one."""
+        """Advance a child to its next incarnation, whose process has not started yet. The agent ends the old process."""
         old = self.current(member)
         self._by_connection.pop(old.connection, None)
         is_agent_connected = self.agents[old.agent].connection
@@ -567,16 +570,17 @@ class Members:
             pid=0,
             leave_reason="",
             promoted_from="",
-            state=NodeState.ALIVE if is_agent_connected else NodeState.SUSPECT,  # until its agent is back
+            state=NodeState.ALIVE if is_agent_connected else NodeState.SUSPECT,  # until its agent re-attaches
         )
 
     def reset_for_restart(self, member: Member, now: float) -> Member:
-        """Prepare a child for a restart of all: counts begin again, and its member index is its rank."""
+        """Advance a child to its next incarnation for a full restart: reset its counts, and set its member index to its
+        rank."""
         old = self.current(member)
         self.prepare_next_incarnation(old, now)
         return self._change(
             old,
-            handovers=old.handovers + (old.state is not NodeState.DEAD),  # a process that had not failed uses up no budget
+            handovers=old.handovers + (old.state is not NodeState.DEAD),  # not a failure unless it died
             deaths_without_progress=0,
             died_at_step=-2,
             error=None,
@@ -585,8 +589,8 @@ class Members:
         )
 
     def promote_spare(self, spare: Member, member: Member) -> int:
-        """The process of a spare becomes the process of this member; returns its connection, which the caller attaches once
-        the change is durable."""
+        """Make the process of a spare the process of this member. Return its connection, which the caller attaches after the
+        change was persisted."""
         spare = self.current(spare)
         self._change(member, promoted_from=f"{spare.name}.{spare.incarnation}", instance_id=spare.instance_id, pid=spare.pid)
         self._change(spare, handovers=spare.handovers + 1)
@@ -594,7 +598,7 @@ class Members:
         return spare.connection
 
     def vacate_spare(self, spare: Member) -> Member:
-        """The place of a spare is free."""
+        """Mark a spare as left, without a process or connection."""
         self._by_connection.pop(self.current(spare).connection, None)
         self._heartbeats.clear_progress(spare)
         return self._change(spare, instance_id="", connection=0, pid=0, state=NodeState.LEFT)
@@ -606,7 +610,7 @@ class Members:
         self._change(member, pid=pid)
 
     def set_leave_reason(self, member: Member, reason: str) -> None:
-        """The present process of the member will end without a failure, for this reason."""
+        """Record that the process of the member leaves on request, for this reason; its exit is not a failure."""
         self._change(member, leave_reason=reason)
 
     def set_error(self, member: Member, error: ScriptError | None) -> Member:
@@ -616,7 +620,7 @@ class Members:
         return self._change(member, deaths_without_progress=count)
 
     def count_failure(self, member: Member, highest_step: int) -> Member:
-        """Count a death; deaths count together as long as no rank has completed a step in between."""
+        """Count a death without progress; start over at 1 if `highest_step` increased since the last death."""
         member = self.current(member)
         deaths = member.deaths_without_progress + 1 if highest_step <= member.died_at_step else 1
         return self._change(member, deaths_without_progress=deaths, died_at_step=highest_step)
@@ -627,28 +631,28 @@ class Members:
     # -- connections -------------------------------------------------------------------------------------------------
 
     def attach_member(self, connection: int, member: Member, now: float) -> Member:
-        """From now on this connection speaks for the member."""
+        """Make this the connection of the member."""
         self._by_connection[connection] = member.uid
         self._heartbeats.note_heartbeat(member, now)
         return self._change(member, connection=connection)
 
     def attach_agent(self, connection: int, agent: AgentInfo, now: float) -> AgentInfo:
-        """From now on this connection speaks for the agent."""
+        """Make this the connection of the agent."""
         self._by_connection[connection] = agent.uid
         self._heartbeats.note_heartbeat(agent, now)
         return self._change_agent(agent, connection=connection)
 
     def identify(self, member: Member, registration: Register) -> Member:
-        """The process of a member names itself. It stays on its host, whose address may differ from the agent's."""
+        """Set the instance id, process id and host address of a member from its registration; the host stays the same."""
         host = replace(self.current(member).host, address=registration.host.address)
         return self._change(member, instance_id=registration.instance_id, pid=registration.pid, host=host)
 
     def forget_instance(self, member: Member) -> None:
-        """The process of a child left; its agent will report the exit."""
+        """Clear the instance id of a child that left; its agent will report the exit."""
         self._change(member, instance_id="")
 
     def detach(self, connection: int) -> Member | AgentInfo | None:
-        """The connection is lost; returns whom it spoke for."""
+        """Remove a lost connection; return the member or agent that had it, None if none had."""
         member, agent = self.member_at(connection), self.agent_at(connection)
         self._by_connection.pop(connection, None)
         if member is not None:
@@ -660,17 +664,17 @@ class Members:
         return self._change(member, connection=0)
 
     def ignore_connection(self, member: Member) -> None:
-        """What the member sends no longer counts; it can still be told something."""
+        """Ignore further messages of the member. Messages can still be sent to it."""
         self._by_connection.pop(self.current(member).connection, None)
 
     def close_connection(self, connection: int, out: Outbox) -> None:
-        """Ignore and close a connection; 0 is none."""
+        """Ignore further messages on a connection and close it; do nothing for 0."""
         if connection:
             self._by_connection.pop(connection, None)
             out.close(connection)
 
     def close_member(self, member: Member, connection: int, out: Outbox) -> None:
-        """Close the connection that a member had; it may have another by now."""
+        """Close a connection of a member, and detach it unless the member has another one by now."""
         self.close_connection(connection, out)
         if self.current(member).connection == connection:
             self._change(member, connection=0)
@@ -682,9 +686,9 @@ class Members:
     # -- the journal -------------------------------------------------------------------------------------------------
 
     def restore_members(self, records: Sequence[Record], cluster: ClusterRecord, servers: Iterable[int], now: float) -> None:
-        """Restore members and agents: whoever was present is suspect until it is heard.
+        """Restore members and agents from the journal. Members that were present are suspect until they re-attach.
 
-        Workers beyond the recorded world and parameter servers that are not among `servers` left before the scheduler did.
+        Workers beyond the recorded world size, and parameter servers that are not in `servers`, had left and are ignored.
         """
         known_servers = set(servers)
         for record in records:

@@ -1,15 +1,15 @@
-"""A node's machine: how a worker or an agent joins its cluster, stays in it and leaves.
+"""State machine of a node: how a worker or an agent joins its cluster, stays in it and leaves.
 
-Theory of operation. A node keeps one link to its scheduler. It registers on every new link, at first with its wish, later
-with what it holds (cluster, incarnation, generation, rank), so that a restarted scheduler finds its members as they were.
-While it is a member a lost link stops nothing: the program goes on, and the node calls again, first after 50 ms, then less
-and less often. Where there are standbys a scheduler lets itself be heard all the time: one that is silent is left for another.
+A node has one connection to its scheduler and registers on every new one. The first registration contains what the node
+requests, later ones what it has (cluster, incarnation, generation, rank), so that a restarted scheduler can re-attach it. When
+a member loses its connection, the script continues and the node reconnects, first after 50 ms, then with exponential backoff.
+If standbys are configured, a node that receives no message for `silence_s` seconds connects to another scheduler.
 
     CONNECTING → REGISTERING → WAITING → MEMBER → LEAVING → OVER
-         ↑____________↓___________↓________↓  (link lost)
+         ↑____________↓___________↓________↓  (connection lost)
 
-`due` is when it wants the next `Tick`; `step` is the only mutator. Jitter comes from the caller, a function that returns
-numbers between 0 and 1, so that nothing here is random.
+`due_at` is the time of the next `Tick`; only `step` changes the state. The caller passes the source of jitter, a function that
+returns numbers between 0 and 1, so that the machine is deterministic.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from covey.core.types import Role
 from covey.errors import ExitCode
 
 FIRST_RETRY_S = 0.05
-MEMBER_RETRY_MAX_S = 0.5  # a member calls a scheduler that went away at least this often, to find it soon after its return
-FORMATION_SLACK_S = 5.0  # the scheduler's verdict on a formation names who is missing: wait this much longer for it
+MEMBER_RETRY_MAX_S = 0.5  # longest wait of a member between two attempts to reconnect
+FORMATION_SLACK_S = 5.0  # extra wait for the scheduler's own message about a failed formation, which names the missing nodes
 LEAVE_WAIT_S = 5.0
 NEVER = float("inf")
 
@@ -55,9 +55,9 @@ class NodeStage(StrEnum):
 
 
 class NodeSettings(msgspec.Struct, frozen=True):
-    """What a node needs of the effective settings. Seconds; a negative limit never ends."""
+    """The settings that a node uses. Times are in seconds; a negative limit means no limit."""
 
-    address: str  # of the scheduler, for sentences
+    address: str  # of the scheduler, for messages
     topo_timeout_s: float = 1800.0
     node_timeout_s: float = 30.0
     receive_timeout_s: float = 300.0
@@ -68,23 +68,23 @@ class NodeSettings(msgspec.Struct, frozen=True):
 
 
 class NodeMachine:
-    """One node's membership. The shell calls `step` with what happened and carries out what comes back."""
+    """Membership of one node. The runtime calls `step` with each event and carries out the effects."""
 
     def __init__(
-        self, wish: Register | RegisterAgent, settings: NodeSettings, *, jitter: Callable[[], float], now: float
+        self, registration: Register | RegisterAgent, settings: NodeSettings, *, jitter: Callable[[], float], now: float
     ) -> None:
         self.stage = NodeStage.CONNECTING
-        self.registration = wish
+        self.registration = registration
         self.due_at = now
         self._settings = settings
         self._jitter = jitter
         self._is_connected = False
-        self._last_error = "nothing answered"
+        self._last_error = "no answer"
         self._retry_delay_s = FIRST_RETRY_S
         self._deadline = _deadline_after(now, settings.topo_timeout_s)
         self._reply_deadline = NEVER
         self._next_heartbeat_at = NEVER
-        self._silence_limit_s = -1.0  # of the scheduler, after which another one is looked for: it said so itself
+        self._silence_limit_s = -1.0  # seconds without a message, after which another scheduler is tried; from the greeting
         self._silence_deadline = NEVER
         self._connect_at = now
         self._was_member = False
@@ -93,7 +93,7 @@ class NodeMachine:
         self._pending_registered = Registered("")
 
     def step(self, event: NodeEvent, now: float) -> list[NodeEffect]:
-        """Take one fact; return what is to be done about it, in order."""
+        """Handle one event; return the effects, in order."""
         if self.stage is NodeStage.ENDED:
             return []
         if isinstance(event, Connected):
@@ -116,7 +116,7 @@ class NodeMachine:
         )
         return out
 
-    # -- the link ----------------------------------------------------------------------------------------------------
+    # -- the connection ----------------------------------------------------------------------------------------------
 
     def _on_connected(self, silence_s: float, now: float) -> list[NodeEffect]:
         self._is_connected, self._silence_limit_s = True, silence_s
@@ -131,11 +131,11 @@ class NodeMachine:
         return [Send(self.registration)]
 
     def _on_connection_lost(self, reason: str, now: float) -> list[NodeEffect]:
-        news, self._last_error = reason != self._last_error, reason
+        is_new, self._last_error = reason != self._last_error, reason
         lost_now, self._is_connected = self._is_connected, False
         self._reply_deadline = self._next_heartbeat_at = self._silence_deadline = NEVER
         if self.stage is NodeStage.LEAVING and not self._must_deliver_leave:
-            return self._end_membership(self._leave_exit_code(), f"left; the scheduler did not hear it ({reason})")
+            return self._end_membership(self._leave_exit_code(), f"left; the scheduler did not acknowledge it ({reason})")
         if lost_now:
             self._retry_delay_s = FIRST_RETRY_S
         if self._was_member and lost_now and self.stage is not NodeStage.LEAVING:
@@ -150,10 +150,10 @@ class NodeMachine:
         self._retry_delay_s = min(self._retry_delay_s * 2, ceiling)
         where = self._settings.address
         if self._was_member:
-            said = f"the scheduler at {where} is out of reach ({reason}); the program goes on"
-            return [PublishEvent("scheduler", "lost", said, Level.WARNING)] if lost_now else []
-        said = f"{where} does not let this node in ({reason}); it is tried again"
-        return [PublishEvent("scheduler", "not reached", said)] if news else []
+            text = f"the scheduler at {where} is unreachable ({reason}); the script continues"
+            return [PublishEvent("scheduler", "lost", text, Level.WARNING)] if lost_now else []
+        text = f"no connection to the scheduler at {where} ({reason}); retrying"
+        return [PublishEvent("scheduler", "not reached", text)] if is_new else []
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
@@ -175,30 +175,29 @@ class NodeMachine:
             return self._end_membership(message.code, message.reason, message)
         return [] if isinstance(message, LeaveAcknowledged) else [Deliver(message)]
 
-    def _on_registered(self, welcome: Registered, now: float) -> list[NodeEffect]:
-        out: list[NodeEffect] = [Deliver(welcome)]
+    def _on_registered(self, registered: Registered, now: float) -> list[NodeEffect]:
+        out: list[NodeEffect] = [Deliver(registered)]
         if isinstance(self.registration, Register):
-            self.registration = msgspec.structs.replace(self.registration, node_id=welcome.node_id)
+            self.registration = msgspec.structs.replace(self.registration, node_id=registered.node_id)
         if self.stage is NodeStage.LEAVING:
             return [*out, *self._send_leave(now)]
         self.stage = NodeStage.MEMBER if self._was_member else NodeStage.WAITING
         self._retry_delay_s = FIRST_RETRY_S
         self._next_heartbeat_at = self._pick_heartbeat_time(now)
         if self._was_member:
-            self._update_registration(cluster_id=welcome.cluster_id, incarnation=welcome.incarnation)
+            self._update_registration(cluster_id=registered.cluster_id, incarnation=registered.incarnation)
             self._deadline = NEVER
             out.append(PublishEvent("scheduler", "found again", f"re-attached to {self._settings.address}"))
-            if (
-                self._settings.heartbeats_enabled
-            ):  # by what this node does the next death is judged, and a new scheduler knows nothing of it
+            # a restarted scheduler decides about the next death by the progress of this node
+            if self._settings.heartbeats_enabled:
                 out.append(SendHeartbeat())
         else:
-            self._pending_registered = welcome
+            self._pending_registered = registered
             self._deadline = _deadline_after(now, self._settings.topo_timeout_s, FORMATION_SLACK_S)
         return out
 
     def _on_generation(self, message: RankAssigned | DesiredChildren | NewGeneration) -> list[NodeEffect]:
-        """News of a generation. What is older than the news before it is no news."""
+        """Handle a message of a generation; ignore it if it is older than the newest one."""
         if message.generation < self._generation:
             return []
         self._generation = message.generation
@@ -214,7 +213,7 @@ class NodeMachine:
                 cluster_id=self._pending_registered.cluster_id, incarnation=self._pending_registered.incarnation
             )
         if isinstance(message, RankAssigned):
-            if message.node_id:  # a spare is a worker from now on
+            if message.node_id:  # a spare was promoted
                 self._update_registration(role=Role.WORKER, node_id=message.node_id, incarnation=message.incarnation)
             self._update_registration(rank=message.rank, generation=message.generation)
         return [Deliver(message)]
@@ -224,10 +223,10 @@ class NodeMachine:
             return self._end_membership(
                 ExitCode.REFUSED, f"the scheduler at {self._settings.address} refused: {refused.reason}"
             )
-        news = refused.reason != self._last_error
+        is_new = refused.reason != self._last_error
         self._last_error = refused.reason
         self._connect_at = now + min(refused.retry_after_s, self._settings.retry_upper_s)
-        return [PublishEvent("scheduler", "held off", refused.reason)] if news else []
+        return [PublishEvent("scheduler", "held off", refused.reason)] if is_new else []
 
     # -- time and leaving --------------------------------------------------------------------------------------------
 
@@ -240,7 +239,7 @@ class NodeMachine:
         if now >= self._silence_deadline:
             return [
                 Close(),
-                *self._on_connection_lost(f"it said nothing for {self._silence_limit_s:g} s (COVEY_LEASE_TIME)", now),
+                *self._on_connection_lost(f"it sent nothing for {self._silence_limit_s:g} s (COVEY_LEASE_TIME)", now),
             ]
         if now >= self._connect_at:
             if self._is_connected:
@@ -269,13 +268,15 @@ class NodeMachine:
 
     @property
     def _must_deliver_leave(self) -> bool:
-        """Whether a restarted scheduler should hear that this one finished, though it must be called for that."""
+        """Whether the leave must be delivered even if the node has to reconnect for it: a restarted scheduler needs it."""
         return self._was_member and self._settings.recovery
 
     def _end_overdue(self) -> list[NodeEffect]:
         where, s = self._settings.address, self._settings
         if self.stage is NodeStage.LEAVING:
-            return self._end_membership(self._leave_exit_code(), f"left; the scheduler at {where} did not hear it in time")
+            return self._end_membership(
+                self._leave_exit_code(), f"left; the scheduler at {where} did not acknowledge it in time"
+            )
         if self._was_member:
             reason = f"the scheduler at {where} did not come back within {s.node_timeout_s:g} s ({self._last_error})"
             return self._end_membership(ExitCode.SCHEDULER_LOST, reason)
@@ -283,21 +284,21 @@ class NodeMachine:
             reason = f"registered at {where}, but the cluster was not complete within {s.topo_timeout_s:g} s"
             return self._end_membership(ExitCode.NOT_FORMED, reason)
         reason = (
-            f"no scheduler took this node at {where} within {s.topo_timeout_s:g} s ({self._last_error}):"
-            " start it, or check MS_SCHED_HOST and MS_SCHED_PORT"
+            f"no scheduler accepted this node at {where} within {s.topo_timeout_s:g} s ({self._last_error}):"
+            " start the scheduler, or check MS_SCHED_HOST and MS_SCHED_PORT"
         )
         return self._end_membership(ExitCode.UNREACHABLE, reason)
 
-    # -- small moves -------------------------------------------------------------------------------------------------
+    # -- helpers -----------------------------------------------------------------------------------------------------
 
     def _end_membership(self, code: int, reason: str, message: FromScheduler | None = None) -> list[NodeEffect]:
         self.stage = NodeStage.ENDED
         self._deadline = self._reply_deadline = self._next_heartbeat_at = self._silence_deadline = self._connect_at = NEVER
         return [EndMembership(code, reason, message), Close()]
 
-    def _update_registration(self, **held: object) -> None:
-        """Remember what the next registration must say."""
-        known = {name: value for name, value in held.items() if hasattr(self.registration, name)}
+    def _update_registration(self, **values: object) -> None:
+        """Set fields of the next registration; ignore those that an agent's registration does not have."""
+        known = {name: value for name, value in values.items() if hasattr(self.registration, name)}
         self.registration = msgspec.structs.replace(self.registration, **known)
 
     def _pick_heartbeat_time(self, now: float) -> float:

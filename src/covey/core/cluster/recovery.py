@@ -1,11 +1,11 @@
-"""A recovery: what happens after a process died, until all ranks have resumed.
+"""Recovery: from the exit of a process until all ranks have resumed.
 
 The ladder of strategies is ordered: retry, recover-in-place, recover, elastic-training, dump, exit. `choose_action` takes the
-first that is configured, that is possible with what is left of the cluster, and whose budget is not used up. Scripts that never
-call `covey.init()` cannot be healed: for them all workers are restarted, as often as --max-restarts says, as torchrun does.
+first one that is enabled, possible with the remaining members and hosts, and within its limit. Scripts that never call
+`covey.init()` cannot be healed: all workers restart, up to --max-restarts times, as with torchrun.
 
-`Recovery` carries the action out. Its sections follow one recovery in order: (1) a process ended, (2) what follows from a
-death, (3) hosts come, or do not, (4) the ranks agree and resume.
+`Recovery` carries the action out. Its sections follow one recovery in order: (1) a process ended, (2) the action after a death,
+(3) hosts that join or do not join in time, (4) the ranks report and resume.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ from covey.core.strategy_ladder import DEATHS_WITHOUT_PROGRESS_MAX, RecoveryStra
 from covey.core.types import AgentInfo, ClusterSettings, Failure, Member, MemberRecord, NodeState, Phase, Role, ScriptError
 from covey.errors import ExitCode
 
-UNRECOVERABLE_CODES = frozenset({ExitCode.BAD_SETTING, ExitCode.BAD_SCRIPT})  # errors of the program: a restart repeats them
+UNRECOVERABLE_CODES = frozenset(
+    {ExitCode.BAD_SETTING, ExitCode.BAD_SCRIPT}
+)  # errors of the script or settings: a restart repeats them
 REPORTED_OTHERS_MAX = 64  # other members that a failure report describes
 ROWS_LOST_RESTARTS_MAX = 3  # restarts of all because the rows of a server were lost
 
@@ -51,7 +53,7 @@ class RecoveryAction(StrEnum):
     WAIT = "wait"
     REPLACE = "recover-in-place"
     MOVE = "recover"
-    PROMOTE = "promote"  # in the recover rung: a spare takes the place
+    PROMOTE = "promote"  # strategy `recover`, with a spare
     SHRINK = "elastic-training"
     RESTART_ALL = "restart all"
     END = "end"
@@ -60,14 +62,14 @@ class RecoveryAction(StrEnum):
 def choose_action(
     cluster: ClusterState, dead: Member, code: int = 0, error: ScriptError | None = None
 ) -> tuple[RecoveryAction, str]:
-    """Decide what follows the death of one member, which ended with this code, and by this exception if there was one."""
+    """Return the action after the death of a member, and the reason. `code` is its exit code, `error` its exception, if any."""
     if code in UNRECOVERABLE_CODES:
-        return RecoveryAction.END, f"{dead.name} ended with code {code}: another start does not mend that"
+        return RecoveryAction.END, f"{dead.name} exited with code {code}: a restart does not fix that"
     if reason := _script_error_blocker(cluster, dead, error):
         return RecoveryAction.END, reason
     if dead.role is Role.PSERVER and code == ExitCode.ROWS_LOST:
         return _choose_after_rows_lost(
-            cluster, dead, f"the rows of {dead.name} were lost, for the holder of their copy died as well"
+            cluster, dead, f"the rows of {dead.name} were lost because the holder of their replica died as well"
         )
     after, reason = _choose_without_shrink(cluster, dead)
     if after is not RecoveryAction.END or RecoveryStrategy.ELASTIC not in cluster.settings.strategies:
@@ -77,10 +79,10 @@ def choose_action(
 
 
 def _script_error_blocker(cluster: ClusterState, dead: Member, error: ScriptError | None) -> str:
-    """Return why an exception is an error of the script, which no replacement repairs; "" if it may be a passing one.
+    """Return why an exception is an error of the script, which no replacement repairs; "" if it may be transient.
 
-    Without covey.init() no rank is replaced, and --max-restarts alone says how often all are restarted. A process that a
-    person starts again (no agent) may have been repaired meanwhile.
+    Without covey.init() no rank is replaced, and only --max-restarts limits the full restarts. A process without an agent is
+    restarted by a user, who may have corrected the script.
     """
     if error is None or not cluster.heals or not dead.agent or dead.role is not Role.WORKER:
         return ""
@@ -94,101 +96,102 @@ def _script_error_blocker(cluster: ClusterState, dead: Member, error: ScriptErro
 
 
 def _choose_without_shrink(cluster: ClusterState, dead: Member) -> tuple[RecoveryAction, str]:
-    """The rungs after which the world is what it was."""
+    """Choose among the actions that keep the world size."""
     settings = cluster.settings
     if dead.role is Role.PSERVER and not cluster.rows_survive_death and (dead.agent or settings.copies == 0):
-        return _choose_after_rows_lost(cluster, dead, f"the rows of {dead.name} were lost with it, for they had no copy")
+        return _choose_after_rows_lost(cluster, dead, f"the rows of {dead.name} were lost with it because they had no replica")
     if not dead.agent:
         if _waits_for_return(cluster, dead):
-            return RecoveryAction.WAIT, f"waiting for {dead.name} to be started again, with the same variables"
-        return RecoveryAction.END, "nobody is waited for (COVEY_SHRINK_AFTER)" if settings.recovery else "recovery is off"
+            return RecoveryAction.WAIT, f"waiting for {dead.name} to be restarted with the same variables"
+        return RecoveryAction.END, "no replacement is awaited (COVEY_SHRINK_AFTER)" if settings.recovery else "recovery is off"
     if can_replace(cluster):
         return _choose_replacement(cluster, dead)
     if dead.agent not in cluster.agents:
-        return RecoveryAction.END, f"nobody is left on {dead.host.name} to start {dead.name} again"
+        return RecoveryAction.END, f"cannot restart {dead.name}: no agent is left on {dead.host.name}"
     limit = min(restart_limit(agent, settings.max_restarts) for agent in cluster.agents.values())
     if limit > cluster.restarts and not can_restart_all(cluster):
-        return RecoveryAction.END, "not all workers can start anew, for the host of some is away or leaves"
+        return RecoveryAction.END, "not all workers can restart, because the host of some is gone or leaving"
     if limit > cluster.restarts:
-        return RecoveryAction.RESTART_ALL, f"restart {cluster.restarts + 1} of {limit}: all workers start anew"
+        return RecoveryAction.RESTART_ALL, f"restart {cluster.restarts + 1} of {limit}: all workers restart"
     if limit:
-        return RecoveryAction.END, "no restart is left"
-    why = "" if cluster.heals else ", and none can be replaced alone, for no worker has called covey.init()"
-    return RecoveryAction.END, f"no restarts were asked for (--max-restarts){why}"
+        return RecoveryAction.END, "all restarts are used up (--max-restarts)"
+    why = "" if cluster.heals else ", and no worker can be replaced alone, because none has called covey.init()"
+    return RecoveryAction.END, f"no restart is allowed (--max-restarts is 0){why}"
 
 
 def can_replace(cluster: ClusterState) -> bool:
-    """Whether a lost worker of an agent can be replaced alone, or done without: the script and the settings allow it."""
+    """Return whether script and settings allow to replace a single worker of an agent, or to continue without it."""
     return cluster.heals and bool(
         {RecoveryStrategy.IN_PLACE, RecoveryStrategy.RECOVER, RecoveryStrategy.ELASTIC} & set(cluster.settings.strategies)
     )
 
 
 def can_restart_all(cluster: ClusterState) -> bool:
-    """Whether somebody is there to start every worker anew, and every server that an agent had started."""
+    """Return whether every worker, and every server of an agent, has an agent that can restart it."""
     agents = [cluster.agents.get(m.agent) for m in cluster.members_without_spares() if m.agent or m.role is Role.WORKER]
     return all(agent is not None and not agent.is_leaving for agent in agents)
 
 
 def restart_limit(agent: AgentInfo | None, limit: int) -> int:
-    """How many restarts there may be, where a host may have said less."""
+    """Return the limit of restarts: the agent's own limit if it has a lower one."""
     return min(limit, agent.max_restarts) if agent is not None and agent.max_restarts >= 0 else limit
 
 
 def _choose_after_rows_lost(cluster: ClusterState, dead: Member, lost: str) -> tuple[RecoveryAction, str]:
-    """With the server its rows are gone, and what the workers did since the last checkpoint with them."""
+    """Choose the action after rows of parameters were lost, and with them the progress since the last checkpoint."""
     settings = cluster.settings
     if not cluster.heals or dead.agent not in cluster.agents or not can_restart_all(cluster):
-        return RecoveryAction.END, f"{lost}: start the cluster again, it goes on from its last checkpoint"
+        return RecoveryAction.END, f"{lost}: start the cluster again, it resumes from its last checkpoint"
     if RecoveryStrategy.IN_PLACE not in settings.strategies:
-        return RecoveryAction.END, f"{lost}, and recover-in-place is not among the strategies"
+        return RecoveryAction.END, f"{lost}, and recover-in-place is not enabled (COVEY_STRATEGY)"
     if cluster.restarts >= max(settings.max_restarts, ROWS_LOST_RESTARTS_MAX):
-        return RecoveryAction.END, f"{lost}, and all were started anew {count_noun(cluster.restarts, 'time')} already"
-    return RecoveryAction.RESTART_ALL, f"{lost}: all start anew, from the last checkpoint"
+        return RecoveryAction.END, f"{lost}, and all workers were restarted {count_noun(cluster.restarts, 'time')} already"
+    return RecoveryAction.RESTART_ALL, f"{lost}: all workers restart from the last checkpoint"
 
 
 def _choose_replacement(cluster: ClusterState, dead: Member) -> tuple[RecoveryAction, str]:
-    """The rungs that keep the others in their step."""
+    """Choose among the actions that replace one worker while the other ranks wait in their step."""
     settings = cluster.settings
     if not {RecoveryStrategy.IN_PLACE, RecoveryStrategy.RECOVER} & set(settings.strategies):
-        return RecoveryAction.END, "nothing is to be started again (COVEY_STRATEGY)"
+        return RecoveryAction.END, "neither recover-in-place nor recover is enabled (COVEY_STRATEGY)"
     if dead.deaths_without_progress >= DEATHS_WITHOUT_PROGRESS_MAX:
         return RecoveryAction.END, f"{dead.name} died {dead.deaths_without_progress} times without a step in between"
     if RecoveryStrategy.RECOVER in settings.strategies and (spare := choose_spare(cluster, dead)) is not None:
         return (
             RecoveryAction.PROMOTE,
-            f"{spare.name} on {spare.host.name} takes the place of {dead.name}; the others stay in their step",
+            f"{spare.name} on {spare.host.name} replaces {dead.name}; the other ranks wait in their step",
         )
     agent = cluster.agents.get(dead.agent)
     here = agent is not None and not agent.is_leaving
     spent, limit = _count_replacements(cluster, dead), restart_limit(agent, settings.replacements_max)
     if RecoveryStrategy.IN_PLACE in settings.strategies and here and spent < limit:
-        return RecoveryAction.REPLACE, f"{dead.name} is started again on {dead.host.name}; the others stay in their step"
+        return RecoveryAction.REPLACE, f"{dead.name} is restarted on {dead.host.name}; the other ranks wait in their step"
     other = host_with_capacity(cluster, dead)
     if RecoveryStrategy.RECOVER in settings.strategies and other is not None:
-        return RecoveryAction.MOVE, f"{dead.name} is started again on {other.host.name}; the others stay in their step"
+        return RecoveryAction.MOVE, f"{dead.name} is restarted on {other.host.name}; the other ranks wait in their step"
     if here and spent >= limit:
         return RecoveryAction.END, f"{limit} replacements on {dead.host.name} are used up (--max-restarts)"
-    nobody = f"no host is left that could take {dead.name} over (COVEY_EXTRA_RANKS is {settings.extra_ranks})"
+    no_host = f"no other host can run {dead.name} (COVEY_EXTRA_RANKS is {settings.extra_ranks})"
     if agent is None and (_waits_for_return(cluster, dead) or waits_before_shrink(settings)) and not has_left_worker(cluster):
         until = f"; the world shrinks after {settings.shrink_after_s:g} s" if waits_before_shrink(settings) else ""
-        return RecoveryAction.WAIT, f"{nobody}: waiting for one to come{until}"
-    return RecoveryAction.END, nobody
+        return RecoveryAction.WAIT, f"{no_host}: waiting for a host to join{until}"
+    return RecoveryAction.END, no_host
 
 
 def _waits_for_return(cluster: ClusterState, dead: Member) -> bool:
-    """Whether recovery waits for who may come: not where the world is to shrink at once, and can."""
+    """Return whether the cluster waits for the dead member's return: recovery is on, and the world does not shrink instead."""
     at_once = RecoveryStrategy.ELASTIC in cluster.settings.strategies and not waits_before_shrink(cluster.settings)
     return cluster.settings.recovery and not (at_once and plan_shrink(cluster, dead)[0] is not None)
 
 
 def waits_before_shrink(settings: ClusterSettings) -> bool:
-    """Whether a host that comes in time spares the others the smaller world."""
+    """Return whether the cluster waits `shrink_after_s` for a host before the world shrinks."""
     return RecoveryStrategy.ELASTIC in settings.strategies and settings.shrink_after_s > 0
 
 
 def replacement_hosts(cluster: ClusterState) -> list[tuple[Member, AgentInfo]]:
-    """Who could start the children of lost hosts: hosts that have come for them, the very one first that had them."""
+    """Return pairs of a dead child and an agent with a free slot for it. The successor of the child's own agent has
+    priority."""
     lost = sorted((m for m in cluster.members.values() if m.agent and m.state is NodeState.DEAD), key=lambda m: m.rank)
     found = []
     for role in (Role.WORKER, Role.PSERVER):
@@ -196,23 +199,23 @@ def replacement_hosts(cluster: ClusterState) -> list[tuple[Member, AgentInfo]]:
         waiting = [m for m in lost if m.role.group is role]
         for fits in (_is_successor_agent, lambda *_: True):
             for member in list(waiting):
-                taker = next((name for name, count in free.items() if count and fits(cluster.agents[name], member)), None)
-                if taker is not None:
-                    free[taker] -= 1
+                agent = next((name for name, count in free.items() if count and fits(cluster.agents[name], member)), None)
+                if agent is not None:
+                    free[agent] -= 1
                     waiting.remove(member)
-                    found.append((member, cluster.agents[taker]))
+                    found.append((member, cluster.agents[agent]))
     return found
 
 
 def _is_successor_agent(agent: AgentInfo, lost: Member) -> bool:
-    """Whether an agent is, by its --node-rank or its host, the next life of the one that had this member."""
+    """Return whether the agent succeeds the one that had this member: by its --node-rank if given, else by its host id."""
     number = parse_rank_claim(lost.node_id)
     claimed = range(agent.first_rank, agent.first_rank + agent.slots) if agent.first_rank >= 0 else range(0)
     return number in claimed if claimed else agent.host.id == lost.host.id
 
 
 def host_with_capacity(cluster: ClusterState, dead: Member) -> AgentInfo | None:
-    """The host that carries the fewest extra ranks, if it may carry one more."""
+    """Return the connected agent with the fewest extra ranks, if it is below `extra_ranks`; None if there is none."""
     others = (
         agent for agent in cluster.agents.values() if agent.id != dead.agent and agent.connection and not agent.is_leaving
     )
@@ -224,39 +227,39 @@ def host_with_capacity(cluster: ClusterState, dead: Member) -> AgentInfo | None:
 
 
 def choose_spare(cluster: ClusterState, dead: Member) -> Member | None:
-    """A spare that can take a worker's place: on its host if there is one there, else where the fewest extra ranks are."""
+    """Return a ready spare for a dead worker: on the same host if possible, else on the host with the fewest extra ranks."""
     found: list[tuple[bool, int, int, Member]] = []
     for spare in cluster.members_in_role(Role.SPARE):
         agent = cluster.agents.get(spare.agent)
         ready = spare.state is NodeState.ALIVE and spare.connection and cluster.progress(spare).is_spare_ready
         if dead.role is Role.WORKER and ready and agent is not None and agent.connection and not agent.is_leaving:
-            away, extra = agent.id != dead.agent, _count_extra_members(cluster, agent)
-            if not away or extra < cluster.settings.extra_ranks:
-                found.append((away, extra, spare.rank, spare))
+            is_other_host, extra = agent.id != dead.agent, _count_extra_members(cluster, agent)
+            if not is_other_host or extra < cluster.settings.extra_ranks:
+                found.append((is_other_host, extra, spare.rank, spare))
     return min(found)[-1] if found else None  # ranks differ, so members are never compared
 
 
 def can_refill_spare(cluster: ClusterState, spare: Member) -> bool:
-    """Whether a spare's place is filled again."""
+    """Return whether another process may be started for a spare, within the limits."""
     limit = restart_limit(cluster.agents.get(spare.agent), cluster.settings.replacements_max)
     return spare.deaths_without_progress < DEATHS_WITHOUT_PROGRESS_MAX and _count_replacements(cluster, spare) < limit
 
 
 def _count_replacements(cluster: ClusterState, member: Member) -> int:
-    """How many lives on its host came after one that failed."""
+    """Return the number of replaced processes on the member's host, without handovers."""
     return sum(m.restarts - m.handovers for m in cluster.children(member.agent))
 
 
 def _count_extra_members(cluster: ClusterState, agent: AgentInfo) -> int:
-    """How many nodes an agent runs that it did not bring."""
+    """Return the number of members that an agent runs beyond those it registered for."""
     return sum(m.role is not Role.SPARE for m in cluster.children(agent.id)) - agent.slots - agent.servers
 
 
 def build_failure(
     cluster: ClusterState, dead: Member, code: int, reason: str, tail: list[str], log: str, error: ScriptError | None = None
 ) -> Failure:
-    """How one member ended, and what the others of its role were doing."""
-    said = reason or f"exit code {code}"
+    """Return the failure report of a member, with the state of the other members of its role."""
+    cause = reason or f"exit code {code}"
     others = sorted((m for m in cluster.members_in_role(dead.role) if m.uid != dead.uid), key=lambda m: m.rank)
     return Failure(
         role=dead.role,
@@ -264,7 +267,7 @@ def build_failure(
         rank=dead.rank,
         host=dead.host.name,
         code=code,
-        reason=f"{said}, {error}" if error is not None else said,
+        reason=f"{cause}, {error}" if error is not None else cause,
         tail=tail,
         others=[_describe_activity(cluster, member) for member in others[:REPORTED_OTHERS_MAX]],
         log=log,
@@ -286,12 +289,13 @@ def _describe_activity(cluster: ClusterState, member: Member) -> str:
 
 
 class Spares:
-    """Fills the places of spares, promotes one, and handles its end. It has no state of its own.
+    """Starts spares, promotes one, and handles their exits. It has no state of its own.
 
-    A spare has run the program up to where it needs a rank. It is a member of its own role, outside the world; its rank only
-    numbers it among the spares. Spares are started once a loop has finished a step: only then is it known that the program
-    can be healed, and the first start is not slowed down. Free places are filled while the cluster is READY. The death of a
-    spare is no failure of the run: it is started again as often as a worker would be, unless it keeps dying before it is ready.
+    A spare has run the script up to the line that needs a rank. It is a member of the role `spare`, outside the world; its rank
+    only numbers it among the spares. Spares are started after a covey.Loop has finished a step, because only then the script is
+    known to be healable, and the first start is not slowed down. Missing spares are started while the cluster is READY. The
+    death of a spare is not a failure of the run. It is restarted within the limit of workers, unless it dies repeatedly before
+    it is ready.
     """
 
     def __init__(self, heartbeats: Heartbeats, members: Members) -> None:
@@ -314,22 +318,22 @@ class Spares:
             self._members.send_desired_children(step, {agent.id})
 
     def promote(self, step: Step, spare: Member, member: Member) -> int:
-        """Give the process of a spare to a worker's place; returns its connection, which the caller attaches once the change
-        is durable. The agent starts no other process, because the record names this one."""
-        step.out.publish(spare.name, "promoted", f"it is {member.name} now")
+        """Make the process of a spare the process of a worker. Return its connection, which the caller attaches after the
+        change was persisted. The agent starts no other process, because the record names this one."""
+        step.out.publish(spare.name, "promoted", f"its process is {member.name} now")
         step.out.count("promotions")
         return self._members.promote_spare(spare, member)
 
     def on_exit(self, step: Step, spare: Member, code: int, reason: str) -> None:
-        """A spare left or died: its place is free."""
+        """Handle the exit of a spare: count it and mark the spare as left."""
         is_ready = self._heartbeats.progress(spare).is_spare_ready
         deaths = 0 if is_ready else spare.deaths_without_progress + 1
-        if code == 0:  # it would end again
+        if code == 0:  # another process would exit in the same way
             deaths = DEATHS_WITHOUT_PROGRESS_MAX
         spare = self._members.set_deaths_without_progress(spare, deaths)
         step.out.publish(spare.name, "died" if code else "left", reason or f"code {code}", Level.from_exit_code(code))
         if deaths >= DEATHS_WITHOUT_PROGRESS_MAX:
-            why = "its program ended before it needed a rank" if code == 0 else f"it died {deaths} times on its way"
+            why = "its script exited before it needed a rank" if code == 0 else f"it died {deaths} times before it was ready"
             step.out.publish(spare.name, "given up", f"{why}, see its log", Level.WARNING)
         step.out.persist(MemberRecord.from_member(self._members.vacate_spare(spare)))
 
@@ -338,11 +342,11 @@ class Spares:
 
 
 class Recovery:
-    """A recovery, from "a process died" to "all ranks have resumed".
+    """Recovery of a cluster, from the exit of a process until all ranks have resumed.
 
-    READY means that no member is dead, suspect or still agreeing with the others. Each death has one action with one reason.
-    Two rules make a crash of the scheduler harmless at any moment: a new generation is durable before the incarnations that
-    belong to it, and a death that restarts all workers is not durable before the restart is: the agent reports it again.
+    READY means that no member is dead or suspect, and that all ranks have resumed. Each death has one action with one reason.
+    Two rules make a crash of the scheduler harmless at any time. A new generation is durable before its incarnations. A death
+    that restarts all workers is not durable before the restart, so that the agent reports it again.
     """
 
     def __init__(
@@ -353,21 +357,21 @@ class Recovery:
         self._barrier, self._resize, self._resharding = barrier, resize, resharding
         self._shutdown, self._spares = shutdown, Spares(base.heartbeats, base.members)
         self.first_failure: Failure | None = None  # since the cluster was last READY
-        self._last_rollback_step = -2  # the highest step at the last return to a checkpoint
-        self._shrink_deadline = NEVER  # a host must come for the lost ranks by then
-        self._unfinished_worker: Member | None = None  # a worker that had not left: asking all at each leave costs O(N²)
-        self._suspect_member: Member | None = None  # a member that was suspect: likewise
+        self._last_rollback_step = -2  # highest step at the last rollback to a checkpoint; -2: there was none
+        self._shrink_deadline = NEVER  # time by which a host must join for the lost ranks
+        self._unfinished_worker: Member | None = None  # a worker that had not left, so that N leaves do not cost O(N²)
+        self._suspect_member: Member | None = None  # a member that was suspect, for the same reason
 
     # -- 1. a process ended ------------------------------------------------------------------------------------------
 
     def on_child_exited(self, step: Step, connection: int, report: ChildExited) -> None:
-        """An agent saw one of its children exit."""
+        """Handle the exit of a child that its agent reports."""
         member = self.find_child(connection, report)
         if member is not None:
             self._on_exit(step, member, report.code, report.reason, report.tail, report.log, error=report.error)
 
     def find_child(self, connection: int, report: ChildStarted | ChildExited) -> Member | None:
-        """The child that an agent reports about, if it is its own and this incarnation."""
+        """Return the child in the report of an agent; None if it is not the agent's child or another incarnation."""
         agent = self._members.agent_at(connection)
         member = self._members.members.get((report.role, report.node_id))
         if agent is None or member is None or member.agent != agent.id or member.incarnation != report.incarnation:
@@ -375,8 +379,8 @@ class Recovery:
         return member
 
     def on_connection_lost(self, step: Step, connection: int, reason: str) -> None:
-        """A node without an agent dies with its connection. A child does not: its agent reports the exit. An agent may come
-        back, if the settings say so; otherwise its children die with it."""
+        """Handle a lost connection. A node without an agent is dead. A child is not: its agent reports the exit. An agent has
+        the node timeout to reconnect if the settings allow it; otherwise its children are dead."""
         lost = self._members.detach(connection)
         if isinstance(lost, Member):
             if not lost.agent:
@@ -388,10 +392,10 @@ class Recovery:
             self._on_agent_lost(step, lost, ExitCode.PEER_FAILED, reason)
 
     def on_leave(self, step: Step, connection: int, leave: Leave) -> None:
-        """A node or an agent leaves. Of a child the agent reports the exit, with its code."""
+        """Handle the leave of a node or an agent. For a child, the agent reports the exit and its code."""
         left = self._members.detach(connection)
         if isinstance(left, AgentInfo):
-            for child in self._members.children(left.id):  # the agent ends them, with the grace they need
+            for child in self._members.children(left.id):  # the agent ends them, with a grace period
                 self._members.detach_member(child)
             self._on_agent_lost(step, left, leave.code, leave.reason)
         elif left is not None and left.agent:
@@ -401,7 +405,7 @@ class Recovery:
         step.out.send(connection, LeaveAcknowledged())
 
     def on_host_gone(self, step: Step, host_life: str, reason: str) -> None:
-        """A host is gone for good: its nodes are dead, and none that may still run there is admitted again."""
+        """Declare the nodes of a host instance dead, and refuse further registrations from it."""
         if host_life in self._members.gone_hosts:
             return
         self._members.mark_host_gone(host_life)
@@ -416,17 +420,17 @@ class Recovery:
         self._on_agent_lost(step, agent, ExitCode.PEER_FAILED, reason, since)
 
     def declare_dead(self, step: Step, member: Member, reason: str, since: float | None = None) -> None:
-        """Treat a member as dead. Its process may still receive: it is told why before its connection is closed."""
+        """Declare a member dead and close its connection after the messages about it, which its process may still receive."""
         connection = self._members.current(member).connection
         self._on_exit(step, member, ExitCode.PEER_FAILED, reason, since=since)
         self._members.close_member(member, connection, step.out)
 
     def _on_agent_lost(self, step: Step, agent: AgentInfo, code: int, reason: str, since: float | None = None) -> None:
-        """The children of a lost agent are dead, and no process can be started on its host."""
+        """Remove a lost agent and declare its children dead. Nothing happens if all of them had ended before."""
         children = self._members.children(agent.id)
         placed = [m for m in children if m.role is not Role.SPARE]
         is_dumping = self._shutdown.state is ShutdownState.DUMPING
-        # while their host was leaving, no other could take them over: that is decided now
+        # dead members of a leaving host, for which no other host was available: decide again without the agent
         undecided = [m for m in placed if m.state is NodeState.DEAD] if agent.is_leaving and not is_dumping else []
         is_forming = self._lifecycle.phase is Phase.FORMING
         is_done = placed and not undecided and not any(m.is_present for m in placed) and not is_forming
@@ -452,15 +456,15 @@ class Recovery:
         since: float | None = None,
         error: ScriptError | None = None,
     ) -> None:
-        """A process ended: it left (code 0) or died. `since`: when that began to show, if before now."""
+        """Handle the exit of a process: it left (code 0) or died. `since` is the time of the first sign of it; None: now."""
         member = self._members.current(member)
-        # a member of a growth that was rolled back is no member any more
+        # the member may have been removed by the rollback of a scale-out
         if not self._members.contains(member) or not member.is_present or self._lifecycle.has_ended:
             return None
         if member.role is Role.SPARE:
             return self._spares.on_exit(step, member, code, reason)
-        if code and self._barrier.safe_point.done:  # every rank was at its end: nothing is left to repeat
-            code, reason = 0, f"{reason or f'code {code}'}, after its work was done"
+        if code and self._barrier.safe_point.done:  # all ranks have finished: nothing to repeat
+            code, reason = 0, f"{reason or f'code {code}'}, after all ranks had finished"
         member = self._members.set_state(member, NodeState.LEFT if code == 0 else NodeState.DEAD)
         if self._lifecycle.phase is Phase.FORMING:
             self._members.remove(member)
@@ -468,19 +472,19 @@ class Recovery:
             return step.out.publish(member.name, "gone before the cluster formed", reason or f"code {code}")
         if code and member.leave_reason:
             reason = member.leave_reason
-        word, counter = ("handed over", "handovers") if member.leave_reason else ("died", "deaths")
+        kind, counter = ("handed over", "handovers") if member.leave_reason else ("died", "deaths")
         step.out.count("left" if code == 0 else counter)
-        step.out.publish(member.name, "left" if code == 0 else word, reason or f"code {code}", Level.from_exit_code(code))
+        step.out.publish(member.name, "left" if code == 0 else kind, reason or f"code {code}", Level.from_exit_code(code))
         if code == 0:
             step.out.persist(MemberRecord.from_member(member))
             return self.end_if_all_left(step)
         failure = build_failure(step.cluster, member, code, reason, tail or [], log, error)
         return self._on_death(step, member, failure, step.now if since is None else since)
 
-    # -- 2. what follows from a death --------------------------------------------------------------------------------
+    # -- 2. the action after a death ---------------------------------------------------------------------------------
 
     def _on_death(self, step: Step, member: Member, failure: Failure, since: float) -> None:
-        """Choose an action, open an incident, and carry the action out."""
+        """Choose the action after a death, open an incident, and carry the action out."""
         member = self._members.current(member)
         if self._shutdown.state is ShutdownState.DUMPING:
             return self._shutdown.note_death(step, member)
@@ -512,11 +516,11 @@ class Recovery:
         return None
 
     def _replace(self, step: Step, member: Member, failure: Failure, reason: str, action: RecoveryAction) -> None:
-        """Start one rank again, on its host or another, or in a spare; the others wait for it inside their step."""
+        """Replace the process of one rank, on its host, on another, or by a spare; the other ranks wait inside their step."""
         if not member.leave_reason:
             self.first_failure = self.first_failure or failure
         step.out.count("replacements")
-        if member.role is Role.WORKER:  # the return of a server needs no agreement of the workers
+        if member.role is Role.WORKER:  # workers need not resume together after a server's return
             self._barrier.require_agreement()
         self._lifecycle.begin_healing(reason, step.now)
         if member.leave_reason:
@@ -544,28 +548,28 @@ class Recovery:
         self._barrier.regroup(step, cause, member, spare)
         self._members.attach_member(connection, member, step.now)
         self._members.send_rank(step, member)
-        self._members.send_desired_children(step, {before, member.agent})  # the old process may still have to be ended
+        self._members.send_desired_children(step, {before, member.agent})  # the former agent may have to end the old process
 
     def _move(self, step: Step, member: Member, agent: AgentInfo, reason: str) -> Member:
-        """Give a member to another agent. Perhaps nobody is left on its host to end the old process: it is refused."""
+        """Move a member to another agent. Refuse the old process directly, because its agent may be gone."""
         if member.connection:
-            step.out.send(member.connection, Refused(f"this life is over: {reason}"))
+            step.out.send(member.connection, Refused(f"this process was superseded: {reason}"))
             step.out.close(member.connection)
         return self._members.move_to_agent(member, agent)
 
     def _wait_for_host(self, step: Step, member: Member, failure: Failure, reason: str) -> None:
-        """Wait until the member is started again by somebody else, or on a host that comes."""
+        """Wait until the member registers again, or a host joins that can run it."""
         self.first_failure = self.first_failure or failure
         self._lifecycle.begin_healing(reason, step.now)
         self._set_shrink_deadline(step)
         self._barrier.regroup(step, _describe_death(member, failure), member)
 
     def _restart_all(self, step: Step, reason: str, cause: str = "") -> None:
-        """Start all workers again, and the servers that agents run."""
+        """Restart all workers and servers that agents run, in a new generation. `cause` is recorded; default: `reason`."""
         self._lifecycle.reset_for_restart(cause or reason)
         step.out.count("restarts")
         self._incidents.close(step, Outcome.RESTARTED)
-        self._resize.finish_growth()  # joining members start with all others: nobody waits for them alone
+        self._resize.finish_growth()  # joining members restart with all others
         self._resharding.reset_for_restart()
         self._lifecycle.renew_heal_deadline(step.now)
         children = [member for member in self._members.members_without_spares() if member.agent]
@@ -575,37 +579,40 @@ class Recovery:
         self._members.send_assignments(step)
 
     def _roll_back_to_checkpoint(self, step: Step, reason: str) -> None:
-        """The ranks cannot continue from where they are: restart all from their newest checkpoint, if agents can start them,
-        and not twice for the same step."""
+        """Restart all workers from the newest checkpoint, because the ranks cannot resume from their present state.
+
+        Dump or end instead if not all workers have an agent, or if no step was completed since the last such restart.
+        """
         highest_step = self._lifecycle.highest_step
         if not can_restart_all(step.cluster) or highest_step <= self._last_rollback_step:
             return self._shutdown.dump_or_end(step, ExitCode.PEER_FAILED, reason, self.first_failure)
         self._last_rollback_step = highest_step
-        cause, reason = reason, f"{reason}: all workers start anew, from their newest checkpoint"
+        cause, reason = reason, f"{reason}: all workers restart from the newest checkpoint"
         step.out.publish("cluster", "roll back", reason, Level.WARNING)
         self._lifecycle.set_reason(reason)
         return self._restart_all(step, reason, cause)
 
     def _end(self, step: Step, member: Member, failure: Failure, reason: str) -> None:
-        """No strategy is left: save the state, if configured, and end."""
+        """Dump, if enabled, and end: no other strategy is possible. While the host leaves, its agent's exit ends the
+        cluster."""
         agent = self._members.agents.get(member.agent)
         if agent is None or not agent.is_leaving:
             self.first_failure = failure
             why = f"; not recovered: {reason}" if can_replace(step.cluster) else ""
             text = f"{member.name} on {failure.host}: {failure.reason}{why}"
             self._shutdown.dump_or_end(step, failure.code, text, failure)
-        elif self._shutdown.dumpable_ranks(step):  # else its agent leaves when all of its workers have ended
+        elif self._shutdown.dumpable_ranks(step):  # else the agent leaves after all of its workers have exited
             self._shutdown.dump_or_end(step, failure.code, f"{failure.host} was asked to leave, and {reason}")
 
-    # -- 3. hosts come, or do not ------------------------------------------------------------------------------------
+    # -- 3. hosts that join, or do not join in time ------------------------------------------------------------------
 
     def _set_shrink_deadline(self, step: Step) -> None:
-        """A host that comes may start the lost members again. Where the world may shrink instead, it has a limited time."""
+        """Limit the wait for a host that can run the lost members, if the world may shrink instead."""
         if waits_before_shrink(self._settings):
             self._shrink_deadline = min(self._shrink_deadline, step.now + self._settings.shrink_after_s)
 
     def use_new_hosts(self, step: Step) -> None:
-        """Start lost members again on hosts that came since; where nothing is lost, grow on them."""
+        """Restart lost members on hosts that joined; if none is lost, grow on free slots."""
         if self._lifecycle.phase is Phase.HEALING and self._shutdown.state is ShutdownState.RUNNING:
             pairs = replacement_hosts(step.cluster)
             if pairs:
@@ -620,13 +627,13 @@ class Recovery:
         self._lifecycle.renew_heal_deadline(step.now)
         hosts = ", ".join(dict.fromkeys(agent.host.name for _, agent in pairs))
         lost = [member for member, _ in pairs]
-        reason = f"{describe_members(lost)} started again on {hosts}"
+        reason = f"{describe_members(lost)} restarted on {hosts}"
         self._barrier.regroup(step, reason, *lost)
         step.out.publish("cluster", "takes a host", reason)
         self._members.send_desired_children(step, {agent.id for _, agent in pairs})
 
     def act_on_deadlines(self, step: Step) -> bool:
-        """Act on the first deadline that has passed; returns whether one had."""
+        """Act on the first deadline that has passed; return whether one had."""
         phase = self._lifecycle.phase
         if self._shutdown.state is ShutdownState.DUMPING:
             self._shutdown.end_if_dumped(step)
@@ -649,19 +656,19 @@ class Recovery:
         return True
 
     def _absent_members(self) -> list[Member]:
-        """The members that are not here; a replacement is here once it has registered."""
+        """Return the members that are dead or suspect, and replacements that have not registered."""
         absent, is_pending = (NodeState.DEAD, NodeState.SUSPECT), self._barrier.is_pending
         members = self._members.members_without_spares()
         return [m for m in members if m.state in absent or (is_pending and m.is_present and not m.connection)]
 
     def _shrink_to_survivors(self, step: Step) -> None:
-        """No host came in time for the lost members: continue without them, if possible."""
+        """Continue without the lost members, for which no host joined in time; dump or end if that is not possible."""
         self._shrink_deadline = NEVER
         workers = self._members.members_in_role(Role.WORKER)
         lost = [m for m in workers if m.state is NodeState.DEAD]
         if not lost:
             return
-        cause = f"no host came for {describe_members(lost)} within {self._settings.shrink_after_s:g} s"
+        cause = f"no host joined for {describe_members(lost)} within {self._settings.shrink_after_s:g} s"
         plan, reason = plan_shrink(step.cluster, lost[0])
         if plan is not None and any(m.is_present for m in workers):
             self._resize.shrink_to_survivors(step, lost, cause)
@@ -671,24 +678,24 @@ class Recovery:
             self._shutdown.dump_or_end(step, code, f"{cause}, and {reason}", failure)
 
     def _retry_collective(self, step: Step) -> None:
-        """A collective failed and no death explains it: every process lives, so the step is repeated in a new generation."""
+        """Retry the step in a new generation after a collective failed without a death; dump or end if that is not allowed."""
         failed_at, cause = self._barrier.safe_point.failed_at, self._barrier.safe_point.failure_reason
-        reason = f"a collective broke ({cause}) and every process lives"
+        reason = f"a collective failed ({cause}) and all processes are alive"
         if RecoveryStrategy.RETRY not in self._settings.strategies:
-            reason = f"{reason}, but retry is not among the strategies"
+            reason = f"{reason}, but retry is not enabled (COVEY_STRATEGY)"
             return self._shutdown.dump_or_end(step, ExitCode.PEER_FAILED, reason)
         if not self._barrier.count_retry():
             reason = f"{reason}, {COLLECTIVE_RETRIES_MAX} times in a row without a step in between"
             return self._shutdown.dump_or_end(step, ExitCode.PEER_FAILED, reason)
         step.out.count("retries")
-        step.out.publish("cluster", "retry", f"{reason}: the step is tried again", Level.WARNING)
-        self._incidents.open(step, "retry", "every process lives", cause, since=failed_at, known=failed_at)
+        step.out.publish("cluster", "retry", f"{reason}: the step is retried", Level.WARNING)
+        self._incidents.open(step, "retry", "all processes are alive", cause, since=failed_at, known=failed_at)
         return self._barrier.regroup(step, reason)
 
-    # -- 4. the ranks agree and resume -------------------------------------------------------------------------------
+    # -- 4. the ranks report and resume ------------------------------------------------------------------------------
 
     def on_report(self, step: Step, connection: int, report: SafePointReport) -> None:
-        """A rank is at a safe point; when all are, each is told how to continue."""
+        """Handle the report of a rank at a safe point; when all ranks have reported, send each its heal plan."""
         member = self._members.member_at(connection)
         if member is None or member.role is not Role.WORKER or report.generation != self._lifecycle.generation:
             return None
@@ -717,7 +724,7 @@ class Recovery:
             self._incidents.mark_stage(Stage.RESTORED, step.now)
 
     def on_resumed(self, step: Step, connection: int, report: RankResumed) -> None:
-        """A rank resumed, or a parameter server has its rows back."""
+        """Handle `RankResumed` of a rank, or of a parameter server that has its rows again."""
         member = self._members.member_at(connection)
         if member is None or report.generation != self._lifecycle.generation:
             return
@@ -731,7 +738,7 @@ class Recovery:
             self._incidents.close_if_resumed(step)
 
     def on_rank_resumed(self, step: Step) -> None:
-        """When the last rank has resumed, the recovery or resize is over."""
+        """Complete the recovery or resize if all ranks have resumed."""
         if self._barrier.all_resumed:
             self._barrier.reset_retries()
             if self._lifecycle.note_restart_resumed():
@@ -743,15 +750,17 @@ class Recovery:
                 self._resize.finish_growth()
             if not (step.cluster.departing_ids and self._resize.release_next_leavers(step)):
                 self._incidents.close_if_resumed(step)
-        self.update_readiness(step, "every rank goes on")
+        self.update_readiness(step, "all ranks resumed")
 
     def update_readiness(self, step: Step, reason: str) -> None:
-        """Become READY if no member is dead, suspect or still agreeing; leave RETURNING for HEALING if only the dead are
-        missing."""
+        """Enter READY if no member is dead or suspect and all ranks have resumed; go from RETURNING to HEALING if only dead
+        members are missing."""
         phase, is_agreeing = self._lifecycle.phase, self._barrier.is_agreeing
         if self._shutdown.state is not ShutdownState.RUNNING or phase not in (Phase.HEALING, Phase.RETURNING):
             return
-        if (is_agreeing and phase is not Phase.RETURNING) or self._has_suspect_member():  # the first is O(1) and asked N times
+        if (
+            is_agreeing and phase is not Phase.RETURNING
+        ) or self._has_suspect_member():  # the first check is O(1); there are N calls
             return
         dead = [m for m in self._members.members_without_spares() if m.state is NodeState.DEAD]
         if not dead and not is_agreeing:
@@ -764,8 +773,8 @@ class Recovery:
                 self._incidents.close_if_resumed(step)
         elif phase is Phase.RETURNING:
             self._set_shrink_deadline(step)
-            waiting = f"waiting for {describe_members(dead)} to be started again, with the same variables"
-            resizing = f"{reason}, and the world goes on changing its size"
+            waiting = f"waiting for {describe_members(dead)} to be restarted with the same variables"
+            resizing = f"{reason}, and the resize continues"
             self._lifecycle.set_phase(Phase.HEALING, waiting if dead else resizing)
         else:
             return
@@ -779,10 +788,10 @@ class Recovery:
             self._suspect_member = next((m for m in members if m.state is NodeState.SUSPECT), None)
         return self._suspect_member is not None
 
-    # -- around it ---------------------------------------------------------------------------------------------------
+    # -- end, drain and idle work ------------------------------------------------------------------------------------
 
     def end_if_all_left(self, step: Step) -> None:
-        """End the cluster once every worker has left."""
+        """End the cluster with code 0 if every worker has left; else check whether it is READY."""
         last = self._unfinished_worker
         if last is None or not self._members.contains(last) or self._members.current(last).state is NodeState.LEFT:
             workers = reversed(self._members.members_in_role(Role.WORKER))
@@ -790,21 +799,21 @@ class Recovery:
         if self._unfinished_worker is None:
             self._shutdown.end(step, 0, f"{describe_all(self._members.size(Role.WORKER), 'worker')} finished")
         else:
-            self.update_readiness(step, "every member is heard again")
+            self.update_readiness(step, "all members are reachable again")
 
     def on_draining(self, step: Step, connection: int, drain: Draining) -> None:
-        """A member, or a host with all its members, is asked to leave."""
+        """Handle the drain of a member, or of a host with all its members."""
         member, agent = self._members.member_at(connection), self._members.agent_at(connection)
         if member is not None:
             self._members.set_leave_reason(member, drain.reason)
-        elif agent is not None and not agent.is_leaving:  # it repeats the message whenever it reconnects
+        elif agent is not None and not agent.is_leaving:  # an agent repeats the message when it reconnects
             self._members.mark_agent_leaving(agent)
             step.out.publish(f"agent:{agent.id}", "leaving", drain.reason, Level.WARNING)
             if drain.scheduler_leaves and self._shutdown.dumpable_ranks(step):
                 self._shutdown.dump_or_end(step, ExitCode.STOPPED, drain.reason)
 
     def run_idle_work(self, step: Step) -> None:
-        """While the cluster is READY: release the next members of a scale-in, or fill the places of spares."""
+        """Release the next members of a scale-in, or start missing spares, if the cluster is READY and trains."""
         if self._lifecycle.phase is Phase.READY and self._lifecycle.trains and not self._resize.release_next_leavers(step):
             self._spares.fill(step)
 

@@ -1,9 +1,9 @@
-"""Who may join the cluster, and as which member.
+"""Registration of nodes and agents, and the formation of the cluster.
 
-Identity is fenced. A node id names a place, an *instance id* the process in it, and the *incarnation* counts the processes of
-that place. A registration is admitted if its place is free, re-attached if it is the very process that the scheduler knows, and
-admitted as the next incarnation if the process before it is known to be dead. If that is not known, the node is deferred until
-it is: two processes never hold one place. A refusal is the one answer after which the connection is closed.
+A node id names a member, an *instance id* its process, and the *incarnation* counts the processes of the member. A registration
+is admitted if the member does not exist yet, re-attached if it comes from the known process, and admitted as the next
+incarnation if the previous process is known to be dead. If that is not known, the registration is deferred until it is, so that
+two processes are never the same member. Only a refusal closes the connection.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from covey.core.plurals import count_noun
 from covey.core.types import AgentRecord, Member, MemberRecord, NodeState, Phase, Role
 from covey.errors import ExitCode
 
-DEFER_S = 0.5  # after which a deferred node registers again
-DEFERRED_INSTANCES_MAX = 1000  # deferred instances that are remembered, to publish each once
+DEFER_S = 0.5  # time after which a deferred node registers again
+DEFERRED_INSTANCES_MAX = 1000  # remembered deferred instances, of which each is published once
 
 
 # -- decisions -----------------------------------------------------------------------------------------------------------
@@ -41,7 +41,7 @@ class Admission(StrEnum):
 
 
 class AdmissionDecision(msgspec.Struct, frozen=True):
-    """The decision, its reason, and the place it concerns where there is one already."""
+    """Decision about a registration, its reason, and the existing member it concerns, if any."""
 
     admission: Admission
     reason: str
@@ -49,7 +49,7 @@ class AdmissionDecision(msgspec.Struct, frozen=True):
 
 
 def decide_node_admission(cluster: ClusterState, request: Register) -> AdmissionDecision:
-    """May this node join, and as what?"""
+    """Decide about the registration of a node."""
     if reason := _registration_blocker(cluster, request) or _claim_blocker(cluster, request):
         return AdmissionDecision(Admission.REFUSE, reason)
     if promoted := _decide_promoted_spare(cluster, request):
@@ -57,32 +57,32 @@ def decide_node_admission(cluster: ClusterState, request: Register) -> Admission
     member = _find_holder(cluster, request)
     if member is None:
         return _decide_new_node(cluster, request)
-    place = (member.role, member.node_id)
+    key = (member.role, member.node_id)
     if member.agent:
-        return _decide_child(member, request, place)
+        return _decide_child(member, request, key)
     if member.instance_id == request.instance_id:
-        return AdmissionDecision(Admission.REATTACH, "the same life again", place)
-    return _decide_other_instance(cluster, member, request, place)
+        return AdmissionDecision(Admission.REATTACH, "the same process again", key)
+    return _decide_other_instance(cluster, member, request, key)
 
 
 def choose_node_id(request: Register) -> str:
-    """The id a node asks for, or one made of its life, which must not look like a claim to a rank."""
+    """Return the id that a node requests, or one made of its instance id that does not claim a rank."""
     return request.node_id or (
         request.instance_id if parse_rank_claim(request.instance_id) is None else f"n{request.instance_id}"
     )
 
 
 def decide_agent_admission(cluster: ClusterState, request: RegisterAgent) -> AdmissionDecision:
-    """May this agent bring its workers?"""
+    """Decide about the registration of an agent with its workers, servers and spares."""
     if reason := _registration_blocker(cluster, request):
         return AdmissionDecision(Admission.REFUSE, reason)
     known = cluster.agents.get(request.agent)
     if known is not None and known.instance_id == request.instance_id:
         return AdmissionDecision(Admission.REATTACH, "the same agent again")
     if known is not None and known.connection:
-        return AdmissionDecision(Admission.REFUSE, f"an agent named {request.agent} is here already, on {known.host.name}")
+        return AdmissionDecision(Admission.REFUSE, f"an agent named {request.agent} is already connected, on {known.host.name}")
     if known is not None and any(m.is_present for m in cluster.children(known.id)):
-        return AdmissionDecision(Admission.DEFER, f"the life before of the agent {request.agent} is not known to be over yet")
+        return AdmissionDecision(Admission.DEFER, f"the previous process of agent {request.agent} is not known to be dead yet")
     if request.spares and not request.slots and not request.servers:
         return AdmissionDecision(Admission.ADMIT, f"{request.host.name} brings {count_noun(request.spares, 'spare')}")
     if cluster.phase is not Phase.FORMING:
@@ -90,58 +90,58 @@ def decide_agent_admission(cluster: ClusterState, request: RegisterAgent) -> Adm
     here, world = cluster.size(Role.WORKER), cluster.target_workers
     if here + request.slots > world:
         reason = (
-            f"this host brings {count_noun(request.slots, 'worker')}, but {here} of {world} are here already:"
+            f"this host brings {count_noun(request.slots, 'worker')}, but {here} of {world} are registered already:"
             " start fewer, or raise the number of workers on every host"
         )
         return AdmissionDecision(Admission.REFUSE, reason)
-    servers, places = cluster.size(Role.PSERVER), cluster.settings.server_num
-    if servers + request.servers > places:
+    servers, required = cluster.size(Role.PSERVER), cluster.settings.server_num
+    if servers + request.servers > required:
         return AdmissionDecision(
             Admission.REFUSE,
-            f"this host brings {count_noun(request.servers, 'server')}, but {servers} of {places} are here already",
+            f"this host brings {count_noun(request.servers, 'server')}, but {servers} of {required} are registered already",
         )
     wanted = range(request.first_rank, request.first_rank + request.slots) if request.first_rank >= 0 else range(0)
     if wanted.stop > world:
-        return AdmissionDecision(Admission.REFUSE, f"ranks {wanted.start} to {wanted.stop - 1} do not exist: there are {world}")
+        return AdmissionDecision(
+            Admission.REFUSE, f"ranks {wanted.start} to {wanted.stop - 1} do not exist: the world size is {world}"
+        )
     for rank in wanted:
         if (member := cluster.member_at_rank(Role.WORKER, rank)) is not None:
-            who = f"{member.name} on {member.host.name}"
-            return AdmissionDecision(
-                Admission.REFUSE, f"rank {rank} is taken by {who}: was the same --node-rank given to two hosts?"
-            )
+            name = f"{member.name} on {member.host.name}"
+            return AdmissionDecision(Admission.REFUSE, f"rank {rank} is taken by {name}: give each host its own --node-rank")
     brings = count_noun(request.slots, "worker") + (f" and {count_noun(request.servers, 'server')}" if request.servers else "")
     return AdmissionDecision(Admission.ADMIT, f"{request.host.name} brings {brings}")
 
 
 def _decide_late_agent(cluster: ClusterState, request: RegisterAgent) -> AdmissionDecision:
-    """A host that comes after the formation may take over what a lost one had, or make the world larger."""
+    """Decide about an agent that registers after formation: it may run lost members, or let the world grow."""
     brings, world = f"{request.host.name} brings {count_noun(request.slots, 'worker')}", cluster.size(Role.WORKER)
     if lost := [m for m in cluster.members.values() if m.agent and m.state is NodeState.DEAD]:
-        return AdmissionDecision(Admission.ADMIT, f"{brings}, and {describe_members(lost)} can be started again")
-    world += sum(cluster.free_slots_by_agent(Role.WORKER).values())  # of hosts that are here already, and whose turn is next
+        return AdmissionDecision(Admission.ADMIT, f"{brings}, and {describe_members(lost)} can be restarted")
+    world += sum(cluster.free_slots_by_agent(Role.WORKER).values())  # slots of earlier hosts, which are used first
     if world < cluster.target_workers and not cluster.size(Role.PSERVER):
         return AdmissionDecision(Admission.ADMIT, f"{brings}, and the world may grow from {world} to {cluster.target_workers}")
-    if away := [agent for agent in cluster.agents.values() if not agent.connection and cluster.children(agent.id)]:
+    if disconnected := [agent for agent in cluster.agents.values() if not agent.connection and cluster.children(agent.id)]:
         return AdmissionDecision(
-            Admission.DEFER, f"the agent on {away[0].host.name} is out of reach: its places may become free"
+            Admission.DEFER, f"the agent on {disconnected[0].host.name} is unreachable: its ranks may become free"
         )
     return AdmissionDecision(
-        Admission.REFUSE, f"the cluster has formed with its {count_noun(world, 'worker')}: this host came too late"
+        Admission.REFUSE, f"the cluster has formed with its {count_noun(world, 'worker')}: this host registered too late"
     )
 
 
 def _registration_blocker(cluster: ClusterState, request: Register | RegisterAgent) -> str:
-    """Why a registration belongs to another cluster, to a host that is over, or to this cluster started with other settings; ""
-    when it does not."""
+    """Return why a registration must be refused: the cluster has ended, the node belongs to another cluster or to a host that
+    is gone, or its settings differ. Return "" if none of these is true."""
     if cluster.has_ended:
         return f"the cluster has ended: {cluster.reason}"
     if request.cluster_id and request.cluster_id != cluster.cluster_id:
         return f"it belongs to cluster {request.cluster_id}, and this is the scheduler of cluster {cluster.cluster_id}"
     if request.host.life in cluster.gone_hosts:
-        return f"this life of the host {request.host.id} is over ({request.host.life})"
+        return f"instance {request.host.life} of host {request.host.id} was reported gone"
     ours = cluster.settings.fingerprint()
     differences = [
-        f"{name} is {theirs} there and {ours[name]} here"
+        f"{name} is {theirs} on the node and {ours[name]} on the scheduler"
         for name, theirs in sorted(request.fingerprint.items())
         if name in ours and ours[name] != theirs
     ]
@@ -149,11 +149,11 @@ def _registration_blocker(cluster: ClusterState, request: Register | RegisterAge
 
 
 def _claim_blocker(cluster: ClusterState, request: Register) -> str:
-    """Why no place can exist for this registration; "" when one can."""
+    """Return why no member can exist for this registration (role, rank or generation); "" if one can."""
     world = cluster.target_workers if request.role is Role.WORKER else cluster.settings.required_count(request.role)
     if world == 0 and request.role is not Role.SPARE:
         count = "MS_WORKER_NUM" if request.role is Role.WORKER else "MS_SERVER_NUM"
-        return f"this cluster has no place for the role {request.role} ({count} is {world})"
+        return f"this cluster has no members of role {request.role} ({count} is {world})"
     rank = parse_rank_claim(request.node_id)
     if (
         rank is not None
@@ -163,30 +163,34 @@ def _claim_blocker(cluster: ClusterState, request: Register) -> str:
     ):
         return f"MS_NODE_ID={request.node_id} claims rank {rank}, but the {world} {request.role} ranks end at {world - 1}"
     if request.generation > cluster.generation:
-        return f"it has seen generation {request.generation}, but the scheduler's journal ends at {cluster.generation}"
+        return f"its generation is {request.generation}, but the scheduler's journal ends at {cluster.generation}"
     return ""
 
 
 def _decide_promoted_spare(cluster: ClusterState, request: Register) -> AdmissionDecision | None:
-    """A spare that was given a worker's place, and has not heard of it."""
+    """Return the decision to re-attach a promoted spare that has not received its promotion; None for any other node."""
     if request.role is not Role.SPARE:
         return None
     process = f"{request.role}:{request.node_id}.{request.incarnation}"
     member = next(
         (m for m in cluster.members.values() if m.promoted_from == process and m.instance_id == request.instance_id), None
     )
-    return AdmissionDecision(Admission.REATTACH, f"it is {member.name} now", (member.role, member.node_id)) if member else None
+    return (
+        AdmissionDecision(Admission.REATTACH, f"its process is {member.name} now", (member.role, member.node_id))
+        if member
+        else None
+    )
 
 
 def _find_holder(cluster: ClusterState, request: Register) -> Member | None:
-    """The member in the place this registration asks for: by id, or by the rank that id claims."""
+    """Return the member that this registration requests, by id or by the rank that the id claims; None if there is none."""
     if (member := cluster.members.get((request.role, choose_node_id(request)))) is not None:
         return member
     rank = parse_rank_claim(request.node_id)
     if cluster.phase is not Phase.FORMING and (
         request.incarnation or cluster.resized_generation or cluster.settings.worker_max
     ):
-        return None  # its place is gone, or it is new in a world that changes: that rank is another's
+        return None  # it was removed, or it is new in a world that was resized, where ranks do not follow from ids
     return cluster.member_at_rank(request.role, rank) if rank is not None else None
 
 
@@ -195,31 +199,31 @@ def _decide_new_node(cluster: ClusterState, request: Register) -> AdmissionDecis
     if cluster.phase is Phase.FORMING and cluster.size(request.role) < world:
         return AdmissionDecision(Admission.ADMIT, f"{cluster.size(request.role) + 1} of {world} {request.role}s are here")
     if request.incarnation:
-        return AdmissionDecision(Admission.REFUSE, f"this life is over: another node took its rank {request.rank}")
+        return AdmissionDecision(Admission.REFUSE, f"rank {request.rank} was reassigned to another process: this one must exit")
     here = cluster.members_in_role(request.role)
     if cluster.phase is not Phase.FORMING and cluster.settings.recovery:
         raw = sorted((m for m in here if not m.agent), key=lambda m: m.rank)
         for vacant in (m for m in raw if m.state is NodeState.DEAD):
             return AdmissionDecision(
-                Admission.NEXT_INCARNATION, f"takes rank {vacant.rank} after {vacant.name}", (vacant.role, vacant.node_id)
+                Admission.NEXT_INCARNATION, f"replaces {vacant.name} at rank {vacant.rank}", (vacant.role, vacant.node_id)
             )
         for silent in (m for m in raw if m.state is NodeState.SUSPECT):
             return AdmissionDecision(
-                Admission.DEFER, f"every place is taken, but {silent.name} is silent: its place may become free"
+                Admission.DEFER, f"all ranks are taken, but {silent.name} sends no heartbeats: its rank may become free"
             )
     if request.role is Role.WORKER and cluster.size(Role.WORKER) < world and not cluster.size(Role.PSERVER):
         if later := resize_blocker(cluster):
-            return AdmissionDecision(Admission.DEFER, f"there is place for {world} workers, but not yet: {later}")
-        return AdmissionDecision(Admission.ADMIT, f"there is place for {world} workers")
+            return AdmissionDecision(Admission.DEFER, f"up to {world} workers are allowed, but not yet: {later}")
+        return AdmissionDecision(Admission.ADMIT, f"up to {world} workers are allowed")
     reason = (
-        f"one {request.role} too many: the cluster has its {world}"
+        f"one {request.role} too many: the cluster already has {world}"
         f" ({describe_members(here)}). Stop this one, or start the cluster with a larger number"
     )
     return AdmissionDecision(Admission.REFUSE, reason)
 
 
-def _decide_child(member: Member, request: Register, place: MemberKey) -> AdmissionDecision:
-    """A worker whose process an agent started: the agent's word says which incarnation may speak."""
+def _decide_child(member: Member, request: Register, key: MemberKey) -> AdmissionDecision:
+    """Decide about a child of an agent: only the incarnation that the agent was told to start may register."""
     if request.incarnation == 0:
         rank = parse_rank_claim(request.node_id)
         return AdmissionDecision(
@@ -227,37 +231,37 @@ def _decide_child(member: Member, request: Register, place: MemberKey) -> Admiss
         )
     if request.incarnation != member.incarnation or not member.is_present:
         now = f"incarnation {member.incarnation} is {member.state}"
-        return AdmissionDecision(Admission.REFUSE, f"incarnation {request.incarnation} of {member.name} is over: {now}")
+        return AdmissionDecision(Admission.REFUSE, f"incarnation {request.incarnation} of {member.name} has ended: {now}")
     if member.instance_id in ("", request.instance_id):
-        return AdmissionDecision(Admission.REATTACH, "the process its agent started", place)
-    return AdmissionDecision(Admission.REFUSE, f"{member.name} is already here, as process {member.pid} on {member.host.name}")
+        return AdmissionDecision(Admission.REATTACH, "the process its agent started", key)
+    return AdmissionDecision(
+        Admission.REFUSE, f"{member.name} is already registered, as process {member.pid} on {member.host.name}"
+    )
 
 
-def _decide_other_instance(cluster: ClusterState, member: Member, request: Register, place: MemberKey) -> AdmissionDecision:
-    process = f" (process {member.pid})" if member.pid else ""  # the journal does not know it
+def _decide_other_instance(cluster: ClusterState, member: Member, request: Register, key: MemberKey) -> AdmissionDecision:
+    process = f" (process {member.pid})" if member.pid else ""  # not stored in the journal
     where = f"{member.name} on {member.host.name}{process}"
     if request.incarnation:
-        return AdmissionDecision(Admission.REFUSE, f"this life is over: {where} took its rank {member.rank}")
+        return AdmissionDecision(Admission.REFUSE, f"rank {member.rank} was reassigned to {where}: this process must exit")
     if member.state is NodeState.LEFT:
-        return AdmissionDecision(Admission.REFUSE, f"{member.name} has finished and left: its work is done")
+        return AdmissionDecision(Admission.REFUSE, f"{member.name} has finished and left: no other process is needed")
     if member.state is NodeState.DEAD:
         if cluster.settings.recovery:
-            return AdmissionDecision(
-                Admission.NEXT_INCARNATION, f"incarnation {member.incarnation + 1} of {member.name}", place
-            )
+            return AdmissionDecision(Admission.NEXT_INCARNATION, f"incarnation {member.incarnation + 1} of {member.name}", key)
         return AdmissionDecision(Admission.REFUSE, f"{member.name} is dead and recovery is off: set MS_ENABLE_RECOVERY=1")
     if member.connection and member.state is not NodeState.SUSPECT:
         if member.node_id == request.node_id:
             return AdmissionDecision(Admission.REFUSE, f"{where} is alive: a second node with its id is not allowed")
         return AdmissionDecision(Admission.REFUSE, f"rank {parse_rank_claim(request.node_id)} is taken by {where}")
-    return AdmissionDecision(Admission.DEFER, f"the life before, {where}, is not known to be over yet")
+    return AdmissionDecision(Admission.DEFER, f"the previous process, {where}, is not known to be dead yet")
 
 
 # -- the part ------------------------------------------------------------------------------------------------------------
 
 
 class Registration:
-    """Admits nodes and agents and forms the cluster. Two processes never hold one place.
+    """Admits nodes and agents and forms the cluster. Two processes are never the same member.
 
     Owns the deferred instances, the deadlines of the formation, and the last refusal while the cluster forms.
     """
@@ -268,13 +272,13 @@ class Registration:
         self._settings, self._lifecycle = base.settings, base.lifecycle
         self._heartbeats, self._members = base.heartbeats, base.members
         self._barrier, self._resize, self._shutdown, self._recovery = barrier, resize, shutdown, recovery
-        self.last_refusal = ""  # while the cluster forms: it may be the node that the others wait for
+        self.last_refusal = ""  # the last one while FORMING; shown because the cluster may be waiting for that node
         self._deferred: set[str] = set()  # instance ids
         self._forming_since = now
-        self._last_call_deadline = NEVER  # until then more workers than are needed may come
+        self._last_call_deadline = NEVER  # until then the formation waits for more workers than required
 
     def forget_deferred(self) -> None:
-        """The cluster is READY again: a node that is deferred from now on is published again."""
+        """Forget the deferred instances, so that a node that is deferred from now on is published again."""
         self._deferred.clear()
 
     def postpone(self, by_s: float) -> None:
@@ -284,7 +288,7 @@ class Registration:
     # -- formation ---------------------------------------------------------------------------------------------------
 
     def form_or_give_up(self, step: Step) -> bool:
-        """At a tick while the cluster forms; returns whether it was given up because the time is over."""
+        """Form the cluster if it is complete; end it and return True if the time limit has passed. Called on ticks."""
         self._form_if_complete(step)
         limit = self._settings.topo_timeout_s
         if self._lifecycle.phase is not Phase.FORMING or not 0 <= limit < step.now - self._forming_since:
@@ -297,7 +301,7 @@ class Registration:
         ranks, reason = decide_formation(step.cluster)
         target = step.cluster.target_workers
         if ranks is not None and self._members.size(Role.WORKER) < target and step.now < self._last_call_deadline:
-            ranks, reason = None, f"{reason}, at most {count_noun(target, 'worker')} may come: a last call for more"
+            ranks, reason = None, f"{reason}, waiting a moment for more: at most {count_noun(target, 'worker')} may join"
         self._lifecycle.set_reason(reason)
         if ranks is None:
             return
@@ -308,17 +312,17 @@ class Registration:
             step.out.persist(AgentRecord.from_agent(agent))
         for member in self._members.members.values():
             step.out.persist(MemberRecord.from_member(member))
-        step.out.persist_cluster()  # last: members of a cluster that is FORMING in the journal do not count
+        step.out.persist_cluster()  # last: after a crash before this write the journal says FORMING and its members are ignored
         step.out.publish("cluster", "formed", f"{reason}, generation 1")
         self._members.send_assignments(step)
 
     # -- nodes -------------------------------------------------------------------------------------------------------
 
     def on_register(self, step: Step, connection: int, request: Register) -> None:
-        """A node registers: admit, re-attach, defer or refuse it."""
+        """Admit, re-attach, defer or refuse a node."""
         decision = decide_node_admission(step.cluster, request)
-        who = f"{request.role}:{request.node_id or request.instance_id}"
-        if self._refuse_or_defer(step, connection, request, who, decision):
+        name = f"{request.role}:{request.node_id or request.instance_id}"
+        if self._refuse_or_defer(step, connection, request, name, decision):
             return
         self._deferred.discard(request.instance_id)
         if decision.member_key is None:
@@ -343,14 +347,14 @@ class Registration:
             self._form_if_complete(step)
         else:
             world = self._members.size(Role.WORKER)
-            growth = f"the world grows from {world - 1} to {world} workers, as {member.name} came"
-            self._resize.grow_by(step, [member], growth, "a worker came")
+            growth = f"the world grows from {world - 1} to {world} workers because {member.name} joined"
+            self._resize.grow_by(step, [member], growth, "a worker joined")
 
     def _send_registered(self, step: Step, connection: int, member: Member) -> None:
         step.out.send(connection, Registered(self._lifecycle.cluster_id, member.node_id, member.incarnation))
 
     def _reattach(self, step: Step, connection: int, member: Member, request: Register) -> None:
-        """The known process, over a new connection: it keeps its rank and is told again what it may have missed."""
+        """Attach a known process to a new connection. It keeps its rank and is sent again what it may have missed."""
         if member.connection != connection:
             self._members.close_connection(member.connection, step.out)
         is_known = member.instance_id != ""
@@ -359,7 +363,7 @@ class Registration:
         if not is_known:
             self._heartbeats.begin_life(member, step.now)
         if member.agent and self._lifecycle.note_init():
-            step.out.persist_cluster()  # a restarted scheduler may learn of a death before it hears of a worker
+            step.out.persist_cluster()  # a restarted scheduler may receive the report of a death before any registration
         self._send_registered(step, connection, member)
         if member.state in (NodeState.WAITING, NodeState.LEFT):
             return
@@ -369,30 +373,30 @@ class Registration:
             step.out.persist(MemberRecord.from_member(member))
         if is_known:
             kind = "spare" if member.role is Role.SPARE else "rank"
-            step.out.publish(member.name, "re-attached", f"{kind} {member.rank} goes on")
+            step.out.publish(member.name, "re-attached", f"{kind} {member.rank} continues")
         self._members.send_rank(step, member)
         if self._shutdown.state is ShutdownState.DUMPING:
             self._shutdown.repeat_dump_request(step, member)
-        self._recovery.update_readiness(step, "every member is here again")
+        self._recovery.update_readiness(step, "all members re-attached")
 
     def _admit_next_incarnation(self, step: Step, connection: int, dead: Member, request: Register, reason: str) -> None:
-        """A node takes the place of a dead one."""
+        """Admit a node as the next incarnation of a dead member, in a new generation."""
         member = self._members.admit_next_incarnation(dead, request, choose_node_id(request), step.now)
         step.out.count("returns")
-        self._barrier.regroup(step, f"{member.name} is back", member)
+        self._barrier.regroup(step, f"{member.name} returned", member)
         self._members.attach_member(connection, member, step.now)
         step.out.publish(member.name, "returned", reason)
         self._send_registered(step, connection, member)
         self._members.send_rank(step, member)
-        self._recovery.update_readiness(step, "every place is filled again")
+        self._recovery.update_readiness(step, "all ranks are filled again")
 
     # -- agents ------------------------------------------------------------------------------------------------------
 
     def on_register_agent(self, step: Step, connection: int, request: RegisterAgent) -> None:
-        """An agent registers: admit it with its children, re-attach, defer or refuse it."""
+        """Admit an agent with its children, re-attach, defer or refuse it."""
         decision = decide_agent_admission(step.cluster, request)
-        who = f"agent:{request.agent}"
-        if self._refuse_or_defer(step, connection, request, who, decision):
+        name = f"agent:{request.agent}"
+        if self._refuse_or_defer(step, connection, request, name, decision):
             return
         is_forming = self._lifecycle.phase is Phase.FORMING
         if decision.admission is Admission.REATTACH:
@@ -407,7 +411,7 @@ class Registration:
             else:
                 step.out.persist(AgentRecord.from_agent(agent))
             self._last_call_deadline = step.now + self._settings.last_call_s
-            step.out.publish(who, "joined", decision.reason)
+            step.out.publish(name, "joined", decision.reason)
         agent = self._members.attach_agent(connection, agent, step.now)
         step.out.send(connection, Registered(self._lifecycle.cluster_id))
         if is_forming:
@@ -415,39 +419,39 @@ class Registration:
         else:
             self._members.send_desired_children(step, {agent.id})
             self._recovery.use_new_hosts(step)
-            self._recovery.update_readiness(step, "every member is here again")
+            self._recovery.update_readiness(step, "all members re-attached")
 
     # -- refusals ----------------------------------------------------------------------------------------------------
 
     def _refuse_or_defer(
-        self, step: Step, connection: int, request: Register | RegisterAgent, who: str, decision: AdmissionDecision
+        self, step: Step, connection: int, request: Register | RegisterAgent, name: str, decision: AdmissionDecision
     ) -> bool:
-        """Refuse or defer the request, if that is the decision; returns whether it was. A member that missed the end of
-        this cluster is told of the end instead."""
+        """Refuse or defer the request if that is the decision; return whether it was. A member that missed the end of this
+        cluster is sent `ClusterEnded` instead of a refusal."""
         known = self._members.member_at(connection) or self._members.agent_at(connection)
         reason = decision.reason
         if known is not None and known.instance_id != request.instance_id:
-            reason = "its connection speaks for another node already"
+            reason = "its connection already belongs to another node"
         elif decision.admission is Admission.DEFER:
-            self._defer(step, connection, request.instance_id, who, reason)
+            self._defer(step, connection, request.instance_id, name, reason)
             return True
         elif decision.admission is not Admission.REFUSE:
             return False
-        is_told = self._shutdown.tell_if_missed(step, connection, request.instance_id, request.cluster_id)
-        if not is_told:
+        has_missed_end = self._shutdown.tell_if_missed(step, connection, request.instance_id, request.cluster_id)
+        if not has_missed_end:
             step.out.count("refused")
             address = request.host.address
             if self._lifecycle.phase is Phase.FORMING:
                 self.last_refusal = f"{request.host.name} ({address}) was refused: {reason}"
                 self._lifecycle.set_reason(decide_formation(step.cluster)[1])
-            step.out.publish(who, "refused", f"{reason} (it came from {address})", Level.WARNING)
+            step.out.publish(name, "refused", f"{reason} (from {address})", Level.WARNING)
             step.out.send(connection, Refused(reason))
         step.out.close(connection)
         self._recovery.on_connection_lost(step, connection, "refused")
         return True
 
-    def _defer(self, step: Step, connection: int, instance_id: str, who: str, reason: str) -> None:
+    def _defer(self, step: Step, connection: int, instance_id: str, name: str, reason: str) -> None:
         if instance_id not in self._deferred and len(self._deferred) < DEFERRED_INSTANCES_MAX:
             self._deferred.add(instance_id)
-            step.out.publish(who, "held off", reason, Level.WARNING)
+            step.out.publish(name, "held off", reason, Level.WARNING)
         step.out.send(connection, Refused(reason, retry_after_s=DEFER_S))

@@ -1,10 +1,10 @@
-"""Parameter servers are added and removed while the training runs.
+"""Scaling of the parameter servers during training.
 
-STABLE → ARRIVING: new servers are started, each with a holder for its copy. Nothing has changed for anyone else; a new server
-that dies or does not come rolls the growth back (→ STABLE). ARRIVING → MOVING: all servers have reported that they are in sync,
-and the rows get new owners. There is no way back from there and none is needed: the servers move slots until every slot is with
-its owner, whichever process runs there. A removal begins with MOVING. MOVING → STABLE: all servers are in sync again, and those
-that own nothing leave. The generation does not change: the workers' group is not affected.
+STABLE → ARRIVING: a scale-out starts new servers, each with a holder for its replica. No row has moved, and a new server that
+dies or is late rolls the scale-out back (→ STABLE). ARRIVING → MOVING: all servers have reported that they are in sync, and the
+scheduler persists and sends the new sharding. From here there is no rollback: servers move slots, across restarts, until every
+slot is at its owner. A scale-in begins with MOVING. MOVING → STABLE: all servers are in sync again, and those without slots
+leave. The generation does not change, because the workers' group is not affected.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from covey.core.types import ClusterRecord, Member, MemberRecord, Phase, Role
 
 class ReshardingState(StrEnum):
     STABLE = "stable"
-    ARRIVING = "arriving"  # new servers are started
+    ARRIVING = "arriving"  # new servers are starting
     MOVING = "moving"  # rows move to their new owners
 
 
@@ -37,13 +37,13 @@ TRANSITIONS: dict[ReshardingState, frozenset[ReshardingState]] = {
 
 
 def is_server_request(cluster: ClusterState, request: ScaleRequest) -> bool:
-    """Whether a request is about servers. Where there are any, node ids are theirs: the number of workers cannot change."""
+    """Return whether a request is about servers. In a cluster with servers, node ids name servers: the world size is fixed."""
     named = bool(request.node_ids) and cluster.size(Role.PSERVER) > 0
     return request.servers >= 0 or request.more_servers != 0 or named
 
 
 def plan_server_resize(cluster: ClusterState, in_sync: set[int], request: ScaleRequest) -> tuple[ResizePlan | None, str]:
-    """May the servers become more or fewer as asked, and how? `in_sync`: the servers that hold all their rows."""
+    """Return the plan for a requested number of servers, or None; and the reason. `in_sync`: ranks of the servers in sync."""
     servers = sorted(cluster.members_in_role(Role.PSERVER), key=lambda m: m.rank)
     count = len(servers)
     if cluster.phase is not Phase.READY:
@@ -51,48 +51,48 @@ def plan_server_resize(cluster: ClusterState, in_sync: set[int], request: ScaleR
     if not count:
         return None, "this cluster has no parameter servers"
     if cluster.is_resharding:
-        return None, "parameter servers come or go already: wait until that is over"
-    if unsettled := [f"pserver:{m.rank}" for m in servers if m.rank not in in_sync]:
-        return None, f"the rows of {', '.join(unsettled)} have no copy yet: ask again in a moment"
+        return None, "parameter servers are already being added or removed: wait until that is complete"
+    if not_in_sync := [f"pserver:{m.rank}" for m in servers if m.rank not in in_sync]:
+        return None, f"the rows of {', '.join(not_in_sync)} have no replica yet: try again in a moment"
     if request.more_workers or request.workers >= 0:
-        workers = count_noun(cluster.size(Role.WORKER), "worker")
-        return None, f"the parameter servers count on {workers}: only the number of servers can change"
+        workers = cluster.size(Role.WORKER)
+        return None, f"the number of workers ({workers}) is fixed with parameter servers: only the number of servers can change"
     wanted = request.servers if request.servers >= 0 else count + request.more_servers
-    leavers = servers[wanted:]
+    departing = servers[wanted:]
     if request.node_ids:
         known = {str(m.rank): m for m in servers}
-        listed = f"{', '.join(f'pserver:{rank}' for rank in known)}, and only they can go"
-        leavers, reason = select_departing(request.node_ids, Role.PSERVER, known, "parameter servers", listed)
-        if not leavers:
+        listed = f"{', '.join(f'pserver:{rank}' for rank in known)}, and only they can be removed"
+        departing, reason = select_departing(request.node_ids, Role.PSERVER, known, "parameter servers", listed)
+        if not departing:
             return None, reason
-        wanted = count - len(leavers)
+        wanted = count - len(departing)
     if wanted == count:
         return None, f"there {is_or_are(count)} {count_noun(count, 'parameter server')} already"
     if not 1 <= wanted <= SLOTS:
-        return None, f"{wanted} parameter servers are not possible: 1 to {SLOTS} are"
+        return None, f"{wanted} parameter servers are not possible: expected 1 to {SLOTS}"
     if wanted < count:
-        return ResizePlan([], leavers), f"the parameter servers become fewer, from {count} to {wanted}, as asked"
+        return ResizePlan([], departing), f"the number of parameter servers decreases from {count} to {wanted}, as requested"
     agents = least_loaded_agents(cluster, wanted - count)
     if not agents:
-        return None, "no agent is there that could start a server: only under covey run can there be more"
-    return ResizePlan(agents, []), f"the parameter servers become more, from {count} to {wanted}, as asked"
+        return None, "no agent can start a server: only covey run can add servers"
+    return ResizePlan(agents, []), f"the number of parameter servers increases from {count} to {wanted}, as requested"
 
 
 class Resharding:
-    """Owns which parameter server holds which rows, and the change of that.
+    """Owns the sharding of the rows over the parameter servers, and its changes.
 
-    Servers learn a sharding only once it is durable; new servers own no rows until all servers are in sync.
+    A sharding is sent only after it was persisted. New servers own no rows until all servers are in sync.
     """
 
     def __init__(self, base: BaseParts) -> None:
         self._settings, self._lifecycle = base.settings, base.lifecycle
         self._members, self._incidents = base.members, base.incidents
         self.state = ReshardingState.STABLE
-        self.sharding: Sharding | None = None  # the owners of the rows, once they have changed
-        self.joining_servers: ServerRanks = ()  # ARRIVING: the new servers
-        self.has_row_copies: bool | None = None  # whether rows have a copy, once servers were added or removed
-        self.next_server_number = -1  # the number of the next server; -1: the first after formation
-        self._in_sync: set[int] = set()  # servers that hold all their rows by the present sharding
+        self.sharding: Sharding | None = None  # None: the initial sharding
+        self.joining_servers: ServerRanks = ()  # while ARRIVING: ranks of the new servers
+        self.has_row_copies: bool | None = None  # whether rows have a replica; None: no server was added or removed
+        self.next_server_number = -1  # rank of the next new server; -1: none was added since formation
+        self._in_sync: set[int] = set()  # ranks of the servers that are in sync with the current sharding
         self._join_deadline = NEVER
 
     @property
@@ -102,7 +102,7 @@ class Resharding:
 
     @property
     def rows_in_place(self) -> bool:
-        """Whether every row is with its owner."""
+        """Whether no rows are moving: every row is at its owner."""
         return self.state is not ReshardingState.MOVING
 
     @property
@@ -111,13 +111,13 @@ class Resharding:
 
     @property
     def rows_survive_death(self) -> bool:
-        """Whether the rows of a parameter server survive its death: a single server has no other to hold their copy."""
+        """Whether the rows of a parameter server survive its death. A single server has no replica."""
         if self.has_row_copies is None:
             return self._settings.copies > 0 and self._settings.server_num > 1
         return self.has_row_copies
 
     def server_ranks(self) -> set[int]:
-        """The servers that belong to the cluster, those of a growth among them."""
+        """Return the ranks of all servers of the cluster, including joining ones."""
         if self.sharding is None and not self._settings.server_num:
             return set()
         return {*self.current_sharding.servers, *self.joining_servers}
@@ -129,7 +129,7 @@ class Resharding:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def request(self, step: Step, request: ScaleRequest) -> ScaleAccepted | Refused:
-        """Change the number of parameter servers as requested, if that is possible now."""
+        """Start a scale-out or scale-in of the parameter servers, if that is possible now."""
         plan, reason = plan_server_resize(step.cluster, self._in_sync, request)
         if plan is None:
             return Refused(reason)
@@ -137,20 +137,20 @@ class Resharding:
         step.out.count(f"server_{kind.replace('-', '_')}")
         step.out.publish("servers", kind, reason)
         if plan.agents:
-            self._start_growth(step, plan.agents)
+            self._start_scale_out(step, plan.agents)
         else:
             self._start_moving(step, tuple(m.rank for m in plan.departing))
-        # an incident is opened after the change that it is about is durable, and closed before
-        return ScaleAccepted(self._incidents.open(step, kind, reason, "asked for", node=SERVERS_NODE), reason)
+        # an incident is opened after its change was persisted, and closed before
+        return ScaleAccepted(self._incidents.open(step, kind, reason, "requested", node=SERVERS_NODE), reason)
 
     def request_roll_back(self, step: Step) -> ScaleAccepted:
         number = max((i.number for i in self._incidents.records if i.node == SERVERS_NODE), default=0)
-        self._roll_back(step, "asked to")
-        return ScaleAccepted(number, "the servers that were to come do not")
+        self._roll_back(step, "requested")
+        return ScaleAccepted(number, "the scale-out is rolled back")
 
     # -- adding and removing -----------------------------------------------------------------------------------------
 
-    def _start_growth(self, step: Step, agents: list[str]) -> None:
+    def _start_scale_out(self, step: Step, agents: list[str]) -> None:
         self._set_state(ReshardingState.ARRIVING)
         for agent in agents:
             number = max(self.next_server_number, self._settings.server_num)
@@ -158,12 +158,12 @@ class Resharding:
             member = self._members.admit_server(agent, number, self._lifecycle.generation, step.now)
             self.joining_servers = (*self.joining_servers, number)
             step.out.persist(MemberRecord.from_member(member))
-        step.out.persist_cluster()  # after its members: one that the record does not list does not count
+        step.out.persist_cluster()  # after its members: members that this record does not list are ignored
         self._join_deadline = step.now + JOIN_TIMEOUT_S
         self._members.send_desired_children(step, set(agents))
 
     def note_in_sync(self, step: Step, member: Member, report: ServerInSync) -> None:
-        """A server holds all its rows; when all do, the change goes on."""
+        """Record that a server is in sync; when all servers are, continue the change."""
         if report.sharding_version != self.current_sharding.version:
             return
         self._in_sync.add(member.rank)
@@ -174,39 +174,41 @@ class Resharding:
         elif self.state is ReshardingState.MOVING:
             self._finish(step)
 
-    def _start_moving(self, step: Step, leavers: ServerRanks) -> None:
-        """Give the rows to all servers but these."""
+    def _start_moving(self, step: Step, departing: ServerRanks) -> None:
+        """Assign the rows to all servers except the departing ones, and send the new sharding."""
         self._set_state(ReshardingState.MOVING)
-        ring = tuple(sorted(m.rank for m in self._members.members_in_role(Role.PSERVER) if m.rank not in leavers))
+        ring = tuple(sorted(m.rank for m in self._members.members_in_role(Role.PSERVER) if m.rank not in departing))
         sharding = self.current_sharding
         owners, moves = rebalance_slots(sharding.owners, ring)
         self.joining_servers = ()
         self.has_row_copies = self._settings.copies > 0 and min(len(ring), len(sharding.ring)) > 1
-        self.sharding = Sharding(sharding.version + 1, owners, ring, leavers)
+        self.sharding = Sharding(sharding.version + 1, owners, ring, departing)
         self._in_sync = set()
         step.out.publish("servers", "shared anew", f"{len(moves)} of {SLOTS} slots move")
         self._send_sharding(step, self.sharding)
 
     def _finish(self, step: Step) -> None:
-        """Every row is with its owner: the servers without rows leave."""
+        """Complete the change: every row is at its owner, and the departing servers leave."""
         self._set_state(ReshardingState.STABLE)
         sharding = self.current_sharding
-        leavers = [m for m in self._members.members_in_role(Role.PSERVER) if m.rank in sharding.leaving]
+        departing = [m for m in self._members.members_in_role(Role.PSERVER) if m.rank in sharding.leaving]
         self.sharding = msgspec.structs.replace(sharding, leaving=())
         self.has_row_copies = self._settings.copies > 0 and len(sharding.ring) > 1
-        for member in leavers:
+        for member in departing:
             self._members.ignore_connection(member)
             self._members.remove(member)
         servers = count_noun(len(sharding.ring), "parameter server")
-        step.out.publish("servers", "settled", f"all rows are shared by {servers}")
+        step.out.publish("servers", "settled", f"all rows are distributed over {servers}")
         self._incidents.close(step, Outcome.RESUMED, node=SERVERS_NODE)
         self._send_sharding(step, self.sharding)
-        for member in leavers:
+        for member in departing:
             if member.connection:
-                step.out.send(member.connection, ClusterEnded(f"{member.name} leaves: its rows are with others"))
+                step.out.send(
+                    member.connection, ClusterEnded(f"{member.name} leaves: its rows have moved to the other servers")
+                )
 
     def _send_sharding(self, step: Step, sharding: Sharding) -> None:
-        """Durable first: a server never learns a sharding that a restarted scheduler does not know."""
+        """Persist the sharding, then send it: a restarted scheduler must know every sharding that a server has received."""
         step.out.persist_cluster()
         for member in self._members.reachable():
             step.out.send(member.connection, ShardingAssigned(sharding))
@@ -214,36 +216,36 @@ class Resharding:
     # -- deaths ------------------------------------------------------------------------------------------------------
 
     def roll_back_if_joining(self, step: Step, member: Member, reason: str) -> bool:
-        """After the death of a server: roll the growth back if it was part of it; returns whether it did."""
+        """Roll the scale-out back if the dead server was part of it; return whether it was."""
         self._in_sync.discard(member.rank)
         if member.rank not in self.joining_servers:
             return False
-        self._roll_back(step, f"{member.name} did not come: {reason}")
+        self._roll_back(step, f"{member.name} did not join: {reason}")
         return True
 
     def roll_back_if_overdue(self, step: Step) -> bool:
-        """Roll the growth back if not all came in time; returns whether it did."""
+        """Roll the scale-out back if not all new servers are in sync in time; return whether it was."""
         if self.state is not ReshardingState.ARRIVING or step.now <= self._join_deadline:
             return False
-        self._roll_back(step, f"not all came within {JOIN_TIMEOUT_S:g} s")
+        self._roll_back(step, f"not all joined within {JOIN_TIMEOUT_S:g} s")
         return True
 
     def _roll_back(self, step: Step, reason: str) -> None:
-        """Remove the new servers; nothing has changed for anyone else."""
+        """Remove the new servers; the sharding has not changed."""
         self._set_state(ReshardingState.STABLE)
         joining = [m for m in self._members.members_in_role(Role.PSERVER) if m.rank in self.joining_servers]
         for member in joining:
             self._members.close_connection(member.connection, step.out)
             self._members.remove(member)
         self.joining_servers = ()
-        reason = f"{reason}; the growth is taken back"
+        reason = f"{reason}; the scale-out is rolled back"
         step.out.publish("servers", "rolled back", reason, Level.WARNING)
         self._incidents.close(step, Outcome.ROLLED_BACK, node=SERVERS_NODE, reason=reason)
         step.out.persist_cluster()
         self._members.send_desired_children(step, {m.agent for m in joining})
 
     def reset_for_restart(self) -> None:
-        """All workers and servers start again: every server must report anew."""
+        """Require every server to report again that it is in sync, after a full restart."""
         self._in_sync = set()
 
     def postpone(self, by_s: float) -> None:

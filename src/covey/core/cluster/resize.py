@@ -1,11 +1,11 @@
-"""The number of workers changes: on request, because a worker or a host came, or because a lost rank is not replaced.
+"""Resizing of the world: on request, when a worker or a host joins, or when a dead worker is not replaced.
 
-A *member index* is a member's number for the whole run: its replacements keep it and no other member ever gets it. Its *rank*
-is its position in the world of the present generation. Ranks have no holes: when one leaves, the highest rank fills its place
-and all others keep theirs. Ranks in the middle of a step compute from the indexes which ranks left and which samples were not
-used.
+A *member index* is constant for the whole run: replacements keep it and no other member ever gets it. The *rank* is the
+position in the world of the current generation. Ranks are contiguous: when a rank leaves, the member with the highest rank
+takes it over, and all others keep theirs. Inside a step, ranks compute from the indexes which ranks left and which samples were
+not used.
 
-Every change is one new generation in which every member is told its rank. A growth succeeds or is rolled back as a whole.
+Every resize starts one generation, in which each member receives its rank. A scale-out succeeds or is rolled back as a whole.
 """
 
 from __future__ import annotations
@@ -22,104 +22,109 @@ from covey.core.plurals import count_noun, is_or_are
 from covey.core.types import AgentRecord, ClusterRecord, Member, NodeState, Phase, Role
 
 WORLD_MAX = 4096  # workers
-JOIN_TIMEOUT_S = 300.0  # how long the workers or servers of a growth may take to come, before it is rolled back
+JOIN_TIMEOUT_S = 300.0  # time for the new workers or servers of a scale-out to join, before it is rolled back
 
 
 # -- decisions ----------------------------------------------------------------------------------------------------------
 
 
 class ShrinkPlan(msgspec.Struct, frozen=True):
-    """One member goes; `filler`, where there is one, takes its rank."""
+    """Removal of one member; `filler` takes its rank (None: it has the highest rank)."""
 
     departing: Member
     filler: Member | None
 
 
 def plan_shrink(cluster: ClusterState, gone: Member) -> tuple[ShrinkPlan | None, str]:
-    """May the others go on in a world that is smaller by this member?"""
+    """Return the plan to continue without this member, or None; and the reason."""
     workers = cluster.members_in_role(Role.WORKER)
     others = [m for m in workers if m.uid != gone.uid]
-    if gone.role is not Role.WORKER or not others:
-        return None, f"without {gone.name} nobody is left"
+    if gone.role is not Role.WORKER:
+        return None, f"{gone.name} is not a worker"
+    if not others:
+        return None, f"{gone.name} is the only worker"
     if cluster.size(Role.PSERVER):
-        return None, f"the parameter servers count on {count_noun(len(workers), 'worker')}"
+        return None, f"the number of workers ({len(workers)}) is fixed with parameter servers"
     if has_left_worker(cluster):
         return None, "some workers have finished and left already"
     if not cluster.trains:
-        return None, f"no step was finished before {gone.name} died, and a world shrinks only in a covey.Loop's steps"
+        return None, f"no covey.Loop completed a step before {gone.name} died, so the world cannot shrink"
     highest = max(workers, key=lambda m: m.rank)
-    return ShrinkPlan(gone, highest if highest.uid != gone.uid else None), f"the others go on in a world of {len(others)}"
+    return ShrinkPlan(
+        gone, highest if highest.uid != gone.uid else None
+    ), f"the other ranks continue in a world of {len(others)}"
 
 
 def remaining_departing(cluster: ClusterState) -> list[Member]:
-    """Who is still to leave on request. Where deaths have left nobody else, the lowest of them stays."""
+    """Return the workers that are still to leave on request. If no others are left, the one with the lowest rank stays."""
     workers = sorted(cluster.members_in_role(Role.WORKER), key=lambda m: m.rank)
-    leavers = [m for m in workers if m.node_id in cluster.departing_ids]
-    return leavers if len(leavers) < len(workers) else leavers[1:]
+    departing = [m for m in workers if m.node_id in cluster.departing_ids]
+    return departing if len(departing) < len(workers) else departing[1:]
 
 
 def has_left_worker(cluster: ClusterState) -> bool:
-    """Whether a worker has ended well before the others: then nobody can be in step with all of them any more."""
+    """Return whether a worker has finished before the others: then the remaining ranks can no longer be resized."""
     return any(m.state is NodeState.LEFT for m in cluster.members_in_role(Role.WORKER))
 
 
 def can_roll_back(cluster: ClusterState) -> bool:
-    """Whether a growth can be taken back: some must still be there from before, and have the state."""
+    """Return whether a scale-out is in progress and can be rolled back: an earlier worker is present and holds the state."""
     before = [m for m in cluster.members_in_role(Role.WORKER) if m.node_id not in cluster.joining_ids]
     return bool(cluster.joining_ids) and cluster.trains and any(m.is_present for m in before) and not has_left_worker(cluster)
 
 
 class ResizePlan(msgspec.Struct, frozen=True):
-    """More or fewer workers or servers, as it can be done: the agents of those who come, or who goes."""
+    """Plan of a resize: the agents that start the new members, one entry per member, or the members that leave."""
 
     agents: list[str]
     departing: list[Member]
 
 
 def resize_blocker(cluster: ClusterState) -> str:
-    """Why the world cannot change its size now; "" where it can."""
+    """Return why the world size cannot change now; "" if it can."""
     if cluster.phase is not Phase.READY:
         return f"The cluster is not ready. It is {cluster.phase}: {cluster.reason}"
     if cluster.size(Role.PSERVER):
         world = cluster.size(Role.WORKER)
-        return f"the parameter servers count on {count_noun(world, 'worker')}: only the number of servers can change"
+        return f"the number of workers ({world}) is fixed with parameter servers: only the number of servers can change"
     if cluster.settings.default_target_workers == 1 or not cluster.trains:
-        return "only the world of a covey.Loop that has finished a step, with two workers or more, can change its size"
+        return "only a world of two or more workers whose covey.Loop has completed a step can change its size"
     if has_left_worker(cluster):
         return "some workers have finished and left already"
     return ""
 
 
 def plan_resize(cluster: ClusterState, request: ScaleRequest) -> tuple[ResizePlan | None, str]:
-    """May the world change as asked, and how?"""
+    """Return the plan for a requested world size, or None; and the reason."""
     workers = sorted(cluster.members_in_role(Role.WORKER), key=lambda m: m.rank)
     world = len(workers)
     if reason := resize_blocker(cluster):
         return None, reason
     wanted = request.workers if request.workers >= 0 else world + request.more_workers
-    leavers = workers[wanted:]
+    departing = workers[wanted:]
     if request.node_ids:
         known = {m.node_id: m for m in workers}
-        leavers, reason = select_departing(
+        departing, reason = select_departing(
             request.node_ids, Role.WORKER, known, "workers", ", ".join(sorted(known, key=natural_sort_key))
         )
-        if not leavers:
+        if not departing:
             return None, reason
-        wanted = world - len(leavers)
+        wanted = world - len(departing)
     if wanted == world:
         return None, f"there {is_or_are(world)} {count_noun(world, 'worker')} already"
     if reason := _world_size_blocker(cluster, wanted):
         return None, reason
     if wanted < world:
-        return ResizePlan([], leavers), f"the world shrinks from {world} to {count_noun(wanted, 'worker')}, as asked"
+        return ResizePlan([], departing), f"the world shrinks from {world} to {count_noun(wanted, 'worker')}, as requested"
     agents = least_loaded_agents(cluster, wanted - world)
     if not agents:
-        return None, "no agent is there that could start a worker: only under covey run can a world grow"
-    return ResizePlan(agents, []), f"the world grows from {world} to {wanted} workers, as asked"
+        return None, "no agent can start a worker: only covey run can add workers"
+    return ResizePlan(agents, []), f"the world grows from {world} to {wanted} workers, as requested"
 
 
 def least_loaded_agents(cluster: ClusterState, count: int) -> list[str]:
-    """The agents of so many who come: each on the host that has the fewest then. Empty where there is no agent."""
+    """Return `count` agents for new members, each the one with the fewest children at that point; [] if no agent is
+    available."""
     load = {
         agent.id: len(cluster.children(agent.id))
         for agent in cluster.agents.values()
@@ -133,39 +138,39 @@ def least_loaded_agents(cluster: ClusterState, count: int) -> list[str]:
 
 
 def target_with_extra(cluster: ClusterState, more: int) -> tuple[int | None, str]:
-    """How many workers there should be, if so many more may come by themselves."""
+    """Return the target if `more` workers may join by themselves, or None; and the reason."""
     if reason := resize_blocker(cluster):
         return None, reason
     wanted = cluster.size(Role.WORKER) + more
     if reason := _world_size_blocker(cluster, wanted):
         return None, reason
-    return wanted, f"there is place for {wanted} workers, as asked"
+    return wanted, f"up to {wanted} workers are allowed, as requested"
 
 
 def _world_size_blocker(cluster: ClusterState, wanted: int) -> str:
-    """Why there cannot be so many workers; "" where there can."""
+    """Return why this world size is not possible; "" if it is."""
     most = cluster.settings.worker_max or WORLD_MAX
-    return "" if 1 <= wanted <= most else f"a world of {wanted} workers is not possible: 1 to {most} are"
+    return "" if 1 <= wanted <= most else f"a world of {wanted} workers is not possible: expected 1 to {most}"
 
 
 def select_departing(
     node_ids: list[str], role: Role, known: dict[str, Member], what: str, listed: str
 ) -> tuple[list[Member], str]:
-    """The members with these ids ("2" or "worker:2"), who are to go; none, and why, if one is unknown or all would go."""
+    """Return the members with these ids ("2" or "worker:2"); [] and the reason if an id is unknown or no member would
+    remain."""
     ids = {node_id.removeprefix(f"{role}:") for node_id in node_ids}
     if unknown := sorted(ids - known.keys()):
         return [], f"The node id:{unknown[0]} is illegal. The {what} are {listed}"
     if ids == known.keys():
-        return [], f"not all {what} can go: covey stop ends a cluster"
+        return [], f"not all {what} can be removed: use covey stop to end the cluster"
     return [member for node_id, member in known.items() if node_id in ids], ""
 
 
 def plan_growth(cluster: ClusterState) -> tuple[ResizePlan | None, str]:
-    """May the world grow by itself, because hosts have come that offer more workers than it has, and can start them
-    at once?"""
+    """Return the plan to grow on free slots of hosts whose templates are ready, up to the target, or None; and the reason."""
     world = cluster.size(Role.WORKER)
     if world >= cluster.target_workers:
-        return None, f"there are {world} workers, as there should be"
+        return None, f"all {world} requested workers are present"
     if reason := resize_blocker(cluster):
         return None, reason
     offers = {
@@ -176,12 +181,12 @@ def plan_growth(cluster: ClusterState) -> tuple[ResizePlan | None, str]:
     offered = [agent for agent, free in offers.items() for _ in range(free)][: cluster.target_workers - world]
     hosts = ", ".join(dict.fromkeys(cluster.agents[agent].host.name for agent in offered))
     return (ResizePlan(offered, []) if offered else None), (
-        f"the world grows from {world} to {world + len(offered)} workers, as {hosts} came"
+        f"the world grows from {world} to {world + len(offered)} workers because {hosts} joined"
     )
 
 
 def make_member_indexes(cluster: ClusterState) -> MemberIndexes:
-    """The member index of every worker, in order of rank."""
+    """Return the member index of every worker, in order of rank."""
     workers = sorted(cluster.members_in_role(Role.WORKER), key=lambda m: m.rank)
     return MemberIndexes(cluster.resized_generation, [m.member_index for m in workers])
 
@@ -190,29 +195,29 @@ def make_member_indexes(cluster: ClusterState) -> MemberIndexes:
 
 
 class Resize:
-    """Owns the running change of the number of workers.
+    """Owns the resize of the world in progress.
 
-    A growth is under way while `joining_ids` is not empty: it ends when all ranks have resumed, or is rolled back. A scale-in
-    is under way while `departing_ids` is not empty: its members leave in turns. Both can be under way at once.
+    A scale-out is in progress while `joining_ids` is not empty: it ends when all ranks have resumed, or is rolled back. A
+    scale-in is in progress while `departing_ids` is not empty: its members leave in batches. Both can be in progress together.
     """
 
     def __init__(self, base: BaseParts, barrier: HealBarrier) -> None:
         self._settings, self._lifecycle, self._heartbeats = base.settings, base.lifecycle, base.heartbeats
         self._members, self._incidents = base.members, base.incidents
         self._barrier = barrier
-        self.requested_workers = 0  # the number of workers that was requested last; 0: none was
-        self.joining_ids: tuple[str, ...] = ()  # node ids of the workers that a growth waits for
-        self.departing_ids: tuple[str, ...] = ()  # node ids of the workers that leave once all others have resumed
+        self.requested_workers = 0  # the last requested world size; 0: none was requested
+        self.joining_ids: tuple[str, ...] = ()  # node ids of the new workers of a scale-out
+        self.departing_ids: tuple[str, ...] = ()  # node ids that leave in the next batch, once all ranks have resumed
         self._join_deadline = NEVER
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def request(self, step: Step, request: ScaleRequest) -> ScaleAccepted | Refused:
-        """Change the number of workers as requested, if that is possible now."""
+        """Start a scale-out or scale-in of the workers, or roll a scale-out back, if that is possible now."""
         if request.roll_back:
             if not can_roll_back(step.cluster):
-                return Refused("no growth is under way that could be taken back")
-            number = self.roll_back(step, "asked to")
+                return Refused("no scale-out is in progress that could be rolled back")
+            number = self.roll_back(step, "requested")
             return ScaleAccepted(number, self._lifecycle.reason)
         if not request.start_processes:
             return self._raise_target(step, request.more_workers)
@@ -221,15 +226,15 @@ class Resize:
             return Refused(reason)
         self.requested_workers = self._members.size(Role.WORKER) + len(plan.agents) - len(plan.departing)
         if plan.agents:
-            number = self._grow_on_agents(step, plan.agents, reason, "asked for")
+            number = self._grow_on_agents(step, plan.agents, reason, "requested")
         else:
             step.out.count("scale_in")
-            number = self._incidents.open(step, "scale-in", reason, "asked for")
+            number = self._incidents.open(step, "scale-in", reason, "requested")
             self._release(step, plan.departing, reason)
         return ScaleAccepted(number, reason)
 
     def _raise_target(self, step: Step, more: int) -> ScaleAccepted | Refused:
-        """Admit this many more workers; they come by themselves."""
+        """Raise the target by `more` workers, which are admitted when they register by themselves."""
         wanted, reason = target_with_extra(step.cluster, more)
         if wanted is None:
             return Refused(reason)
@@ -242,10 +247,10 @@ class Resize:
     # -- growing -----------------------------------------------------------------------------------------------------
 
     def grow_on_free_slots(self, step: Step) -> None:
-        """Grow on hosts that came and have free slots, up to the target."""
+        """Start a scale-out on hosts with free slots, up to the target."""
         plan, reason = plan_growth(step.cluster)
         if plan is not None:
-            self._grow_on_agents(step, plan.agents, reason, "a host came")
+            self._grow_on_agents(step, plan.agents, reason, "a host joined")
 
     def _grow_on_agents(self, step: Step, agents: list[str], reason: str, cause: str) -> int:
         generation = self._lifecycle.generation + 1
@@ -255,8 +260,8 @@ class Resize:
         return number
 
     def grow_by(self, step: Step, joining: list[Member], reason: str, cause: str) -> int:
-        """Begin a generation with these members, which are admitted already; the others wait for them inside their step.
-        Returns the number of the incident."""
+        """Start a generation with these members, which are admitted already; return the number of the incident. The other ranks
+        wait for them inside their step."""
         step.out.count("scale_out")
         number = self._incidents.open(step, "scale-out", reason, cause)
         self.joining_ids = tuple(m.node_id for m in joining)
@@ -267,33 +272,34 @@ class Resize:
         return number
 
     def finish_growth(self) -> None:
-        """All ranks have resumed, or a growth has lost its meaning: nobody is waited for."""
+        """Mark the scale-out as complete, because all ranks have resumed or all workers restart."""
         self.joining_ids = ()
 
     def roll_back_if_joining(self, step: Step, member: Member, reason: str) -> bool:
-        """After a death: roll the growth back if this member was part of it; returns whether it did.
+        """Roll the scale-out back if the dead member was part of it; return whether it was.
 
-        A growth cannot be rolled back any more when no earlier member holds the state: then the joining members are ordinary.
+        If no earlier member holds the state, the scale-out cannot be rolled back, and the joining members are treated as all
+        others.
         """
         if not can_roll_back(step.cluster):
             self.joining_ids = ()
         if member.role is not Role.WORKER or member.node_id not in self.joining_ids:
             return False
-        self.roll_back(step, f"{member.name} did not come: {reason}")
+        self.roll_back(step, f"{member.name} did not join: {reason}")
         return True
 
     def roll_back_if_overdue(self, step: Step) -> bool:
-        """Roll the growth back if not all came in time; returns whether it did."""
+        """Roll the scale-out back if the ranks have not resumed in time; return whether it was."""
         if step.now <= self._join_deadline or not can_roll_back(step.cluster):
             return False
-        self.roll_back(step, f"not all came within {JOIN_TIMEOUT_S:g} s")
+        self.roll_back(step, f"not all joined within {JOIN_TIMEOUT_S:g} s")
         return True
 
     def roll_back(self, step: Step, reason: str) -> int:
-        """Remove all members of the growth; returns the number of the incident."""
+        """Remove all new members of the scale-out; return the number of the incident."""
         joining = [m for m in self._members.members_in_role(Role.WORKER) if m.node_id in self.joining_ids]
         self.joining_ids = ()
-        reason = f"{reason}; the growth is taken back"
+        reason = f"{reason}; the scale-out is rolled back"
         self._incidents.close(step, Outcome.ROLLED_BACK, reason=reason)
         number = self._incidents.open(step, "scale-in", reason, reason)
         remaining = self._members.size(Role.WORKER) - len(joining)
@@ -308,24 +314,27 @@ class Resize:
     # -- shrinking ---------------------------------------------------------------------------------------------------
 
     def give_up_member(self, step: Step, member: Member, what: str, reason: str) -> None:
-        """Continue without a lost member, in the step the others are in."""
+        """Continue without a dead member, in the current step of the remaining ranks."""
         step.out.count("shrinks")
         self._start_generation(step, reason, what, self._remove(step, [member]))
         self._limit_slots(step, [member])
-        self._members.send_desired_children(step, {member.agent})  # to end what may be left of it
+        self._members.send_desired_children(step, {member.agent})  # to end what may be left of its process
 
     def shrink_to_survivors(self, step: Step, lost: list[Member], cause: str) -> None:
-        """Continue without the lost members, for whom no host came."""
-        reason = f"{cause}: the others go on in a world of {self._members.size(Role.WORKER) - len(lost)}"
+        """Continue without the lost members, for which no host joined."""
+        reason = f"{cause}: the other ranks continue in a world of {self._members.size(Role.WORKER) - len(lost)}"
         step.out.count("shrinks")
         self._incidents.open(step, "elastic-training", reason, cause)
         self._start_generation(step, reason, cause, self._remove(step, lost))
 
-    def _release(self, step: Step, leavers: list[Member], reason: str) -> None:
-        """Release as many members as may leave at once, the highest ranks first; the rest leaves when all others resumed."""
+    def _release(self, step: Step, departing: list[Member], reason: str) -> None:
+        """Remove the highest-ranked departing members, at most as many as the optimizer's replicas allow (`departing_max`).
+
+        The rest leave after all remaining ranks have resumed.
+        """
         at_once = [n for m in self._members.members_in_role(Role.WORKER) if (n := self._heartbeats.progress(m).departing_max)]
-        leavers = sorted(leavers, key=lambda m: -m.rank)
-        now, later = (leavers[: min(at_once)], leavers[min(at_once) :]) if at_once else (leavers, [])
+        departing = sorted(departing, key=lambda m: -m.rank)
+        now, later = (departing[: min(at_once)], departing[min(at_once) :]) if at_once else (departing, [])
         self.departing_ids = tuple(m.node_id for m in later)
         self._start_generation(step, reason, reason, self._remove(step, now))
         for member in now:
@@ -333,38 +342,38 @@ class Resize:
                 step.out.send(member.connection, ClusterEnded(f"{member.name} leaves: {reason}"))
 
     def release_next_leavers(self, step: Step) -> bool:
-        """Release the next members that are to leave; returns whether it did.
+        """Release the next batch of departing members; return whether there was one.
 
-        It does not if there is none, or if the number of workers may not change now. Then the operation waits: after a rollback
-        for the first step, near the end for the end of the run.
+        Return False if no member is to leave, or if the world size cannot change now. In the second case the scale-in waits:
+        after a full restart for the first step, near the end of the script for the end of the run.
         """
-        leavers = remaining_departing(step.cluster)
-        if not leavers:
+        departing = remaining_departing(step.cluster)
+        if not departing:
             self.departing_ids = ()
             return False
-        if plan_shrink(step.cluster, leavers[0])[0] is None:
+        if plan_shrink(step.cluster, departing[0])[0] is None:
             return False
         if self._barrier.all_resumed:
-            self._release(step, leavers, f"{describe_members(leavers)} leave too, as asked")
-        else:  # the scheduler was restarted and does not know which ranks resumed
-            reason = f"{describe_members(leavers)} are to leave too, once all others are known to have what was theirs"
+            self._release(step, departing, f"next to leave, as requested: {describe_members(departing)}")
+        else:  # the scheduler was restarted: it is unknown which ranks have resumed
+            reason = f"waiting for all ranks to resume before {describe_members(departing)} leave"
             self._barrier.require_all_to_resume()
             self._lifecycle.begin_healing(reason, step.now)
             self._barrier.regroup(step, reason)
         return True
 
-    def _remove(self, step: Step, leavers: list[Member]) -> list[Member]:
-        """Remove members; returns the members whose rank changed."""
+    def _remove(self, step: Step, departing: list[Member]) -> list[Member]:
+        """Remove members; return the remaining members whose rank changed."""
         changed: dict[int, Member] = {}
-        for leaver in leavers:
-            member = self._members.current(leaver)
+        for leaving in departing:
+            member = self._members.current(leaving)
             plan, reason = plan_shrink(step.cluster, member)
             assert plan is not None, reason
             self._members.ignore_connection(member)
             self._members.remove(member)
             if plan.filler is not None:
                 changed[plan.filler.uid] = self._members.change_rank(plan.filler, member.rank)
-        left = {member.uid for member in leavers}
+        left = {member.uid for member in departing}
         return [member for uid, member in changed.items() if uid not in left]
 
     def _limit_slots(self, step: Step, gone: list[Member]) -> None:
@@ -372,16 +381,18 @@ class Resize:
             agent = self._members.limit_slots(self._members.agents[name])
             step.out.persist(AgentRecord.from_agent(agent))
 
-    # -- both --------------------------------------------------------------------------------------------------------
+    # -- generations and the journal ---------------------------------------------------------------------------------
 
     def _start_generation(self, step: Step, reason: str, what: str, changed: list[Member]) -> None:
-        """Begin a generation with another number of workers and tell every member its rank."""
+        """Start a generation with another world size and send every reachable member its rank."""
         self._barrier.require_agreement()
         self._lifecycle.begin_healing(reason, step.now)
-        self._lifecycle.set_reason(reason)  # also where another change was under way
+        self._lifecycle.set_reason(reason)  # also if the cluster was already HEALING
         self._lifecycle.note_resize()
         self._barrier.start_generation(step, *changed)
-        step.out.publish("cluster", "resized", f"{what}; the world is now {self._members.size(Role.WORKER)}", Level.WARNING)
+        step.out.publish(
+            "cluster", "resized", f"{what}; the world size is now {self._members.size(Role.WORKER)}", Level.WARNING
+        )
         for member in self._members.reachable():
             self._members.send_rank(step, member)
 
@@ -396,8 +407,8 @@ class Resize:
         )
 
     def resume(self, step: Step) -> None:
-        """After a restart of the scheduler: a change that was under way ends when all ranks say again that they resumed;
-        the members of a growth have the full time to come, from now."""
+        """Continue a resize after a restart of the scheduler: it is complete when all ranks have sent `RankResumed` again. New
+        members have `JOIN_TIMEOUT_S` from now to join."""
         is_pending = self._lifecycle.trains and self._incidents.is_resizing
         self._barrier.resume(is_pending)
         if not is_pending:

@@ -1,15 +1,15 @@
-"""The scheduler's state machine: the only place where a cluster changes.
+"""The scheduler's state machine: all changes of a cluster's state are made here.
 
-`step(event, now)` takes an event and returns effects, in an order that is a contract: what must be durable comes before what
-may be sent, and a scheduler that dies between any two effects leaves a journal from which the next one continues. Nothing is
-journalled per registration or heartbeat; formation, deaths, returns and the end are.
+`step(event, now)` takes an event and returns effects. Their order is a contract: records that must be durable come before the
+messages that depend on them, and a scheduler that dies between any two effects leaves a journal from which the next one can
+continue. Formation, deaths, returns and the end are journalled; registrations and heartbeats are not.
 
-The machine is composed of parts. Each owns its fields and alone writes them; the order of construction in `__init__` is the
-order in which parts may call each other. What they share is `Step`: the time, the readable state and the effects so far.
+The machine is composed of parts. Each part owns its fields and alone writes them. The order of construction in `__init__` is
+the order in which parts may call each other. They share `Step`: the time, the readable state and the effects so far.
 
-A connection speaks for one member or agent. A node without an agent speaks for itself: when its connection is lost, it is dead.
-A child of an agent is reported by the agent, which sees the exit: a lost connection of the child alone decides nothing. When
-the connection of an agent is lost, its children are dead, unless recovery is on: then it has the node timeout to come back.
+A connection belongs to one member or agent. A node without an agent is dead when its connection is lost. The exit of a child is
+reported by its agent; a lost connection of the child alone has no consequence. When the connection of an agent is lost, its
+children are dead. With recovery, the agent has the node timeout to reconnect.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ Handler = Callable[[Step, int, Any], None]
 
 
 def find_kill_target(cluster: ClusterState, name: str) -> tuple[Member | None, str]:
-    """The node that is to be killed to see what follows; None, and why, where that cannot be done from here."""
+    """Return the member to kill and what will be done, or None and the reason why its process cannot be killed."""
     member = next((m for m in cluster.members.values() if m.name == name), None)
     if cluster.has_ended:
         return None, f"the cluster has ended: {cluster.reason}"
@@ -75,17 +75,17 @@ def find_kill_target(cluster: ClusterState, name: str) -> tuple[Member | None, s
         return None, f"there is no node {name[:100]!r}: GET /nodes lists them"
     agent = cluster.agents.get(member.agent)
     if not member.is_present:
-        return None, f"{name} does not run: it is {member.state}"
+        return None, f"{name} is not running: it is {member.state}"
     if not member.pid:
-        return None, f"{name} does not run yet: its process is being started"
+        return None, f"{name} is not running yet: its process is being started"
     if agent is None or not agent.connection:
         where = f"process {member.pid} on {member.host.name}"
-        return None, f"no agent keeps {name}, so nobody can kill it from here: it is {where}"
+        return None, f"cannot kill {name}: no agent is connected for it; kill {where} yourself"
     return member, f"process {member.pid} of {name} on {member.host.name} is killed"
 
 
 class SchedulerMachine:
-    """The decisions of one cluster. The scheduler process calls `step`; everybody else only reads."""
+    """State machine of one cluster. Only the scheduler process calls `step`; other callers only read."""
 
     def __init__(self, settings: ClusterSettings, *, cluster_id: str, job: str, now: float, wall: float = 0.0) -> None:
         self._lifecycle = lifecycle = Lifecycle(cluster_id, settings)
@@ -138,16 +138,16 @@ class SchedulerMachine:
         return self._shutdown.state is ShutdownState.DUMPING
 
     def list_connections(self) -> list[int]:
-        """The connections of all members and agents."""
+        """Return the connections of all members and agents."""
         return self._members.connections()
 
     def step(self, event: SchedulerEvent, now: float) -> list[SchedulerEffect]:
-        """Handle one event; returns the effects that are to be carried out, in order."""
+        """Handle one event; return the effects to carry out, in order."""
         step, phase = Step(now, self.cluster, self._out), self._lifecycle.phase
         if phase is Phase.ENDED and not (isinstance(event, MessageReceived) and isinstance(event.message, HANDLED_AFTER_END)):
             self._shutdown.tick_after_end(step)
         elif isinstance(event, MessageReceived):
-            if not isinstance(event.message, ViewRequest):  # the scheduler process answers it
+            if not isinstance(event.message, ViewRequest):  # answered by the scheduler process
                 self._handlers[type(event.message)](step, event.connection, event.message)
         elif isinstance(event, ConnectionLost):
             self._recovery.on_connection_lost(step, event.connection, event.reason)
@@ -168,19 +168,19 @@ class SchedulerMachine:
     def _on_tick(self, step: Step) -> None:
         if suspended_s := self._detector.take_suspension_s(step):
             self._discount_suspension(step, suspended_s)
-        is_given_up = False
+        has_timed_out = False
         if self._lifecycle.phase is Phase.FORMING:
-            is_given_up = self._registration.form_or_give_up(step)
+            has_timed_out = self._registration.form_or_give_up(step)
         else:
             self._recovery.use_new_hosts(step)
-        if not is_given_up and not self._recovery.act_on_deadlines(step):
+        if not has_timed_out and not self._recovery.act_on_deadlines(step):
             self._detector.check_heartbeats(step)
         if self._shutdown.state is ShutdownState.RUNNING:
             self._detector.check_blocked_collectives(step)
         self._recovery.run_idle_work(step)
 
     def _discount_suspension(self, step: Step, suspended_s: float) -> None:
-        """While the scheduler was suspended it received nothing: all deadlines move by that time."""
+        """Move all deadlines by the time in which the scheduler was suspended and could not receive."""
         for part in (self._registration, self._lifecycle, self._resize, self._resharding, self._recovery):
             part.postpone(suspended_s)
         for timed in (self._barrier, self._shutdown, self._heartbeats):
@@ -200,7 +200,7 @@ class SchedulerMachine:
             step.out.publish(member.name, "stands by", progress.phase)
         self._heartbeats.note_progress(member, progress, step.now)
         if progress.in_loop and self._lifecycle.phase is not Phase.FORMING and self._lifecycle.note_loop():
-            step.out.persist_cluster()  # a restarted scheduler may learn of a death first
+            step.out.persist_cluster()  # a restarted scheduler may receive the report of a death first
         if self._lifecycle.note_restart_step(progress.first_step):
             step.out.persist_cluster()
             step.out.publish("cluster", "restarted", str(self._lifecycle.full_restart), Level.WARNING)
@@ -210,8 +210,8 @@ class SchedulerMachine:
                 self.incidents.close_if_resumed(step)
         if member.state is NodeState.SUSPECT:
             self._members.set_state(member, NodeState.ALIVE)
-            step.out.publish(member.name, "heard again", "its beat came late")
-            self._recovery.update_readiness(step, "every member is heard again")
+            step.out.publish(member.name, "heard again", "its heartbeat arrived late")
+            self._recovery.update_readiness(step, "all members are reachable again")
 
     def _on_template_ready(self, step: Step, connection: int, report: TemplateReady) -> None:
         if (agent := self._members.agent_at(connection)) is not None:
@@ -244,7 +244,7 @@ class SchedulerMachine:
             reason = f"{worker} runs a MindSpore script, which needs MindSpore's own scheduler: add --framework mindspore"
             self._shutdown.end(step, ExitCode.BAD_SETTING, reason)
 
-    # -- requests of operators: each is answered on its connection ------------------------------------------------------
+    # -- requests of clients: each is answered on its connection ---------------------------------------------------------
 
     def _on_scale_request(self, step: Step, connection: int, request: ScaleRequest) -> None:
         reply: ScaleAccepted | Refused
@@ -266,7 +266,7 @@ class SchedulerMachine:
         return step.out.send(connection, LeaveAcknowledged())
 
     def _on_kill_request(self, step: Step, connection: int, request: KillRequest) -> None:
-        """Let the agent kill a process, to see what follows; the recovery begins when the agent reports the exit."""
+        """Send the agent the request to kill a process; the recovery begins when the agent reports the exit."""
         member, reason = find_kill_target(self.cluster, request.node)
         if member is None:
             return step.out.send(connection, Refused(reason))
@@ -279,7 +279,7 @@ class SchedulerMachine:
     # -- the journal -------------------------------------------------------------------------------------------------
 
     def _restore(self, step: Step, records: tuple[Record, ...]) -> None:
-        """Continue from the journal. Members have one node timeout to re-attach before any is judged."""
+        """Continue from the journal. Members have one node timeout to re-attach before they are declared dead."""
         record = next((r for r in records if isinstance(r, ClusterRecord)), None)
         if record is None:
             return step.out.persist_cluster()
@@ -299,6 +299,6 @@ class SchedulerMachine:
         self._lifecycle.renew_heal_deadline(step.now)
         self._shutdown.resume_dump(step)
         members = count_noun(len(self._members.members), "member")
-        self._lifecycle.set_phase(Phase.RETURNING, f"the scheduler is back and waits for its {members} to re-attach")
+        self._lifecycle.set_phase(Phase.RETURNING, f"the scheduler was restarted and waits for {members} to re-attach")
         step.out.publish("cluster", "restored", f"generation {self._lifecycle.generation}, {members}")
         return self._recovery.end_if_all_left(step)

@@ -1,9 +1,10 @@
-"""The end of the cluster: an optional final dump, then every member is told, then the scheduler ends.
+"""The end of the cluster: an optional final dump, the delivery of the end to all members, and the end of the scheduler.
 
-RUNNING → DUMPING: the ranks in a loop save the state they hold; the journal has how the cluster will end.
-DUMPING → TELLING: all have saved, or the time is over; the journal has how the cluster ended.
-RUNNING → TELLING: there is nothing to save.
-TELLING → OVER: every member within reach was told, or the time is over. `EndCluster` is emitted with this transition.
+RUNNING → DUMPING: the ranks in a covey.Loop dump their state; the planned outcome is in the journal.
+DUMPING → TELLING: all dumps are written, or the time limit has passed; the outcome is in the journal.
+RUNNING → TELLING: there is nothing to dump.
+TELLING → OVER: the outcome was sent to every member that may reconnect, or the time limit has passed. `EndCluster` is emitted
+with this transition.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from covey.core.strategy_ladder import RecoveryStrategy
 from covey.core.types import ClusterRecord, Ended, Failure, Member, MemberRecord, NodeState, Phase, Role
 from covey.errors import ExitCode
 
-END_DELIVERY_S = 30.0  # how long members out of reach may take to reconnect and be told, where MS_NODE_TIMEOUT has no limit
+END_DELIVERY_S = 30.0  # wait for disconnected members to receive the outcome, if MS_NODE_TIMEOUT is unlimited
 
 
 class ShutdownState(StrEnum):
@@ -40,28 +41,28 @@ TRANSITIONS: dict[ShutdownState, frozenset[ShutdownState]] = {
 
 
 def dumpable_ranks(cluster: ClusterState) -> tuple[set[int], str]:
-    """The ranks that could write down what they hold, or why none can."""
+    """Return the ranks that can dump their state and "", or an empty set and the reason."""
     if cluster.has_ended:
         return set(), f"the cluster has ended: {cluster.reason}"
     workers = cluster.members_in_role(Role.WORKER)
     able = {m.rank for m in workers if m.connection and m.is_present and cluster.progress(m).in_loop}
-    return able, "" if able else "no rank is in a covey.Loop, which alone can write down what it holds"
+    return able, "" if able else "no rank is in a covey.Loop, so no rank can dump its state"
 
 
 class Shutdown:
-    """Owns how the cluster ends: the dump that is under way, and who has yet to be told of the end."""
+    """Owns the outcome of the cluster, the dump in progress, and the processes that have yet to receive the outcome."""
 
     def __init__(self, base: BaseParts, resize: Resize) -> None:
         self._settings, self._lifecycle, self._heartbeats = base.settings, base.lifecycle, base.heartbeats
         self._members, self._incidents = base.members, base.incidents
         self._resize = resize
         self.state = ShutdownState.RUNNING
-        self.planned_end: Ended | None = None  # how the cluster will end after the dump
-        self.ended: Ended | None = None  # how it ended
-        self._dumping_ranks: set[int] = set()  # whose dump is awaited
+        self.planned_end: Ended | None = None  # outcome after the dump in progress
+        self.ended: Ended | None = None  # outcome; None while the cluster runs
+        self._dumping_ranks: set[int] = set()  # ranks that have not confirmed their dump
         self._dump_deadline = NEVER
-        self._newest_dump = (-1, "")  # the highest step that a rank saved at its end, and where
-        self._untold: set[str] = set()  # instances that have not been told of the end
+        self._newest_dump = (-1, "")  # the highest dumped step and its path; -1: none
+        self._untold: set[str] = set()  # instance ids that have not received the outcome
         self._tell_deadline = NEVER
 
     def _set_state(self, state: ShutdownState) -> None:
@@ -71,39 +72,39 @@ class Shutdown:
     # -- the dump ----------------------------------------------------------------------------------------------------
 
     def dumpable_ranks(self, step: Step) -> set[int]:
-        """The ranks that would save their state before the end; none if the strategy is not configured."""
+        """Return the ranks that dump their state before the end; none if the strategy `dump` is not enabled."""
         return dumpable_ranks(step.cluster)[0] if RecoveryStrategy.DUMP in self._settings.strategies else set()
 
     def dump_or_end(self, step: Step, code: int, reason: str, failure: Failure | None = None) -> None:
-        """The last strategies of the ladder: let the survivors save their state, if configured, and end."""
+        """End the cluster, after a dump of the remaining ranks if it is enabled and possible."""
         if survivors := self.dumpable_ranks(step):
             self._start_dump(step, Ended(code, reason, failure), survivors)
         else:
             self.end(step, code, reason, failure)
 
     def request_dump(self, step: Step, reason: str) -> RequestAccepted | Refused:
-        """Let the ranks save their state and end, on request."""
+        """Start a requested dump, after which the cluster ends with `STOPPED`; refuse if no rank can dump."""
         ranks, refusal = dumpable_ranks(step.cluster)
         if self.state is ShutdownState.DUMPING:
-            refusal = "the ranks write down what they hold already"
+            refusal = "a dump is already in progress"
         if refusal:
             return Refused(refusal)
         self._start_dump(step, Ended(ExitCode.STOPPED, reason), ranks)
-        return RequestAccepted(f"what {count_noun(len(ranks), 'rank')} can write down is written, and the run ends")
+        return RequestAccepted(f"a dump was requested from {count_noun(len(ranks), 'rank')}; the run ends after it")
 
     def _start_dump(self, step: Step, planned_end: Ended, ranks: set[int]) -> None:
         self._set_state(ShutdownState.DUMPING)
         reason, self.planned_end = planned_end.reason, planned_end
         self._dumping_ranks, self._dump_deadline = ranks, step.now + self._settings.dump_s
         self._lifecycle.begin_healing(reason, step.now)
-        step.out.persist_cluster()  # a restarted scheduler asks again
-        step.out.publish("cluster", "dump", f"{reason}; the others write down what they hold", Level.WARNING)
+        step.out.persist_cluster()  # a restarted scheduler requests the dump again
+        step.out.publish("cluster", "dump", f"{reason}; the remaining ranks dump their state", Level.WARNING)
         for member in self._members.members_in_role(Role.WORKER):
             if member.rank in ranks:
                 step.out.send(member.connection, DumpRequest(reason))
 
     def repeat_dump_request(self, step: Step, member: Member) -> None:
-        """A member is connected again: the request, or its answer, may be lost."""
+        """Send the dump request to a re-attached member again, because the request or its reply may be lost."""
         if self._is_awaited(member):
             assert self.planned_end is not None
             step.out.send(self._members.current(member).connection, DumpRequest(self.planned_end.reason))
@@ -120,8 +121,8 @@ class Shutdown:
             self.end_if_dumped(step)
 
     def note_death(self, step: Step, member: Member) -> None:
-        """A member died while the ranks save their state: its dump is not awaited. The record is persisted, because a
-        restarted scheduler must not wait for it."""
+        """Handle a death during the dump: do not wait for the member. Its record is persisted, so that a restarted scheduler
+        does not wait for it either."""
         if self._is_awaited(member):
             self._dumping_ranks.discard(member.rank)
         step.out.persist(MemberRecord.from_member(member))
@@ -132,13 +133,13 @@ class Shutdown:
         if self.state is not ShutdownState.DUMPING or self.planned_end is None or not is_over:
             return
         saved, path = self._newest_dump
-        outcome = f"; step {saved} is in {path}" if path else "; nobody could write down the state"
+        outcome = f"; step {saved} is in {path}" if path else "; no rank could dump its state"
         self.end(step, self.planned_end.code, self.planned_end.reason + outcome, self.planned_end.failure)
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def end(self, step: Step, code: int, reason: str, failure: Failure | None = None) -> None:
-        """End the cluster and tell every member."""
+        """End the cluster: persist the outcome and send it to every member and agent."""
         if self._lifecycle.full_restart is not None:
             reason = f"{reason}; {self._lifecycle.full_restart}"
         self._incidents.close(step, Outcome.ENDED if code else Outcome.FINISHED)
@@ -160,7 +161,7 @@ class Shutdown:
         return limit if limit >= 0 else END_DELIVERY_S
 
     def _list_unreachable(self, now: float) -> Iterator[tuple[str, bool]]:
-        """The instances whose connections were lost a short while ago, each with whether a process works there."""
+        """Yield the instance ids whose connections were lost recently, each with whether it has a running process."""
         since = now - self._tell_s
         for member in self._members.members.values():
             is_lost = member.is_present and not member.agent and not member.connection
@@ -173,16 +174,16 @@ class Shutdown:
                 yield agent.instance_id, any(child.is_present for child in children)
 
     def _start_telling(self, step: Step, untold: set[str]) -> None:
-        """Members out of reach reconnect soon: they are told then, so the scheduler stays until then."""
+        """Wait for the disconnected instances `untold` to reconnect and receive the outcome, within a time limit."""
         self._set_state(ShutdownState.TELLING)
         self._untold, self._tell_deadline = untold, step.now + self._tell_s
         if not untold:
             self.stop_telling(step)
 
     def tell_if_missed(self, step: Step, connection: int, instance_id: str, cluster_id: str) -> bool:
-        """Tell a node that is refused of the end, if it missed the end of this cluster; returns whether it did.
+        """Send the outcome to a node that registers after the end, if it belongs to this cluster; return whether it does.
 
-        A node without a cluster id waited for a formation that failed.
+        A node without a cluster id was waiting for a formation that failed.
         """
         is_ours = cluster_id == self._lifecycle.cluster_id or (self._untold and not cluster_id)
         if self.ended is None or not is_ours:
@@ -194,7 +195,7 @@ class Shutdown:
         return True
 
     def stop_telling(self, step: Step) -> None:
-        """End the scheduler; nothing happens if it has ended already."""
+        """Emit `EndCluster`; do nothing if that was done before."""
         if self.state is ShutdownState.TELLING and self.ended is not None:
             self._set_state(ShutdownState.OVER)
             self._untold = set()
@@ -214,18 +215,20 @@ class Shutdown:
         self.planned_end = record.planned_end
 
     def resume_end(self, step: Step, ended: Ended) -> None:
-        """The scheduler was lost while it told its members the end: they are told as they reconnect. Nodes that waited for a
-        formation that failed are in no journal."""
+        """Continue the delivery of the outcome after a restart of the scheduler: members receive it when they reconnect. Nodes
+        that waited for a failed formation are not in the journal."""
         self.ended = ended
         self._lifecycle.set_phase(Phase.ENDED, ended.reason)
         has_formed = self._lifecycle.generation > 0
-        untold = {instance for instance, _ in self._list_unreachable(step.now)} if has_formed else {"whoever waited"}
+        untold = {instance for instance, _ in self._list_unreachable(step.now)} if has_formed else {"unknown instance"}
         level = Level.from_exit_code(ended.code)
-        step.out.publish("cluster", "ended", f"{ended.reason}; {len(untold)} may not have heard it", level)
+        step.out.publish(
+            "cluster", "ended", f"{ended.reason}; {count_noun(len(untold), 'node')} may not have received it", level
+        )
         self._start_telling(step, set() if ended.told else untold)
 
     def resume_dump(self, step: Step) -> None:
-        """The scheduler was lost while the ranks saved their state: they are asked again as they reconnect."""
+        """Continue the dump after a restart of the scheduler: ranks receive the request again when they re-attach."""
         if self.planned_end is not None:
             self._set_state(ShutdownState.DUMPING)
             workers = self._members.members_in_role(Role.WORKER)

@@ -1,7 +1,8 @@
-"""One step of the scheduler's machine: its time, its effects, and the state that every decision may read.
+"""State shared by the parts of the scheduler's machine.
 
-`Step` is made for each event and handed to the parts. `Outbox` collects the effects of the step in order. `Lifecycle` owns the
-phase and the generation. `ClusterState` reads all parts and writes none: the pure functions that decide take it as an argument.
+`Step` has the time, the readable state and the outbox of one event. `Outbox` collects the effects of the event in order.
+`Lifecycle` owns the phase and the generation. `ClusterState` reads all parts and writes none: the pure functions that decide
+take it as an argument.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ PHASE_TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 
 
 class Outbox:
-    """The effects of the present step, in order, and the counters for metrics.
+    """The effects of the current step, in order, and the counters for metrics.
 
-    A record is made when `persist` or `persist_cluster` is called, so it has the state of that moment.
+    `persist_cluster` makes the record when it is called, so it has the state of that moment.
     """
 
     def __init__(self, make_cluster_record: Callable[[], ClusterRecord]) -> None:
@@ -78,13 +79,13 @@ class Outbox:
         self.counters[name] = self.counters.get(name, 0) + 1
 
     def take_effects(self) -> list[SchedulerEffect]:
-        """Return the effects of the step and begin the next."""
+        """Return the effects of the step and clear them."""
         effects, self._effects = self._effects, []
         return effects
 
 
 class Step(msgspec.Struct, frozen=True):
-    """What every part gets with an event: the time, the state it may read, and where its effects go."""
+    """Argument of every handler: the time, the state it may read, and the outbox for its effects."""
 
     now: float
     cluster: ClusterState
@@ -102,9 +103,9 @@ class BaseParts(msgspec.Struct, frozen=True):
 
 
 class Lifecycle:
-    """Owns the phase with its reason, the generation, and what the program has shown that it can do.
+    """Owns the phase with its reason, the generation, the full restarts, and the known capabilities of the script.
 
-    The phase changes only by `PHASE_TRANSITIONS`; the generation only grows.
+    The phase changes only as in `PHASE_TRANSITIONS`; the generation only increases.
     """
 
     def __init__(self, cluster_id: str, settings: ClusterSettings) -> None:
@@ -113,13 +114,13 @@ class Lifecycle:
         self.phase = Phase.FORMING
         self.reason = "waiting for the first node"
         self.generation = 0
-        self.resized_generation = 0  # the generation in which the number of workers last changed
-        self.restarts = 0  # restarts of all workers
-        self.full_restart: FullRestart | None = None  # the newest; None if there was none
-        self.heals = False  # the program calls covey.init(): workers can wait for a replacement, and be one
-        self.trains = False  # a loop has finished a step since all workers last started: the number of workers may change
-        self.highest_step = -1  # that any rank has reported
-        self.heal_deadline = NEVER  # HEALING or RETURNING must be over by then
+        self.resized_generation = 0  # the generation in which the world size last changed; 0: never
+        self.restarts = 0  # full restarts by the agents
+        self.full_restart: FullRestart | None = None  # the newest one; None: there was none
+        self.heals = False  # a worker has called covey.init(), so a single worker can be replaced
+        self.trains = False  # a covey.Loop has finished a step since the last full restart; required for a resize
+        self.highest_step = -1  # highest step reported by any rank
+        self.heal_deadline = NEVER  # time by which HEALING or RETURNING must end
 
     @property
     def has_ended(self) -> bool:
@@ -138,7 +139,7 @@ class Lifecycle:
         self.reason = reason
 
     def begin_healing(self, reason: str, now: float) -> None:
-        """Enter HEALING, or stay in it, with a new deadline."""
+        """Enter HEALING, or stay in it with its reason, and reset its deadline to `topo_timeout_s` from now."""
         self.renew_heal_deadline(now)
         if self.phase is not Phase.HEALING:
             self.set_phase(Phase.HEALING, reason)
@@ -152,16 +153,16 @@ class Lifecycle:
         return self.generation
 
     def note_resize(self) -> None:
-        """The next generation has another number of workers."""
+        """Record that the next generation has another world size."""
         self.resized_generation = self.generation + 1
 
     def note_init(self) -> bool:
-        """A worker called covey.init(); returns whether it is the first."""
+        """Record that a worker called covey.init(); return whether it is the first call."""
         is_first, self.heals = not self.heals, True
         return is_first
 
     def note_loop(self) -> bool:
-        """A covey.Loop finished a step; returns whether it is the first since all workers started."""
+        """Record that a covey.Loop finished a step; return whether it is the first since the last full restart."""
         is_first, self.trains = not self.trains, True
         return is_first
 
@@ -169,31 +170,31 @@ class Lifecycle:
         self.highest_step = max(self.highest_step, step)
 
     def note_full_restart(self, cause: str) -> None:
-        """Count a start of all ranks from a checkpoint or from step 0. The caller persists the cluster."""
+        """Record a full restart (from a checkpoint or from step 0). The caller persists the cluster."""
         before = self.full_restart
         self.full_restart = FullRestart(before.count + 1 if before else 1, cause[:CAUSE_MAX])
 
     def note_restart_step(self, step: int) -> bool:
-        """The loops started at this step (-1: unknown); returns whether that was the missing part of a full restart."""
+        """Record the step from which the loops started after a full restart (-1: unknown); return whether that changed it."""
         if self.full_restart is None or not self.full_restart.step < 0 <= step:
             return False
         self.full_restart = msgspec.structs.replace(self.full_restart, step=step)
         return True
 
     def note_restart_resumed(self) -> bool:
-        """All ranks resumed; returns whether that ended a full restart."""
+        """Record that all ranks have resumed; return whether that completed a full restart."""
         if self.full_restart is None or self.full_restart.resumed:
             return False
         self.full_restart = msgspec.structs.replace(self.full_restart, resumed=True)
         return True
 
     def note_state_lost(self, cause: str) -> None:
-        """No rank has the training state any more: the number of workers stays until a loop has finished a step again."""
+        """Record that no rank holds the training state. The world size is fixed until a loop has finished a step again."""
         self.trains = False
         self.note_full_restart(cause)
 
     def reset_for_restart(self, cause: str) -> None:
-        """All workers start again."""
+        """Record a full restart by the agents and reset what was known of the progress."""
         self.note_full_restart(cause)
         self.restarts += 1
         self.trains, self.highest_step = False, -1
@@ -202,14 +203,14 @@ class Lifecycle:
         self.heal_deadline += by_s
 
     def restore(self, record: ClusterRecord) -> None:
-        """Restore all but the phase, which the machine decides."""
+        """Restore all fields except the phase, which the machine sets."""
         self.cluster_id, self.generation, self.restarts = record.cluster_id, record.generation, record.restarts
         self.resized_generation, self.heals, self.trains = record.resized_generation, record.heals, record.trains
         self.full_restart = record.full_restart
 
 
 class ClusterState:
-    """What every decision may read of the cluster. It has no fields of its own: each belongs to the part it is read from."""
+    """Read-only view of all parts for decisions. It has no state of its own."""
 
     def __init__(
         self, base: BaseParts, job: str, resize: Resize, resharding: Resharding, shutdown: Shutdown, registration: Registration
@@ -282,12 +283,13 @@ class ClusterState:
         return self._members.next_member_index
 
     def free_slots_by_agent(self, role: Role) -> dict[str, int]:
-        """By agent: how many members of a role it could start beyond those it has, of the places it registered."""
+        """Return the number of free slots of each connected agent for a role; agents without one, or that are leaving, are
+        omitted."""
         found = {}
         for agent in self.agents.values():
-            places = agent.slots if role is Role.WORKER else agent.servers
+            slots = agent.slots if role is Role.WORKER else agent.servers
             children = self.children(agent.id)
-            free = places - sum(m.role.group is role.group and m.state is not NodeState.DEAD for m in children)
+            free = slots - sum(m.role.group is role.group and m.state is not NodeState.DEAD for m in children)
             if agent.connection and not agent.is_leaving and free > 0:
                 found[agent.id] = free
         return found
@@ -314,7 +316,7 @@ class ClusterState:
 
     @property
     def target_workers(self) -> int:
-        """How many workers there should be, as soon as there are hosts for them."""
+        """The requested world size, or the configured one if none was requested."""
         return self.requested_workers or self.settings.default_target_workers
 
     # -- of Resharding -----------------------------------------------------------------------------------------------
@@ -364,7 +366,7 @@ class ClusterState:
     # -- the journal -------------------------------------------------------------------------------------------------
 
     def record(self) -> ClusterRecord:
-        """The cluster as the journal keeps it."""
+        """Return the record of the cluster for the journal."""
         return ClusterRecord(
             worker_num=self.settings.worker_num,
             server_num=self.settings.server_num,

@@ -1,4 +1,4 @@
-"""The cluster as people and programs may see it: read-only, complete, cheap to make."""
+"""Read-only snapshot of a cluster for clients: CLI, REST, console and metrics."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from covey.core.cluster.state import ClusterState
 from covey.core.incidents import Incident, Total
 from covey.core.types import FullRestart, Member, Phase, Role
 
-RECOVERIES_SHOWN_MAX = 20  # recoveries shown
-STRAGGLER_MIN_WORKERS = 3  # of fewer, nobody can say who is slow
+RECOVERIES_SHOWN_MAX = 20  # newest recoveries in a view
+STRAGGLER_MIN_WORKERS = 3  # with fewer workers no straggler is reported
 STRAGGLER_RATIO = 1.5
 STRAGGLER_MARGIN_S = 0.005
 
 
 class NodeView(msgspec.Struct, frozen=True):
-    """One node. `beat_age_s` is negative where the node has no beats of its own."""
+    """One node. `beat_age_s` is the age of its last heartbeat in seconds; negative: it has sent none."""
 
     @property
     def name(self) -> str:
@@ -42,15 +42,15 @@ class NodeView(msgspec.Struct, frozen=True):
     pid: int = 0
     agent: str = ""
     log: str = ""
-    busy_s: float = 0.0  # of a step, without the waiting for others
-    straggles: float = 0.0  # how many times the median of its role it takes for a step, where that is worth a word
+    busy_s: float = 0.0  # seconds of computation per step, without waiting for others
+    straggles: float = 0.0  # ratio of `busy_s` to the median of the workers, if it is a straggler; else 0
     loss: float | None = None
-    host_id: str = ""  # what tells hosts apart; COVEY_HOST_ID where that is set
+    host_id: str = ""  # identity of the host; COVEY_HOST_ID if that is set
     host_life: str = ""  # COVEY_HOST_LIFE
 
 
 class ClusterView(msgspec.Struct, frozen=True):
-    """The whole cluster, the scheduler included as a node."""
+    """The whole cluster, with the scheduler as a node."""
 
     cluster_id: str
     phase: Phase
@@ -66,14 +66,14 @@ class ClusterView(msgspec.Struct, frozen=True):
     manage_port: int = 0
     log_dir: str = ""
     counters: dict[str, float] = {}
-    gauges: dict[str, float] = {}  # numbers that go up and down
-    recoveries: list[Incident] = []  # the newest; GET /recoveries has all that are kept
+    gauges: dict[str, float] = {}  # gauges for metrics
+    recoveries: list[Incident] = []  # the newest; GET /recoveries returns all that are stored
     recovery_totals: list[Total] = []
-    resizable: bool = False  # the world can change its size now
-    goal: int = 0  # how many workers there should be
-    heals: bool = False  # its program calls covey.init(), so the others can wait for one that is started again
-    job: str = ""  # its name, if somebody gave it one
-    trains: bool = False  # a covey.Loop has finished a step, so the others can go on without one that is lost
+    resizable: bool = False  # the world size can change now
+    goal: int = 0  # target number of workers
+    heals: bool = False  # a worker has called covey.init(), so a single worker can be replaced
+    job: str = ""  # name of the job; "" if it has none
+    trains: bool = False  # a covey.Loop has finished a step, so the world can be resized
     full_restart: FullRestart | None = None  # the newest start of all ranks from a checkpoint or from step 0
 
     @property
@@ -83,7 +83,7 @@ class ClusterView(msgspec.Struct, frozen=True):
         return self.reason if restart in self.reason else f"{self.reason}; {restart}"
 
 
-# MindSpore's words for the phases, as GET /state says them.
+# MindSpore's names of the phases, as GET /state returns them
 MINDSPORE_STATES: dict[Phase, str] = {
     Phase.FORMING: "CLUSTER_STARTING",
     Phase.READY: "CLUSTER_READY",
@@ -103,7 +103,7 @@ def make_cluster_view(
     incidents: IncidentLog | None = None,
     **more: Any,
 ) -> ClusterView:
-    """The view of a cluster at `now` (the machine's clock); `wall` and `started_at` are wall-clock times for people."""
+    """Return the view of a cluster at `now` (the machine's clock); `wall` and `started_at` are wall-clock times."""
     present = (m for m in cluster.members_in_role(Role.WORKER) if m.is_present)
     median = median_step_s(cluster.progress(member).busy_s for member in present)
     nodes = [
@@ -138,13 +138,13 @@ def _node_sort_key(member: Member) -> tuple[str, int, str]:
 
 
 def median_step_s(busy_s: Iterable[float]) -> float:
-    """The median of what a step takes a worker, without the waiting for others; 0 if too few workers have reported it."""
+    """Return the median of the workers' computation per step; 0 if fewer than `STRAGGLER_MIN_WORKERS` have reported it."""
     busy = [seconds for seconds in busy_s if seconds > 0]
     return statistics.median(busy) if len(busy) >= STRAGGLER_MIN_WORKERS else 0.0
 
 
 def straggler_ratio(busy_s: float, usual_s: float) -> float:
-    """How many times the usual a rank takes, if others notice; else 0."""
+    """Return the ratio of `busy_s` to `usual_s` if the rank is a straggler, else 0."""
     notable = usual_s > 0 and busy_s > STRAGGLER_RATIO * usual_s and busy_s - usual_s > STRAGGLER_MARGIN_S
     return busy_s / usual_s if notable else 0.0
 

@@ -45,15 +45,17 @@ def asked(made: SchedulerMachine, wish: ScaleRequest | StopRequest | KillRequest
 def test_another_size_is_promised_with_its_operation_or_refused_with_the_reason() -> None:
     made = cut_under_an_agent(3)
     assert asked(made, ScaleRequest(workers=3)) == Refused("there are 3 workers already")
-    assert asked(made, ScaleRequest(workers=4)) == ScaleAccepted(1, "the world grows from 3 to 4 workers, as asked")
-    assert asked(made, ScaleRequest(roll_back=True)) == ScaleAccepted(2, "asked to; the growth is taken back")
-    assert asked(made, ScaleRequest(roll_back=True)) == Refused("no growth is under way that could be taken back")
+    assert asked(made, ScaleRequest(workers=4)) == ScaleAccepted(1, "the world grows from 3 to 4 workers, as requested")
+    assert asked(made, ScaleRequest(roll_back=True)) == ScaleAccepted(2, "requested; the scale-out is rolled back")
+    assert asked(made, ScaleRequest(roll_back=True)) == Refused("no scale-out is in progress that could be rolled back")
 
 
 def test_another_number_of_servers_is_too() -> None:
     made = served()
     assert asked(made, ScaleRequest(servers=2)) == Refused("there are 2 parameter servers already")
-    assert asked(made, ScaleRequest(servers=3)) == ScaleAccepted(1, "the parameter servers become more, from 2 to 3, as asked")
+    assert asked(made, ScaleRequest(servers=3)) == ScaleAccepted(
+        1, "the number of parameter servers increases from 2 to 3, as requested"
+    )
 
 
 def test_a_growth_of_servers_that_is_taken_back_is_named_by_its_own_number() -> None:
@@ -62,15 +64,17 @@ def test_a_growth_of_servers_that_is_taken_back_is_named_by_its_own_number() -> 
     made.step(MessageReceived(ChildExited("0", 1, 137, "killed"), 1), 1.0)
     assert [(i.number, i.node) for i in made.incidents.records] == [(1, "servers"), (2, "worker:0")]
     effects = made.step(MessageReceived(ScaleRequest(roll_back=True), VISITOR), 1.0)
-    assert reply(effects) == ScaleAccepted(1, "the servers that were to come do not")
-    assert "servers rolled back: asked to; the growth is taken back" in warnings(effects)
+    assert reply(effects) == ScaleAccepted(1, "the scale-out is rolled back")
+    assert "servers rolled back: requested; the scale-out is rolled back" in warnings(effects)
     assert [i.outcome for i in made.incidents.records] == [Outcome.ROLLED_BACK, Outcome.RESTARTED]
 
 
 def test_room_is_told_and_is_no_operation() -> None:
     made = ready("a", "b")
     refused = asked(made, ScaleRequest(more_workers=1, start_processes=False))
-    assert isinstance(refused, Refused) and refused.reason.startswith("only the world of a covey.Loop that has finished a step")
+    assert isinstance(refused, Refused) and refused.reason.startswith(
+        "only a world of two or more workers whose covey.Loop has completed a step"
+    )
     EditableCluster.of(made).set(trains=True)
     effects = made.step(MessageReceived(ScaleRequest(more_workers=1, start_processes=False), VISITOR), 1.0)
     accepted = reply(effects)
@@ -81,11 +85,11 @@ def test_room_is_told_and_is_no_operation() -> None:
 def test_a_dump_is_agreed_to_once_with_how_many_can() -> None:
     made = training()
     assert asked(made, StopRequest("enough", dump=True)) == RequestAccepted(
-        "what 3 ranks can write down is written, and the run ends"
+        "a dump was requested from 3 ranks; the run ends after it"
     )
-    assert asked(made, StopRequest("enough", dump=True)) == Refused("the ranks write down what they hold already")
+    assert asked(made, StopRequest("enough", dump=True)) == Refused("a dump is already in progress")
     early = ready("0", "1")
-    why = "no rank is in a covey.Loop, which alone can write down what it holds"
+    why = "no rank is in a covey.Loop, so no rank can dump its state"
     assert asked(early, StopRequest("enough", dump=True)) == Refused(why) and early.cluster.phase is Phase.READY
 
 

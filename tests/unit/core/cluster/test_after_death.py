@@ -87,7 +87,7 @@ def members(effects: Effects) -> list[tuple[str, int, NodeState]]:
 def test_a_rank_starts_again_on_its_host_and_nobody_else_is_asked_to_start_anything() -> None:
     made = training(strategies=IN_PLACE)
     effects = dies(made, "1")
-    reason = "worker:1 is started again on box; the others stay in their step"
+    reason = "worker:1 is restarted on box; the other ranks wait in their step"
     assert warnings(effects) == ["worker:1 died: killed", f"cluster recover-in-place: {reason}"]
     assert noted(made) == [("recover-in-place", "killed", reason, Outcome.OPEN)]
     assert sent(effects, NewGeneration) == dict.fromkeys((10, 12), NewGeneration(2, "worker:1 died: killed"))
@@ -115,9 +115,9 @@ def test_three_deaths_without_a_step_between_are_enough_and_a_step_begins_the_co
 def test_a_rank_whose_host_is_lost_starts_on_another_and_what_is_left_of_it_is_told_so() -> None:
     made = training(strategies=parse_strategies(("recover",)), agents_return=False)
     effects = made.step(ConnectionLost("reset", 2), 1.0)
-    reason = "worker:2 is started again on box; the others stay in their step"
+    reason = "worker:2 is restarted on box; the other ranks wait in their step"
     assert warnings(effects)[0] == "agent:b gone: reset"
-    assert sent(effects, Refused) == {12: Refused(f"this life is over: {reason}")} and Close(12) in effects
+    assert sent(effects, Refused) == {12: Refused(f"this process was superseded: {reason}")} and Close(12) in effects
     assert sent(effects, DesiredChildren)[1].assignments[-1] == Assignment("2", 2, 2, 2)
     assert sent(effects, NewGeneration)[10].reason == "worker:2 died: the agent on other is gone (reset)"
 
@@ -167,7 +167,7 @@ def test_a_spares_end_is_told_with_its_reason_and_when_it_stands_by_too() -> Non
 def test_a_mistake_in_the_program_is_not_started_again() -> None:
     made = training(strategies=IN_PLACE)
     effects = made.step(MessageReceived(ChildExited("1", 1, ExitCode.BAD_SCRIPT, "no such file"), 1), 1.0)
-    assert f"cluster end: worker:1 ended with code {ExitCode.BAD_SCRIPT}: another start does not mend that" in warnings(effects)
+    assert f"cluster end: worker:1 exited with code {ExitCode.BAD_SCRIPT}: a restart does not fix that" in warnings(effects)
     assert ended(effects)
 
 
@@ -176,7 +176,7 @@ def test_without_one_the_others_go_on_and_the_reason_is_shown() -> None:
     edited = EditableCluster.of(made)
     edited.change(edited.worker("1"), deaths_without_progress=3)
     effects = dies(made, "1")
-    assert "cluster resized: worker:1 died: killed; the world is now 2" in warnings(effects)
+    assert "cluster resized: worker:1 died: killed; the world size is now 2" in warnings(effects)
     assert made.cluster.reason.startswith("worker:1 died 3 times without a step in between: ")
 
 
@@ -188,9 +188,9 @@ def test_a_host_that_comes_starts_what_lost_ones_had() -> None:
     made.step(MessageReceived(RendezvousPut("met", b"", 1), 10), 0.0)
     made.step(ConnectionLost("reset", 2), 1.0)
     assert (phase(made), state(made, "2")) == (Phase.HEALING, NodeState.DEAD)
-    assert made.cluster.reason.endswith("(COVEY_EXTRA_RANKS is 0): waiting for one to come")
+    assert made.cluster.reason.endswith("(COVEY_EXTRA_RANKS is 0): waiting for a host to join")
     effects = made.step(MessageReceived(RegisterAgent("c", "life of c", THIRD, 1), 3), 2.0)
-    said = "worker:2 started again on third"
+    said = "worker:2 restarted on third"
     assert f"cluster takes a host: {said}" in told(effects)
     assert sent(effects, NewGeneration) == dict.fromkeys((10, 11), NewGeneration(3, said))
     assert members(effects) == [("2", 2, NodeState.ALIVE)]
@@ -207,7 +207,7 @@ def test_a_host_of_which_the_world_grows_is_the_cause_of_that() -> None:
     made = ready_agents(worker_max=4, last_call_s=0.0)
     EditableCluster.of(made).set(trains=True)
     made.step(MessageReceived(RegisterAgent("c", "life of c", THIRD, 1), 3), 1.0)
-    assert noted(made)[0][:3] == ("scale-out", "a host came", "the world grows from 3 to 4 workers, as third came")
+    assert noted(made)[0][:3] == ("scale-out", "a host joined", "the world grows from 3 to 4 workers because third joined")
 
 
 def test_a_world_that_nobody_came_for_goes_on_smaller_after_its_limit_and_not_before() -> None:
@@ -219,10 +219,10 @@ def test_a_world_that_nobody_came_for_goes_on_smaller_after_its_limit_and_not_be
     tick(made, 5.0, beats=beats)
     assert made.cluster.size(Role.WORKER) == 3
     effects = tick(made, 6.0, beats=beats, since=5.0)
-    limit = "no host came for worker:2 within 5 s"
-    reason = f"{limit}: the others go on in a world of 2"
+    limit = "no host joined for worker:2 within 5 s"
+    reason = f"{limit}: the other ranks continue in a world of 2"
     assert noted(made)[-1] == ("elastic-training", limit, reason, Outcome.OPEN) and made.counters["shrinks"] == 1
-    assert f"cluster resized: {limit}; the world is now 2" in warnings(effects)
+    assert f"cluster resized: {limit}; the world size is now 2" in warnings(effects)
 
 
 def test_where_the_world_cannot_shrink_the_end_names_the_failure_that_was_first() -> None:
@@ -247,7 +247,7 @@ def test_a_restart_of_all_is_counted_and_told_also_to_a_server_that_nobody_start
     for life in (1, 2):
         effects = dies(made, "0", life=life)
         assert sent(effects, NewGeneration) == {2: NewGeneration(life + 1, "worker:0 died: killed")}
-        assert made.cluster.reason == f"worker:0 died (killed), restart {life} of 2: all workers start anew"
+        assert made.cluster.reason == f"worker:0 died (killed), restart {life} of 2: all workers restart"
         assert (made.cluster.restarts, made.counters["restarts"]) == (life, life)
 
 
@@ -266,10 +266,10 @@ def test_a_return_to_the_checkpoint_is_told_and_not_tried_twice_for_one_step() -
     begin_lives(made)
     lose_the_state(made)
     lost = (
-        "the optimizer's state of 1 of 2 parameters was on no rank but the dead"
-        " (ShardedOptimizer(copies=...) says how many deaths at once it outlives)"
+        "only dead ranks held the optimizer's state of 1 of 2 parameters:"
+        " increase ShardedOptimizer(copies=...) to survive more deaths at the same time"
     )
-    assert made.cluster.reason == f"{lost}: all workers start anew, from their newest checkpoint"
+    assert made.cluster.reason == f"{lost}: all workers restart from the newest checkpoint"
     begin_lives(made)
     end = ended(roll_back(made))
     assert end is not None and end.code == ExitCode.PEER_FAILED
@@ -282,8 +282,12 @@ def test_a_return_to_the_checkpoint_is_a_warning_and_after_a_further_step_there_
     for step in (5, 6):
         made.step(MessageReceived(Heartbeat(Progress(step, "train", in_loop=True)), 11), 1.0)
         effects = roll_back(made)
-        assert [w for w in warnings(effects) if w.startswith("cluster roll back: the optimizer's state of 1 of 2 ")]
-        assert warnings(effects)[0].endswith(": all workers start anew, from their newest checkpoint")
+        assert [
+            w
+            for w in warnings(effects)
+            if w.startswith("cluster roll back: only dead ranks held the optimizer's state of 1 of 2 ")
+        ]
+        assert warnings(effects)[0].endswith(": all workers restart from the newest checkpoint")
         begin_lives(made)
     assert made.counters["restarts"] == 2
 
@@ -319,7 +323,7 @@ def test_before_the_end_the_others_write_down_what_they_hold_and_the_next_schedu
     assert sent(effects, DumpRequest) == dict.fromkeys((10, 11), DumpRequest(reason)) and not ended(effects)
     assert (phase(made), made.cluster.reason, made.incidents.records[0].strategy) == (Phase.HEALING, reason, "dump")
     assert members(effects) == [("2", 1, NodeState.DEAD)]
-    assert f"cluster dump: {reason}; the others write down what they hold" in warnings(effects)
+    assert f"cluster dump: {reason}; the remaining ranks dump their state" in warnings(effects)
     failure = EditableCluster.of(made).recovery.first_failure
     assert failure is not None and records(effects)[-1].planned_end == Ended(139, reason, failure)
     wrote = made.step(MessageReceived(DumpWritten(5, "there"), 10), 1.0)
@@ -335,7 +339,7 @@ def test_who_dies_over_its_dump_is_not_waited_for() -> None:
     one = dies(made, "1")
     assert members(one) == [("1", 1, NodeState.DEAD)] and not ended(one) and not sent(one, DesiredChildren)
     end = ended(dies(made, "0"))
-    assert end is not None and end.reason == "worker:2 on other: killed; nobody could write down the state"
+    assert end is not None and end.reason == "worker:2 on other: killed; no rank could dump its state"
 
 
 def test_without_anybody_who_could_write_it_down_the_end_is_at_once() -> None:
@@ -419,9 +423,9 @@ def test_what_ends_after_its_work_was_done_has_left() -> None:
     for rank in range(3):
         made.step(MessageReceived(SafePointReport(1, completed=CollectiveNumber(9, 0), finished=True), 10 + rank), 0.0)
     effects = made.step(MessageReceived(ChildExited("1", 1, 1), 1), 1.0)
-    assert told(effects) == ["worker:1 left: code 1, after its work was done"] and warnings(effects) == []
+    assert told(effects) == ["worker:1 left: code 1, after all ranks had finished"] and warnings(effects) == []
     effects = made.step(MessageReceived(ChildExited("0", 1, 139, "signal 11"), 1), 1.0)
-    assert told(effects) == ["worker:0 left: signal 11, after its work was done"]
+    assert told(effects) == ["worker:0 left: signal 11, after all ranks had finished"]
 
 
 # -- forming ---------------------------------------------------------------------------------------------------------
@@ -432,7 +436,7 @@ def test_who_could_begin_and_waits_for_more_says_for_how_many() -> None:
     for link, name in ((1, "a"), (2, "b")):
         made.step(MessageReceived(register(name), link), 0.0)
     assert phase(made) is Phase.FORMING
-    assert made.cluster.reason == "all 2 nodes are here, at most 4 workers may come: a last call for more"
+    assert made.cluster.reason == "all 2 nodes are here, waiting a moment for more: at most 4 workers may join"
     made.step(ConnectionLost("reset", 1), 1.0)
     assert made.cluster.reason == "1 worker missing"
 
@@ -444,7 +448,7 @@ def test_a_new_server_that_dies_on_its_way_takes_the_growth_back() -> None:
     made = served()
     made.step(MessageReceived(ScaleRequest(servers=3), 9), 1.0)
     effects = made.step(MessageReceived(ChildExited("2", 1, 137, "killed", role=Role.PSERVER), 1), 1.0)
-    assert "servers rolled back: pserver:2 did not come: killed; the growth is taken back" in warnings(effects)
+    assert "servers rolled back: pserver:2 did not join: killed; the scale-out is rolled back" in warnings(effects)
     assert made.cluster.size(Role.PSERVER) == 2 and noted(made)[0][3] is Outcome.ROLLED_BACK
 
 
@@ -535,7 +539,7 @@ def ended_journal(*names: str, **settings: Any) -> tuple[Any, ...]:
 def test_a_scheduler_that_was_lost_while_it_told_the_end_is_there_to_tell_it() -> None:
     made, effects = restored(ended_journal("a", "b", "c"), node_timeout_s=10.0)
     reason = "worker:b on box: its connection closed (reset)"
-    assert warnings(effects) == [f"cluster ended: {reason}; 3 may not have heard it"] and not ended(effects)
+    assert warnings(effects) == [f"cluster ended: {reason}; 3 nodes may not have received it"] and not ended(effects)
     assert (phase(made), made.cluster.reason) == (Phase.ENDED, reason)
     first = made.step(MessageReceived(register("a", cluster_id="c1", incarnation=1), 1), 101.0)
     (stop,) = sent(first, ClusterEnded).values()
@@ -566,8 +570,8 @@ def test_whoever_waited_for_a_formation_that_failed_is_in_no_journal_and_is_wait
     before = machine(2, topo_timeout_s=10.0)
     before.step(MessageReceived(register("a"), 1), 0.0)
     made, effects = restored(journal(tick(before, 11.0, beats=[1])), node_timeout_s=-1.0)
-    said = "not complete within 10 s: 1 worker missing, here: worker:a"
-    assert warnings(effects) == [f"cluster ended: {said}; 1 may not have heard it"] and not ended(effects)
+    said = "not complete within 10 s: 1 worker missing, registered: worker:a"
+    assert warnings(effects) == [f"cluster ended: {said}; 1 node may not have received it"] and not ended(effects)
     assert sent(made.step(MessageReceived(register("a"), 1), 101.0), ClusterEnded) == {
         1: ClusterEnded(said, ExitCode.NOT_FORMED)
     }
@@ -577,11 +581,11 @@ def test_whoever_waited_for_a_formation_that_failed_is_in_no_journal_and_is_wait
 
 def test_a_scheduler_that_is_back_says_for_whom_it_waits_and_then_why_it_is_ready() -> None:
     made, _ = restored(crashed("a", "b"), recovery=True)
-    assert made.cluster.reason == "the scheduler is back and waits for its 2 members to re-attach"
+    assert made.cluster.reason == "the scheduler was restarted and waits for 2 members to re-attach"
     held: dict[str, Any] = {"cluster_id": "c1", "incarnation": 1, "generation": 1}
     made.step(MessageReceived(register("a", rank=0, **held), 1), 100.1)
     effects = made.step(MessageReceived(register("b", rank=1, **held), 2), 100.2)
-    assert told(effects)[-1] == "cluster ready: every member is here again"
+    assert told(effects)[-1] == "cluster ready: all members re-attached"
 
 
 def come_back(made: SchedulerMachine, effects: Effects) -> SchedulerMachine:
@@ -608,7 +612,7 @@ def test_a_growth_has_its_time_anew_under_the_next_scheduler() -> None:
     made = cut_under_an_agent(3)
     again = come_back(made, made.step(MessageReceived(ScaleRequest(workers=4), 9), 1.0))
     assert phase(again) is Phase.HEALING
-    assert again.cluster.reason == "every member is here again, and the world goes on changing its size"
+    assert again.cluster.reason == "all members re-attached, and the resize continues"
     beats = [1, 11, 12, 13, 14]
     tick(again, 100.0 + JOIN_TIMEOUT_S, beats=beats, since=100.0)
     assert workers_of(again) == ["0", "1", "2", "3"]
@@ -619,11 +623,11 @@ def test_a_growth_has_its_time_anew_under_the_next_scheduler() -> None:
 def test_a_place_that_is_filled_again_ends_the_recovery_and_shows_its_stages() -> None:
     made = ready("0", "1", recovery=True)
     made.step(ConnectionLost("reset", 2), 1.0)
-    assert made.cluster.reason == "waiting for worker:1 to be started again, with the same variables"
+    assert made.cluster.reason == "waiting for worker:1 to be restarted with the same variables"
     effects = made.step(MessageReceived(register("1", "second life"), 3), 2.0)
     (incident,) = made.incidents.records
     assert incident.outcome is Outcome.RESUMED and incident.ms[Stage.REFORMED] == 1000.0
-    assert told(effects)[-1] == "cluster ready: every place is filled again"
+    assert told(effects)[-1] == "cluster ready: all ranks are filled again"
     assert EditableCluster.of(made).recovery.first_failure is None
 
 
@@ -652,7 +656,7 @@ def test_a_silent_ones_leave_that_completes_the_cluster_is_the_reason_for_its_re
     made.step(ConnectionLost("reset", 3), 0.0)
     tick(made, 6.0, beats=[1])
     made.step(MessageReceived(register("2", "second life"), 4), 6.0)
-    assert "cluster ready: every member is heard again" in told(made.step(MessageReceived(Leave(), 2), 6.5))
+    assert "cluster ready: all members are reachable again" in told(made.step(MessageReceived(Leave(), 2), 6.5))
 
 
 def test_a_late_beat_that_completes_the_cluster_is_the_reason_for_its_readiness() -> None:
@@ -660,7 +664,7 @@ def test_a_late_beat_that_completes_the_cluster_is_the_reason_for_its_readiness(
     made.step(ConnectionLost("reset", 3), 0.0)
     tick(made, 6.0, beats=[1])
     made.step(MessageReceived(register("2", "second life"), 4), 6.0)
-    assert told(made.step(MessageReceived(Heartbeat(), 2), 6.5))[-1] == "cluster ready: every member is heard again"
+    assert told(made.step(MessageReceived(Heartbeat(), 2), 6.5))[-1] == "cluster ready: all members are reachable again"
 
 
 def test_children_of_an_agent_that_left_speak_no_more() -> None:

@@ -21,18 +21,24 @@ from covey.core.types import ClusterRecord, MemberRecord, Phase, Role
     ("asked", "sentence"),
     [
         (ScaleRequest(servers=2), "there are 2 parameter servers already"),
-        (ScaleRequest(servers=0), "0 parameter servers are not possible: 1 to 256 are"),
-        (ScaleRequest(more_servers=2000), "2002 parameter servers are not possible: 1 to 256 are"),
-        (ScaleRequest(workers=3, servers=3), "the parameter servers count on 4 workers: only the number of servers can change"),
+        (ScaleRequest(servers=0), "0 parameter servers are not possible: expected 1 to 256"),
+        (ScaleRequest(more_servers=2000), "2002 parameter servers are not possible: expected 1 to 256"),
+        (
+            ScaleRequest(workers=3, servers=3),
+            "the number of workers (4) is fixed with parameter servers: only the number of servers can change",
+        ),
         (
             ScaleRequest(more_workers=1, more_servers=1),
-            "the parameter servers count on 4 workers: only the number of servers can change",
+            "the number of workers (4) is fixed with parameter servers: only the number of servers can change",
         ),
         (
             ScaleRequest(node_ids=["9"]),
-            "The node id:9 is illegal. The parameter servers are pserver:0, pserver:1, and only they can go",
+            "The node id:9 is illegal. The parameter servers are pserver:0, pserver:1, and only they can be removed",
         ),
-        (ScaleRequest(node_ids=["0", "pserver:1"]), "not all parameter servers can go: covey stop ends a cluster"),
+        (
+            ScaleRequest(node_ids=["0", "pserver:1"]),
+            "not all parameter servers can be removed: use covey stop to end the cluster",
+        ),
     ],
 )
 def test_servers_that_cannot_come_or_go(asked: ScaleRequest, sentence: str) -> None:
@@ -43,11 +49,11 @@ def test_servers_that_cannot_come_or_go(asked: ScaleRequest, sentence: str) -> N
 def test_servers_come_and_go_only_while_all_is_in_its_place() -> None:
     made = training_cluster(RecoveryStrategy.IN_PLACE, servers=2)
     assert resharding.plan_server_resize(made, {0}, ScaleRequest(servers=3))[1] == (
-        "the rows of pserver:1 have no copy yet: ask again in a moment"
+        "the rows of pserver:1 have no replica yet: try again in a moment"
     )
     made.set(joining_servers=(2,))
     assert resharding.plan_server_resize(made, {0, 1}, ScaleRequest(servers=3))[1].startswith(
-        "parameter servers come or go already"
+        "parameter servers are already being added or removed"
     )
     made.set(joining_servers=(), phase=Phase.HEALING, reason="worker:1 died")
     assert (
@@ -65,15 +71,17 @@ def test_servers_come_and_go_only_while_all_is_in_its_place() -> None:
 def test_servers_come_where_there_are_fewest_and_go_from_the_last_or_by_name() -> None:
     made = training_cluster(RecoveryStrategy.IN_PLACE, servers=2)
     change, reason = resharding.plan_server_resize(made, {0, 1}, ScaleRequest(more_servers=2))
-    assert change == ResizePlan(["b", "b"], []) and reason == "the parameter servers become more, from 2 to 4, as asked"
+    assert (
+        change == ResizePlan(["b", "b"], []) and reason == "the number of parameter servers increases from 2 to 4, as requested"
+    )
     change, reason = resharding.plan_server_resize(made, {0, 1}, ScaleRequest(servers=1))
     assert change == ResizePlan([], [made.members[(Role.PSERVER, "1")]])
-    assert reason == "the parameter servers become fewer, from 2 to 1, as asked"
+    assert reason == "the number of parameter servers decreases from 2 to 1, as requested"
     change, _ = resharding.plan_server_resize(made, {0, 1}, ScaleRequest(node_ids=["pserver:0"]))
     assert change == ResizePlan([], [made.members[(Role.PSERVER, "0")]])
     for agent in ("a", "b"):
         made.change_agent(agent, connection=0)
-    nobody = "no agent is there that could start a server: only under covey run can there be more"
+    nobody = "no agent can start a server: only covey run can add servers"
     assert resharding.plan_server_resize(made, {0, 1}, ScaleRequest(servers=3)) == (None, nobody)
 
 
@@ -188,7 +196,7 @@ def test_a_growth_is_rolled_back_by_the_death_of_a_new_server_alone() -> None:
     assert (list(cluster.joining_servers), state(cluster)) == ([], ReshardingState.STABLE) and cluster.size(Role.PSERVER) == 2
     incident = cluster.incidents.records[-1]
     assert incident.outcome is Outcome.ROLLED_BACK
-    assert incident.reason.endswith("pserver:2 did not come: killed; the growth is taken back")
+    assert incident.reason.endswith("pserver:2 did not join: killed; the scale-out is rolled back")
 
 
 def test_a_growth_is_rolled_back_when_the_time_is_over_which_a_suspension_prolongs() -> None:

@@ -35,7 +35,7 @@ def test_a_longer_gap_between_ticks_is_a_suspension() -> None:
     assert cluster.detector.take_suspension_s(cluster.step(SUSPENSION_S)) == 0.0
     assert cluster.take_effects() == []
     assert cluster.detector.take_suspension_s(cluster.step(SUSPENSION_S + 7.5)) == 7.5
-    said = "no tick for 7.5 s: nobody's silence in that time counts"
+    said = "suspended for 7.5 s: all timeouts are extended by that time"
     assert cluster.take_effects() == [PublishEvent("scheduler", "slept", said)]
     assert cluster.detector.take_suspension_s(cluster.step(SUSPENSION_S + 7.6)) == 0.0
 
@@ -53,7 +53,7 @@ def test_a_silent_member_is_suspect_after_half_the_timeout_and_dead_after_all_of
     cluster.detector.check_heartbeats(cluster.step(10.1))
     assert states(cluster) == [NodeState.ALIVE, NodeState.DEAD] and cluster.out.counters["silent_deaths"] == 1
     assert Close(2) in cluster.take_effects() and cluster.phase is Phase.HEALING
-    assert cluster.incidents.records[0].cause == "no beat for 10.1 s (MS_NODE_TIMEOUT is 10 s)"
+    assert cluster.incidents.records[0].cause == "no heartbeat for 10.1 s (MS_NODE_TIMEOUT is 10 s)"
 
 
 def test_member_that_a_rollback_removed_in_the_same_tick_is_not_judged() -> None:
@@ -116,7 +116,7 @@ def test_a_rank_for_which_all_others_wait_is_stuck_and_treated_as_dead() -> None
     assert cluster.take_effects() == []
     cluster.detector.check_blocked_collectives(cluster.step(20.1))
     assert cluster.out.counters["stuck"] == 1 and cluster.worker("3").incarnation == 2
-    assert cluster.incidents.records[0].cause == "stuck: all others wait for it in collective 5.0 for over 20 s"
+    assert cluster.incidents.records[0].cause == "stuck: all other ranks wait for it in collective 5.0 for over 20 s"
 
 
 def test_nobody_is_stuck_while_another_has_only_begun_to_wait_or_made_progress() -> None:
@@ -146,4 +146,4 @@ def test_a_run_whose_ranks_wait_for_ever_ends() -> None:
     waits(cluster, 1)
     cluster.detector.check_blocked_collectives(cluster.step(1.0))
     assert cluster.phase is Phase.ENDED
-    assert cluster.reason.startswith("rank 0 has come to the end of its program, but rank 1 waits for it")
+    assert cluster.reason.startswith("rank 0 has finished its script, but rank 1 waits for it")

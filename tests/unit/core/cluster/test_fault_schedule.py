@@ -95,7 +95,7 @@ def test_scheduler_and_template_are_given_time_to_count_as_steady() -> None:
     done = [PlannedFault(1, 0.0, Fault.SCHEDULER, "scheduler:sched", 99)]
     assert choose_fault(1, [Fault.SCHEDULER], FOUR, done, 60.0) == (
         None,
-        "nobody can be hit just now without taking the last who have the state",
+        "no fault can be injected now without losing the last ranks that hold the training state",
     )
     assert choose_fault(1, [Fault.SCHEDULER], FOUR, done, 62.0)[0] is not None
     assert choose_fault(1, [Fault.TEMPLATE], FOUR, [PlannedFault(1, 0.0, Fault.TEMPLATE)], 30.0)[0] is None

@@ -24,13 +24,15 @@ def worker(node_id: str, host: Host = NEAR, agent: str = "") -> Member:
 def test_nobody_is_here_yet() -> None:
     ranks, reason = formation.decide_formation(cluster(2, 1))
     assert ranks is None and reason == "2 workers missing, 1 pserver missing"
-    assert formation.describe_missing(cluster(2, 1)) == "2 workers missing, here: nobody; 1 pserver missing, here: nobody"
+    assert (
+        formation.describe_missing(cluster(2, 1)) == "2 workers missing, registered: none; 1 pserver missing, registered: none"
+    )
 
 
 def test_those_who_waited_in_vain_are_told_who_was_there() -> None:
     waiting = cluster(30, 0, *(worker(f"w{n}") for n in range(25)))
     said = formation.describe_missing(waiting)
-    assert said.startswith("5 workers missing, here: worker:w0, worker:w1, worker:w2, ") and said.endswith(
+    assert said.startswith("5 workers missing, registered: worker:w0, worker:w1, worker:w2, ") and said.endswith(
         "worker:w19 and 5 more"
     )
 

@@ -80,7 +80,8 @@ def test_ranks_further_apart_than_one_collective_are_not_led_together() -> None:
     reports = {0: report(0, (5, 0), (6, 0)), 1: report(1, (3, 0), (4, 0))}
     plans = make_heal_plans(2, reports, {0: NEAR, 1: NEAR})
     assert {p.failure for p in plans.values()} == {
-        "rank 1 waits in collective 4.0, but another has completed 5.0: do all ranks call the same ones, in one order?"
+        "rank 1 waits in collective 4.0, but another rank has completed 5.0:"
+        " all ranks must call the same collectives in the same order"
     }
 
 
@@ -101,15 +102,17 @@ def test_a_part_of_the_state_that_nobody_has_ends_the_way_forward() -> None:
     reports = {0: report(0, (5, 0), (5, 1), slot_count=5, held_slots=b"\x19"), 1: report(1, None, needs_state=True)}
     plans = make_heal_plans(2, reports, dict.fromkeys(range(2), NEAR))
     assert {p.failure for p in plans.values()} == {
-        "the optimizer's state of 2 of 5 parameters was on no rank but the dead"
-        " (ShardedOptimizer(copies=...) says how many deaths at once it outlives)"
+        "only dead ranks held the optimizer's state of 2 of 5 parameters:"
+        " increase ShardedOptimizer(copies=...) to survive more deaths at the same time"
     }
 
 
 def test_slots_are_bits_from_the_lowest_of_the_first_byte_on_and_none_counts_beyond_the_last() -> None:
     """Of nine slots the first and the last are nobody's; a tenth does not exist."""
     plans = make_heal_plans(2, {0: report(0, (5, 0), (5, 1), slot_count=9, held_slots=b"\xfe\x02")}, {0: NEAR})
-    assert plans[0].generation == 2 and plans[0].failure.startswith("the optimizer's state of 2 of 9 parameters was on no rank")
+    assert plans[0].generation == 2 and plans[0].failure.startswith(
+        "only dead ranks held the optimizer's state of 2 of 9 parameters"
+    )
 
 
 def test_a_result_that_was_changed_since_is_not_handed_over() -> None:
@@ -127,9 +130,7 @@ def test_who_is_new_cannot_join_a_step_whose_results_were_not_kept() -> None:
     """A rank that is only behind can: it has all but the last."""
     reports = {0: report(0, (5, 0), (6, 0), has_complete_state=False), 1: report(1, None, needs_state=True)}
     plans = make_heal_plans(2, reports, dict.fromkeys(range(2), NEAR))
-    assert {(p.generation, p.failure.split(":")[0]) for p in plans.values()} == {
-        (2, "rank 1 cannot join the others in their step")
-    }
+    assert {(p.generation, p.failure.split(":")[0]) for p in plans.values()} == {(2, "rank 1 cannot join the current step")}
     behind = {0: reports[0], 1: report(1, (4, 0), (5, 0))}
     assert make_heal_plans(2, behind, dict.fromkeys(range(2), NEAR))[1] == giver(0)
 
@@ -165,8 +166,8 @@ def test_nobody_waits_for_ever_whom_a_rank_at_its_end_has_already_joined() -> No
     assert find_wait_beyond_end(reports, {0: CollectiveNumber(9, 0)}) == "", "both have taken part in that one"
     assert find_wait_beyond_end(reports, {}) == find_wait_beyond_end({0: reports[0]}, {0: CollectiveNumber(9, 0)}) == ""
     assert find_wait_beyond_end(reports, {3: CollectiveNumber(10, 0), 4: CollectiveNumber(9, 0)}) == (
-        "rank 1 has come to the end of its program, but rank 3 waits for it in collective 10.0:"
-        " do all ranks call the same ones, in one order?"
+        "rank 1 has finished its script, but rank 3 waits for it in collective 10.0:"
+        " all ranks must call the same collectives in the same order"
     )
 
 
@@ -359,10 +360,10 @@ def test_who_waits_for_a_rank_that_left_waits_for_ever() -> None:
     assert cluster.barrier.find_endless_wait(cluster.step(), 3, "in collective 6.0", 30.0) == ""
     cluster.change(cluster.worker("3"), state=NodeState.LEFT)
     assert cluster.barrier.find_endless_wait(cluster.step(), 2, "in collective 6.0", 30.0) == "", "rank 2 does not wait"
-    said = "worker:3 left before the work was done: all others wait in collective 6.0"
+    said = "worker:3 left before the run was finished: all other ranks wait in collective 6.0"
     assert cluster.barrier.find_endless_wait(cluster.step(), 3, "in collective 6.0", 30.0) == said
     reports(cluster, 0, 1, 2)
-    said = "worker:3 left before the work was done: all others wait to go on"
+    said = "worker:3 left before the run was finished: all other ranks wait to resume"
     assert cluster.barrier.find_endless_wait(cluster.step(), 0, "", 30.0) == said
 
 
@@ -371,7 +372,7 @@ def test_who_waits_for_a_rank_at_its_end_waits_for_ever() -> None:
     reports(cluster, 0, finished=True)
     cluster.heartbeats.note_progress(cluster.worker("1"), Progress(7, waiting_in="7.0"), 0.0)
     assert cluster.barrier.find_endless_wait(cluster.step(), 0, "", 30.0).startswith(
-        "rank 0 has come to the end of its program, but rank 1 waits for it in collective 7.0"
+        "rank 0 has finished its script, but rank 1 waits for it in collective 7.0"
     )
 
 
@@ -387,7 +388,7 @@ def test_a_rank_that_left_without_resuming_is_missed_after_the_limit_which_a_sus
     assert found(1.0) == found(31.0) == ""
     cluster.barrier.discount_suspension(5.0, 31.0)
     assert found(36.0) == ""
-    assert found(36.1) == "worker:3 left before the work was done: all others wait to go on for over 30 s"
+    assert found(36.1) == "worker:3 left before the run was finished: all other ranks have waited to resume for over 30 s"
 
 
 def test_the_limit_begins_again_when_a_rank_that_left_is_missed_again() -> None:

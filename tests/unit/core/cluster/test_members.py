@@ -118,7 +118,7 @@ def test_members_in_a_sentence_are_in_a_human_order_and_not_too_many() -> None:
     def people(count: int) -> list[Member]:
         return [member(f"w{number}") for number in reversed(range(count))]
 
-    assert ranks.describe_members([]) == "nobody"
+    assert ranks.describe_members([]) == "none"
     assert ranks.describe_members(people(11)).endswith("worker:w8, worker:w9, worker:w10"), "nine is before ten"
     assert ranks.describe_members(people(NAMES_MAX)).endswith(f", worker:w{NAMES_MAX - 1}")
     assert ranks.describe_members(people(NAMES_MAX + 1)).endswith(f", worker:w{NAMES_MAX - 1} and 1 more")

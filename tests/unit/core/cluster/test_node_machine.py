@@ -100,8 +100,8 @@ def test_why_it_is_not_let_in_is_said_once_per_reason() -> None:
         assert made.step(Tick(), now) == [Connect()]
         said += [effect.reason for effect in made.step(ConnectionLost(reason), now) if isinstance(effect, PublishEvent)]
     assert said == [
-        "sched:8118 does not let this node in (connection refused); it is tried again",
-        "sched:8118 does not let this node in (wrong secret); it is tried again",
+        "no connection to the scheduler at sched:8118 (connection refused); retrying",
+        "no connection to the scheduler at sched:8118 (wrong secret); retrying",
     ]
 
 
@@ -111,8 +111,8 @@ def test_nobody_answers_in_time() -> None:
     made.step(ConnectionLost("connection refused"), 0.0)
     assert finish(made.step(Tick(), 60.0)) == EndMembership(
         ExitCode.UNREACHABLE,
-        "no scheduler took this node at sched:8118 within 60 s (connection refused):"
-        " start it, or check MS_SCHED_HOST and MS_SCHED_PORT",
+        "no scheduler accepted this node at sched:8118 within 60 s (connection refused):"
+        " start the scheduler, or check MS_SCHED_HOST and MS_SCHED_PORT",
     )
 
 
@@ -179,7 +179,7 @@ def test_beats_can_be_off() -> None:
 def test_while_the_scheduler_is_away_the_program_goes_on_and_it_is_called_at_least_twice_a_second() -> None:
     made = member(recovery=True)
     lost = made.step(ConnectionLost("reset"), 10.0)
-    said = "the scheduler at sched:8118 is out of reach (reset); the program goes on"
+    said = "the scheduler at sched:8118 is unreachable (reset); the script continues"
     assert [(e.what, e.reason) for e in lost if isinstance(e, PublishEvent)] == [("lost", said)]
     for _ in range(50):
         now = made.due_at
@@ -265,7 +265,7 @@ def test_what_else_arrives_does_not_prolong_a_leave() -> None:
     made.step(MessageReceived(RendezvousValue("key", b"value", 2)), 2.0)
     made.step(MessageReceived(RankAssigned(2, 3, 8, 1, 4)), 2.0)
     assert finish([effect for _, effect in due(made, 6.0)]) == EndMembership(
-        0, "left; the scheduler at sched:8118 did not hear it in time"
+        0, "left; the scheduler at sched:8118 did not acknowledge it in time"
     )
 
 
@@ -294,7 +294,9 @@ def test_the_clusters_end_while_it_leaves_is_its_goodbye_and_says_why() -> None:
 def test_without_recovery_a_lost_link_is_as_good_as_goodbye() -> None:
     made = member()
     made.step(LeaveRequested(), 1.0)
-    assert finish(made.step(ConnectionLost("reset"), 1.1)) == EndMembership(0, "left; the scheduler did not hear it (reset)")
+    assert finish(made.step(ConnectionLost("reset"), 1.1)) == EndMembership(
+        0, "left; the scheduler did not acknowledge it (reset)"
+    )
 
 
 def test_with_recovery_it_calls_a_scheduler_that_is_away_to_say_that_it_finished() -> None:
@@ -321,7 +323,7 @@ def test_with_recovery_it_waits_for_that_no_longer_than_the_node_timeout(linked:
         if Connect() in effects:
             made.step(ConnectionLost("connection refused"), now)
         ends += [(now, effect) for effect in effects if isinstance(effect, EndMembership)]
-    assert ends == [(32.0, EndMembership(0, "left; the scheduler at sched:8118 did not hear it in time"))]
+    assert ends == [(32.0, EndMembership(0, "left; the scheduler at sched:8118 did not acknowledge it in time"))]
 
 
 def test_a_scheduler_that_is_silent_for_longer_than_it_said_it_would_be_is_left() -> None:
@@ -331,7 +333,7 @@ def test_a_scheduler_that_is_silent_for_longer_than_it_said_it_would_be_is_left(
     made.step(MessageReceived(LeaderHeartbeat()), 3.0)
     assert made.step(Tick(), 7.9) == []
     left, lost = made.step(Tick(), 8.0)
-    assert left == Close() and isinstance(lost, PublishEvent) and "it said nothing for 5 s" in lost.reason
+    assert left == Close() and isinstance(lost, PublishEvent) and "it sent nothing for 5 s" in lost.reason
 
 
 def test_who_leaves_while_waiting_does_not_register_again() -> None:
@@ -345,7 +347,7 @@ def test_who_leaves_while_waiting_does_not_register_again() -> None:
 
 def test_a_scheduler_that_is_lost_and_found_is_told_of_once_and_what_it_says_now_is_remembered() -> None:
     made = member(recovery=True)
-    lost = "the scheduler at sched:8118 is out of reach (reset); the program goes on"
+    lost = "the scheduler at sched:8118 is unreachable (reset); the script continues"
     assert made.step(ConnectionLost("reset"), 1.0) == [PublishEvent("scheduler", "lost", lost, Level.WARNING)]
     assert made.step(ConnectionLost("connection refused"), 1.1) == [], "it is away still"
     made.step(Connected(), 2.0)
@@ -366,7 +368,7 @@ def test_a_scheduler_that_is_lost_and_found_is_told_of_once_and_what_it_says_now
 def test_a_scheduler_that_does_not_let_it_in_is_told_of_when_the_reason_changes() -> None:
     made = node()
     made.step(Tick(), 0.0)
-    said = "sched:8118 does not let this node in (connection refused); it is tried again"
+    said = "no connection to the scheduler at sched:8118 (connection refused); retrying"
     assert made.step(ConnectionLost("connection refused"), 0.1) == [PublishEvent("scheduler", "not reached", said)]
     assert made.step(ConnectionLost("connection refused"), 0.2) == []
 

@@ -120,7 +120,7 @@ def test_ranks_that_cannot_go_on_while_the_host_of_a_server_is_away_are_the_end(
     made = servers_of_three_hosts()
     made.step(ConnectionLost("reset", 2), 1.0)
     end = ended(made.step(MessageReceived(SafePointReport(made.cluster.generation, slot_count=1), 10), 2.0))
-    assert end is not None and end.reason.startswith("the optimizer's state of 1 of 1 parameters was on no rank")
+    assert end is not None and end.reason.startswith("only dead ranks held the optimizer's state of 1 of 1 parameters")
 
 
 def test_nobody_starts_all_anew_while_a_host_is_leaving() -> None:
@@ -128,7 +128,7 @@ def test_nobody_starts_all_anew_while_a_host_is_leaving() -> None:
     made.step(MessageReceived(Draining("asked to leave"), 2), 1.0)
     effects = made.step(MessageReceived(ChildExited("2", 1, 143), 2), 2.0)
     assert not sent(effects, DesiredChildren) and not ended(effects)
-    assert "cluster end: not all workers can start anew, for the host of some is away or leaves" in told(effects)
+    assert "cluster end: not all workers can restart, because the host of some is gone or leaving" in told(effects)
     assert ended(made.step(MessageReceived(Leave(143, "asked to leave"), 2), 3.0))
 
 
@@ -200,7 +200,7 @@ def test_a_restart_of_all_uses_up_no_replacements() -> None:
     made = begun_anew()
     EditableCluster.of(made).change_agent("a", max_restarts=1)
     effects = made.step(MessageReceived(ChildExited("0", 2, 137, "killed"), 1), 1.0)
-    assert "cluster recover-in-place: worker:0 is started again on box; the others stay in their step" in told(effects)
+    assert "cluster recover-in-place: worker:0 is restarted on box; the other ranks wait in their step" in told(effects)
     begin_lives(made)
     effects = made.step(MessageReceived(ChildExited("0", 3, 137, "killed"), 1), 1.0)
     assert "1 replacements on box are used up" in " ".join(told(effects))
@@ -213,7 +213,7 @@ def test_the_schedulers_own_sleep_makes_nobody_stuck() -> None:
     made = ready_agents(strategies=("recover-in-place",), stuck_s=60.0, node_timeout_s=-1.0)
     attach(made, "5.0", "5.0", "")
     effects = made.step(Tick(), 0.5) + made.step(Tick(), 300.0)
-    assert told(effects) == ["scheduler slept: no tick for 299.5 s: nobody's silence in that time counts"]
+    assert told(effects) == ["scheduler slept: suspended for 299.5 s: all timeouts are extended by that time"]
     assert "worker:2 died: stuck" in " ".join(told(tick(made, 362.0, since=300.0)))
 
 
@@ -352,4 +352,4 @@ def test_after_the_end_nothing_is_taken_back() -> None:
     made = one_server_more()
     made.step(MessageReceived(StopRequest("enough"), 9), 1.0)
     effects = made.step(MessageReceived(ScaleRequest(roll_back=True), 9), 1.0)
-    assert effects == [Send(Refused("no growth is under way that could be taken back"), 9)]
+    assert effects == [Send(Refused("no scale-out is in progress that could be rolled back"), 9)]

@@ -57,28 +57,28 @@ def dies(made: EditableCluster, role: Role = Role.WORKER, rank: int = 3) -> Memb
 @pytest.mark.parametrize(
     ("rungs", "changed", "after", "reason"),
     [
-        (ALL, {}, RecoveryAction.REPLACE, "worker:3 is started again on host-b; the others stay in their step"),
+        (ALL, {}, RecoveryAction.REPLACE, "worker:3 is restarted on host-b; the other ranks wait in their step"),
         (
             ALL[2:],
             {"extra_ranks": 1},
             RecoveryAction.MOVE,
-            "worker:3 is started again on host-a; the others stay in their step",
+            "worker:3 is restarted on host-a; the other ranks wait in their step",
         ),
         (
             ALL[2:3],
             {"extra_ranks": 0},
             RecoveryAction.END,
-            "no host is left that could take worker:3 over (COVEY_EXTRA_RANKS is 0)",
+            "no other host can run worker:3 (COVEY_EXTRA_RANKS is 0)",
         ),
         (ALL[1:2], {"replacements_max": 0}, RecoveryAction.END, "0 replacements on host-b are used up (--max-restarts)"),
         (
             ALL[3:4],
             {"extra_ranks": 0},
             RecoveryAction.SHRINK,
-            "nothing is to be started again (COVEY_STRATEGY): the others go on in a world of 3",
+            "neither recover-in-place nor recover is enabled (COVEY_STRATEGY): the other ranks continue in a world of 3",
         ),
-        ((), {"max_restarts": 2}, RecoveryAction.RESTART_ALL, "restart 1 of 2: all workers start anew"),
-        ((), {}, RecoveryAction.END, "no restarts were asked for (--max-restarts)"),
+        ((), {"max_restarts": 2}, RecoveryAction.RESTART_ALL, "restart 1 of 2: all workers restart"),
+        ((), {}, RecoveryAction.END, "no restart is allowed (--max-restarts is 0)"),
     ],
 )
 def test_each_rung_is_taken_where_those_above_cannot_be(
@@ -91,14 +91,14 @@ def test_each_rung_is_taken_where_those_above_cannot_be(
 @pytest.mark.parametrize("code", [ExitCode.BAD_SETTING, ExitCode.BAD_SCRIPT])
 def test_a_mistake_is_not_repeated(code: int) -> None:
     made = training_cluster(*ALL)
-    reason = f"worker:3 ended with code {code:d}: another start does not mend that"
+    reason = f"worker:3 exited with code {code:d}: a restart does not fix that"
     assert recovery.choose_action(made, dies(made), code) == (RecoveryAction.END, reason)
 
 
 def test_restarts_end_and_need_every_host() -> None:
     made = training_cluster(max_restarts=2)
     made.set(restarts=2)
-    assert recovery.choose_action(made, dies(made)) == (RecoveryAction.END, "no restart is left")
+    assert recovery.choose_action(made, dies(made)) == (RecoveryAction.END, "all restarts are used up (--max-restarts)")
     made.set(restarts=1)
     assert recovery.choose_action(made, dies(made))[0] is RecoveryAction.RESTART_ALL
     made.change_agent("a", max_restarts=1)
@@ -107,11 +107,11 @@ def test_restarts_end_and_need_every_host() -> None:
     lost.remove_agent("b")
     assert recovery.choose_action(lost, dies(lost)) == (
         RecoveryAction.END,
-        "nobody is left on host-b to start worker:3 again",
+        "cannot restart worker:3: no agent is left on host-b",
     )
     other = training_cluster(max_restarts=2)
     other.remove_agent("a")
-    away = "not all workers can start anew, for the host of some is away or leaves"
+    away = "not all workers can restart, because the host of some is gone or leaving"
     assert recovery.choose_action(other, dies(other)) == (RecoveryAction.END, away), "host-a could not start its own"
 
 
@@ -119,11 +119,11 @@ def test_a_lost_host_is_waited_for_where_one_may_come() -> None:
     made = training_cluster(RecoveryStrategy.IN_PLACE, recovery=True)
     made.remove_agent("b")
     after, reason = recovery.choose_action(made, dies(made))
-    assert after is RecoveryAction.WAIT and reason.endswith(": waiting for one to come")
+    assert after is RecoveryAction.WAIT and reason.endswith(": waiting for a host to join")
     shrinks = training_cluster(RecoveryStrategy.IN_PLACE, RecoveryStrategy.ELASTIC, shrink_after_s=5.0)
     shrinks.remove_agent("b")
     after, reason = recovery.choose_action(shrinks, dies(shrinks))
-    assert after is RecoveryAction.WAIT and reason.endswith(": waiting for one to come; the world shrinks after 5 s")
+    assert after is RecoveryAction.WAIT and reason.endswith(": waiting for a host to join; the world shrinks after 5 s")
     shrinks.change(shrinks.worker("0"), state=NodeState.LEFT)
     assert recovery.choose_action(shrinks, dies(shrinks))[0] is not RecoveryAction.WAIT, (
         "nobody could be in step with who has left"
@@ -139,17 +139,18 @@ LOST = "the rows of pserver:0 were lost"
         (
             {},
             RecoveryAction.RESTART_ALL,
-            f"{LOST}, for the holder of their copy died as well: all start anew, from the last checkpoint",
+            f"{LOST} because the holder of their replica died as well: all workers restart from the last checkpoint",
         ),
         (
             {"heals": False},
             RecoveryAction.END,
-            f"{LOST}, for the holder of their copy died as well: start the cluster again, it goes on from its last checkpoint",
+            f"{LOST} because the holder of their replica died as well:"
+            " start the cluster again, it resumes from its last checkpoint",
         ),
         (
             {"restarts": 3},
             RecoveryAction.END,
-            f"{LOST}, for the holder of their copy died as well, and all were started anew 3 times already",
+            f"{LOST} because the holder of their replica died as well, and all workers were restarted 3 times already",
         ),
     ],
 )
@@ -164,7 +165,7 @@ def test_rows_without_a_copy_are_lost_with_their_server() -> None:
     made.set(has_row_copies=False)
     after, reason = recovery.choose_action(made, dies(made, Role.PSERVER, 0), 137)
     assert after is RecoveryAction.END
-    assert reason == f"{LOST} with it, for they had no copy, and recover-in-place is not among the strategies"
+    assert reason == f"{LOST} with it because they had no replica, and recover-in-place is not enabled (COVEY_STRATEGY)"
 
 
 def test_the_ladder_has_one_order_ends_with_exit_and_knows_its_rungs() -> None:
@@ -175,7 +176,7 @@ def test_the_ladder_has_one_order_ends_with_exit_and_knows_its_rungs() -> None:
     )
     with pytest.raises(UsageError) as refused:
         parse_strategies(["hope"])
-    assert str(refused.value) == f"the strategy hope is not known: {', '.join(RecoveryStrategy)} are"
+    assert str(refused.value) == f"the strategy hope is unknown: expected {', '.join(RecoveryStrategy)}"
 
 
 def test_a_refuge_is_the_host_with_the_fewest_extra_ranks_that_stays() -> None:
@@ -196,7 +197,7 @@ def test_why_nobody_starts_it_again() -> None:
     made = training_cluster()
     made.set(heals=False)
     assert recovery.choose_action(made, dies(made))[1] == (
-        "no restarts were asked for (--max-restarts), and none can be replaced alone, for no worker has called covey.init()"
+        "no restart is allowed (--max-restarts is 0), and no worker can be replaced alone, because none has called covey.init()"
     )
     raw = training_cluster()
     member = raw.change(dies(raw), agent="")
@@ -267,7 +268,7 @@ def test_a_recovery_is_over_when_the_last_rank_has_resumed() -> None:
     cluster.recovery.on_resumed(cluster.step(3.0), 21, RankResumed(1, 6))
     assert cluster.phase is Phase.HEALING, "of an earlier generation"
     resume(cluster, 21)
-    assert (cluster.lifecycle.phase, cluster.reason) == (Phase.READY, "every rank goes on")
+    assert (cluster.lifecycle.phase, cluster.reason) == (Phase.READY, "all ranks resumed")
     assert outcomes(cluster) == [("recover-in-place", Outcome.RESUMED)] and cluster.recovery.first_failure is None
     assert cluster.progress(cluster.worker("0")).step == cluster.lifecycle.highest_step == 6
 
@@ -358,7 +359,7 @@ def test_the_world_shrinks_when_no_host_came_in_time_which_a_suspension_prolongs
     cluster.recovery.postpone(2.0)
     assert not cluster.recovery.act_on_deadlines(cluster.step(8.0)) and cluster.size(Role.WORKER) == 4
     assert cluster.recovery.act_on_deadlines(cluster.step(8.1)) and cluster.size(Role.WORKER) == 2
-    assert cluster.reason == "no host came for worker:2, worker:3 within 5 s: the others go on in a world of 2"
+    assert cluster.reason == "no host joined for worker:2, worker:3 within 5 s: the other ranks continue in a world of 2"
 
 
 def test_the_run_ends_where_nobody_came_back_before_the_deadline() -> None:

@@ -100,7 +100,7 @@ def test_a_dead_place_is_filled_by_its_id_or_its_rank(name: str) -> None:
 def test_a_node_with_any_other_id_takes_the_lowest_vacant_rank() -> None:
     dead = [worker("b", 1, NodeState.DEAD), worker("c", 2, NodeState.DEAD)]
     answer = decide_node_admission(formed(worker("a", 0), *reversed(dead), phase=Phase.HEALING), wish("z"))
-    assert answer == AdmissionDecision(Admission.NEXT_INCARNATION, "takes rank 1 after worker:b", (Role.WORKER, "b"))
+    assert answer == AdmissionDecision(Admission.NEXT_INCARNATION, "replaces worker:b at rank 1", (Role.WORKER, "b"))
 
 
 def test_the_process_an_agent_started_attaches_in_its_incarnation() -> None:
@@ -115,19 +115,19 @@ def test_the_process_an_agent_started_attaches_in_its_incarnation() -> None:
 def test_a_new_life_waits_until_the_one_before_is_known_to_be_over(silent: Member) -> None:
     answer = decide_node_admission(formed(worker("a", 0), silent), wish("b"))
     assert answer.admission is Admission.DEFER
-    assert answer.reason == "the life before, worker:b on box (process 42), is not known to be over yet"
+    assert answer.reason == "the previous process, worker:b on box (process 42), is not known to be dead yet"
 
 
 def test_of_a_life_that_the_journal_alone_knows_no_process_is_named() -> None:
     known = worker("b", 1, NodeState.SUSPECT, pid=0)
-    said = "the life before, worker:b on box, is not known to be over yet"
+    said = "the previous process, worker:b on box, is not known to be dead yet"
     assert decide_node_admission(formed(worker("a", 0), known), wish("b")).reason == said
 
 
 def test_a_stranger_waits_while_somebody_is_silent() -> None:
     answer = decide_node_admission(formed(worker("a", 0), worker("b", 1, NodeState.SUSPECT), phase=Phase.RETURNING), wish("z"))
     assert answer.admission is Admission.DEFER
-    assert answer.reason == "every place is taken, but worker:b is silent: its place may become free"
+    assert answer.reason == "all ranks are taken, but worker:b sends no heartbeats: its rank may become free"
 
 
 # -- refused ---------------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def refusal(cluster: EditableCluster, registration: Register) -> str:
 @pytest.mark.parametrize("cluster", [forming(worker("a"), worker("b"), servers=1), formed(worker("a", 0), worker("b", 1))])
 def test_one_worker_too_many(cluster: EditableCluster) -> None:
     assert refusal(cluster, wish("c")) == (
-        "one worker too many: the cluster has its 2 (worker:a, worker:b)."
+        "one worker too many: the cluster already has 2 (worker:a, worker:b)."
         " Stop this one, or start the cluster with a larger number"
     )
 
@@ -170,7 +170,7 @@ def test_a_live_nodes_id(cluster: EditableCluster) -> None:
 
 def test_other_settings_are_shown_as_a_difference() -> None:
     theirs = {"MS_WORKER_NUM": "8", "MS_SERVER_NUM": "0", "SOMETHING_NEW": "1"}
-    said = "its settings differ from the scheduler's: MS_WORKER_NUM is 8 there and 2 here"
+    said = "its settings differ from the scheduler's: MS_WORKER_NUM is 8 on the node and 2 on the scheduler"
     assert refusal(forming(), wish("a", fingerprint=theirs)) == said
 
 
@@ -184,7 +184,7 @@ def test_a_rank_that_does_not_exist() -> None:
 
 
 def test_a_role_without_places() -> None:
-    said = "this cluster has no place for the role server (MS_SERVER_NUM is 0)"
+    said = "this cluster has no members of role server (MS_SERVER_NUM is 0)"
     assert refusal(forming(), Register(Role.SERVER, "", "l", BOX)) == said
 
 
@@ -195,7 +195,7 @@ def test_a_cluster_that_has_ended() -> None:
 
 
 def test_a_place_whose_work_is_done() -> None:
-    said = "worker:b has finished and left: its work is done"
+    said = "worker:b has finished and left: no other process is needed"
     assert refusal(formed(worker("a", 0), worker("b", 1, NodeState.LEFT)), wish("b")) == said
 
 
@@ -205,31 +205,31 @@ def test_a_dead_place_without_recovery() -> None:
 
 
 def test_a_journal_older_than_what_the_node_has_seen() -> None:
-    said = "it has seen generation 4, but the scheduler's journal ends at 3"
+    said = "its generation is 4, but the scheduler's journal ends at 3"
     assert refusal(formed(worker("a", 0)), wish("a", "life of a", generation=4)) == said
 
 
 @pytest.mark.parametrize("state", [NodeState.DEAD, NodeState.ALIVE, NodeState.SUSPECT])
 def test_a_life_that_another_one_followed_does_not_come_back(state: NodeState) -> None:
-    said = "this life is over: worker:b on box (process 42) took its rank 1"
+    said = "rank 1 was reassigned to worker:b on box (process 42): this process must exit"
     assert refusal(formed(worker("a", 0), worker("b", 1, state)), wish("b", "older", incarnation=1, rank=1)) == said
 
 
 def test_a_life_whose_place_has_another_name_now_does_not_get_another_rank() -> None:
     cluster = formed(worker("a", 0, NodeState.DEAD), worker("b", 1), phase=Phase.HEALING)
-    said = "this life is over: another node took its rank 1"
+    said = "rank 1 was reassigned to another process: this one must exit"
     assert refusal(cluster, wish("old-b", "older", incarnation=1, rank=1)) == said
 
 
 def test_a_child_of_an_incarnation_that_is_over() -> None:
     cluster = formed(worker("0", 0), child())
-    assert refusal(cluster, wish("1", incarnation=1)) == "incarnation 1 of worker:1 is over: incarnation 2 is alive"
+    assert refusal(cluster, wish("1", incarnation=1)) == "incarnation 1 of worker:1 has ended: incarnation 2 is alive"
     gone = formed(worker("0", 0), child(NodeState.LEFT))
-    assert refusal(gone, wish("1", incarnation=2)) == "incarnation 2 of worker:1 is over: incarnation 2 is left"
+    assert refusal(gone, wish("1", incarnation=2)) == "incarnation 2 of worker:1 has ended: incarnation 2 is left"
 
 
 def test_a_second_process_in_the_name_of_a_child() -> None:
-    said = "worker:1 is already here, as process 42 on box"
+    said = "worker:1 is already registered, as process 42 on box"
     assert refusal(formed(worker("0", 0), child(instance_id="first")), wish("1", "second", incarnation=2)) == said
 
 
@@ -260,32 +260,33 @@ def test_the_same_agent_again() -> None:
 def test_another_agent_of_that_name() -> None:
     cluster = forming()
     cluster.add_agent(AgentInfo("b", "first", BOX, 1, connection=5))
-    assert agent_refusal(cluster, agent_wish()) == "an agent named b is here already, on box"
+    assert agent_refusal(cluster, agent_wish()) == "an agent named b is already connected, on box"
 
 
 def test_a_host_that_brings_too_many() -> None:
     assert agent_refusal(forming(worker("a")), agent_wish()) == (
-        "this host brings 2 workers, but 1 of 2 are here already: start fewer, or raise the number of workers on every host"
+        "this host brings 2 workers, but 1 of 2 are registered already:"
+        " start fewer, or raise the number of workers on every host"
     )
 
 
 def test_a_host_that_came_too_late() -> None:
-    said = "the cluster has formed with its 1 worker: this host came too late"
+    said = "the cluster has formed with its 1 worker: this host registered too late"
     assert agent_refusal(formed(worker("0", 0)), agent_wish()) == said
 
 
 def test_two_hosts_with_one_node_rank() -> None:
-    said = "rank 1 is taken by worker:a/0 on box: was the same --node-rank given to two hosts?"
+    said = "rank 1 is taken by worker:a/0 on box: give each host its own --node-rank"
     assert agent_refusal(forming(worker("a/0", 1), workers=4), agent_wish(first_rank=0)) == said
 
 
 def test_a_node_rank_beyond_the_last() -> None:
-    assert agent_refusal(forming(), agent_wish(first_rank=2)) == "ranks 2 to 3 do not exist: there are 2"
+    assert agent_refusal(forming(), agent_wish(first_rank=2)) == "ranks 2 to 3 do not exist: the world size is 2"
     assert decide_agent_admission(forming(workers=4), agent_wish(first_rank=2)).admission is Admission.ADMIT, "3 is the last"
 
 
 def test_an_agent_with_other_settings() -> None:
-    said = "its settings differ from the scheduler's: MS_WORKER_NUM is 3 there and 2 here"
+    said = "its settings differ from the scheduler's: MS_WORKER_NUM is 3 on the node and 2 on the scheduler"
     assert agent_refusal(forming(), agent_wish(fingerprint={"MS_WORKER_NUM": "3"})) == said
 
 
@@ -294,7 +295,7 @@ def test_an_agent_of_another_job() -> None:
     theirs = {"MS_WORKER_NUM": "2", "the job": "b"}
     assert (
         agent_refusal(named, agent_wish(fingerprint=theirs))
-        == "its settings differ from the scheduler's: the job is b there and a here"
+        == "its settings differ from the scheduler's: the job is b on the node and a on the scheduler"
     )
     for cluster, said in ((named, {}), (named, {"the job": "a"}), (forming(), {"the job": "b"})):
         assert decide_agent_admission(cluster, agent_wish(fingerprint=said)).admission is Admission.ADMIT
@@ -305,7 +306,7 @@ def test_an_agent_of_another_job() -> None:
 
 def test_whoever_is_known_is_told_as_what() -> None:
     assert decide_node_admission(formed(worker("a", 0)), wish("a", "life of a")) == AdmissionDecision(
-        Admission.REATTACH, "the same life again", (Role.WORKER, "a")
+        Admission.REATTACH, "the same process again", (Role.WORKER, "a")
     )
     assert decide_node_admission(formed(worker("0", 0), child()), wish("1", incarnation=2)) == AdmissionDecision(
         Admission.REATTACH, "the process its agent started", (Role.WORKER, "1")
@@ -319,7 +320,7 @@ def test_a_spare_that_has_not_heard_of_its_promotion_is_the_worker_it_became() -
     cluster = formed(worker("0", 0), child(instance_id="its life", promoted_from="spare:7.3"))
     asks = Register(Role.SPARE, "7", "its life", BOX, incarnation=3)
     assert decide_node_admission(cluster, asks) == AdmissionDecision(
-        Admission.REATTACH, "it is worker:1 now", (Role.WORKER, "1")
+        Admission.REATTACH, "its process is worker:1 now", (Role.WORKER, "1")
     )
     for other in (
         Register(Role.SPARE, "7", "another life", BOX, incarnation=3),
@@ -333,12 +334,15 @@ def test_a_spare_that_has_not_heard_of_its_promotion_is_the_worker_it_became() -
 
 
 def test_every_setting_that_differs_is_shown() -> None:
-    said = "its settings differ from the scheduler's: MS_SERVER_NUM is 1 there and 0 here; MS_WORKER_NUM is 8 there and 2 here"
+    said = (
+        "its settings differ from the scheduler's: MS_SERVER_NUM is 1 on the node and 0 on the scheduler;"
+        " MS_WORKER_NUM is 8 on the node and 2 on the scheduler"
+    )
     assert refusal(forming(), wish("a", fingerprint={"MS_WORKER_NUM": "8", "MS_SERVER_NUM": "1"})) == said
 
 
 def test_a_cluster_of_servers_alone_has_no_place_for_a_worker() -> None:
-    said = "this cluster has no place for the role worker (MS_WORKER_NUM is 0)"
+    said = "this cluster has no members of role worker (MS_WORKER_NUM is 0)"
     assert refusal(forming(workers=0, servers=1), wish("a")) == said
 
 
@@ -347,7 +351,7 @@ def test_one_server_too_many() -> None:
     cluster.settings = ClusterSettings(2, 1)
     cluster.add(Member(Role.PSERVER, "s", "l", BOX, rank=0, state=NodeState.ALIVE))
     assert refusal(cluster, Register(Role.PSERVER, "t", "l2", BOX)) == (
-        "one pserver too many: the cluster has its 1 (pserver:s). Stop this one, or start the cluster with a larger number"
+        "one pserver too many: the cluster already has 1 (pserver:s). Stop this one, or start the cluster with a larger number"
     )
 
 
@@ -365,7 +369,7 @@ def growing(**changed: Any) -> EditableCluster:
 
 def test_in_a_world_that_may_grow_a_number_is_no_claim_to_a_rank_that_somebody_has() -> None:
     cluster = growing(worker_max=3)
-    later = AdmissionDecision(Admission.DEFER, f"there is place for 3 workers, but not yet: {resize.resize_blocker(cluster)}")
+    later = AdmissionDecision(Admission.DEFER, f"up to 3 workers are allowed, but not yet: {resize.resize_blocker(cluster)}")
     assert decide_node_admission(cluster, wish("1")) == later
     asked = growing()
     asked.set(requested_workers=3)
@@ -373,7 +377,7 @@ def test_in_a_world_that_may_grow_a_number_is_no_claim_to_a_rank_that_somebody_h
     asked.set(resized_generation=2)
     assert decide_node_admission(asked, wish("1")) == later
     asked.set(trains=True)
-    assert decide_node_admission(asked, wish("1")) == AdmissionDecision(Admission.ADMIT, "there is place for 3 workers")
+    assert decide_node_admission(asked, wish("1")) == AdmissionDecision(Admission.ADMIT, "up to 3 workers are allowed")
     forms = forming(worker("1", 1))
     forms.settings = ClusterSettings(2, worker_max=3)
     assert refusal(forms, wish("01")) == "rank 1 is taken by worker:1 on box (process 42)", "before, it is"
@@ -382,7 +386,10 @@ def test_in_a_world_that_may_grow_a_number_is_no_claim_to_a_rank_that_somebody_h
 
 def test_a_life_whose_rank_is_anothers_by_now_is_over() -> None:
     cluster = formed(worker("a", 0), worker("b", 1))
-    assert refusal(cluster, wish("1", "older", incarnation=1, rank=1)) == "this life is over: another node took its rank 1"
+    assert (
+        refusal(cluster, wish("1", "older", incarnation=1, rank=1))
+        == "rank 1 was reassigned to another process: this one must exit"
+    )
 
 
 # -- hosts -----------------------------------------------------------------------------------------------------------
@@ -391,11 +398,11 @@ def test_a_life_whose_rank_is_anothers_by_now_is_over() -> None:
 def test_an_agents_next_life_waits_until_the_one_before_is_known_to_be_over() -> None:
     cluster = formed(worker("0", 0), child(agent="b"))
     cluster.add_agent(AgentInfo("b", "first", OTHER, 1))
-    held = AdmissionDecision(Admission.DEFER, "the life before of the agent b is not known to be over yet")
+    held = AdmissionDecision(Admission.DEFER, "the previous process of agent b is not known to be dead yet")
     assert decide_agent_admission(cluster, agent_wish()) == held
     cluster.change(cluster.worker("1"), state=NodeState.DEAD)
     assert decide_agent_admission(cluster, agent_wish(slots=1)) == AdmissionDecision(
-        Admission.ADMIT, "other brings 1 worker, and worker:1 can be started again"
+        Admission.ADMIT, "other brings 1 worker, and worker:1 can be restarted"
     )
 
 
@@ -413,7 +420,7 @@ def test_a_host_brings_servers_too_and_not_too_many() -> None:
     assert decide_agent_admission(cluster, agent_wish(slots=1, servers=1)) == AdmissionDecision(
         Admission.ADMIT, "other brings 1 worker and 1 server"
     )
-    said = "this host brings 2 servers, but 1 of 2 are here already"
+    said = "this host brings 2 servers, but 1 of 2 are registered already"
     assert decide_agent_admission(cluster, agent_wish(slots=1, servers=2)) == AdmissionDecision(Admission.REFUSE, said)
 
 
@@ -435,7 +442,7 @@ def test_a_host_that_comes_late_hears_what_it_is_good_for() -> None:
     away = formed(worker("0", 0), child(agent="c"))
     away.add_agent(AgentInfo("c", "its life", BOX, 1))
     assert decide_agent_admission(away, agent_wish()) == AdmissionDecision(
-        Admission.DEFER, "the agent on box is out of reach: its places may become free"
+        Admission.DEFER, "the agent on box is unreachable: its ranks may become free"
     )
 
 
@@ -499,7 +506,7 @@ def test_a_formation_is_given_up_when_its_time_is_over_which_a_suspension_prolon
     assert not cluster.registration.form_or_give_up(cluster.step(15.0))
     assert cluster.registration.form_or_give_up(cluster.step(15.1)) and cluster.ended is not None
     assert cluster.ended.code == ExitCode.NOT_FORMED
-    assert cluster.reason == "not complete within 10 s: 1 worker missing, here: worker:a"
+    assert cluster.reason == "not complete within 10 s: 1 worker missing, registered: worker:a"
 
 
 def test_a_refusal_closes_the_connection_and_is_remembered_while_the_cluster_forms() -> None:
@@ -553,7 +560,7 @@ def test_a_node_that_takes_a_dead_ones_place_is_its_next_incarnation_in_a_new_ge
     member = cluster.worker("z")
     assert (member.uid, member.rank, member.incarnation, member.connection) == (dead.uid, dead.rank, 2, 5)
     assert cluster.generation == 3 and records_of(effects)[:2] == [ClusterRecord, MemberRecord]
-    assert (cluster.phase, cluster.reason) == (Phase.READY, "every place is filled again")
+    assert (cluster.phase, cluster.reason) == (Phase.READY, "all ranks are filled again")
 
 
 def test_an_agent_is_admitted_with_its_children_and_told_what_to_run() -> None:

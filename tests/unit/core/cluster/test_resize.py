@@ -54,13 +54,16 @@ def comes(slots: int = 2, first_rank: int = -1, host: Host = THERE) -> RegisterA
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
-        (ScaleRequest(0), "a world of 0 workers is not possible: 1 to 6 are"),
-        (ScaleRequest(7), "a world of 7 workers is not possible: 1 to 6 are"),
-        (ScaleRequest(more_workers=3), "a world of 7 workers is not possible: 1 to 6 are"),
+        (ScaleRequest(0), "a world of 0 workers is not possible: expected 1 to 6"),
+        (ScaleRequest(7), "a world of 7 workers is not possible: expected 1 to 6"),
+        (ScaleRequest(more_workers=3), "a world of 7 workers is not possible: expected 1 to 6"),
         (ScaleRequest(4), "there are 4 workers already"),
         (ScaleRequest(node_ids=["9"]), "The node id:9 is illegal. The workers are 0, 1, 2, 3"),
         (ScaleRequest(node_ids=["pserver:0"]), "The node id:pserver:0 is illegal. The workers are 0, 1, 2, 3"),
-        (ScaleRequest(node_ids=["0", "worker:1", "2", "3"]), "not all workers can go: covey stop ends a cluster"),
+        (
+            ScaleRequest(node_ids=["0", "worker:1", "2", "3"]),
+            "not all workers can be removed: use covey stop to end the cluster",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_reason(asked: ScaleRequest, sentence: str) -> None:
@@ -92,7 +95,7 @@ def test_the_world_grows_by_what_is_offered_up_to_its_goal() -> None:
     cluster.add_agent(AgentInfo("c", "life of c", THERE, 2, connection=3))
     plan, reason = resize.plan_growth(cluster)
     assert plan is not None and plan.agents == ["c"]
-    assert reason == "the world grows from 4 to 5 workers, as host-b came"
+    assert reason == "the world grows from 4 to 5 workers because host-b joined"
     cluster.set(requested_workers=4)
     assert resize.plan_growth(cluster)[0] is None
 
@@ -127,12 +130,12 @@ def test_a_world_that_shrinks_at_once_waits_for_nobody(raw: bool) -> None:
 
 def test_workers_need_an_agent_and_room() -> None:
     made = training_cluster(worker_max=5)
-    assert resize.target_with_extra(made, 1) == (5, "there is place for 5 workers, as asked")
-    assert resize.target_with_extra(made, 2) == (None, "a world of 6 workers is not possible: 1 to 5 are")
-    assert resize.plan_resize(made, ScaleRequest(5))[1] == "the world grows from 4 to 5 workers, as asked"
+    assert resize.target_with_extra(made, 1) == (5, "up to 5 workers are allowed, as requested")
+    assert resize.target_with_extra(made, 2) == (None, "a world of 6 workers is not possible: expected 1 to 5")
+    assert resize.plan_resize(made, ScaleRequest(5))[1] == "the world grows from 4 to 5 workers, as requested"
     for agent in ("a", "b"):
         made.change_agent(agent, is_leaving=True)
-    nobody = "no agent is there that could start a worker: only under covey run can a world grow"
+    nobody = "no agent can start a worker: only covey run can add workers"
     assert resize.plan_resize(made, ScaleRequest(5)) == (None, nobody)
     made.set(phase=Phase.HEALING, reason="worker:1 died")
     assert resize.target_with_extra(made, 1) == (None, "The cluster is not ready. It is healing: worker:1 died")
@@ -195,7 +198,7 @@ def test_a_growth_that_is_rolled_back_leaves_the_world_as_it_was() -> None:
     cluster.table.attach_member(14, cluster.worker("4"), 1.0)
     cluster.take_effects()
     reply = cluster.resize.request(cluster.step(2.0), ScaleRequest(roll_back=True))
-    assert reply == ScaleAccepted(2, "asked to; the growth is taken back")
+    assert reply == ScaleAccepted(2, "requested; the scale-out is rolled back")
     effects = cluster.take_effects()
     assert (cluster.requested_workers, cluster.joining_ids, cluster.generation) == (4, (), 3) and set(ranks(cluster)) == {
         "0",
@@ -213,7 +216,7 @@ def test_only_the_death_of_a_joining_worker_rolls_a_growth_back() -> None:
     dead = cluster.change(cluster.worker("1"), state=NodeState.DEAD)
     assert not cluster.resize.roll_back_if_joining(cluster.step(2.0), dead, "killed") and cluster.joining_ids == ("4",)
     assert cluster.resize.roll_back_if_joining(cluster.step(2.0), cluster.worker("4"), "killed")
-    assert cluster.reason == "worker:4 did not come: killed; the growth is taken back"
+    assert cluster.reason == "worker:4 did not join: killed; the scale-out is rolled back"
 
 
 def test_a_growth_of_which_no_earlier_worker_holds_the_state_cannot_be_rolled_back() -> None:
@@ -264,7 +267,7 @@ def test_nobody_leaves_before_all_are_known_to_have_resumed() -> None:
 def test_a_lost_worker_that_is_given_up_leaves_no_slot_on_its_host() -> None:
     cluster = training_cluster(connected=True)
     dead = cluster.change(cluster.worker("1"), state=NodeState.DEAD)
-    cluster.resize.give_up_member(cluster.step(2.0), dead, "worker:1 died", "the others go on in a world of 3")
+    cluster.resize.give_up_member(cluster.step(2.0), dead, "worker:1 died", "the other ranks continue in a world of 3")
     effects = cluster.take_effects()
     assert ranks(cluster) == {"0": 0, "2": 2, "3": 1} and cluster.agents["a"].slots == 1
     assert persisted(effects, AgentRecord) == [AgentRecord.from_agent(cluster.agents["a"])]
@@ -279,7 +282,7 @@ def test_a_restarted_scheduler_continues_a_change_that_was_under_way(is_open: bo
     )
     cluster.set(trains=trains)
     if is_open:
-        cluster.incidents.open(cluster.step(0.0), "scale-out", "", "asked for")
+        cluster.incidents.open(cluster.step(0.0), "scale-out", "", "requested")
     cluster.resize.resume(cluster.step(100.0))
     is_pending = is_open and trains
     assert cluster.barrier.is_pending is is_pending and cluster.joining_ids == (("3",) if is_pending else ())

@@ -182,7 +182,7 @@ def test_too_few_in_time_and_everyone_is_told_who_was_there() -> None:
     made = machine(3, topo_timeout_s=10.0)
     made.step(MessageReceived(register("a"), 1), 0.0)
     effects = tick(made, 11.0, beats=[1])
-    said = "not complete within 10 s: 2 workers missing, here: worker:a"
+    said = "not complete within 10 s: 2 workers missing, registered: worker:a"
     assert sent(effects, ClusterEnded) == {1: ClusterEnded(said, ExitCode.NOT_FORMED)}
     assert ended(effects) == EndCluster(ExitCode.NOT_FORMED, said)
 
@@ -236,7 +236,7 @@ def test_a_refusal_reaches_the_node_and_the_log_and_closes_the_link() -> None:
     effects = made.step(MessageReceived(register("0", "another"), 9), 1.0)
     said = "worker:0 on box is alive: a second node with its id is not allowed"
     assert effects == [
-        PublishEvent("worker:0", "refused", f"{said} (it came from 10.0.0.1)", effects[0].level),  # type: ignore[union-attr]
+        PublishEvent("worker:0", "refused", f"{said} (from 10.0.0.1)", effects[0].level),  # type: ignore[union-attr]
         Send(Refused(said), 9),
         Close(9),
     ]
@@ -246,7 +246,7 @@ def test_a_refusal_reaches_the_node_and_the_log_and_closes_the_link() -> None:
 def test_one_connection_speaks_for_one_node() -> None:
     made = ready("0", "1", recovery=True)
     effects = made.step(MessageReceived(register("other"), 1), 1.0)
-    assert sent(effects, Refused)[1].reason == "its connection speaks for another node already"
+    assert sent(effects, Refused)[1].reason == "its connection already belongs to another node"
     assert state(made, "0") is NodeState.DEAD, "the link is closed, so whoever it spoke for is lost"
 
 
@@ -372,7 +372,7 @@ def test_with_recovery_a_death_is_a_new_generation_and_a_return_another() -> Non
     assert phase(made) is Phase.HEALING and ended(death) is None
     assert sent(death, NewGeneration) == {1: NewGeneration(2, "worker:1 died: its connection closed (reset)")}
     back = made.step(MessageReceived(register("1", "second life"), 3), 2.0)
-    assert sent(back, NewGeneration) == {1: NewGeneration(3, "worker:1 is back")}
+    assert sent(back, NewGeneration) == {1: NewGeneration(3, "worker:1 returned")}
     assert sent(back, Registered) == {3: Registered("c1", "1", 2)}
     assert sent(back, RankAssigned) == {3: RankAssigned(3, 1, 2, 1, 2, restarts=1)}
     assert phase(made) is Phase.READY
@@ -450,9 +450,9 @@ def test_a_suspect_that_leaves_is_not_missed() -> None:
 def test_silence_makes_a_suspect_and_then_a_death() -> None:
     made = ready("0", "1", node_timeout_s=10.0)
     effects = tick(made, 11.0, beats=[1])
-    assert "worker:1 suspect: no beat for 5.5 s" in told(effects)
+    assert "worker:1 suspect: no heartbeat for 5.5 s" in told(effects)
     end = ended(effects)
-    assert end is not None and end.reason == "worker:1 on box: no beat for 10.5 s (MS_NODE_TIMEOUT is 10 s)"
+    assert end is not None and end.reason == "worker:1 on box: no heartbeat for 10.5 s (MS_NODE_TIMEOUT is 10 s)"
     assert Close(2) in effects
 
 
@@ -467,7 +467,7 @@ def test_the_schedulers_own_sleep_is_nobodys_silence() -> None:
     made = ready("0", "1", node_timeout_s=10.0)
     tick(made, 4.0, beats=[1, 2])
     effects = made.step(Tick(), 300.0)
-    assert told(effects) == ["scheduler slept: no tick for 296.0 s: nobody's silence in that time counts"]
+    assert told(effects) == ["scheduler slept: suspended for 296.0 s: all timeouts are extended by that time"]
     assert state(made, "0") is state(made, "1") is NodeState.ALIVE
     assert ended(tick(made, 312.0, since=300.0)), "from then on it counts again"
 
@@ -524,7 +524,7 @@ def test_a_lost_agent_is_the_end_because_nobody_can_start_its_workers() -> None:
     effects = made.step(ConnectionLost("reset", 2), 1.0)
     end = ended(effects)
     assert end is not None and end.reason == "worker:2 on other: the agent on other is gone (reset)"
-    assert "cluster end: nobody is left on other to start worker:2 again" in told(effects)
+    assert "cluster end: cannot restart worker:2: no agent is left on other" in told(effects)
     assert made.counters["deaths"] == 1
 
 
@@ -557,7 +557,7 @@ def test_a_host_that_comes_later_makes_the_world_grow_when_it_has_imported() -> 
     tick(made, 3.0, beats=[1, 2, 3], since=1.0)
     assert (phase(made), made.cluster.size(Role.WORKER)) == (Phase.READY, 3), "nobody waits for its imports"
     another = made.step(MessageReceived(RegisterAgent("d", "life of d", OTHER, 1), 4), 3.0)
-    assert sent(another, Refused)[4].reason == "the cluster has formed with its 4 workers: this host came too late"
+    assert sent(another, Refused)[4].reason == "the cluster has formed with its 4 workers: this host registered too late"
     made.step(MessageReceived(TemplateReady(), 3), 3.0)
     assert sent(tick(made, 4.0, since=3.0), DesiredChildren)[3].assignments == [Assignment("3", 3, 1, 1)]
 
@@ -652,7 +652,7 @@ def lose_the_state(made: SchedulerMachine) -> None:
     assert not made.cluster.trains and all(not m.connection for m in made.cluster.members_in_role(Role.WORKER)), (
         "all start anew"
     )
-    assert made.cluster.reason.endswith(": all workers start anew, from their newest checkpoint"), "and the console says so"
+    assert made.cluster.reason.endswith(": all workers restart from the newest checkpoint"), "and the console says so"
 
 
 def workers_of(made: SchedulerMachine) -> list[str]:
@@ -707,7 +707,7 @@ def test_a_scheduler_that_does_not_know_who_went_on_asks_before_the_next_leave()
     edited = EditableCluster.of(made)
     edited.barrier.safe_point.resumed.clear()
     edited.barrier.resume(is_pending=False)
-    edited.recovery.update_readiness(edited.step(1.0), "every member is heard again")  # as after a return
+    edited.recovery.update_readiness(edited.step(1.0), "all members are reachable again")  # as after a return
     effects = tick(made, 2.0, since=1.5)
     assert set(sent(effects, NewGeneration)) == {11, 12, 13} and phase(made) is Phase.HEALING
     assert workers_of(made) == ["0", "1", "2"], "nobody leaves before all go on"
@@ -728,7 +728,10 @@ def test_who_takes_a_growth_back_is_told_that() -> None:
     made = cut_under_an_agent(3)
     made.step(MessageReceived(ScaleRequest(workers=4), 9), 1.0)
     answer = _asked(made, ScaleRequest(roll_back=True))
-    assert isinstance(answer, ScaleAccepted) and (answer.operation, answer.reason) == (2, "asked to; the growth is taken back")
+    assert isinstance(answer, ScaleAccepted) and (answer.operation, answer.reason) == (
+        2,
+        "requested; the scale-out is rolled back",
+    )
 
 
 def test_a_death_while_a_growth_is_taken_back_is_still_healed() -> None:
@@ -738,7 +741,7 @@ def test_a_death_while_a_growth_is_taken_back_is_still_healed() -> None:
     made.step(MessageReceived(ChildExited("3", 1, 137, "killed"), 1), 3.0)
     growth, death, back = made.incidents.records
     assert [growth.outcome, death.outcome, back.outcome] == [Outcome.ROLLED_BACK, Outcome.OPEN, Outcome.OPEN]
-    assert growth.reason.endswith("as asked; worker:3 did not come: killed; the growth is taken back")
+    assert growth.reason.endswith("as requested; worker:3 did not join: killed; the scale-out is rolled back")
     assert growth.total_ms == 2000.0, "it had been waited for so long"
     begin_lives(made)
     all_go_on(made)
@@ -834,7 +837,7 @@ def test_a_replacement_has_time_to_show_progress_while_all_others_still_wait_for
     for rank, waits in enumerate(("5.0", "5.0", "")):
         made.step(MessageReceived(Heartbeat(Progress(5, "train", waiting_in=waits)), 10 + rank), 0.0)
     effects = tick(made, 2.0)
-    assert "worker:2 died: stuck: all others wait for it in collective 5.0 for over 1 s" in told(effects)
+    assert "worker:2 died: stuck: all other ranks wait for it in collective 5.0 for over 1 s" in told(effects)
     assert sent(effects, DesiredChildren)[2].assignments == [Assignment("2", 2, 2, 0)]
     made.step(MessageReceived(register("2", "second life", OTHER, incarnation=2), 20), 2.0)
     effects = made.step(MessageReceived(Heartbeat(), 20), 2.0) + tick(made, 25.0, beats=[1, 2], since=2.0)
@@ -852,7 +855,7 @@ def test_a_rank_that_left_too_early_is_not_waited_for_for_ever() -> None:
         made.step(MessageReceived(Heartbeat(Progress(5, "train", in_loop=True, waiting_in="5.0")), 10 + rank), 0.0)
     effects = tick(made, 6.0)
     assert told(effects)[-1].startswith(
-        "cluster dump: worker:2 left before the work was done: all others wait in collective 5.0 for over 5 s"
+        "cluster dump: worker:2 left before the run was finished: all other ranks wait in collective 5.0 for over 5 s"
     )
     assert set(sent(effects, DumpRequest)) == {10, 11} and phase(made) is Phase.HEALING
     made.step(MessageReceived(DumpWritten(5, "dump-5"), 10), 6.0)
@@ -872,8 +875,8 @@ def test_who_waits_for_a_rank_at_the_end_of_its_program_is_told_at_once() -> Non
     end = ended(tick(made, 0.6, since=0.4))
     assert end is not None and end.code == ExitCode.PEER_FAILED
     assert end.reason == (
-        "rank 2 has come to the end of its program, but rank 1 waits for it in collective -1.7: do all ranks call the same"
-        " ones, in one order?"
+        "rank 2 has finished its script, but rank 1 waits for it in collective -1.7: all ranks must call"
+        " the same collectives in the same order"
     )
 
 
@@ -897,7 +900,7 @@ def test_who_has_left_is_not_waited_for_by_those_who_are_to_go_on_together() -> 
     made.step(MessageReceived(SafePointReport(2, needs_state=True), 21), 1.5)
     end = ended(tick(made, 2.0, since=1.5))
     assert end is not None and end.code == ExitCode.PEER_FAILED
-    assert end.reason == "worker:2 left before the work was done: all others wait to go on"
+    assert end.reason == "worker:2 left before the run was finished: all other ranks wait to resume"
 
 
 @pytest.mark.parametrize("had", [False, True])
@@ -925,7 +928,7 @@ def test_who_left_between_its_plan_and_the_next_step_is_not_waited_for_for_ever(
         return
     end = ended(tick(made, 7.0, since=6.0))
     assert end is not None and end.code == ExitCode.PEER_FAILED
-    assert end.reason == "worker:2 left before the work was done: all others wait to go on for over 5 s"
+    assert end.reason == "worker:2 left before the run was finished: all other ranks have waited to resume for over 5 s"
 
 
 def test_a_rank_at_its_end_goes_though_the_scheduler_forgot_the_reports_of_who_went_before() -> None:
@@ -997,7 +1000,7 @@ def test_a_dead_member_in_the_journal_is_waited_for() -> None:
     made, _ = restored(records, recovery=True, topo_timeout_s=30.0)
     effects = made.step(MessageReceived(register("a"), 1), 100.0)
     assert phase(made) is Phase.HEALING
-    assert told(effects)[-1] == "cluster healing: waiting for worker:b to be started again, with the same variables"
+    assert told(effects)[-1] == "cluster healing: waiting for worker:b to be restarted with the same variables"
     assert ended(tick(made, 131.0, beats=[1], since=100.0))
 
 
@@ -1128,7 +1131,7 @@ def test_who_was_in_a_pod_that_is_gone_is_not_let_in_again_by_any_scheduler() ->
     other.step(JournalRead(journal(*effects)), 3.0)
     for each in (made, other):
         for wish in (RegisterAgent("b", "life of b", POD, 1), register("2", host=POD, incarnation=1)):
-            assert "is over" in sent(each.step(MessageReceived(wish, 9), 3.0), Refused)[9].reason
+            assert "was reported gone" in sent(each.step(MessageReceived(wish, 9), 3.0), Refused)[9].reason
 
 
 def test_a_raw_worker_of_a_lost_node_is_over_at_once_and_its_connection_closed() -> None:
@@ -1151,7 +1154,7 @@ def test_a_node_is_killed_by_its_agent_and_its_death_is_news_like_any_other() ->
 
 
 @pytest.mark.parametrize(
-    ("node", "why"), [("worker:9", "there is no node"), ("worker:1", "does not run yet"), ("worker:0", "process 7 on")]
+    ("node", "why"), [("worker:9", "there is no node"), ("worker:1", "is not running yet"), ("worker:0", "process 7 on")]
 )
 def test_who_cannot_be_killed_from_here(node: str, why: str) -> None:
     made = machine(2)
@@ -1246,12 +1249,14 @@ def test_a_host_that_does_not_come_back_is_gone_on_without_where_that_can_be(lef
     if left:
         made.step(MessageReceived(ChildExited("0", 1, 0), 1), 0.0)
     effects = tick(made, 5.0, beats=[1, 10, 11]) + tick(made, 6.0, beats=[1, 10, 11], since=5.0)
-    limit = "no host came for worker:2 within 5 s"
+    limit = "no host joined for worker:2 within 5 s"
     if left:
         end = ended(effects)
         assert end is not None and end.reason == f"{limit}, and some workers have finished and left already"
     else:
-        assert made.cluster.size(Role.WORKER) == 2 and made.cluster.reason == f"{limit}: the others go on in a world of 2"
+        assert (
+            made.cluster.size(Role.WORKER) == 2 and made.cluster.reason == f"{limit}: the other ranks continue in a world of 2"
+        )
 
 
 def test_who_cannot_be_replaced_on_a_host_that_leaves_ends_it_with_a_dump() -> None:
@@ -1259,9 +1264,7 @@ def test_who_cannot_be_replaced_on_a_host_that_leaves_ends_it_with_a_dump() -> N
     made.step(MessageReceived(Draining("asked to leave"), 2), 0.0)
     effects = made.step(MessageReceived(ChildExited("2", 1, 1), 2), 0.0)
     assert set(sent(effects, DumpRequest)) == {10, 11}
-    assert "cluster dump: other was asked to leave, and no host is left that could take worker:2 over" in " ".join(
-        told(effects)
-    )
+    assert "cluster dump: other was asked to leave, and no other host can run worker:2" in " ".join(told(effects))
 
 
 def test_a_full_board_says_so_to_who_pins_and_to_who_waits() -> None:
@@ -1271,11 +1274,11 @@ def test_a_full_board_says_so_to_who_pins_and_to_who_waits() -> None:
     assert not sent(made.step(MessageReceived(RendezvousPut("a", b"123", 1), 10), 0.0), Refused)
     assert (
         sent(made.step(MessageReceived(RendezvousPut("b", b"", 1), 10), 0.0), Refused)[10].reason
-        == "the board is full: b cannot be pinned"
+        == "the rendezvous store is full: b was not stored"
     )
     assert not sent(made.step(MessageReceived(RendezvousGet("c", 1), 10), 0.0), Refused)
     refused = sent(made.step(MessageReceived(RendezvousGet("d", 1), 10), 0.0), Refused)[10]
-    assert refused.reason == "the board is full: too many wait for values, d is one too many"
+    assert refused.reason == "the rendezvous store is full: too many requests wait for values, d was rejected"
 
 
 def test_strangers_and_old_generations_pin_nothing() -> None:

@@ -74,10 +74,10 @@ def test_a_growth_is_counted_told_and_kept_and_has_its_time() -> None:
     made = cut_under_an_agent(3)
     tick(made, 1.0)
     effects = made.step(MessageReceived(ScaleRequest(workers=4), 9), 1.0)
-    reason = "the world grows from 3 to 4 workers, as asked"
-    assert noted(made) == [("scale-out", "asked for", reason, Outcome.OPEN)]
+    reason = "the world grows from 3 to 4 workers, as requested"
+    assert noted(made) == [("scale-out", "requested", reason, Outcome.OPEN)]
     assert made.counters == {"scale_out": 1} and made.cluster.requested_workers == 4
-    assert f"cluster resized: {reason}; the world is now 4" in warnings(effects)
+    assert f"cluster resized: {reason}; the world size is now 4" in warnings(effects)
     assert made.cluster.reason == reason and made.cluster.resized_generation == made.cluster.generation
     assert [a.node_id for a in sent(effects, DesiredChildren)[1].assignments] == ["0", "1", "2", "3"]
     assert {f.world for f in sent(effects, RankAssigned).values()} == {4} and set(sent(effects, RankAssigned)) == {11, 12, 13}
@@ -92,10 +92,10 @@ def test_a_growth_is_counted_told_and_kept_and_has_its_time() -> None:
     tick(made, 1.0 + JOIN_TIMEOUT_S, beats=beats, since=1.0)
     assert len(workers_of(made)) == 4, "in its very last moment it may still come"
     effects = tick(made, 1.5 + JOIN_TIMEOUT_S, beats=beats, since=1.0 + JOIN_TIMEOUT_S)
-    back = f"not all came within {JOIN_TIMEOUT_S:g} s; the growth is taken back"
+    back = f"not all joined within {JOIN_TIMEOUT_S:g} s; the scale-out is rolled back"
     assert noted(made)[0][3] is Outcome.ROLLED_BACK and noted(made)[1] == ("scale-in", back, back, Outcome.OPEN)
     assert workers_of(made) == ["0", "1", "2"] and made.cluster.requested_workers == 3
-    assert f"cluster resized: {back}; the world is now 3" in warnings(effects)
+    assert f"cluster resized: {back}; the world size is now 3" in warnings(effects)
     assert [r.slots for r in kept(effects) if isinstance(r, AgentRecord)] == [3], "its host offers no more than it has"
     assert [a.node_id for a in sent(effects, DesiredChildren)[1].assignments] == ["0", "1", "2"]
     all_go_on(made)
@@ -105,8 +105,8 @@ def test_a_growth_is_counted_told_and_kept_and_has_its_time() -> None:
 def test_a_smaller_world_is_counted_told_and_kept() -> None:
     made = cut_in_four(together=0)
     effects = made.step(MessageReceived(ScaleRequest(node_ids=["b"]), 9), 1.0)
-    reason = "the world shrinks from 4 to 3 workers, as asked"
-    assert noted(made) == [("scale-in", "asked for", reason, Outcome.OPEN)] and made.counters == {"scale_in": 1}
+    reason = "the world shrinks from 4 to 3 workers, as requested"
+    assert noted(made) == [("scale-in", "requested", reason, Outcome.OPEN)] and made.counters == {"scale_in": 1}
     assert sent(effects, ClusterEnded) == {2: ClusterEnded(f"worker:b leaves: {reason}")}
     assert {link: formed.rank for link, formed in sent(effects, RankAssigned).items()} == {1: 0, 3: 2, 4: 1}
     assert {r.node_id for r in kept(effects) if isinstance(r, MemberRecord)} == {"d"}, "whose rank changes"
@@ -118,7 +118,7 @@ def test_a_rank_that_nobody_replaces_is_gone_on_without() -> None:
     edited.change(edited.worker("1"), deaths_without_progress=3)
     effects = made.step(MessageReceived(ChildExited("1", 1, 137, "killed"), 1), 1.0)
     assert made.counters.get("shrinks") == 1 and made.cluster.size(Role.WORKER) == 2
-    assert [w for w in warnings(effects) if w.startswith("cluster resized: ") and w.endswith("; the world is now 2")]
+    assert [w for w in warnings(effects) if w.startswith("cluster resized: ") and w.endswith("; the world size is now 2")]
 
 
 # -- a collective that broke -----------------------------------------------------------------------------------------
@@ -139,9 +139,9 @@ def test_a_collective_that_breaks_while_all_live_is_tried_again() -> None:
     made.step(MessageReceived(CollectiveFailed(made.cluster.generation, SAID), 99), 0.5)
     assert sent(made.step(Tick(), 1.0), NewGeneration) == {}, "an old one, and a stranger's"
     effects = broken(made, 1.0)
-    reason = f"a collective broke ({SAID}) and every process lives"
-    assert f"cluster retry: {reason}: the step is tried again" in warnings(effects)
-    assert noted(made) == [("retry", SAID, "every process lives", Outcome.OPEN)] and made.counters["retries"] == 1
+    reason = f"a collective failed ({SAID}) and all processes are alive"
+    assert f"cluster retry: {reason}: the step is retried" in warnings(effects)
+    assert noted(made) == [("retry", SAID, "all processes are alive", Outcome.OPEN)] and made.counters["retries"] == 1
     assert set(sent(effects, NewGeneration)) == {10, 11, 12}
     assert made.incidents.records[0].ms[Stage.DETECTED] == 0.0 and made.incidents.records[0].ms[Stage.DECIDED] > 100
     made.step(MessageReceived(StateFetched(made.cluster.generation - 1), 10), 2.0)
@@ -162,13 +162,13 @@ def test_one_that_breaks_again_and_again_is_the_end() -> None:
         now += 1.0
     end = ended(broken(made, now))
     assert end is not None and end.code == ExitCode.PEER_FAILED
-    assert end.reason == f"a collective broke ({SAID}) and every process lives, 5 times in a row without a step in between"
+    assert end.reason == f"a collective failed ({SAID}) and all processes are alive, 5 times in a row without a step in between"
 
 
 def test_one_that_breaks_where_nothing_is_tried_again_is_the_end() -> None:
     end = ended(broken(training(strategies=parse_strategies(("recover-in-place",))), 1.0))
     assert end is not None and end.code == ExitCode.PEER_FAILED
-    assert end.reason == f"a collective broke ({SAID}) and every process lives, but retry is not among the strategies"
+    assert end.reason == f"a collective failed ({SAID}) and all processes are alive, but retry is not enabled (COVEY_STRATEGY)"
 
 
 # -- parameter servers -----------------------------------------------------------------------------------------------
@@ -202,8 +202,8 @@ def records(effects: list[SchedulerEffect]) -> list[ClusterRecord]:
 def test_servers_become_more_and_rows_move_when_all_are_there() -> None:
     made = served()
     effects = made.step(MessageReceived(ScaleRequest(servers=3), 9), 1.0)
-    reason = "the parameter servers become more, from 2 to 3, as asked"
-    assert noted(made) == [("scale-out", "asked for", reason, Outcome.OPEN)] and made.incidents.records[0].node == "servers"
+    reason = "the number of parameter servers increases from 2 to 3, as requested"
+    assert noted(made) == [("scale-out", "requested", reason, Outcome.OPEN)] and made.incidents.records[0].node == "servers"
     assert made.counters == {"server_scale_out": 1} and f"servers scale-out: {reason}" in told(effects)
     assert records(effects)[-1].joining_servers == (2,), "it is durable"
     assert [(r.role, r.rank) for r in kept(effects) if isinstance(r, MemberRecord)] == [(Role.PSERVER, 2)]
@@ -229,22 +229,22 @@ def test_servers_become_more_and_rows_move_when_all_are_there() -> None:
     made.step(MessageReceived(ServerInSync(0), 22), 3.0)
     assert noted(made)[0][3] is Outcome.OPEN, "what it says is of the sharing before"
     effects = made.step(MessageReceived(ServerInSync(1), 22), 3.0)
-    assert "servers settled: all rows are shared by 3 parameter servers" in told(effects)
+    assert "servers settled: all rows are distributed over 3 parameter servers" in told(effects)
     assert (noted(made)[0][3], made.cluster.rows_in_place, made.cluster.has_row_copies) == (Outcome.RESUMED, True, True)
 
 
 def test_servers_become_fewer_and_who_has_nothing_left_goes() -> None:
     made = served()
     effects = made.step(MessageReceived(ScaleRequest(node_ids=["pserver:1"]), 9), 1.0)
-    reason = "the parameter servers become fewer, from 2 to 1, as asked"
-    assert noted(made) == [("scale-in", "asked for", reason, Outcome.OPEN)] and made.counters == {"server_scale_in": 1}
+    reason = "the number of parameter servers decreases from 2 to 1, as requested"
+    assert noted(made) == [("scale-in", "requested", reason, Outcome.OPEN)] and made.counters == {"server_scale_in": 1}
     assert f"servers scale-in: {reason}" in told(effects) and "servers shared anew: 128 of 256 slots move" in told(effects)
     (sharing,) = {told.sharding for told in sent(effects, ShardingAssigned).values()}
     assert (sharing.version, sharing.ring, sharing.leaving) == (1, (0,), (1,)) and not made.cluster.has_row_copies
     assert set(sharing.owners) == {0}
     made.step(MessageReceived(ServerInSync(1), 20), 2.0)
     effects = made.step(MessageReceived(ServerInSync(1), 21), 2.0)
-    assert sent(effects, ClusterEnded) == {21: ClusterEnded("pserver:1 leaves: its rows are with others")}
+    assert sent(effects, ClusterEnded) == {21: ClusterEnded("pserver:1 leaves: its rows have moved to the other servers")}
     assert set(sent(effects, ShardingAssigned)) == {11, 20} and made.cluster.size(Role.PSERVER) == 1
     assert made.cluster.sharding is not None and made.cluster.sharding.leaving == () and noted(made)[0][3] is Outcome.RESUMED
 
@@ -257,7 +257,7 @@ def test_servers_that_do_not_come_are_not_counted_on() -> None:
     tick(made, 1.0 + JOIN_TIMEOUT_S, beats=beats, since=1.0)
     assert made.cluster.joining_servers == (2,), "in its very last moment it may still come"
     effects = tick(made, 1.5 + JOIN_TIMEOUT_S, beats=beats, since=1.0 + JOIN_TIMEOUT_S)
-    assert f"servers rolled back: not all came within {JOIN_TIMEOUT_S:g} s; the growth is taken back" in warnings(effects)
+    assert f"servers rolled back: not all joined within {JOIN_TIMEOUT_S:g} s; the scale-out is rolled back" in warnings(effects)
     assert noted(made)[0][3] is Outcome.ROLLED_BACK and made.cluster.size(Role.PSERVER) == 2
     assert records(effects)[-1].joining_servers == () and made.cluster.sharding is None
     assert [a.node_id for a in sent(effects, DesiredChildren)[1].assignments] == ["0", "0", "1"]
@@ -273,8 +273,8 @@ def test_who_leaves_comes_back_or_stands_by_is_told_of() -> None:
     assert "agent:b leaving: asked to leave" in warnings(made.step(MessageReceived(Draining("asked to leave"), 2), 1.0))
     made = ready("a", "b", node_timeout_s=10.0)
     suspected = tick(made, 6.0, beats=[2])
-    assert [w for w in warnings(suspected) if w.startswith("worker:a suspect: no beat for ")]
-    assert "worker:a heard again: its beat came late" in told(made.step(MessageReceived(Heartbeat(), 1), 6.1))
+    assert [w for w in warnings(suspected) if w.startswith("worker:a suspect: no heartbeat for ")]
+    assert "worker:a heard again: its heartbeat arrived late" in told(made.step(MessageReceived(Heartbeat(), 1), 6.1))
 
 
 def test_who_was_away_for_a_change_of_the_world_learns_all_places() -> None:

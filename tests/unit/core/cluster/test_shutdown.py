@@ -19,7 +19,7 @@ def test_who_could_write_down_what_it_holds() -> None:
     made = training_cluster()
     assert dumpable_ranks(made) == (
         set(),
-        "no rank is in a covey.Loop, which alone can write down what it holds",
+        "no rank is in a covey.Loop, so no rank can dump its state",
     )
     made.set(phase=Phase.ENDED, reason="all 4 workers finished")
     assert dumpable_ranks(made) == (set(), "the cluster has ended: all 4 workers finished")
@@ -144,14 +144,14 @@ def test_a_dump_is_not_waited_for_longer_than_its_time_or_than_its_rank_lives() 
                 dead = cluster.change(cluster.worker(rank), state=NodeState.DEAD)
                 cluster.shutdown.note_death(cluster.step(3.0), dead)
                 assert cluster.take_effects()[0] == Persist(MemberRecord.from_member(dead))
-        assert cluster.ended == Ended(1, "worker:3 died; nobody could write down the state")
+        assert cluster.ended == Ended(1, "worker:3 died; no rank could dump its state")
 
 
 def test_a_dump_is_requested_once_and_repeated_to_who_comes_again() -> None:
     cluster = in_loop()
     assert isinstance(cluster.shutdown.request_dump(cluster.step(2.0), "enough"), RequestAccepted)
     again = cluster.shutdown.request_dump(cluster.step(2.0), "enough")
-    assert again == Refused("the ranks write down what they hold already")
+    assert again == Refused("a dump is already in progress")
     cluster.take_effects()
     for rank in ("0", "3"):
         cluster.shutdown.repeat_dump_request(cluster.step(3.0), cluster.worker(rank))
@@ -167,7 +167,7 @@ def test_a_restarted_scheduler_waits_again_for_the_dumps_of_all_who_are_present(
     cluster.shutdown.end_if_dumped(cluster.step(123.0))
     assert cluster.ended is None, "a suspension prolongs it, to no more than the full time"
     cluster.shutdown.end_if_dumped(cluster.step(123.1))
-    assert cluster.ended == Ended(ExitCode.STOPPED, "enough; nobody could write down the state")
+    assert cluster.ended == Ended(ExitCode.STOPPED, "enough; no rank could dump its state")
 
 
 @pytest.mark.parametrize("told", [False, True])

@@ -129,9 +129,9 @@ def test_one_that_does_not_stand_by_yet_is_not_waited_for_and_two_deaths_need_tw
 
 def test_a_spare_of_the_same_host_goes_before_one_of_another() -> None:
     bench = Bench(here=1, there=1).begin().stand_by(0).stand_by(1, OTHER)
-    assert any("spare:1 on other takes the place of worker:2" in line for line in told(bench.die(2, link=2)))
+    assert any("spare:1 on other replaces worker:2" in line for line in told(bench.die(2, link=2)))
     effects = bench.die(1)
-    assert any("spare:0 on box takes the place of worker:1" in line for line in told(effects))
+    assert any("spare:0 on box replaces worker:1" in line for line in told(effects))
 
 
 def test_a_spare_on_another_host_stands_in_for_a_lost_one_within_the_limit() -> None:
@@ -155,7 +155,7 @@ def test_a_spares_own_death_is_no_incident_and_is_given_up_after_three_on_the_wa
 
 def test_one_whose_program_ends_by_itself_is_not_started_again() -> None:
     bench = Bench().begin()
-    assert any("its program ended before it needed a rank" in line for line in told(bench.die(0, role=Role.SPARE, code=0)))
+    assert any("its script exited before it needed a rank" in line for line in told(bench.die(0, role=Role.SPARE, code=0)))
     assert not bench.tell(Tick())
 
 
@@ -190,7 +190,7 @@ def test_a_host_with_spares_alone_may_come_at_any_time() -> None:
     [start] = sent(bench.tell(Tick()), DesiredChildren).values()
     assert [a.name for a in start.assignments] == ["spare:0"]
     bench.stand_by(0, OTHER)
-    assert any("spare:0 on other takes the place of worker:1" in line for line in told(bench.die(1)))
+    assert any("spare:0 on other replaces worker:1" in line for line in told(bench.die(1)))
     bench.tell(ConnectionLost("gone", 3))
     made, _ = restored(journal(bench.effects), recovery=True, strategies=LADDER)
     assert "c" in made.cluster.agents
@@ -200,7 +200,7 @@ def test_a_promotion_is_told_and_counted_and_a_spares_end_is_kept() -> None:
     bench = Bench().begin().stand_by()
     EditableCluster.of(bench.machine).change(bench.spare(), handovers=3)
     effects = bench.die(1)
-    assert "spare:0 promoted: it is worker:1 now" in told(effects) and bench.machine.counters["promotions"] == 1
+    assert "spare:0 promoted: its process is worker:1 now" in told(effects) and bench.machine.counters["promotions"] == 1
     assert bench.spare().handovers == 4 and bench.machine.list_connections() == [10, 12, SPARE, 1, 2]
     assert (bench.spare().instance_id, bench.spare().pid, bench.spare().state) == ("", 0, NodeState.LEFT)
     for link in (10, SPARE, 12):
@@ -216,10 +216,10 @@ def test_a_spare_that_is_given_up_is_a_warning_with_why() -> None:
     for life in (1, 2, 3):
         effects = bench.die(0, incarnation=life, role=Role.SPARE)
         bench.tell(Tick())
-    assert warned(effects) == ["spare:0 died: killed", "spare:0 given up: it died 3 times on its way, see its log"]
+    assert warned(effects) == ["spare:0 died: killed", "spare:0 given up: it died 3 times before it was ready, see its log"]
     ended = Bench().begin().die(0, role=Role.SPARE, code=0)
     assert told(ended)[0] == "spare:0 left: killed"
-    assert warned(ended) == ["spare:0 given up: its program ended before it needed a rank, see its log"]
+    assert warned(ended) == ["spare:0 given up: its script exited before it needed a rank, see its log"]
 
 
 def warned(effects: list[Any]) -> list[str]:
