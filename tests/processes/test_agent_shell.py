@@ -110,7 +110,7 @@ def test_a_host_that_cannot_start_its_workers_says_why_to_the_scheduler(tmp_path
 
 def test_what_no_scheduler_says_ends_a_host_instead_of_keeping_it_idle(tmp_path: Path) -> None:
     outcome, heard = lead(tmp_path, Assignment("no number", 0, 1, 0))
-    assert outcome.reason.startswith("nothing more can be started on this host: ValueError") and len(heard.of(Leave)) == 1
+    assert outcome.reason.startswith("cannot start workers on this host: ValueError") and len(heard.of(Leave)) == 1
 
 
 def test_a_scheduler_that_cannot_be_started_again_is_given_up_in_one_sentence(tmp_path: Path) -> None:
@@ -130,4 +130,4 @@ def test_a_scheduler_that_cannot_be_started_again_is_given_up_in_one_sentence(tm
 
     code, reason = asyncio.run(check())
     assert code == ExitCode.SCHEDULER_LOST
-    assert reason.startswith("the scheduler ended (SIGKILL) and cannot be started again: [Errno 20]")
+    assert reason.startswith("the scheduler died (SIGKILL) and cannot be restarted: [Errno 20]")

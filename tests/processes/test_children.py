@@ -270,16 +270,16 @@ def test_where_few_files_may_be_open_a_child_is_tied_all_the_same(nursery: Nurse
 def test_what_cannot_be_started_is_one_sentence(nursery: Nursery) -> None:
     wait = nursery.script("import signal; signal.pause()")
     nursery.start("worker:0", wait)
-    with pytest.raises(UsageError, match="worker:0 runs already"):
+    with pytest.raises(UsageError, match="worker:0 is already running"):
         nursery.do(nursery.children.start(nursery.spec("worker:0", wait)))
-    with pytest.raises(UsageError, match="worker:1 cannot work in '/nowhere'"):
+    with pytest.raises(UsageError, match="worker:1 cannot start in '/nowhere'"):
         nursery.start("worker:1", wait, cwd="/nowhere")
-    with pytest.raises(StoreError, match=r"the log '/dev/null/log' of worker:1 cannot be written"):
+    with pytest.raises(StoreError, match=r"cannot write the log '/dev/null/log' of worker:1"):
         nursery.start("worker:1", wait, log="/dev/null/log")
     with pytest.raises(UsageError, match="worker:1 has nothing to run"):
         nursery.start("worker:1")
     assert nursery.children.pid("worker:1") == 0
     assert explain_os_error(OSError(errno.EMFILE, "Too many open files")).endswith(
-        "files open and has them: allow it more (ulimit -n)"
+        "open files is reached: raise it (ulimit -n)"
     )
     assert explain_os_error(OSError(errno.ENOMEM, "Cannot allocate memory")) == "[Errno 12] Cannot allocate memory"

@@ -291,5 +291,5 @@ def test_a_child_is_surely_heard_only_by_its_own_words_and_their_acknowledgement
 def test_a_folder_too_deep_for_a_socket_is_one_sentence(folder: Path) -> None:
     deep = folder / ("x" * 100)
     deep.mkdir()
-    with pytest.raises(UsageError, match="set TMPDIR to a short path"):
+    with pytest.raises(UsageError, match="set TMPDIR to a shorter path"):
         asyncio.run(ChildRelay().open(str(deep)))

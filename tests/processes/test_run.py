@@ -397,6 +397,6 @@ def test_a_log_that_cannot_be_written_is_one_sentence(shell: Shell, rank: int) -
     (shell.logs / f"worker_{rank}.log").mkdir(parents=True)
     run = shell.ask("run", "-n", "2", shell.default)
     assert run.code == 41, run.tail()
-    assert f"worker_{rank}.log' of worker:{rank} cannot be written: Is a directory" in run.text()
+    assert f"worker_{rank}.log' of worker:{rank}: Is a directory" in run.text()
     assert "Traceback" not in run.text(), run.text()
     shell.nobody()

@@ -25,7 +25,7 @@ from covey.errors import StoreError
 from covey.storage.cas_store import open_cas_store
 
 pytestmark = pytest.mark.timeout(300)
-LEADS = r"this scheduler leads, by token (\d+)"
+LEADS = r"this scheduler leads, with fencing token (\d+)"
 LEASE_S = "2"
 
 
@@ -76,7 +76,7 @@ def test_leaders_are_killed_and_stopped_and_the_training_has_the_same_bits(shell
     os.kill(victim, signal.SIGKILL)
     led_by(shell, 3)
     os.kill(old, signal.SIGCONT)
-    until(lambda: "leads no longer, and stands by" in schedulers(shell), "the old one to step down", story=shell.tails)
+    until(lambda: "steps down and stands by" in schedulers(shell), "the old one to step down", story=shell.tails)
     release(shell, stopped)
     assert run.wait(LONG_S) == 0, run.tail()
     assert outcome(shell) == undisturbed
@@ -87,7 +87,7 @@ def test_leaders_are_killed_and_stopped_and_the_training_has_the_same_bits(shell
 def test_a_standby_that_dies_is_started_again_and_nobody_else_notices(shell: Shell) -> None:
     run = shell.covey("run", "-n", "1", "--standbys", "2", "train.py", str(shell.go), env={"COVEY_LEASE_TIME": LEASE_S})
     shell.heard(0, "rank=0")
-    until(lambda: schedulers(shell).count("stands by") == 2, "two standbys", story=shell.tails)
+    until(lambda: schedulers(shell).count("standing by") == 2, "two standbys", story=shell.tails)
     lead = leader(shell)
     next(p for p in shell.schedulers() if p.pid != lead).kill()
     until(lambda: len(shell.schedulers()) == 3, "three schedulers", story=shell.tails)
@@ -112,7 +112,7 @@ class Pair:
         self.first = cluster.scheduler(MS_SCHED_MANAGE_PORT=self.manage[0])
         self.first.wait_for(LEADS)
         self.second = cluster.scheduler(MS_SCHED_MANAGE_PORT=self.manage[1])
-        self.second.wait_for("stands by")
+        self.second.wait_for("standing by")
         self.workers = [cluster.worker(number) for number in range(cluster.workers)]
         for node in self.workers:
             node.wait_for("begins")
@@ -164,7 +164,7 @@ def test_a_leader_that_wakes_up_is_refused_and_stands_by(cluster: Recovering) ->
         node.wait_for("found again")
     cluster.trains_on(0, 1)
     pair.first.resume()
-    pair.first.wait_for("leads no longer, and stands by")
+    pair.first.wait_for("steps down and stands by")
     pair.ready(pair.second)
     asked, told = pair.manage
     state = until(lambda: state_at(asked), "the leader's answer by way of the standby", story=cluster.tails)
@@ -177,8 +177,8 @@ def test_a_leader_that_wakes_up_is_refused_and_stands_by(cluster: Recovering) ->
 def test_when_nobody_can_reach_the_store_nobody_leads_and_the_training_goes_on(cluster: Recovering) -> None:
     pair = Pair(cluster)
     pair.etcd.process.stop()
-    pair.first.wait_for("training goes on, but nobody leads")
-    pair.first.wait_for("leads no longer, and stands by")
+    pair.first.wait_for("training continues, but no scheduler leads")
+    pair.first.wait_for("steps down and stands by")
     cluster.trains_on(0, 1)
     asked = pair.asked("status")
     assert asked.code == 22 and f"nobody leads at {pair.addresses} now" in asked.text() and asked.text().count("\n") == 1
@@ -227,9 +227,9 @@ def test_a_standby_at_the_same_address_ends_a_leader_that_is_stopped(cluster: Re
     cluster.default = cluster.script(TRAIN_TOGETHER, "train.py")
     first, workers = cluster.formed()
     second = cluster.scheduler()
-    second.wait_for("stands by")
+    second.wait_for("standing by")
     first.stop()
-    second.wait_for("is stopped or stuck, and was killed")
+    second.wait_for("it was stopped or stuck and its lease expired")
     for node in workers:
         node.wait_for("found again")
     cluster.trains_on(0, 1)
@@ -243,14 +243,14 @@ def test_several_schedulers_without_a_store_are_refused(cluster: Recovering, sto
     cluster.host = f"127.0.0.1:{cluster.port},127.0.0.1:{free_port()}"
     lonely = cluster.scheduler()
     assert lonely.wait() == 10
-    assert "several schedulers must agree who leads: set COVEY_LEASE" in lonely.text()
+    assert "several schedulers need a lease store: set COVEY_LEASE" in lonely.text()
 
 
 def test_a_standby_ends_with_the_code_its_cluster_ended_with(cluster: Recovering) -> None:
     cluster.env |= {"COVEY_LEASE": "file", "MS_ENABLE_RECOVERY": 0}
     first, workers = cluster.formed()
     second = cluster.scheduler()
-    second.wait_for("stands by")
+    second.wait_for("standing by")
     workers[1].kill()
     code = first.wait()
     assert code != 0 and second.wait() == code, "who asks the standby must not take a failure for a success"
@@ -272,7 +272,7 @@ def test_a_lease_that_was_removed_does_not_shut_the_journal_of_its_cluster(clust
         node.wait_for("found again", count=2)
     cluster.release()
     assert [node.wait() for node in (third, *workers)] == [0, 0, 0]
-    assert third.text().count("leads no longer") == 1
+    assert third.text().count("steps down") == 1
 
 
 @pytest.mark.long
@@ -281,8 +281,8 @@ def test_who_stepped_down_can_be_ended_by_ctrl_c(cluster: Recovering) -> None:
     pair.first.stop()
     pair.second.wait_for(LEADS)
     pair.first.resume()
-    pair.first.wait_for("leads no longer, and stands by")
-    pair.first.wait_for("another scheduler leads: this one stands by")
+    pair.first.wait_for("steps down and stands by")
+    pair.first.wait_for("standing by: another scheduler leads")
     pair.first.signal(signal.SIGINT)
     assert pair.first.wait() == 130
     pair.end(pair.second)
@@ -294,7 +294,7 @@ def test_a_run_does_not_stand_by_for_another_in_the_same_folder(shell: Shell) ->
     shell.heard(0, "rank=0")
     second = shell.covey(*words, "--log-dir", shell.folder / "second", "train.py", str(shell.go), name="second")
     assert second.wait() == 40, "it would have ended with 0 when the first did"
-    assert "the lease is held by another cluster" in (shell.folder / "second" / "scheduler.log").read_text()
+    assert "the lease belongs to another cluster" in (shell.folder / "second" / "scheduler.log").read_text()
     shell.release()
     assert first.wait() == 0
 
@@ -302,4 +302,4 @@ def test_a_run_does_not_stand_by_for_another_in_the_same_folder(shell: Shell) ->
 def test_runs_at_several_addresses_without_a_store_are_refused(shell: Shell) -> None:
     where = {"MS_SCHED_HOST": f"127.0.0.1:{free_port()},127.0.0.1:{free_port()}"}
     run = shell.ask("run", "--nnodes", "2", "--nproc-per-node", "1", "train.py", str(shell.go), env=where)
-    assert run.code == 10 and "several schedulers must agree who leads: set COVEY_LEASE" in run.text()
+    assert run.code == 10 and "several schedulers need a lease store: set COVEY_LEASE" in run.text()

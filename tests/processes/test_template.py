@@ -225,7 +225,7 @@ def test_a_start_that_is_overtaken_by_the_end_says_so(tmp_path: Path, monkeypatc
         await asyncio.sleep(0)
         await nursery.children.close()
         await importing
-        with pytest.raises(CoveyError, match="worker:0 is not started: everything is being ended"):
+        with pytest.raises(CoveyError, match="worker:0 is not started: the agent is shutting down"):
             await starting
 
     nursery.do(overtake())
