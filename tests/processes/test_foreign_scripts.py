@@ -84,7 +84,7 @@ def test_a_stranger_with_mindspores_bytes_ends_nothing(shell: Shell, covey: bool
         return shell.log("scheduler").count("owner looked up: none of 2 local workers") >= 2
 
     until(looked_up, "the scheduler to have looked up the owners of two connections", story=lambda: shell.log("scheduler"))
-    shell.heard("scheduler", "turned away: it speaks MindSpore's own protocol, not covey's")
+    shell.heard("scheduler", "turned away: it uses MindSpore's own protocol, not covey's")
     shell.release()
     assert run.wait() == 0, run.tail()
 
@@ -105,6 +105,6 @@ def test_a_scheduler_started_by_hand_says_what_speaks_to_it(shell: Shell) -> Non
         [sys.executable, "-c", JOINS + "join()"], env={"MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": shell.port, "RANK": 0}
     )
     scheduler.wait_for(
-        "it speaks MindSpore's own protocol, not covey's: start a MindSpore script with covey run --framework mindspore"
+        "it uses MindSpore's own protocol, not covey's: start a MindSpore script with covey run --framework mindspore"
     )
     assert scheduler.alive

@@ -163,7 +163,7 @@ def test_a_file_in_the_place_of_the_journals_folder_is_one_sentence(cluster: Rec
     cluster.journal.write_text("not a folder")
     scheduler = cluster.scheduler()
     assert scheduler.wait() == 41
-    assert f"the folder {cluster.journal} for the journal is not usable" in scheduler.text()
+    assert f"cannot use the journal directory {cluster.journal}" in scheduler.text()
     assert cluster.journal.read_text() == "not a folder"
 
 

@@ -138,7 +138,7 @@ def test_a_role_this_cluster_has_no_place_for(patient: Cluster) -> None:
 # -- secrets and versions --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("secret", "why"), [("wrong", "it is another one"), (None, "")])
+@pytest.mark.parametrize(("secret", "why"), [("wrong", "it differs"), (None, "")])
 def test_without_the_secret_nobody_joins(patient: Cluster, secret: str | None, why: str) -> None:
     scheduler = patient.scheduler(COVEY_SECRET="right")
     stranger = patient.worker(0, name="stranger", COVEY_SECRET=secret)
@@ -182,8 +182,8 @@ def test_a_node_of_another_version_is_told_both_versions(patient: Cluster, versi
     with socket.create_connection((patient.host, patient.port), 60) as node:
         node.sendall(f"covey/{version}\n".encode())
         said = read_to_end(node)
-    assert f"covey/{PROTOCOL}" in said and f"no protocol covey/{version} is not spoken here" in said
-    scheduler.wait_for(f"turned away: protocol covey/{version} is not spoken here, covey/{PROTOCOL} is")
+    assert f"covey/{PROTOCOL}" in said and f"no protocol covey/{version} is not supported" in said
+    scheduler.wait_for(f"turned away: protocol covey/{version} is not supported, expected covey/{PROTOCOL}")
     patient.worker(0)
     patient.worker(1)
     finishes(patient)
@@ -197,7 +197,7 @@ def test_a_scheduler_of_another_version_refuses_at_once_and_by_name(patient: Clu
         with call:
             call.sendall(b"covey/9 0123456789abcdef0123456789abcdef open\n")
             assert node.wait() == 21, node.tail()
-    assert f"the scheduler speaks covey/9, this is covey/{PROTOCOL}" in node.text()
+    assert f"the scheduler uses protocol covey/9, this is covey/{PROTOCOL}" in node.text()
 
 
 # -- strangers -------------------------------------------------------------------------------------------------------
@@ -216,13 +216,13 @@ def read_to_end(sock: socket.socket) -> str:
 
 STRANGERS = {
     "random bytes": (bytes(range(128, 256)) * 64, "not a covey peer"),
-    "HTTP": (b"GET /nodes HTTP/1.1\r\nHost: x\r\n\r\n", "it speaks HTTP"),
-    "an endless greeting": (b"covey/" + b"1" * 5000, "no end"),
-    "an endless second line": (b"covey/1\n" + b"a" * 5000, "no end"),
+    "HTTP": (b"GET /nodes HTTP/1.1\r\nHost: x\r\n\r\n", "it uses HTTP"),
+    "an endless greeting": (b"covey/" + b"1" * 5000, "line is too long"),
+    "an endless second line": (b"covey/1\n" + b"a" * 5000, "line is too long"),
     "a greeting of one word": (b"covey/1\nnonce\n", "wrong number of words"),
-    "a frame without end": (b"covey/1\n00 -\n\xff\xff\xff\xff", "4294967295 bytes was announced"),
-    "a frame of rubbish": (b"covey/1\n00 -\n\x00\x00\x00\x04rubb", "could not be read"),
-    "a message of ours it may not say": (b"covey/1\n00 -\n" + encode_frame(Message()), "could not be read"),
+    "a frame without end": (b"covey/1\n00 -\n\xff\xff\xff\xff", "4294967295 bytes exceeds the limit"),
+    "a frame of rubbish": (b"covey/1\n00 -\n\x00\x00\x00\x04rubb", "invalid message"),
+    "a message of ours it may not say": (b"covey/1\n00 -\n" + encode_frame(Message()), "invalid message"),
 }
 
 
@@ -250,7 +250,7 @@ def test_a_tls_client_on_the_plain_port_is_turned_away_by_name(patient: Cluster)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with socket.create_connection((patient.host, patient.port), 60) as plain, pytest.raises((ssl.SSLError, OSError)):
         context.wrap_socket(plain)
-    scheduler.wait_for("turned away: it speaks TLS")
+    scheduler.wait_for("turned away: it uses TLS")
     patient.worker(0)
     patient.worker(1)
     finishes(patient)
@@ -314,7 +314,7 @@ def test_a_visitor_cannot_pin_values_to_the_board_of_the_workers(patient: Cluste
             if size > 65_536:
                 break
     if size > 65_536:
-        scheduler.wait_for("could not be read")
+        scheduler.wait_for("invalid message")
     assert patient.view().phase is Phase.READY
     finishes(patient)
 
@@ -369,7 +369,7 @@ def test_a_rest_port_nobody_asked_for_gives_way(patient: Cluster) -> None:
         taken = None  # somebody else has it, which serves as well
     try:
         scheduler, _ = patient.formed()
-        scheduler.wait_for("port 11202 at 127.0.0.1 is in use.*a free one is used")
+        scheduler.wait_for("port 11202 at 127.0.0.1 is in use.*a free port is used")
         scheduler.wait_for(r"REST at http://127.0.0.1:\d+")
         finishes(patient)
     finally:

@@ -170,7 +170,7 @@ def test_a_master_that_never_comes_is_told_with_its_address(shell: Shell, hosts:
     run = shell.ask("run", *words, "t.py", before=hosts.on(1))
     assert run.code == 22, run.tail()
     assert re.search(
-        rf"no scheduler took this node at 10\.91\.7\.1:{shell.port} within 1 s \(nobody listens there\)", run.text()
+        rf"no scheduler took this node at 10\.91\.7\.1:{shell.port} within 1 s \(no process listens there\)", run.text()
     )
     shell.nobody()
 

@@ -191,7 +191,7 @@ def test_a_second_life_of_the_scheduler_cannot_start_beside_the_first(cluster: R
     cluster.formed()
     other = cluster.scheduler(MS_SCHED_PORT=free_port())
     assert other.wait() == 40
-    assert f"another scheduler holds the journal {cluster.journal}" in other.text()
+    assert f"another scheduler uses the journal {cluster.journal}" in other.text()
     cluster.release()
     assert sorted(cluster.wait().values()) == [0, 0, 0, 40]
 

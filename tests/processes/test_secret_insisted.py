@@ -147,7 +147,7 @@ def test_scheduler_on_loopback_requires_the_configured_secret(shell: Shell, sour
     shell.workers = 1
     shell.scheduler(**source(shell)).wait_for("scheduler of cluster")
     stranger = shell.worker(0, name="stranger", **PATIENT)
-    assert stranger.wait() == 21 and "wrong secret (none was used)" in stranger.text(), stranger.tail()
+    assert stranger.wait() == 21 and "wrong secret (none was sent)" in stranger.text(), stranger.tail()
     worker = shell.worker(0, **source(shell), **PATIENT)
     shell.release()
     assert worker.wait() == 0, worker.tail()

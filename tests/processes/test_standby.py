@@ -213,7 +213,7 @@ def test_a_store_that_has_lost_its_data_is_not_believed(cluster: Recovering) -> 
         etcd.wipe()
         other = open_cas_store(f"etcd://{etcd.address}", folder="", job="j")
         for _ in range(8):  # more changes than there were before
-            with pytest.raises(StoreError, match=r"has lost data .it was at revision 6, and then at 1.: put it back"):
+            with pytest.raises(StoreError, match=r"has lost data .its revision decreased from 6 to 1.: restore it"):
                 await cells.get("lease")
             await other.put("lease", b"y", (await other.get("lease"))[1])
         for one in (cells, other):

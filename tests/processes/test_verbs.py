@@ -209,7 +209,7 @@ def test_without_a_cluster(shell: Shell, verb: list[str]) -> None:
     assert asked.text().startswith("covey: no cluster of yours runs on this host, or nobody leads it now: give --master")
     assert asked.text().count("\n") == 1
     away = shell.ask(*verb, "--master", master(shell))
-    assert away.code == 22 and f"{master(shell)} cannot be asked: nobody listens there" in away.text(), away.tail()
+    assert away.code == 22 and f"{master(shell)} cannot be asked: no process listens there" in away.text(), away.tail()
     assert away.text().count("\n") == 1
     bad = shell.ask(*verb, "--master", "127.0.0.1")
     assert bad.code == 10 and "has no port: give HOST:PORT" in bad.text()
@@ -302,7 +302,7 @@ def test_check_with_and_without_the_secret(shell: Shell) -> None:
     wrong = shell.ask("check", master(shell), env={**elsewhere, "COVEY_SECRET": "wrong"})
     assert wrong.code == 21 and "wrong secret" in wrong.text() and "COVEY_SECRET" in wrong.text(), wrong.tail()
     none = shell.ask("check", master(shell), env=elsewhere)
-    assert none.code == 21 and "wrong secret (none was used)" in none.text(), none.tail()
+    assert none.code == 21 and "wrong secret (none was sent)" in none.text(), none.tail()
     shell.heard("scheduler", r"connection from 127\.0\.0\.1 turned away: wrong secret")
     shell.release()
     assert run.wait() == 0
@@ -409,7 +409,7 @@ def test_the_rest_port_by_plain_bytes(shell: Shell) -> None:
         sock.sendall(b"GET /state HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         reply = b"".join(iter(lambda: sock.recv(4096), b""))
     assert b"400" in reply and b"not its REST port" in reply
-    shell.heard("scheduler", "turned away: it speaks HTTP")
+    shell.heard("scheduler", "turned away: it uses HTTP")
     shell.release()
     assert run.wait() == 0
 
