@@ -15,7 +15,7 @@ import covey
 covey.init()
 print(f"rank={covey.get_rank()} world={covey.get_group_size()}", flush=True)
 """
-# A worker of covey starts another program, without the variables of the cluster but with all others.
+# A worker of covey starts another program, with all variables but those of the cluster.
 OUTER = """
 import os, subprocess, sys
 import covey
@@ -69,8 +69,8 @@ def test_rank_of_another_launcher_is_refused(shell: Shell, variables: dict[str, 
     assert line.startswith("covey: ") and "finds no covey scheduler to join" in line and "covey run -n 2 t.py` instead" in line
 
 
-def test_program_that_a_worker_of_covey_starts_is_not_refused(shell: Shell) -> None:
+def test_program_started_by_a_worker_is_not_refused(shell: Shell) -> None:
     shell.script(OUTER, "outer.py")
-    run = shell.ask("run", "-n", "2", "outer.py")
+    run = shell.run_command("run", "-n", "2", "outer.py")
     assert run.code == 0, run.tail()
     assert "rank=0 world=1" in shell.log(0) and "rank=0 world=1" in shell.log(1)

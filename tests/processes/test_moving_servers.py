@@ -1,4 +1,4 @@
-"""Parameter servers in processes of their own that die by kill -9 at any moment, while slots move and workers push."""
+"""Parameter server processes that are killed at any moment while slots move and workers push."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from covey.parameter_server.discovery import RETRY_DELAY_S, ServerEndpoint
 
 STEPS = 60
 
-# A server. It finds the others by files, hears sharings on its input and says on its output which it has settled.
+# A server. It finds the others by files, reads shardings from its input and prints those that it has applied.
 SERVER = """
 import pathlib, sys, time
 import msgspec
@@ -56,7 +56,7 @@ for line in sys.stdin:
 
 
 class Flock:
-    """What the scheduler does with its servers, with real processes."""
+    """Manages real server processes like the scheduler."""
 
     def __init__(self, folder: Path, servers: int, copies: int = 1) -> None:
         self.folder = folder
@@ -156,7 +156,7 @@ def flock(folder: Path, servers: int) -> Iterator[Flock]:
 
 
 @pytest.mark.parametrize("seed", [int(s) for s in os.environ.get("COVEY_SEEDS", "1").split(",")])
-def test_servers_die_at_any_moment_while_slots_move_and_the_bits_are_the_same(tmp_path: Path, seed: int) -> None:
+def test_rows_are_bitwise_equal_if_servers_die_while_slots_move(tmp_path: Path, seed: int) -> None:
     with flock(tmp_path / "still", 2) as still:
         expected = Training(still.client, STEPS).result()
     chance = random.Random(seed)
@@ -175,7 +175,7 @@ def test_servers_die_at_any_moment_while_slots_move_and_the_bits_are_the_same(tm
                 pace.release()
             moving.come(wanted)
             moving.share(wanted)
-            for _ in range(chance.randint(0, 2)):  # one at a time: two who hold each other's copy would lose them
+            for _ in range(chance.randint(0, 2)):  # one at a time: two servers with each other's replica would lose both
                 threading.Event().wait(chance.choice([0.0, 0.005, 0.02, 0.1]))
                 moving.kill(chance.choice(sorted(moving.processes)))
                 if chance.random() < 0.5:

@@ -1,4 +1,4 @@
-"""docs/privacy.md as a reader tries it: its commands and scripts, with smaller numbers and free ports."""
+"""The commands and scripts of docs/privacy.md, with smaller numbers and free ports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     yield from shells(tmp_path)
 
 
-def test_a_secure_cluster_and_its_noise_in_the_status(shell: Shell) -> None:
+def test_guide_secure_cluster_shows_noise_in_status(shell: Shell) -> None:
     (shell.folder / "model.py").write_text(MODEL.replace("STRATEGY", "FedAvg()"))
     (line,) = [line for language, text in BLOCKS if not language for line in text.splitlines()]
     words = shlex.split(line)[1:]
@@ -51,21 +51,21 @@ def test_a_secure_cluster_and_its_noise_in_the_status(shell: Shell) -> None:
     for thread in threads:
         thread.join(60)
     assert done == [True] * 3
-    status = shell.ask("federated", "status", "--master", f"127.0.0.1:{scheduler}")
+    status = shell.run_command("federated", "status", "--master", f"127.0.0.1:{scheduler}")
     assert re.search(r"privacy: epsilon [\d.]+ of 50 spent at delta 0.01", status.text())
 
 
 @pytest.mark.parametrize("more", [["--noise", "1"], ["--secure"], ["--compress", "TOP_K"]])
-def test_the_simulations(shell: Shell, more: list[str]) -> None:
+def test_guide_simulations_run(shell: Shell, more: list[str]) -> None:
     (line,) = re.findall(r"`(covey federated simulate [^`]*)`", GUIDE)
     words = shlex.split(line)[1:]
     words[words.index("--devices") + 1], words[words.index("--rounds") + 1] = "5", "2"
-    found = shell.ask(*words, *more, "--plot", "x.svg", cwd=shell.folder)
+    found = shell.run_command(*words, *more, "--plot", "x.svg", cwd=shell.folder)
     assert re.search(r"accuracy [\d.]+ % after 2 rounds of 5 devices", found.text())
     assert ("epsilon" in found.text()) == ("--noise" in more) and ("bytes of values" in found.text()) == ("--compress" in more)
 
 
-def test_the_scripts_of_certificates() -> None:
+def test_guide_certificate_scripts_run() -> None:
     first, second = [text for language, text in BLOCKS if language == "python"]
     covey: Any = type("covey", (), {"set_fl_context": staticmethod(set_fl_context)})
     try:

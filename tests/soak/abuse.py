@@ -247,13 +247,13 @@ def training(shell: Shell) -> Site:
     """A scheduler of `covey run`: its port for nodes and its REST port."""
     words = ("run", "-n", "1", "--master", f"127.0.0.1:{shell.port}", shell.default, shell.go)
     shell.covey(*words, env={"COVEY_SECRET": SECRET})
-    shell.heard(0, "rank=0")
+    shell.wait_for_log(0, "rank=0")
     return _scheduler(shell)
 
 
 def manager(shell: Shell) -> Site:
     """TaskD's manager, without anybody who registers."""
-    compat = shell.ask("compat").text().strip()
+    compat = shell.run_command("compat").text().strip()
     path = ":".join(filter(None, [compat, shell.environ().get("PYTHONPATH")]))
     env: dict[str, str | int] = {
         "COVEY_TASKD_PORT": shell.port,
@@ -312,7 +312,7 @@ def _listening(process: psutil.Process) -> list[int]:
 def listeners(shell: Shell) -> list[tuple[psutil.Process, int]]:
     """Every port that a process of the run listens on."""
     found: dict[int, psutil.Process] = {}
-    for process in shell.mine():
+    for process in shell.own_processes():
         with contextlib.suppress(psutil.Error):
             found |= dict.fromkeys(_listening(process), process)
     return [(process, port) for port, process in sorted(found.items())]
@@ -326,7 +326,7 @@ def strangers(shell: Shell, *, half_open: int, body: int) -> str:
     marks = shell.folder / "marks"
     until((marks / "held-5").exists, "step 5", 100, shell.tails)
     ports = listeners(shell)
-    before = {process: process.memory_info().rss for process in shell.mine()}
+    before = {process: process.memory_info().rss for process in shell.own_processes()}
     said = []
     for process, port in ports:
         with silent(port, half_open) as held:
@@ -342,9 +342,9 @@ def strangers(shell: Shell, *, half_open: int, body: int) -> str:
     with contextlib.ExitStack() as stack:
         for _, port in ports:
             stack.enter_context(silent(port, half_open // len(ports)))
-        os.kill(int(shell.heard(1, r"PID (\d+)")[1]), signal.SIGKILL)
+        os.kill(int(shell.wait_for_log(1, r"PID (\d+)")[1]), signal.SIGKILL)
         (marks / "go-5").touch()
-        test_serving.outcome(shell, run, 2)
+        test_serving.final_hash(shell, run, 2)
     return ", ".join(said)
 
 

@@ -11,7 +11,7 @@ import time
 from typing import Any
 
 from tests.processes.command import Shell
-from tests.processes.federation import Crowd, Federation
+from tests.processes.federation import DeviceGroup, Federation
 from tests.soak.chaos_command import ground, harm, parser, table, words
 
 SERVERS, DEVICES = 3, 8
@@ -23,7 +23,7 @@ def prove(shell: Shell, *chaos: str, servers: int = SERVERS, durability: str = "
     """What happened, and how many rounds were exact meanwhile. Fails at the first that was not."""
     settings: dict[str, Any] = {"fl_iteration_num": ROUNDS_MAX, "update_model_time_window": 600_000, "durability": durability}
     federation = Federation(shell, servers, DEVICES, **settings)
-    crowd = Crowd(federation)
+    crowd = DeviceGroup(federation)
     crowd.until_round(2)
     found = harm(shell, "--master", f"127.0.0.1:{federation.scheduler}", *chaos)
     rounds = max(crowd.rounds)

@@ -77,7 +77,7 @@ def disturbed(shell: Shell, course: Course, silence_s: int, *chaos: str) -> tupl
     env = {"COVEY_STRATEGY": healing.LADDER, "PACE": str(PACE_S), "COVEY_FAULT_CLOCK": str(shell.folder / "clock")}
     run = course.start(shell, marks, "--node-timeout", str(silence_s), **env)
     for rank in range(course.world):
-        shell.heard(rank, "BEGINS at 0")
+        shell.wait_for_log(rank, "BEGINS at 0")
     found = harm(shell, *chaos)
     assert run.alive, f"the run ended under faults of seed {found['seed']}\n{run.tail()}"
     last = max(node["step"] for node in shell.nodes()) + MORE_STEPS
@@ -100,7 +100,7 @@ def undisturbed(shell: Shell, course: Course, last: int) -> str:
     say_last(marks, last)
     run = course.start(shell, marks)
     assert run.wait(LONG_S) == 0, run.tail()
-    return healing.outcome(shell, course.world)
+    return healing.final_hash(shell, course.world)
 
 
 def prove(folder: Path, silence_s: int, *chaos: str, course: Course = Course()) -> tuple[dict[str, Any], int]:  # noqa: B008
@@ -113,7 +113,7 @@ def prove(folder: Path, silence_s: int, *chaos: str, course: Course = Course()) 
             with small_disk(shell.logs):
                 if name == "disturbed":
                     found, last = disturbed(shell, course, silence_s, *chaos)
-                    hashes.append(healing.outcome(shell, course.world))
+                    hashes.append(healing.final_hash(shell, course.world))
                 else:
                     hashes.append(undisturbed(shell, course, last))
     assert hashes[0] == hashes[1], f"the results differ after {found['strikes']} faults (seed {found['seed']})"

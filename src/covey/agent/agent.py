@@ -153,7 +153,7 @@ class Agent:
             self._scheduler_address,
             deliver=self._on_scheduler_message,
             finished=self._on_membership_end,
-            beat=self._relay.take_heartbeats,
+            make_heartbeat=self._relay.take_heartbeats,
             relay=self._relay,
         )
         starter = asyncio.create_task(self._run_desired_children())

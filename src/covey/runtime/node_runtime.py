@@ -95,7 +95,7 @@ class NodeRuntime:
         *,
         deliver: Callable[[FromScheduler], None],
         finished: Callable[[EndMembership], None],
-        beat: Callable[[], Heartbeat | RelayedHeartbeats],
+        make_heartbeat: Callable[[], Heartbeat | RelayedHeartbeats],
         relay: RelayCallbacks | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -104,7 +104,7 @@ class NodeRuntime:
         self._leader_token = 0  # highest fencing token of a leader so far
         self._deliver = deliver
         self._on_membership_end = finished
-        self._make_heartbeat = beat
+        self._make_heartbeat = make_heartbeat
         self._relay = relay
         self._connection: Connection | None = None
         self.silence_s = -1.0  # seconds without a message after which the scheduler is considered lost; negative: no limit

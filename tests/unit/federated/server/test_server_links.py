@@ -159,5 +159,5 @@ def test_the_answer_to_a_beat_vouches_for_the_time_when_that_was_sent_not_when_t
 
 def test_a_server_without_a_way_to_its_scheduler_says_so() -> None:
     assert local_address_for("127.0.0.1") == "127.0.0.1"
-    with pytest.raises(PeerError, match=r"this host has no way to 255\.255\.255\.255 \(.*\): check the address"):
+    with pytest.raises(PeerError, match=r"no route to 255\.255\.255\.255 \(.*\): check the address"):
         local_address_for("255.255.255.255")
