@@ -95,7 +95,7 @@ def test_killed_scheduler_and_worker_rejoin_after_manual_restart(cluster: Cluste
     cluster.run(["bash", "recover.sh", "1"], cwd=folder, env=env)
     until(lambda: len(living(cluster, "MS_WORKER", "1")) == 1, "the worker to be there again")
     hold(STEPS)
-    until(lambda: not cluster.own_processes(), "everyone to end", DEADLINE_S, all_logs)
+    until(lambda: not cluster.own_processes(), "all processes to exit", DEADLINE_S, all_logs)
 
     for rank in range(WORKERS):
         assert log(f"worker_{rank}").rstrip().endswith("done"), all_logs()

@@ -397,9 +397,9 @@ def test_recovery_without_path_is_a_one_line_error(cluster: Cluster) -> None:
 
 
 def test_scheduler_with_unresolvable_host_exits_with_reason(cluster: Cluster) -> None:
-    scheduler = cluster.scheduler(MS_SCHED_HOST="nobody.invalid")
+    scheduler = cluster.scheduler(MS_SCHED_HOST="unknown.invalid")
     assert scheduler.wait() == 10
-    assert "MS_SCHED_HOST=nobody.invalid" in scheduler.text() and "Traceback" not in scheduler.text()
+    assert "MS_SCHED_HOST=unknown.invalid" in scheduler.text() and "Traceback" not in scheduler.text()
 
 
 def test_scheduler_at_address_of_another_host_exits_with_reason(cluster: Cluster) -> None:

@@ -77,8 +77,8 @@ def test_removed_directories_and_edited_script_do_not_end_run(shell: Shell, tmp_
     shell.wait_for_log(1, "rank=1")
     for folder in (*scratch.iterdir(), shell.logs):
         shutil.rmtree(folder)
-    shell.default.write_text("this is no program (")
-    until(lambda: list(scratch.glob("covey-run-*/scheduler.journal")), "the journal, written anew")
+    shell.default.write_text("not a program (")
+    until(lambda: list(scratch.glob("covey-run-*/scheduler.journal")), "the rewritten journal")
     scheduler, _, worker = shell.nodes()
     os.kill(scheduler["pid"], signal.SIGKILL)
     shell.wait_for_log("scheduler", "cluster ready: every member is here again")

@@ -155,13 +155,13 @@ def test_round_with_too_few_devices_to_unmask_is_abandoned(shell: Shell) -> None
     assert federation.instance()["instanceStatus"] == "kFinish"
 
 
-@pytest.mark.parametrize("who", ["MS_SCHED", "MS_SERVER"])
-def test_successor_continues_from_the_stored_list(shell: Shell, who: str) -> None:
+@pytest.mark.parametrize("role", ["MS_SCHED", "MS_SERVER"])
+def test_successor_continues_from_the_stored_list(shell: Shell, role: str) -> None:
     """The scheduler, or a server with a partial sum, is killed when every device has the list and none has replied."""
     federation = secure(shell, 2, 4)
     party = Party(federation, 4, waits="reconstructSecrets")
     party.until_all_wait()
-    federation.some(who)[0].send_signal(signal.SIGKILL)
+    federation.some(role)[0].send_signal(signal.SIGKILL)
     party.end()
     assert list(party.counted.values()) == [True] * 4, federation.tails()
     assert np.array_equal(model(federation), expected([0, 1, 2, 3], [0, 1, 2, 3]))

@@ -37,7 +37,7 @@ def pid_of(worker: Process, life: int) -> int:
     return int(worker.wait_for(r"life pid=(\d+)", count=life)[1])
 
 
-@pytest.mark.parametrize(("before", "imports"), [("", 1), (THREAD, 4)], ids=["forked", "anew"])
+@pytest.mark.parametrize(("before", "imports"), [("", 1), (THREAD, 4)], ids=["forked", "executed"])
 def test_dead_worker_is_restarted_in_place(cluster: Cluster, before: str, imports: int) -> None:
     workers = start(cluster, before=before)
     lives = [pid_of(worker, 1) for worker in workers]

@@ -9,9 +9,10 @@
     ```
 
 A command must print exactly what is shown, and exit with 0. If the next block is typed in another terminal, the command keeps
-running and may exit with any code; with PAUSE it is stopped, to free the cores. `console second` is another terminal of the
-same host, `console host 2` one of another host. The hosts are network namespaces, so every port and address is the one in the
-text: host 1 is 10.0.0.1, host 2 is 10.0.0.2. Each host has the files of a clone, and both have one home directory.
+running and may exit with any code; with the variable PAUSE, which makes examples use less CPU time. `console second` is another
+terminal of the same host, `console host 2` one of another host. The hosts are network namespaces, so every port and address is
+the one in the text: host 1 is 10.0.0.1, host 2 is 10.0.0.2. Each host has the files of a clone, and both have one home
+directory.
 """
 
 from __future__ import annotations

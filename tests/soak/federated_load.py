@@ -1,7 +1,7 @@
 """A federated cluster under load and `covey chaos`: `python -m tests.soak.federated_load --minutes 5`.
 
-Devices send updates everyone can compute, in every round, and check each model against the exact sum, bit for bit, while
-servers and the scheduler are killed, stopped and slowed.
+Devices send reproducible updates in every round and check each model against the exact sum, bit for bit, while servers and the
+scheduler are killed, stopped and slowed.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ FAULTS = "kill,stop,slow,scheduler"
 
 
 def prove(shell: Shell, *chaos: str, servers: int = SERVERS, durability: str = "process") -> tuple[dict[str, Any], int]:
-    """What happened, and how many rounds were exact meanwhile. Fails at the first that was not."""
+    """Return the faults and the number of exact rounds. Fails at the first round that is not exact."""
     settings: dict[str, Any] = {"fl_iteration_num": ROUNDS_MAX, "update_model_time_window": 600_000, "durability": durability}
     federation = Federation(shell, servers, DEVICES, **settings)
-    crowd = DeviceGroup(federation)
-    crowd.until_round(2)
+    devices = DeviceGroup(federation)
+    devices.until_round(2)
     found = harm(shell, "--master", f"127.0.0.1:{federation.scheduler}", *chaos)
-    rounds = max(crowd.rounds)
-    crowd.until_round(rounds + 2)  # it goes on
-    assert not crowd.wrong
+    rounds = max(devices.rounds)
+    devices.until_round(rounds + 2)  # rounds continue
+    assert not devices.wrong
     return found, rounds
 
 

@@ -1,8 +1,8 @@
 """A real training under `covey chaos`, against the same training undisturbed: `python -m tests.soak.trained --minutes 10`.
 
-Four ranks with everything that could make two runs differ (`tests.processes.healing`). The logs and checkpoints lie on a small
-file system of their own where that can be mounted, so that the disk can be filled. When the chaos is over the training is told
-its last step; its hash must then be that of a training of as many steps that nobody disturbed.
+Four ranks with all usual sources of differences between runs (`tests.processes.healing`). The logs and checkpoints are on their
+own small file system, if it can be mounted, so that the disk can be filled. When the chaos ends, the training gets its last
+step; its hash must then be that of an undisturbed training of as many steps.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tests.processes.harness import Process
 from tests.soak.chaos_command import harm, parser, table, words
 
 WORLD = 4
-PACE_S = 0.02  # of a step, beside what it computes
-SILENCE_S = 6  # shorter than the longest stop, longer than a busy machine takes to start a scheduler again
+PACE_S = 0.02  # seconds added to each step
+SILENCE_S = 6  # shorter than the longest stop, longer than the restart of a scheduler on a busy machine
 LONG_S = 600.0
 STEPS_MAX = 10**7
 MORE_STEPS = 60  # after the chaos
@@ -45,7 +45,7 @@ assert SCRIPT != healing.SCRIPT
 
 @contextlib.contextmanager
 def small_disk(folder: Path, megabytes: int = 64) -> Iterator[bool]:
-    """Mount a file system for what a run writes; yield False, and mount none, if this user may not."""
+    """Mount a file system for the output of a run; yield False, and mount none, if this user may not."""
     folder.mkdir(exist_ok=True)
     words = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(folder)]
     mounted = os.geteuid() == 0 and subprocess.run(words, capture_output=True).returncode == 0
@@ -57,11 +57,11 @@ def small_disk(folder: Path, megabytes: int = 64) -> Iterator[bool]:
 
 
 class Course(NamedTuple):
-    """How the training is run, in both lives."""
+    """Options of the training, for both runs."""
 
     world: int = WORLD
     spares: int = 0
-    loaders: int = 0  # processes that load each rank's data
+    loaders: int = 0  # data loader processes per rank
 
     def start(self, shell: Shell, marks: Path, *options: str, **env: str) -> Process:
         shell.script(SCRIPT, "train.py")
@@ -71,7 +71,7 @@ class Course(NamedTuple):
 
 
 def disturbed(shell: Shell, course: Course, silence_s: int, *chaos: str) -> tuple[dict[str, Any], int]:
-    """The training with faults until they are over; what `covey chaos --json` said, and its last step."""
+    """Run the training with faults until they end; return the JSON of `covey chaos`, and the last step."""
     marks = shell.logs / "marks"
     marks.mkdir()
     env = {"COVEY_STRATEGY": healing.LADDER, "PACE": str(PACE_S), "COVEY_FAULT_CLOCK": str(shell.folder / "clock")}
@@ -87,13 +87,13 @@ def disturbed(shell: Shell, course: Course, silence_s: int, *chaos: str) -> tupl
 
 
 def say_last(marks: Path, step: int) -> None:
-    """In one move: every rank sees all of it or nothing, and none has come that far."""
+    """Write the file atomically, before any rank reaches the last step."""
     (marks / "last.new").write_text(str(step))
     (marks / "last.new").rename(marks / "last")
 
 
 def undisturbed(shell: Shell, course: Course, last: int) -> str:
-    """The hash of the same training, alone."""
+    """Return the hash of the same training without faults."""
     shell.logs.mkdir(exist_ok=True)
     marks = shell.logs / "marks"
     marks.mkdir()
@@ -104,7 +104,7 @@ def undisturbed(shell: Shell, course: Course, last: int) -> str:
 
 
 def prove(folder: Path, silence_s: int, *chaos: str, course: Course = Course()) -> tuple[dict[str, Any], int]:  # noqa: B008
-    """Both trainings; what happened to the first, and their last step. Fails if their results differ by a bit."""
+    """Run both trainings; return the faults and the last step. Fails if the results differ by a bit."""
     hashes: list[str] = []
     found: dict[str, Any] = {}
     last = 0
@@ -137,7 +137,7 @@ def main() -> int:
 
 
 def causes(found: dict[str, Any]) -> Counter[str]:
-    """Why there were recoveries, numbers left out."""
+    """Return the causes of the recoveries, without numbers."""
     return Counter(re.sub(r"\d+(\.\d+)?", "N", incident["cause"])[:100] for incident in found["recoveries"])
 
 

@@ -229,10 +229,10 @@ class Children:
 
     def _find_orphans(self) -> Iterator[tuple[int, int]]:
         """Yield the pid and session id of each adopted process, running or dead."""
-        ours = {child.pid for child in self._alive.values()} | self._preexisting_pids | {self.template_pid}
+        excluded_pids = {child.pid for child in self._alive.values()} | self._preexisting_pids | {self.template_pid}
         for pid in linux.list_child_pids():
             with contextlib.suppress(ProcessLookupError):
-                if pid not in ours and (session := os.getsid(pid)) != os.getsid(0):
+                if pid not in excluded_pids and (session := os.getsid(pid)) != os.getsid(0):
                     yield pid, session
 
 

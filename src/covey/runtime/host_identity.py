@@ -24,8 +24,8 @@ def local_address_for(host: str) -> str:
             sock.connect(where)
             return str(sock.getsockname()[0])
     except OSError as error:
-        sentence = f"no route to {host} ({error.strerror}): check the address and this host's network"
-        raise PeerError(sentence, ExitCode.UNREACHABLE) from None
+        message = f"no route to {host} ({error.strerror}): check the address and this host's network"
+        raise PeerError(message, ExitCode.UNREACHABLE) from None
 
 
 def compute_host_id() -> str:

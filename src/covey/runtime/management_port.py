@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @contextlib.asynccontextmanager
 async def serve_management_port(
-    make: Callable[[], Any], sockets: list[socket.socket], guard: Credentials
+    make: Callable[[], Any], sockets: list[socket.socket], auth: Credentials
 ) -> AsyncIterator[None]:
     """Serve the application that `make` returns while the body runs; without sockets nothing is served."""
     if not sockets:
         yield
         return
-    serving = asyncio.create_task(_serve_app(make, sockets, guard))
+    serving = asyncio.create_task(_serve_app(make, sockets, auth))
     try:
         yield
     finally:
@@ -33,9 +33,9 @@ async def serve_management_port(
             await serving
 
 
-async def _serve_app(make: Callable[[], Any], sockets: list[socket.socket], guard: Credentials) -> None:
+async def _serve_app(make: Callable[[], Any], sockets: list[socket.socket], auth: Credentials) -> None:
     app, server_type = await asyncio.to_thread(lambda: (make(), _import_http_server()))
-    server = server_type(app, sockets, guard.server_context)
+    server = server_type(app, sockets, auth.server_context)
     try:
         await server.start()
     except OSError as error:

@@ -38,11 +38,11 @@ class ViewStream:
     def notify_subscribers(self) -> None:
         """Send the view to all subscribers now."""
         if self.subscribers:
-            began = time.monotonic()
+            started_at = time.monotonic()
             reply = self._make_view_reply()
             for connection in list(self.subscribers.values()):
                 connection.send(reply)
-            self._next_update_at = time.monotonic() + (time.monotonic() - began) / VIEW_TIME_SHARE
+            self._next_update_at = time.monotonic() + (time.monotonic() - started_at) / VIEW_TIME_SHARE
 
     def notify_if_due(self) -> None:
         """Send the view to all subscribers if the next update is due, which depends on the time that the last one took."""

@@ -147,10 +147,10 @@ class LeaseKeeper:
         self._candidate.on_lease_written(action.record, version is not None)
         self._version = version or self._version
 
-    def _warn_once(self, sentence: str) -> None:
-        if sentence != self._last_warning:
-            log.warning("%s: training continues, but no scheduler leads until the lease store answers", sentence)
-        self._last_warning = sentence
+    def _warn_once(self, message: str) -> None:
+        if message != self._last_warning:
+            log.warning("%s: training continues, but no scheduler leads until the lease store answers", message)
+        self._last_warning = message
 
 
 def has_holder_exited(holder: str) -> bool:

@@ -414,10 +414,10 @@ class Scheduler:
     def _on_mindspore_connection(self, connection: Connection) -> None:
         """Find out whether a worker of this cluster speaks MindSpore's protocol to this port, and tell the machine.
 
-        Anyone who reaches the port can send these bytes, so they alone have no effect. They are relevant only if the other end
-        of the connection is open in a process of a worker that an agent started on this host, or in a child of it: only the run
-        itself, or a user who could kill it, can bring that about. Workers on other hosts cannot be looked at from here, but
-        those on this one run the same script.
+        Any process that reaches the port can send these bytes, so they alone have no effect. They are relevant only if the
+        other end of the connection is open in a process of a worker that an agent started on this host, or in a child of it:
+        only the run itself, or a user who could kill it, can cause that. Workers on other hosts cannot be checked from here,
+        but those on this one run the same script.
 
         At most one lookup runs at a time, in a thread. Until it ends, a copy of the descriptor keeps the connection open,
         because the client closes its end when this side does.

@@ -100,12 +100,12 @@ class SchedulerService:
                 end = await self._run_as_leader(cas_store, lease_keeper, management_sockets, token)
             except SteppedDown as error:
                 log.warning("%s: this scheduler steps down and stands by", error)
-            except LeadershipHandedOver as asked:
+            except LeadershipHandedOver as handed_over:
                 await lease_keeper.hand_over_lease()
-                return asked.code
-            except StandbyClusterEnded as over:
+                return handed_over.code
+            except StandbyClusterEnded as ended:
                 log.info("the cluster has ended: this standby exits")
-                return over.code
+                return ended.code
             else:
                 await lease_keeper.record_cluster_end(end.code)
                 return end.code

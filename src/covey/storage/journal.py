@@ -199,9 +199,13 @@ def may_start_new_cluster(cluster: ClusterRecord, *, follows: bool) -> bool:
 
 def check_job(cluster: ClusterRecord, where: str, *, job: str, worker_num: int, server_num: int) -> None:
     """Raise `StoreError` if the recorded cluster has another job name or size. `where` names the journal in the message."""
-    ours = {"job": job, "MS_WORKER_NUM": worker_num, "MS_SERVER_NUM": server_num}
-    theirs = {"job": cluster.job, "MS_WORKER_NUM": cluster.worker_num, "MS_SERVER_NUM": cluster.server_num}
-    differences = [f"{name} is {theirs[name]} there and {ours[name]} here" for name in ours if ours[name] != theirs[name]]
+    configured = {"job": job, "MS_WORKER_NUM": worker_num, "MS_SERVER_NUM": server_num}
+    recorded = {"job": cluster.job, "MS_WORKER_NUM": cluster.worker_num, "MS_SERVER_NUM": cluster.server_num}
+    differences = [
+        f"{name} is {recorded[name]} there and {configured[name]} here"
+        for name in configured
+        if configured[name] != recorded[name]
+    ]
     if differences:
         raise StoreError(
             f"{where} belongs to another job ({'; '.join(differences)}):"

@@ -52,15 +52,18 @@ def find_foreign_rank(environ: Mapping[str, str]) -> ForeignRank | None:
     return None
 
 
-def describe_refusal(found: ForeignRank, script: str) -> str:
+def describe_refusal(foreign: ForeignRank, script: str) -> str:
     """Return the message that refuses to train alone with such a rank, with the command to use instead."""
-    launcher, script = found.launcher, script or "train.py"
-    command, where = f"covey run -n {found.world} {script}", ""
-    if 0 < found.local_world < found.world:
-        command, where = f"covey run -n {found.world} --local {found.local_world} --master HOST:PORT {script}", " on each host"
+    launcher, script = foreign.launcher, script or "train.py"
+    command, where = f"covey run -n {foreign.world} {script}", ""
+    if 0 < foreign.local_world < foreign.world:
+        command, where = (
+            f"covey run -n {foreign.world} --local {foreign.local_world} --master HOST:PORT {script}",
+            " on each host",
+        )
     elif launcher.name == "srun":
-        command = f"srun --ntasks-per-node=1 covey run -n {found.world} {script}"
-    given = f"{launcher.rank_variable}={found.rank}, {launcher.world_variable}={found.world}"
+        command = f"srun --ntasks-per-node=1 covey run -n {foreign.world} {script}"
+    given = f"{launcher.rank_variable}={foreign.rank}, {launcher.world_variable}={foreign.world}"
     return (
         f"{launcher.name} started this process ({given}), but covey.init() finds no covey scheduler to join: start the script "
         f"with `{command}`{where} instead, or unset {launcher.rank_variable} to train alone"

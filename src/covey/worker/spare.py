@@ -18,8 +18,8 @@ def is_spare() -> bool:
 
 def calling_script_line() -> str:
     """Return "file:line" of the innermost frame in the program's own code."""
-    ours, frame = str(Path(__file__).parents[1]), _calling_frame()
-    while frame is not None and frame.f_code.co_filename.startswith(ours):
+    package_path, frame = str(Path(__file__).parents[1]), _calling_frame()
+    while frame is not None and frame.f_code.co_filename.startswith(package_path):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "an unknown line"
 
