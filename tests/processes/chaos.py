@@ -62,8 +62,8 @@ class Chaos:
             "COVEY_SHRINK_AFTER": "0",
             "STEPS": str(self.steps),
         }
-        words = ("-n", str(WORLD), "--local", str(WORLD // 2), "--master", f"127.0.0.1:{self.shell.port}")
-        return start(self.shell, *words, **env)
+        arguments = ("-n", str(WORLD), "--local", str(WORLD // 2), "--master", f"127.0.0.1:{self.shell.port}")
+        return start(self.shell, *arguments, **env)
 
     def _allow(self, more: int) -> None:
         self._allowed += more
@@ -169,8 +169,8 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         for shell in shells(Path(folder)):
-            began = time.monotonic()
-            print(run(shell, options.events, options.seed), f"{time.monotonic() - began:.1f} s")
+            started_at = time.monotonic()
+            print(run(shell, options.events, options.seed), f"{time.monotonic() - started_at:.1f} s")
     return 0
 
 

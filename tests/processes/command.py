@@ -69,22 +69,22 @@ class Shell(Cluster):
         super().__init__(folder)
         self.logs = folder / "logs"
 
-    def covey(self, *words: str | Path, name: str = "", before: Sequence[str | Path] = (), **options: Any) -> Process:
+    def covey(self, *arguments: str | Path, name: str = "", before: Sequence[str | Path] = (), **options: Any) -> Process:
         """Start a covey command. `before` is a prefix of the command line."""
-        verb, *rest = words
+        verb, *rest = arguments
         options["env"] = {"COVEY_STRATEGY": "exit"} | (options.get("env") or {})  # healing has its own tests
         where: list[str | Path] = ["--log-dir", self.logs] if verb == "run" and "--log-dir" not in rest else []
         return self.start([*before, "covey", verb, *where, *rest], name=name or f"covey-{verb}", **options)
 
-    def run_command(self, *words: str | Path, **options: Any) -> Process:
+    def run_command(self, *arguments: str | Path, **options: Any) -> Process:
         """Run a covey command to its end; `.code` and `.text()` have the result."""
-        process = self.covey(*words, **options)
+        process = self.covey(*arguments, **options)
         process.wait()
         return process
 
-    def nodes(self, *words: str) -> list[dict[str, Any]]:
+    def nodes(self, *arguments: str) -> list[dict[str, Any]]:
         """Return the output of `covey nodes --json`."""
-        command = self.run_command("nodes", "--json", *words)
+        command = self.run_command("nodes", "--json", *arguments)
         assert command.code == 0, command.tail()
         result: list[dict[str, Any]] = json.loads(command.text())
         return result

@@ -124,8 +124,8 @@ def start(shell: Shell, *options: str, before: Sequence[str] = (), **env: str) -
     (shell.folder / "marks").mkdir(exist_ok=True)
     shell.script(SCRIPT, "train.py")
     sized = "-n" in options or "--nnodes" in options
-    words = ["run", *(options if sized else ("-n", str(WORLD), *options)), "train.py", str(shell.folder / "marks")]
-    return shell.covey(*words, before=before, env={"COVEY_STRATEGY": LADDER} | env)
+    arguments = ["run", *(options if sized else ("-n", str(WORLD), *options)), "train.py", str(shell.folder / "marks")]
+    return shell.covey(*arguments, before=before, env={"COVEY_STRATEGY": LADDER} | env)
 
 
 def train(shell: Shell, *options: str, **env: str) -> str:
@@ -142,11 +142,11 @@ def check(shell: Shell, world: int = WORLD, accumulate: int = 2) -> list[dict[st
     took = {(line["step"], line["seat"]): line for line in lines if line["kind"] == "took"}
     counted = {line["step"]: set(line["seats"]) for line in lines if line["kind"] == "counted"}
     last = {line["pid"]: line["step"] for line in lines if line["kind"] == "counted"}
-    lived = {line["pid"] for line in lines if line["kind"] == "end"}
+    finished_pids = {line["pid"] for line in lines if line["kind"] == "end"}
     for line in lines:  # except a rank that died with the only result of a step, which the others repeated without it
-        if line["kind"] == "counted" and (line["step"] < last[line["pid"]] or line["pid"] in lived):
-            told = [other for other in lines if other.get("step") == line["step"]]
-            assert set(line["seats"]) == counted[line["step"]], f"ranks differ in the members counted: {told}"
+        if line["kind"] == "counted" and (line["step"] < last[line["pid"]] or line["pid"] in finished_pids):
+            result = [other for other in lines if other.get("step") == line["step"]]
+            assert set(line["seats"]) == counted[line["step"]], f"ranks differ in the members counted: {result}"
     ends = [line for line in lines if line["kind"] == "end"]
     assert sorted(counted) == list(range(ends[-1]["steps"]))
     found: dict[int, Counter[int]] = {}

@@ -48,8 +48,15 @@ class Federation:
         self.script = shell.script(script.replace("STRATEGY", strategy), "model.py")
         self._more = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
         numbers = ["--servers", "1" if apart else str(servers), "--server-num", str(servers), "--threshold", str(threshold)]
-        words: list[str | Path] = [*numbers, *self._where(self.port), "--dir", shell.folder / "state", *self._more, self.script]
-        self.up = shell.covey("federated", "up", *words, env={"COVEY_HOST_ID": "host-0" if apart else None})
+        arguments: list[str | Path] = [
+            *numbers,
+            *self._where(self.port),
+            "--dir",
+            shell.folder / "state",
+            *self._more,
+            self.script,
+        ]
+        self.up = shell.covey("federated", "up", *arguments, env={"COVEY_HOST_ID": "host-0" if apart else None})
         self.others = [self.join(1, self.port + n, f"host-{n}") for n in range(1, servers)] if apart else []
         self.up.wait_for("Server started successfully.")
 
@@ -61,8 +68,8 @@ class Federation:
         """Start more servers for the same cluster."""
         where = ["--join", f"127.0.0.1:{self.scheduler}", "--servers", str(servers), *self._where(port)]
         name = f"joining-{port}"
-        words: list[str | Path] = [*where, "--dir", self.shell.folder / "state", *self._more, self.script]
-        return self.shell.covey("federated", "up", *words, name=name, env={"COVEY_HOST_ID": host})
+        arguments: list[str | Path] = [*where, "--dir", self.shell.folder / "state", *self._more, self.script]
+        return self.shell.covey("federated", "up", *arguments, name=name, env={"COVEY_HOST_ID": host})
 
     def urls(self, servers: int = 0) -> list[str]:
         return [f"http://127.0.0.1:{self.port + number}" for number in range(servers or self.servers)]

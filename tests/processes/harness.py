@@ -57,11 +57,11 @@ def until(happened: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S
     """Wait for the first true result of `happened` and return it. After the deadline, fail with `what` and the details."""
     limit = time.monotonic() + deadline_s
     while True:
-        began = time.thread_time()
+        started_at = time.thread_time()
         if answer := happened():
             return answer
         assert time.monotonic() < limit, f"waited {deadline_s:g} s for {what}\n{details()}"
-        time.sleep(max(POLL_S, 4 * (time.thread_time() - began)))  # the checks use a fifth of a core at most
+        time.sleep(max(POLL_S, 4 * (time.thread_time() - started_at)))  # the checks use a fifth of a core at most
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -189,8 +189,8 @@ def start(shell: Shell, *options: str, before: Sequence[str] = (), script: str =
     marks = shell.folder / "marks"
     marks.mkdir(exist_ok=True)
     shell.script(script, "train.py")
-    words = ["run", *(options if "-n" in options else ("-n", str(WORLD), *options)), "train.py", str(marks)]
-    return shell.covey(*words, before=before, env={"COVEY_STRATEGY": LADDER} | env)
+    arguments = ["run", *(options if "-n" in options else ("-n", str(WORLD), *options)), "train.py", str(marks)]
+    return shell.covey(*arguments, before=before, env={"COVEY_STRATEGY": LADDER} | env)
 
 
 def train(shell: Shell, *options: str, script: str = SCRIPT, **env: str) -> str:

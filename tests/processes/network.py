@@ -77,8 +77,8 @@ class Hosts:
     def slow(self, index: int, rate: str, queue: int) -> None:
         """Limit the outgoing rate of a host; packets beyond `queue` bytes are dropped. netem is not used, because not every
         kernel has it."""
-        words = ["root", "tbf", "rate", rate, "burst", "6kb", "limit", str(queue)]
-        subprocess.run(["tc", "-n", self._names[index], "qdisc", "replace", "dev", "cable", *words], check=True)
+        arguments = ["root", "tbf", "rate", rate, "burst", "6kb", "limit", str(queue)]
+        subprocess.run(["tc", "-n", self._names[index], "qdisc", "replace", "dev", "cable", *arguments], check=True)
 
     def dropped(self, index: int) -> int:
         """Return the number of packets that `slow` has dropped."""
@@ -97,5 +97,5 @@ class Hosts:
         return ["ip", "netns", "exec", self._names[index]]
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)

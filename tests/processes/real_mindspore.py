@@ -51,9 +51,9 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     yield from shells(tmp_path)
 
 
-def run(shell: Shell, *words: str | Path) -> Process:
+def run(shell: Shell, *arguments: str | Path) -> Process:
     """`covey run` in MindSpore's environment, which has no torch."""
-    command = [PYTHON, "-m", "covey.cli.main", "run", "--framework", "mindspore", "--log-dir", shell.logs, *words]
+    command = [PYTHON, "-m", "covey.cli.main", "run", "--framework", "mindspore", "--log-dir", shell.logs, *arguments]
     return shell.start(command, env={"PYTHONPATH": str(ROOT / "src")})
 
 

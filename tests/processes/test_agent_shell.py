@@ -118,8 +118,8 @@ def test_scheduler_that_cannot_be_restarted_is_abandoned_with_a_reason(tmp_path:
         gave_up: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
         log_path = tmp_path / "logs" / "scheduler.log"
         log_path.parent.mkdir()
-        kept = SchedulerHandoff(socket_fds=([], []), journal_folder=str(tmp_path))
-        process = SchedulerProcess(kept, os.environ, log_path, lambda: False, lambda *said: gave_up.set_result(said))
+        stored = SchedulerHandoff(socket_fds=([], []), journal_folder=str(tmp_path))
+        process = SchedulerProcess(stored, os.environ, log_path, lambda: False, lambda *output: gave_up.set_result(output))
         await process.start()
         shutil.rmtree(log_path.parent)
         log_path.parent.touch()  # a file in place of the directory

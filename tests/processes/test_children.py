@@ -66,11 +66,11 @@ def test_forked_child_has_the_same_interpreter_state_as_python(
     child_runner.script(PROBE, "deep/__main__.py")
     (child_runner.folder / "link.py").symlink_to("deep/script.py")
     env = {**os.environ, "RANK": "3", "EMPTY": ""}
-    code, said = python(child_runner.folder, *(["-m"] if module else []), *argv, env=env)
-    assert code == 0, said
+    code, printed = python(child_runner.folder, *(["-m"] if module else []), *argv, env=env)
+    assert code == 0, printed
     result = child_runner.run("worker:0", *argv, module=module, env=env)
     assert result.exit.reason == "exit code 0", result.output
-    forked, real = json.loads(result.output), json.loads(said)
+    forked, real = json.loads(result.output), json.loads(printed)
     for seen in (forked, real):
         seen["path"] = [path for path in seen["path"] if path != HOME]  # covey may be installed or not
         seen["environ"].pop("LC_CTYPE", None)  # python adds it if no locale is set

@@ -53,16 +53,16 @@ def test_federation_under_chaos_has_exact_sums(shell: Shell) -> None:
     ],
 )
 def test_invalid_chaos_options_are_refused_in_one_line(shell: Shell, words: list[str], sentence: str) -> None:
-    asked = shell.run_command("chaos", *words)
-    assert asked.code in (10, 22) and sentence in asked.text() and "Traceback" not in asked.text()
+    query = shell.run_command("chaos", *words)
+    assert query.code in (10, 22) and sentence in query.text() and "Traceback" not in query.text()
 
 
 def test_chaos_refuses_faults_that_it_cannot_undo(shell: Shell) -> None:
     """A large disk is not filled, a clock without a file is not shifted, and a process of another program is not touched."""
     shell.covey("run", "-n", "1", shell.default, shell.go)
     shell.wait_for_log(0, "rank=0")
-    asked = shell.run_command("chaos", "--faults", "disk,clock", "--for", "1s")
-    assert asked.code == 10 and "none of the faults asked for can be done here" in asked.text()
-    assert "give the run a small file system" in asked.text() or "cannot read the log directory" in asked.text()
-    assert "start the run with COVEY_FAULT_CLOCK=FILE" in asked.text()
+    query = shell.run_command("chaos", "--faults", "disk,clock", "--for", "1s")
+    assert query.code == 10 and "none of the faults asked for can be done here" in query.text()
+    assert "give the run a small file system" in query.text() or "cannot read the log directory" in query.text()
+    assert "start the run with COVEY_FAULT_CLOCK=FILE" in query.text()
     shell.release()

@@ -33,9 +33,18 @@ def two_hosts(shell: Shell, hosts: Hosts, node_timeout: str, **env: str) -> list
     for host, local in ((0, "2"), (1, "1")):
         (shell.folder / f"runtime-{host}").mkdir()
         own = {"XDG_RUNTIME_DIR": str(shell.folder / f"runtime-{host}"), "COVEY_SECRET": "between us"}
-        words = ["-n", "3", "--local", local, "--master", f"{hosts.addresses[0]}:{shell.port}", "--node-timeout", node_timeout]
-        words += ["--log-dir", str(shell.folder / f"host-{host}")]
-        agents.append(start(shell, *words, before=hosts.on(host), **own | env))
+        arguments = [
+            "-n",
+            "3",
+            "--local",
+            local,
+            "--master",
+            f"{hosts.addresses[0]}:{shell.port}",
+            "--node-timeout",
+            node_timeout,
+        ]
+        arguments += ["--log-dir", str(shell.folder / f"host-{host}")]
+        agents.append(start(shell, *arguments, before=hosts.on(host), **own | env))
     shell.logs = shell.folder / "host-0"
     return agents
 

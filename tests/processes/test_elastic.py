@@ -82,9 +82,9 @@ def test_step_whose_only_result_died_is_repeated(shell: Shell) -> None:
 def scaled(shell: Shell, at: str, workers: int) -> str:
     """Request a number of workers while a rank is held in its step; return the output of `covey scale`."""
     wait_for_fault(shell, at)
-    asked = shell.run_command("scale", "--workers", str(workers))
-    assert asked.code == 0, asked.tail()
-    return asked.text()
+    query = shell.run_command("scale", "--workers", str(workers))
+    assert query.code == 0, query.tail()
+    return query.text()
 
 
 @pytest.mark.timeout(300)
@@ -101,10 +101,10 @@ def test_world_grows_and_shrinks_on_request(shell: Shell) -> None:
     assert address is not None
     with httpx2.Client(base_url=address[1], trust_env=False, timeout=30) as rest:
         assert "is illegal" in rest.post("/scalein", json={"node_ids": ["3"]}).json()["error_message"]  # it died
-        asked = rest.post("/scalein", json={"node_ids": ["worker:0", "2"]}).json()
-        assert asked["reason"] == "the world shrinks from 4 to 2 workers, as asked"
+        query = rest.post("/scalein", json={"node_ids": ["worker:0", "2"]}).json()
+        assert query["reason"] == "the world shrinks from 4 to 2 workers, as asked"
         assert rest.get("/state").json()["cluster_state"] == "CLUSTER_SCALE_IN"
-        assert rest.get(f"/operations/{asked['operation']}").json()["outcome"] == "open"
+        assert rest.get(f"/operations/{query['operation']}").json()["outcome"] == "open"
         assert rest.get("/operations/1").json()["outcome"] == "resumed"
         release(shell, shrink)
     assert run.wait(LONG_S) == 0, run.tail()

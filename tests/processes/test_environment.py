@@ -237,8 +237,8 @@ def test_short_node_timeout_does_not_kill_healthy_node(cluster: Cluster) -> None
     scheduler, worker = cluster.scheduler(), cluster.worker(0)
     until(lambda: not scheduler.alive or "rank=0" in worker.text(), "the cluster to form, or to be refused")
     if scheduler.alive:
-        began = cluster.view().now
-        cluster.until(lambda v: v.now > began + 6, "three times the limit to pass")
+        started_at = cluster.view().now
+        cluster.until(lambda v: v.now > started_at + 6, "three times the limit to pass")
         cluster.release()
         assert set(cluster.wait().values()) == {0}
     else:
@@ -313,13 +313,13 @@ def test_lccl_setting_is_accepted_with_a_note(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    ("level", "said", "unsaid"), [("0", "joined", "Traceback"), ("1", "formed", "joined"), ("2", "", "formed")]
+    ("level", "output", "unsaid"), [("0", "joined", "Traceback"), ("1", "formed", "joined"), ("2", "", "formed")]
 )
-def test_glog_v_sets_log_level(cluster: Cluster, level: str, said: str, unsaid: str) -> None:
+def test_glog_v_sets_log_level(cluster: Cluster, level: str, output: str, unsaid: str) -> None:
     scheduler, _ = cluster.formed(GLOG_v=level)
     cluster.release()
     assert set(cluster.wait().values()) == {0}
-    assert said in scheduler.text() and unsaid not in scheduler.text()
+    assert output in scheduler.text() and unsaid not in scheduler.text()
 
 
 def test_glog_log_dir_has_one_directory_per_node(cluster: Cluster) -> None:

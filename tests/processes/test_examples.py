@@ -145,12 +145,12 @@ def test_startup_scripts_start_eight_workers_by_default(examples: Examples, env:
         return told() == meant
 
     here, there, half = "127.0.0.1", "10.9.8.7", workers // 2
-    for words, meant in (
+    for arguments, meant in (
         (["run_dynamic_cluster.sh"], expected(here, 0, workers) | {"scheduler": f"MS_SCHED of {workers} at {here}\n"}),
         (["run_dynamic_cluster_1.sh", there], expected(there, 0, half) | {"scheduler": f"MS_SCHED of {workers} at {there}\n"}),
         (["run_dynamic_cluster_2.sh", there], expected(there, half, workers)),
     ):
-        assert examples.run(["bash", *words], cwd=home, env=env | path).code == 0
+        assert examples.run(["bash", *arguments], cwd=home, env=env | path).code == 0
         until(functools.partial(says, meant), f"{meant}", details=lambda: str(told()))
 
 

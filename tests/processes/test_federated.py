@@ -61,8 +61,8 @@ def test_rounds_run_to_the_end_and_cluster_stops(shell: Shell) -> None:
     status = shell.run_command("federated", "status")
     assert status.code == 0 and "iteration 5 of 5, kFinish" in " ".join(status.text().split())
     models = sorted(path.name for path in (shell.folder / "kept").glob("*/server_0/models/*.safetensors"))
-    kept = {int(name.rsplit("_", 1)[1].removesuffix(".safetensors")) for name in models}
-    assert kept == {3, 4, 5, best}, "expected the newest three and the best"
+    stored = {int(name.rsplit("_", 1)[1].removesuffix(".safetensors")) for name in models}
+    assert stored == {3, 4, 5, best}, "expected the newest three and the best"
     assert shell.run_command("federated", "stop").code == 0
     assert federation.up.wait() == 0
     shell.assert_no_processes()
@@ -116,20 +116,20 @@ def test_buffered_updates_are_weighted_by_age_and_counted_once(shell: Shell) -> 
 def test_device_evaluations_are_weighted_by_samples(shell: Shell) -> None:
     federation = Federation(shell, 2, 2, fl_iteration_num=2, eval_every=2, download_compress_type="QUANT")
     devices = [federation.device(0, 1), federation.device(1, 2)]
-    asked = []
+    query = []
     for _ in range(2):
         tasks = [device.join() for device in devices]
         for number, task in enumerate(tasks):
             assert task is not None
-            asked.append(task.plan.evaluate)
+            query.append(task.plan.evaluate)
             if task.plan.evaluate:
                 task.evaluated(100 * (number + 1), loss=1.0 + number, accuracy=0.5 * number)
             assert task.send(update(number, task.iteration))
-        iteration, weights = devices[0].model(len(asked) // 2)
+        iteration, weights = devices[0].model(len(query) // 2)
         layout = ModelLayout({"w": (SIZE // 10, 10)})
         given = layout.dequantize(layout.quantize(expected(iteration, 2)))
         assert np.array_equal(weights["w"].reshape(-1), given), "expected the exact model in 8 bits"
-    assert asked == [False, False, True, True]
+    assert query == [False, False, True, True]
     until(lambda: federation.instance()["instanceStatus"] == "kFinish", "the last iteration", details=federation.tails)
     metrics = federation.instance()["metrics"]
     assert metrics["eval_samples"] == 300
@@ -325,8 +325,8 @@ def test_many_tensors_fit_and_failing_strategy_is_reported(shell: Shell) -> None
         "tensor names of 300 kB must fit"
     )
     assert device.model(1)[0] == 1
-    asked = {"fl_id": "device-0", "timestamp": int(1000 * time.time()), "data_size": 1, "wait": 60_000}
-    answer = httpx2.post(f"{federation.urls()[0]}/startFLJob", json=asked, timeout=120).json()
+    query = {"fl_id": "device-0", "timestamp": int(1000 * time.time()), "data_size": 1, "wait": 60_000}
+    answer = httpx2.post(f"{federation.urls()[0]}/startFLJob", json=query, timeout=120).json()
     assert answer["retcode"] == 500 and "its log says more" in answer["reason"], "a device must get an error and not wait"
 
 

@@ -32,18 +32,18 @@ def command(start: str, **smaller: object) -> list[str]:
     """Return the only command of the guide with this prefix, as arguments of `covey`; each named option gets another value."""
     lines = [line for language, text in BLOCKS if not language for line in text.splitlines()]
     (line,) = [line for line in lines if line.startswith(f"covey {start}")]
-    words = shlex.split(line)[1:]
+    arguments = shlex.split(line)[1:]
     for name, value in smaller.items():
-        words[words.index(f"--{name.replace('_', '-')}") + 1] = str(value)
-    return words
+        arguments[arguments.index(f"--{name.replace('_', '-')}") + 1] = str(value)
+    return arguments
 
 
 def test_guide_commands_up_device_status_and_stop_run(shell: Shell) -> None:
     (shell.folder / "model.py").write_text(script("# model.py"))
     port = ports(2)
-    words = command("federated up", servers=2, port=port, manage_port=free_port(), threshold=1)
+    arguments = command("federated up", servers=2, port=port, manage_port=free_port(), threshold=1)
     more = ["--scheduler-port", str(free_port()), "--set", "fl_iteration_num=3", "--set", "eval_every=2"]
-    up = shell.covey(*words[:-1], *more, words[-1], cwd=shell.folder)
+    up = shell.covey(*arguments[:-1], *more, arguments[-1], cwd=shell.folder)
     up.wait_for("Server started successfully.")
     snippet = script("from covey.federated import Device")
     assert "http://10.0.0.1:6668,http://10.0.0.2:6668" in snippet

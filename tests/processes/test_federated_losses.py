@@ -38,15 +38,15 @@ def test_round_closes_without_lost_server_and_reports_it(shell: Shell) -> None:
     )
     members = [ServerInfo("0", 0), ServerInfo("1", 1)]  # devices whose ids the dead server does not own
     first, second = [name for n in range(50) if claim_owner(name := f"device-{n}", members) == "0"][:2]
-    lost, kept = joined(federation, first, 1, 1), joined(federation, second, 2, 0)
+    lost, stored = joined(federation, first, 1, 1), joined(federation, second, 2, 0)
     assert lost.send(update(0, 1))
     until(lambda: federation.instance()["counted"] == 1, "the scheduler to hear of it", details=federation.tails)
     federation.others[0].kill()
     until(lambda: federation.state() == "NODE_TIMEOUT", "the death to be seen", details=federation.tails)
-    assert kept.send(update(1, 1))
+    assert stored.send(update(1, 1))
     alone = Accumulator(SIZE)
     alone.add(update(1, 1), 2)
-    iteration, weights = kept._device.model(1)
+    iteration, weights = stored._device.model(1)
     assert iteration == 1 and np.array_equal(weights["w"].reshape(-1), alone.mean().astype(np.float32))
     assert federation.instance()["reason"] == "iteration 1 is done with 1 update, without the part of server 1"
     log = next((shell.folder / "state").glob("federated_*/logs/scheduler.log")).read_text()

@@ -27,9 +27,9 @@ def test_init_is_refused_after_set_fl_context(shell: Shell, role: str) -> None:
     script = shell.script(CONTEXT.format(role=role) + "covey.init()\nprint('world', covey.get_group_size())\n")
     process = shell.run([sys.executable, script])
     assert process.code == 10, process.tail()
-    said = f"covey: set_fl_context(enable_fl=True) makes this process a federated {role}: {NEEDED}"
+    output = f"covey: set_fl_context(enable_fl=True) makes this process a federated {role}: {NEEDED}"
     [line] = process.text().splitlines()
-    assert line.startswith(said)
+    assert line.startswith(output)
 
 
 def test_init_in_mindspore_script_names_federated_run(shell: Shell) -> None:

@@ -37,9 +37,9 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 def test_script_under_torchrun_is_refused(shell: Shell) -> None:
     run = shell.run([*TORCHRUN, "--nproc-per-node", "2", "--redirects", "3", "--log-dir", "out", "t.py"], name="torchrun")
     assert run.code != 0 and "exitcode  : 10" in run.text(), run.tail()
-    said = "".join(path.read_text() for path in (shell.folder / "out").rglob("std*.log"))
-    assert "covey: torchrun started this process (RANK=" in said and "world=" not in said and "Traceback" not in said
-    assert "start the script with `covey run -n 2 t.py` instead" in said
+    output = "".join(path.read_text() for path in (shell.folder / "out").rglob("std*.log"))
+    assert "covey: torchrun started this process (RANK=" in output and "world=" not in output and "Traceback" not in output
+    assert "start the script with `covey run -n 2 t.py` instead" in output
 
 
 def test_script_under_torchrun_with_one_process_is_a_world_of_one(shell: Shell) -> None:

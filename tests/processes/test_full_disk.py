@@ -37,6 +37,6 @@ def test_training_survives_a_full_disk(shell: Shell, undisturbed: str) -> None:
         for rank in range(healing.WORLD):
             assert "bytes that were printed here are lost: there was no room for them" in shell.log(rank)
             assert "BEGINS" in shell.log(rank) and shell.log(rank).count("BEGINS") == 1, "no rank may have restarted"
-            kept = {path.name for path in (shell.folder / "marks" / "ckpt" / str(rank)).iterdir()}
-            assert {"train-15.json", "train-20.json"} <= kept and "train-10.json" not in kept
+            stored = {path.name for path in (shell.folder / "marks" / "ckpt" / str(rank)).iterdir()}
+            assert {"train-15.json", "train-20.json"} <= stored and "train-10.json" not in stored
         assert "training goes on, the newest is that of step 5" in shell.log("scheduler")

@@ -120,10 +120,10 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     yield from shells(tmp_path)
 
 
-def alone(shell: Shell, script: str, *words: str) -> list[str]:
+def alone(shell: Shell, script: str, *arguments: str) -> list[str]:
     """Return the program's numbers when `python` starts it."""
     path = shell.script(script.replace("HOLDS", str(HOLDS)), "draws.py")
-    ended = shell.run([sys.executable, path, shell.folder, *words], name="alone")
+    ended = shell.run([sys.executable, path, shell.folder, *arguments], name="alone")
     assert ended.code == 0, ended.tail()
     return drawn(ended.text())
 
@@ -134,7 +134,7 @@ def drawn(text: str) -> list[str]:
     return found
 
 
-def start(shell: Shell, script: str, world: int, *words: str) -> Process:
+def start(shell: Shell, script: str, world: int, *arguments: str) -> Process:
     """Run the program under `covey run`, with at least ten heartbeats a second."""
     (shell.folder / "marks").mkdir(exist_ok=True)
     path = shell.script(script.replace("HOLDS", str(HOLDS)), "draws.py")
@@ -146,7 +146,7 @@ def start(shell: Shell, script: str, world: int, *words: str) -> Process:
     }
     shell.port = free_port()
     at = ["--master", f"127.0.0.1:{shell.port}"]
-    return shell.covey("run", "-n", str(world), *at, path, shell.folder / "marks", *words, env=env)
+    return shell.covey("run", "-n", str(world), *at, path, shell.folder / "marks", *arguments, env=env)
 
 
 def release(shell: Shell, run: Process, world: int) -> None:

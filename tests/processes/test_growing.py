@@ -33,14 +33,14 @@ def test_hosts_join_running_world_up_to_the_maximum(shell: Shell) -> None:
     3."""
     held, grown = "0:2:forward:hold", "0:6:forward:hold"
     env = {"FAULTS": f"{held} {grown}", "COVEY_LAST_CALL": "0", "STEPS": "32"}
-    words = ("--nnodes", "1:3", "--nproc-per-node", "1")
-    runs = [host(shell, "a", *words, **env)]
+    arguments = ("--nnodes", "1:3", "--nproc-per-node", "1")
+    runs = [host(shell, "a", *arguments, **env)]
     wait_for_fault(shell, held)
-    runs += [host(shell, name, *words, **env) for name in ("b", "c")]
+    runs += [host(shell, name, *arguments, **env) for name in ("b", "c")]
     shell.wait_for_log("scheduler", "the world grows from 1 to [23] workers, as .* came")
     release(shell, held)
     shell.wait_for_log("scheduler", "the world grows from [12] to 3 workers, as .* came")
-    late = host(shell, "d", *words, **env)
+    late = host(shell, "d", *arguments, **env)
     assert late.wait(LONG_S) == 21, late.tail()
     assert "formed with its 3 workers: this host came too late" in late.text()
     release(shell, grown)
@@ -134,8 +134,8 @@ def test_lost_host_is_awaited_if_recovery_is_enabled(shell: Shell) -> None:
     scheduler = shell.scheduler(COVEY_STRATEGY="retry,recover-in-place,recover,exit", COVEY_EXTRA_RANKS=0)
 
     def pod(rank: int) -> Process:
-        words = ("-n", "4", "--local", "2", "--node-rank", str(rank))
-        return host(shell, f"pod-{rank}", *words, MS_ROLE="MS_WORKER", MS_NODE_TIMEOUT="6", FAULTS=lost, STEPS="16")
+        arguments = ("-n", "4", "--local", "2", "--node-rank", str(rank))
+        return host(shell, f"pod-{rank}", *arguments, MS_ROLE="MS_WORKER", MS_NODE_TIMEOUT="6", FAULTS=lost, STEPS="16")
 
     stays, goes = pod(0), pod(1)
     wait_for_fault(shell, lost)

@@ -112,9 +112,9 @@ def test_failed_step_is_retried_in_place(shell: Shell, undisturbed: str) -> None
     Only a rank that fails after the optimizer ran is replaced."""
     failures = "1:2:forward:fail 0:5:backward:fail 2:8:reduction:fail 0:11:forward:fail 1:11:reduction:fail"
     assert train_and_hash(shell, FAULTS=f"{failures} 2:14:forward:cut 0:17:backward:cut 2:19:evaluation:fail") == undisturbed
-    said = [shell.log(rank) for rank in range(WORLD)]
-    assert [text.count("is repeated in place") for text in said] == [2, 2, 1]
-    assert [text.count("BEGINS at") for text in said] == [1, 1, 2]
+    output = [shell.log(rank) for rank in range(WORLD)]
+    assert [text.count("is repeated in place") for text in output] == [2, 2, 1]
+    assert [text.count("BEGINS at") for text in output] == [1, 1, 2]
     assert len(re.findall("cluster retry: a collective broke", shell.log("scheduler"))) >= 2
 
 
@@ -134,8 +134,8 @@ def test_results_above_cache_limit_cause_restart_from_checkpoint(shell: Shell, u
 def test_death_without_recovery_strategy_ends_the_run(shell: Shell) -> None:
     shell.script(SCRIPT, "train.py")
     (shell.folder / "marks").mkdir()
-    words = ["run", "-n", str(WORLD), "--strategy", "exit", "train.py", str(shell.folder / "marks")]
-    run = shell.covey(*words, env={"FAULTS": "1:2:forward"})
+    arguments = ["run", "-n", str(WORLD), "--strategy", "exit", "train.py", str(shell.folder / "marks")]
+    run = shell.covey(*arguments, env={"FAULTS": "1:2:forward"})
     assert run.wait(LONG_S) == 137, run.tail()
     assert "first failure: rank 1" in run.text()
 
@@ -145,8 +145,8 @@ def test_script_that_always_dies_is_not_restarted_indefinitely(shell: Shell) -> 
     """Three deaths of one rank without a step in between end the strategy; the other ranks dump."""
     shell.script(SCRIPT.replace("mark.touch()", "pass"), "train.py")
     (shell.folder / "marks").mkdir()
-    words = ["run", "-n", str(WORLD), "train.py", str(shell.folder / "marks")]
-    run = shell.covey(*words, env={"FAULTS": "1:6:forward", "COVEY_STRATEGY": LADDER})
+    arguments = ["run", "-n", str(WORLD), "train.py", str(shell.folder / "marks")]
+    run = shell.covey(*arguments, env={"FAULTS": "1:6:forward", "COVEY_STRATEGY": LADDER})
     assert run.wait(LONG_S) == 137, run.tail()
     assert "without a step in between" in shell.log("scheduler")
     assert re.search(r"step 6 is in \S+dump\S+", run.text()), run.text()

@@ -24,8 +24,8 @@ def two_hosts(shell: Shell, **env: str) -> tuple[Process, Process]:
     """Start the training with rank 0 on the host of the scheduler, and the ranks 1 and 2 on another."""
     agents = []
     for host, local in ((0, 1), (1, 2)):
-        words = ["-n", "3", "--local", str(local), "--master", f"127.0.0.1:{shell.port}"]
-        agents.append(start(shell, *words, **{"COVEY_HOST_ID": f"host-{host}"} | env))
+        arguments = ["-n", "3", "--local", str(local), "--master", f"127.0.0.1:{shell.port}"]
+        agents.append(start(shell, *arguments, **{"COVEY_HOST_ID": f"host-{host}"} | env))
         shell.listening(shell.port)
     return agents[0], agents[1]
 
@@ -35,9 +35,9 @@ def test_sigterm_to_worker_hands_its_rank_over(shell: Shell, undisturbed: str) -
         train_and_hash(shell, "--max-restarts", "1", FAULTS="1:6:forward:leave 0:9:backward:leave 0:11:forward:leave")
         == undisturbed
     )
-    said = shell.log("scheduler")
-    assert len(re.findall(r"worker:\d handed over: asked to leave \(SIGTERM\), its step is finished", said)) == 3, said
-    assert "died" not in said
+    output = shell.log("scheduler")
+    assert len(re.findall(r"worker:\d handed over: asked to leave \(SIGTERM\), its step is finished", output)) == 3, output
+    assert "died" not in output
 
 
 def test_sigterm_to_host_hands_its_ranks_over(shell: Shell, undisturbed: str) -> None:

@@ -48,8 +48,8 @@ def test_dump_is_written_if_scheduler_dies_during_it(shell: Shell) -> None:
     run = start(shell, FAULTS=hold)
     wait_for_fault(shell, hold)
     address = run.wait_for(r"REST at (http://127\.0\.0\.1:\d+)")[1]
-    asked = httpx2.post(f"{address}/dump", json={"reason": "enough for today"}, trust_env=False, timeout=60)
-    assert asked.status_code == 200, asked.text
+    query = httpx2.post(f"{address}/dump", json={"reason": "enough for today"}, trust_env=False, timeout=60)
+    assert query.status_code == 200, query.text
     os.kill(shell.scheduler_pid(), signal.SIGKILL)
     shell.wait_for_log("scheduler", "cluster restored")
     release(shell, hold)

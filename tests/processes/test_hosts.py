@@ -32,17 +32,17 @@ def hosts() -> Iterator[Hosts]:
 def words_of(shell: Shell, index: int, master: str, timeout: str) -> tuple[list[str], dict[str, str]]:
     """Options of `covey run` on a host with one of three workers and its own log directory."""
     (shell.folder / f"runtime-{index}").mkdir(exist_ok=True)
-    words = ["-n", "3", "--local", "1", "--node-rank", str(index), "--master", f"{master}:{shell.port}"]
-    words += ["--node-timeout", timeout, "--log-dir", str(shell.folder / f"host-{index}")]
-    return words, {"XDG_RUNTIME_DIR": str(shell.folder / f"runtime-{index}"), "COVEY_SECRET": "between us"}
+    arguments = ["-n", "3", "--local", "1", "--node-rank", str(index), "--master", f"{master}:{shell.port}"]
+    arguments += ["--node-timeout", timeout, "--log-dir", str(shell.folder / f"host-{index}")]
+    return arguments, {"XDG_RUNTIME_DIR": str(shell.folder / f"runtime-{index}"), "COVEY_SECRET": "between us"}
 
 
 def trained(shell: Shell, hosts: Hosts, master: str, timeout: str = SILENCE_S, **env: str) -> list[Process]:
     """Start the training of `healing` with a rank on each host; the scheduler is on the first."""
     agents = []
     for index in range(3):
-        words, own = words_of(shell, index, master, timeout)
-        agents.append(start(shell, *words, before=hosts.on(index), **own | env))
+        arguments, own = words_of(shell, index, master, timeout)
+        agents.append(start(shell, *arguments, before=hosts.on(index), **own | env))
     shell.logs = shell.folder / "host-0"
     return agents
 
@@ -97,8 +97,8 @@ def test_isolated_host_shrinks_world_and_joins_again(shell: Shell, hosts: Hosts)
     env = {"FAULTS": f"{lost} {small} {whole}", "COVEY_STRATEGY": elastic.LADDER, "COVEY_SHRINK_AFTER": "0"}
 
     def joins(index: int) -> Process:
-        words, own = words_of(shell, index, hosts.addresses[0], SILENCE_S)
-        return elastic.start(shell, *words, before=hosts.on(index), **own | env)
+        arguments, own = words_of(shell, index, hosts.addresses[0], SILENCE_S)
+        return elastic.start(shell, *arguments, before=hosts.on(index), **own | env)
 
     agents = [joins(index) for index in range(3)]
     shell.logs = shell.folder / "host-0"

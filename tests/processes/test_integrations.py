@@ -65,15 +65,15 @@ def bits(shell: Shell, example: str, name: str, deaths: str = "") -> str:
     shell.logs = shell.folder / f"logs-{name}"
     shell.script(WITH_DEATHS, "with_deaths.py")
     preload = ",".join(["torch", *(word for word in ("lightning", "accelerate") if example.startswith(word))])
-    words: list[str | Path] = ["run", "-n", str(WORLD), "--preload", preload, "with_deaths.py", SCRIPTS / example, marks]
-    run = shell.covey(*words, name=name, env={"DEATHS": deaths, "COVEY_STRATEGY": LADDER})
+    arguments: list[str | Path] = ["run", "-n", str(WORLD), "--preload", preload, "with_deaths.py", SCRIPTS / example, marks]
+    run = shell.covey(*arguments, name=name, env={"DEATHS": deaths, "COVEY_STRATEGY": LADDER})
     assert run.wait(LONG_S) == 0, f"{run.tail()}\n{[shell.log(rank) for rank in range(WORLD)]}"
     assert {mark.name for mark in marks.iterdir()} == {death.replace(":", "-") for death in deaths.split()}
     found = {match for rank in range(WORLD) for match in re.findall("BITS .*", shell.log(rank))}
     assert len(found) == 1, found
-    said = re.findall("test accuracy .*", shell.log(0))
-    assert len(said) == 1
-    return f"{found.pop()} {said[0]}"
+    output = re.findall("test accuracy .*", shell.log(0))
+    assert len(output) == 1
+    return f"{found.pop()} {output[0]}"
 
 
 @pytest.mark.timeout(300)
@@ -121,12 +121,12 @@ if life == "0" and os.environ["MS_NODE_ID"] == sys.argv[1]:
 @pytest.mark.timeout(300)
 def test_mindspore_scheduler_and_workers_are_started_and_restarted(shell: Shell) -> None:
     shell.script(STAND_IN, "train.py")
-    words = ["run", "-n", "2", "--framework", "mindspore"]
-    ends = shell.covey(*words, "train.py", "1", 'sys.exit("the operator failed")')
+    arguments = ["run", "-n", "2", "--framework", "mindspore"]
+    ends = shell.covey(*arguments, "train.py", "1", 'sys.exit("the operator failed")')
     assert ends.wait(LONG_S) == 1 and "first failure: rank 1" in ends.text() and "the operator failed" in ends.text(), (
         ends.tail()
     )
-    for failing, how, told in (
+    for failing, how, result in (
         (
             "0",
             "os.kill(os.getpid(), signal.SIGKILL)",
@@ -135,9 +135,9 @@ def test_mindspore_scheduler_and_workers_are_started_and_restarted(shell: Shell)
         ("1", "sys.exit(3)", "exit code 3"),
     ):
         shell.logs = shell.folder / f"logs-{failing}"
-        again = shell.covey(*words, "--max-restarts", "1", "train.py", failing, how, name=f"again-{failing}")
+        again = shell.covey(*arguments, "--max-restarts", "1", "train.py", failing, how, name=f"again-{failing}")
         assert again.wait(LONG_S) == 0, again.tail()
-        assert f"worker:{failing} died ({told}), restart 1 of 1" in again.text(), again.tail()
+        assert f"worker:{failing} died ({result}), restart 1 of 1" in again.text(), again.tail()
         for rank in (0, 1):
             assert f"life 1: node {rank} of 2 on device {rank}" in shell.log(rank)
         assert "life 1: the scheduler has ended in order" in shell.log("mindspore_scheduler")

@@ -27,13 +27,13 @@ def cluster(tmp_path: Path) -> Iterator[Recovering]:
 # -- unusable journals -----------------------------------------------------------------------------------------------
 
 
-def left_alone(cluster: Recovering, code: int, *words: str, **env: Any) -> Process:
+def left_alone(cluster: Recovering, code: int, *arguments: str, **env: Any) -> Process:
     """Assert that a start is refused in one line and changes nothing, while the workers continue."""
     before = cluster.contents()
     refused = cluster.scheduler(name="scheduler-refused", **env)
     assert refused.wait() == code, refused.tail()
     assert len(refused.text().splitlines()) == 1, refused.tail()
-    for word in (str(cluster.journal), *words):
+    for word in (str(cluster.journal), *arguments):
         assert word in refused.text()
     assert cluster.contents() == before
     cluster.wait_for_steps(0, 1)

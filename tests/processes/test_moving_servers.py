@@ -70,10 +70,10 @@ class Flock:
             self.start(rank, self.sharing)
 
     def start(self, rank: int, sharing: Sharding) -> None:
-        words = [SERVER, str(self.folder), str(rank), str(self.lives.setdefault(rank, 0))]
-        words += [msgspec.json.encode(given).decode() for given in (self.serving, sharing)]
+        arguments = [SERVER, str(self.folder), str(rank), str(self.lives.setdefault(rank, 0))]
+        arguments += [msgspec.json.encode(given).decode() for given in (self.serving, sharing)]
         started = subprocess.Popen(
-            [sys.executable, "-c", *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            [sys.executable, "-c", *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
         with self.news:
             self.processes[rank] = started

@@ -26,15 +26,17 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 def test_on_event_command_receives_death_recovery_and_exit(shell: Shell) -> None:
     shell.script("import sys\nopen(sys.argv[1], 'a').write(sys.stdin.read())\n", "hook.py")
-    told = shell.folder / "told"
+    result = shell.folder / "told"
     env = {"COVEY_STRATEGY": "recover-in-place,exit", "COVEY_SECRET": SECRET}
-    run = shell.covey("run", "-n", "2", "--on-event", f"python hook.py '{told}'", "steps.py", shell.go, env=env)
+    run = shell.covey("run", "-n", "2", "--on-event", f"python hook.py '{result}'", "steps.py", shell.go, env=env)
     shell.wait_for_log(1, "up 1")
     os.kill(next(node["pid"] for node in shell.nodes() if node["rank"] == 1), 9)
-    until(lambda: told.exists() and '"recovery"' in told.read_text(), "the hook to hear of the recovery", details=shell.tails)
+    until(
+        lambda: result.exists() and '"recovery"' in result.read_text(), "the hook to hear of the recovery", details=shell.tails
+    )
     shell.release()
     assert run.wait() == 0, run.tail()
-    notices = [json.loads(line) for line in told.read_text().splitlines()]
+    notices = [json.loads(line) for line in result.read_text().splitlines()]
     assert [(n["event"], n["node"], n["code"]) for n in notices] == [
         ("death", "worker:1", None),
         ("recovery", "cluster", None),
@@ -43,15 +45,15 @@ def test_on_event_command_receives_death_recovery_and_exit(shell: Shell) -> None
     assert notices[0]["reason"] == "killed by SIGKILL" and notices[2]["reason"] == "all 2 workers finished"
     assert notices[1]["reason"].startswith("recover-in-place of worker:1 (killed by SIGKILL): detected")
     assert {(n["job"], n["dropped"], n["schema"]) for n in notices} == {(f"steps.py {shell.go}", 0, 1)}
-    assert SECRET not in told.read_text()
+    assert SECRET not in result.read_text()
 
 
 def test_on_event_url_receives_the_exit(shell: Shell) -> None:
-    heard: list[dict[str, object]] = []
+    received: list[dict[str, object]] = []
 
     class Hears(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            heard.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             self.send_response(204)
             self.end_headers()
 
@@ -65,7 +67,7 @@ def test_on_event_url_receives_the_exit(shell: Shell) -> None:
         run = shell.run_command("run", "-n", "1", "--on-event", url, "steps.py", shell.go)
         server.shutdown()
     assert run.code == 0, run.tail()
-    assert [(notice["event"], notice["code"]) for notice in heard] == [("exit", 0)]
+    assert [(notice["event"], notice["code"]) for notice in received] == [("exit", 0)]
 
 
 def test_failing_hook_is_logged_once_and_run_continues(shell: Shell) -> None:

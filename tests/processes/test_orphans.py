@@ -80,9 +80,9 @@ def test_end_sends_signal_then_kills_after_grace_period(child_runner: ChildRunne
         "stubborn.py",
     )
     for name, script in (("polite", polite), ("stubborn", stubborn), ("other", stubborn)):
-        news = fifo(child_runner, name)
-        child_runner.start(name, script, news)
-        assert read_line(news) == ""
+        message = fifo(child_runner, name)
+        child_runner.start(name, script, message)
+        assert read_line(message) == ""
     child_runner.run_async(child_runner.children.end(["polite", "gone long ago"], grace_s=LIMIT_S))
     assert child_runner.result("polite") == (Exit("polite", child_runner.exits["polite"].pid, 0, "exit code 0"), "saved\n")
     child_runner.run_async(child_runner.children.end(["stubborn"], grace_s=0.1))
@@ -98,9 +98,9 @@ def test_descendant_in_own_session_is_killed_after_last_child(child_runner: Chil
         far = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         open(sys.argv[1], "w").write(str(far.pid))
     """)
-    news = fifo(child_runner, "news")
-    child_runner.start("worker:0", script, news)
-    far = os.pidfd_open(int(read_line(news)))
+    message = fifo(child_runner, "news")
+    child_runner.start("worker:0", script, message)
+    far = os.pidfd_open(int(read_line(message)))
     child_runner.result("worker:0")
     child_runner.run_async(child_runner.children.end(None, grace_s=0))
     wait_until_gone(far)
@@ -163,8 +163,8 @@ def test_killed_agent_leaves_no_processes(plain: ChildRunner, template: str) -> 
 
 
 def test_importing_template_dies_with_its_agent(plain: ChildRunner) -> None:
-    began, never = fifo(plain, "began"), fifo(plain, "never")
-    plain.script(f"import os; open({began!r}, 'w').write(str(os.getpid())); open({never!r})", "endless.py")
+    started_at, never = fifo(plain, "began"), fifo(plain, "never")
+    plain.script(f"import os; open({started_at!r}, 'w').write(str(os.getpid())); open({never!r})", "endless.py")
     script = plain.script("""
         import asyncio
         from covey.agent.children import Children
@@ -176,7 +176,7 @@ def test_importing_template_dies_with_its_agent(plain: ChildRunner) -> None:
         asyncio.run(main())
     """)
     agent = subprocess.Popen([sys.executable, script], env={**os.environ, "PYTHONPATH": f"{HOME}:{plain.folder}"})
-    template = os.pidfd_open(int(read_line(began)))
+    template = os.pidfd_open(int(read_line(started_at)))
     agent.kill()
     agent.wait()
     wait_until_gone(template)

@@ -30,12 +30,12 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 def test_guide_secure_cluster_shows_noise_in_status(shell: Shell) -> None:
     (shell.folder / "model.py").write_text(MODEL.replace("STRATEGY", "FedAvg()"))
     (line,) = [line for language, text in BLOCKS if not language for line in text.splitlines()]
-    words = shlex.split(line)[1:]
-    words[words.index("--threshold") + 1] = "3"
+    arguments = shlex.split(line)[1:]
+    arguments[arguments.index("--threshold") + 1] = "3"
     port, scheduler = ports(2), free_port()
     where = ["--port", str(port), "--scheduler-port", str(scheduler), "--manage-port", str(free_port())]
     noise = ["--set", "dp_noise=2.0", "--set", "dp_budget=50.0", "--iterations", "1"]
-    up = shell.covey(*words[:-1], *where, *noise, words[-1], cwd=shell.folder)
+    up = shell.covey(*arguments[:-1], *where, *noise, arguments[-1], cwd=shell.folder)
     up.wait_for("Server started successfully.")
     done: list[bool] = []
 
@@ -58,9 +58,9 @@ def test_guide_secure_cluster_shows_noise_in_status(shell: Shell) -> None:
 @pytest.mark.parametrize("more", [["--noise", "1"], ["--secure"], ["--compress", "TOP_K"]])
 def test_guide_simulations_run(shell: Shell, more: list[str]) -> None:
     (line,) = re.findall(r"`(covey federated simulate [^`]*)`", GUIDE)
-    words = shlex.split(line)[1:]
-    words[words.index("--devices") + 1], words[words.index("--rounds") + 1] = "5", "2"
-    found = shell.run_command(*words, *more, "--plot", "x.svg", cwd=shell.folder)
+    arguments = shlex.split(line)[1:]
+    arguments[arguments.index("--devices") + 1], arguments[arguments.index("--rounds") + 1] = "5", "2"
+    found = shell.run_command(*arguments, *more, "--plot", "x.svg", cwd=shell.folder)
     assert re.search(r"accuracy [\d.]+ % after 2 rounds of 5 devices", found.text())
     assert ("epsilon" in found.text()) == ("--noise" in more) and ("bytes of values" in found.text()) == ("--compress" in more)
 

@@ -26,12 +26,12 @@ def patient(cluster: Cluster) -> Cluster:
     return cluster
 
 
-def refused(scheduler: Process, node: Process, *words: str) -> None:
+def refused(scheduler: Process, node: Process, *arguments: str) -> None:
     """Assert that the node exited with the code of a refusal, and that both sides have the same reason."""
     assert node.wait() == 21, node.tail()
     assert "Traceback" not in node.text()
     assert [line for line in node.text().splitlines() if line.startswith("covey: ")] == node.text().splitlines()[-1:]
-    for word in words:
+    for word in arguments:
         assert word in node.text()
         scheduler.wait_for(word)
 
@@ -136,17 +136,17 @@ def test_role_without_members_in_the_cluster_is_refused(patient: Cluster) -> Non
 # -- secrets and versions --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("secret", "why"), [("wrong", "it differs"), (None, "")])
-def test_node_without_secret_is_refused(patient: Cluster, secret: str | None, why: str) -> None:
+@pytest.mark.parametrize(("secret", "reason"), [("wrong", "it differs"), (None, "")])
+def test_node_without_secret_is_refused(patient: Cluster, secret: str | None, reason: str) -> None:
     scheduler = patient.scheduler(COVEY_SECRET="right")
-    stranger = patient.worker(0, name="stranger", COVEY_SECRET=secret)
-    assert stranger.wait() == 21, stranger.tail()
-    assert "secret" in stranger.text() and "COVEY_SECRET" in stranger.text() and why in stranger.text()
-    assert "right" not in stranger.text() + scheduler.text()
+    outsider = patient.worker(0, name="stranger", COVEY_SECRET=secret)
+    assert outsider.wait() == 21, outsider.tail()
+    assert "secret" in outsider.text() and "COVEY_SECRET" in outsider.text() and reason in outsider.text()
+    assert "right" not in outsider.text() + scheduler.text()
     scheduler.wait_for("turned away: .*secret")
     patient.worker(0, COVEY_SECRET="right")
     patient.worker(1, COVEY_SECRET="right")
-    finishes(patient, stranger)
+    finishes(patient, outsider)
 
 
 def test_scheduler_without_the_secret_is_refused(patient: Cluster) -> None:
@@ -165,12 +165,12 @@ def test_secret_is_required_beyond_loopback_even_if_unset(patient: Cluster) -> N
     scheduler.wait_for("scheduler of cluster")
     foreign = patient.folder / "foreign"
     foreign.mkdir()
-    stranger = patient.worker(0, name="stranger", XDG_CONFIG_HOME=str(foreign))
-    assert stranger.wait() == 21, stranger.tail()
-    assert "secret" in stranger.text()
+    outsider = patient.worker(0, name="stranger", XDG_CONFIG_HOME=str(foreign))
+    assert outsider.wait() == 21, outsider.tail()
+    assert "secret" in outsider.text()
     patient.worker(0)
     patient.worker(1)
-    finishes(patient, stranger)
+    finishes(patient, outsider)
 
 
 @pytest.mark.parametrize("version", [PROTOCOL + 1, 0])
@@ -179,8 +179,8 @@ def test_node_of_other_version_is_refused_with_both_versions(patient: Cluster, v
     scheduler.wait_for("scheduler of cluster")
     with socket.create_connection((patient.host, patient.port), 60) as node:
         node.sendall(f"covey/{version}\n".encode())
-        said = read_to_end(node)
-    assert f"covey/{PROTOCOL}" in said and f"no protocol covey/{version} is not supported" in said
+        output = read_to_end(node)
+    assert f"covey/{PROTOCOL}" in output and f"no protocol covey/{version} is not supported" in output
     scheduler.wait_for(f"turned away: protocol covey/{version} is not supported, expected covey/{PROTOCOL}")
     patient.worker(0)
     patient.worker(1)
@@ -226,15 +226,15 @@ INVALID_PEERS = {
 
 @pytest.mark.parametrize("kind", INVALID_PEERS)
 def test_invalid_peer_is_refused_and_cluster_forms(patient: Cluster, kind: str) -> None:
-    said, why = INVALID_PEERS[kind]
+    output, reason = INVALID_PEERS[kind]
     scheduler = patient.scheduler()
     scheduler.wait_for("scheduler of cluster")
-    with socket.create_connection((patient.host, patient.port), 60) as stranger:
-        stranger.sendall(said)
-        answer = read_to_end(stranger)
+    with socket.create_connection((patient.host, patient.port), 60) as outsider:
+        outsider.sendall(output)
+        answer = read_to_end(outsider)
     assert answer.startswith(f"covey/{PROTOCOL} ")
     assert ("HTTP/1.1 400" in answer) == (kind == "HTTP")
-    scheduler.wait_for(why)
+    scheduler.wait_for(reason)
     patient.worker(0)
     patient.worker(1)
     finishes(patient)
@@ -281,10 +281,10 @@ def greeted(cluster: Cluster) -> socket.socket:
     """Open a connection and complete the handshake, so that frames may follow."""
     sock = socket.create_connection((cluster.host, cluster.port), 60)
     sock.sendall(b"covey/%d\n00 -\n" % PROTOCOL)
-    heard = b""
-    while heard.count(b"\n") < 2:
-        heard += sock.recv(1)
-    assert b"ok - " in heard
+    received = b""
+    while received.count(b"\n") < 2:
+        received += sock.recv(1)
+    assert b"ok - " in received
     return sock
 
 
@@ -377,9 +377,9 @@ def test_default_rest_port_in_use_is_replaced_by_a_free_one(patient: Cluster) ->
 
 def test_command_error_names_the_refusing_scheduler(patient: Cluster) -> None:
     patient.scheduler(COVEY_SECRET="right").wait_for("scheduler of cluster")
-    asked = patient.run(
+    command = patient.run(
         [sys.executable, "-m", "covey.cli.main", "check", f"127.0.0.1:{patient.port}"],
         name="check",
         env={"COVEY_SECRET": "wrong", "XDG_RUNTIME_DIR": str(patient.folder)},
     )
-    assert asked.code == 21 and "wrong secret" in asked.text(), asked.tail()
+    assert command.code == 21 and "wrong secret" in command.text(), command.tail()

@@ -246,8 +246,8 @@ def test_child_that_violates_protocol_is_disconnected_alone(folder: Path, how: s
             else:
                 scheduler.waiting = UNSENT_MAX + 1
                 bad.printed_json(Leave())
-            said = await scheduler.hears()
-            assert isinstance(said, ChildDisconnected) and said.child == 1
+            output = await scheduler.hears()
+            assert isinstance(output, ChildDisconnected) and output.child == 1
             assert await bad.hears() is None
             scheduler.waiting = 0
             good.printed_json(Leave())
@@ -262,12 +262,12 @@ def test_last_heard_of_child_needs_acknowledged_own_messages(folder: Path) -> No
             relay.on_scheduler_connected(scheduler)
             loop = asyncio.get_running_loop()
             scheduler.silent_s = 1000.0
-            began = loop.time()
+            started_at = loop.time()
             child = await member(relay, scheduler, "0", 1)
             assert await child.unheard_s() == float("inf"), "the registration was not acknowledged"
             scheduler.silent_s = 0.0
             unheard = await child.unheard_s()
-            assert unheard <= loop.time() - began
+            assert unheard <= loop.time() - started_at
             relay.take_heartbeats()
             assert await child.unheard_s() > unheard, "the agent's heartbeat must not refresh the child's last-heard time"
             child.printed_json(Heartbeat(Progress(1)))
@@ -287,9 +287,9 @@ def test_last_heard_of_child_needs_acknowledged_own_messages(folder: Path) -> No
             assert await child.unheard_s() == pytest.approx(0.0, abs=1e-3), (
                 "without a scheduler the rank cannot have been reassigned"
             )
-            stranger = await Child(relay, "1").call()
-            assert await stranger.hears() == SchedulerUnreachable("cut")
-            assert await stranger.unheard_s() == float("inf"), "a child that never registered has no last contact"
+            outsider = await Child(relay, "1").call()
+            assert await outsider.hears() == SchedulerUnreachable("cut")
+            assert await outsider.unheard_s() == float("inf"), "a child that never registered has no last contact"
 
     run(check())
 

@@ -109,8 +109,8 @@ def test_scripts_start_as_under_python(shell: Shell) -> None:
     shell.script(text, "deep/t.py")
     run = shell.run_command("run", "-n", "1", "deep/t.py", env={"X_OWN": "1"})
     assert run.code == 0, run.tail()
-    said = shell.printed_json(0)
-    assert said | {"file": Path(said["file"]).name} == {
+    output = shell.printed_json(0)
+    assert output | {"file": Path(output["file"]).name} == {
         "word": "found",
         "cwd": str(shell.folder),
         "name": "__main__",
@@ -128,12 +128,12 @@ def test_fork_and_exec_give_the_same_environment(shell: Shell, start: str) -> No
     run = shell.run_command("run", "-n", "2", "--start", start, "t.py", "a b", "--", "-x")
     assert run.code == 0, run.tail()
     for rank in (0, 1):
-        said = shell.printed_json(rank)
-        assert said["argv"] == ["t.py", "a b", "--", "-x"]
+        output = shell.printed_json(rank)
+        assert output["argv"] == ["t.py", "a b", "--", "-x"]
         expected = {"RANK": rank, "LOCAL_RANK": rank, "RANK_ID": rank, "MS_NODE_ID": rank, "DEVICE_ID": rank}
         expected |= {"WORLD_SIZE": 2, "RANK_SIZE": 2, "MS_WORKER_NUM": 2, "LOCAL_WORLD_SIZE": 2}
-        assert {name: said["env"].get(name) for name in expected} == {name: str(value) for name, value in expected.items()}
-        assert said["env"]["MS_ROLE"] == "MS_WORKER"
+        assert {name: output["env"].get(name) for name in expected} == {name: str(value) for name, value in expected.items()}
+        assert output["env"]["MS_ROLE"] == "MS_WORKER"
 
 
 def test_no_python_runs_any_command(shell: Shell) -> None:
@@ -205,8 +205,8 @@ def test_log_name_option_names_the_logs(shell: Shell) -> None:
     run = shell.covey("run", "-n", "2", "--worker_log_name", "mine_{hostname}_{ip}", "t.py", shell.go)
     path = shell.logs / f"mine_{name}_127.0.0.1_1.log"
     until(lambda: path.exists() and path.read_text() == "hello\n", f"{path}", 15, details=run.tail)
-    asked = shell.run_command("logs", "1")
-    assert asked.code == 0 and asked.text() == "hello\n", asked.tail()
+    query = shell.run_command("logs", "1")
+    assert query.code == 0 and query.text() == "hello\n", query.tail()
     shell.release()
     assert run.wait() == 0
     assert sorted(os.listdir(shell.logs)) == [f"mine_{name}_127.0.0.1_{rank}.log" for rank in (0, 1)] + ["scheduler.log"]

@@ -46,10 +46,10 @@ def hosts() -> Iterator[Hosts]:
         yield hosts
 
 
-def agent(shell: Shell, *words: str, **options: Any) -> Process:
+def agent(shell: Shell, *arguments: str, **options: Any) -> Process:
     """Start an agent with two of four workers. All agents share a log directory, like hosts with a shared disk."""
-    words = (*words, "t.py", str(shell.go))
-    return shell.covey("run", "-n", "4", "--local", "2", "--master", f"127.0.0.1:{shell.port}", *words, **options)
+    arguments = (*arguments, "t.py", str(shell.go))
+    return shell.covey("run", "-n", "4", "--local", "2", "--master", f"127.0.0.1:{shell.port}", *arguments, **options)
 
 
 def callers(port: int) -> set[int | None]:
@@ -66,8 +66,8 @@ def test_two_agents_on_one_host_form_one_world(shell: Shell, numbered: bool) -> 
     # The higher number starts first: node ranks follow numbers, not the order of arrival.
     agents = [agent(shell, *(["--node-rank", str(number)] if numbered else [])) for number in (1, 0)]
     places = [shell.printed_json(rank) for rank in range(4)]
-    assert [said["place"] for said in places] == [[rank, 4, rank, 4] for rank in range(4)]
-    env = [said["env"] for said in places]
+    assert [output["place"] for output in places] == [[rank, 4, rank, 4] for rank in range(4)]
+    env = [output["env"] for output in places]
     assert [[e["RANK"], e["WORLD_SIZE"], e["LOCAL_RANK"]] for e in env] == [[str(r), "4", str(r)] for r in range(4)]
     assert [e["GROUP_RANK"] for e in env] == ["0", "0", "1", "1"] and {e["GROUP_WORLD_SIZE"] for e in env} == {"2"}
     assert len({(e["MASTER_ADDR"], e["MASTER_PORT"]) for e in env}) == 1
@@ -166,8 +166,8 @@ def test_topo_timeout_names_present_hosts(shell: Shell) -> None:
 
 
 def test_missing_master_is_named_by_address(shell: Shell, hosts: Hosts) -> None:
-    words = ["-n", "4", "--local", "2", "--master", f"{hosts.addresses[0]}:{shell.port}", "--cluster_time_out", "1"]
-    run = shell.run_command("run", *words, "t.py", before=hosts.on(1))
+    arguments = ["-n", "4", "--local", "2", "--master", f"{hosts.addresses[0]}:{shell.port}", "--cluster_time_out", "1"]
+    run = shell.run_command("run", *arguments, "t.py", before=hosts.on(1))
     assert run.code == 22, run.tail()
     assert re.search(
         rf"no scheduler took this node at 10\.91\.7\.1:{shell.port} within 1 s \(no process listens there\)", run.text()
@@ -177,12 +177,12 @@ def test_missing_master_is_named_by_address(shell: Shell, hosts: Hosts) -> None:
 
 def test_port_of_another_program_is_reported(shell: Shell) -> None:
     """With several hosts, the port may belong to another agent's scheduler; that it does not is detected soon."""
-    stranger = shell.start(["python3", "-m", "http.server", "--bind", "127.0.0.1", str(shell.port)], name="stranger")
+    outsider = shell.start(["python3", "-m", "http.server", "--bind", "127.0.0.1", str(shell.port)], name="stranger")
     shell.listening(shell.port)
     run = agent(shell, "--cluster_time_out", "5")
     assert run.wait() == 22, run.tail()
     assert str(shell.port) in run.text() and "it is not a covey peer" in run.text(), run.text()
-    assert stranger.alive
+    assert outsider.alive
 
 
 # -- Slurm -----------------------------------------------------------------------------------------------------------
@@ -209,19 +209,19 @@ def test_two_hosts_with_one_name_form_a_cluster(shell: Shell, hosts: Hosts, numb
     master = f"{hosts.addresses[0]}:{shell.port}"
     agents = []
     for index in (1, 0):  # the host without the scheduler starts first: the order does not matter
-        words = ["-n", "4", "--local", "2", "--master", master, *(["--node-rank", str(index)] if numbered else [])]
+        arguments = ["-n", "4", "--local", "2", "--master", master, *(["--node-rank", str(index)] if numbered else [])]
         runtime = shell.folder / f"runtime-{index}"
         runtime.mkdir()
         env = {"XDG_RUNTIME_DIR": str(runtime), "COVEY_SECRET": "between us"}
-        agents.append(shell.covey("run", *words, "t.py", shell.go, before=hosts.on(index), env=env, name=f"host-{index}"))
+        agents.append(shell.covey("run", *arguments, "t.py", shell.go, before=hosts.on(index), env=env, name=f"host-{index}"))
     places = [shell.printed_json(rank) for rank in range(4)]
-    assert [said["place"] for said in places] == [[0, 4, 0, 2], [1, 4, 1, 2], [2, 4, 0, 2], [3, 4, 1, 2]]
+    assert [output["place"] for output in places] == [[0, 4, 0, 2], [1, 4, 1, 2], [2, 4, 0, 2], [3, 4, 1, 2]]
     env0, env3 = places[0]["env"], places[3]["env"]
     assert env0["MASTER_ADDR"] == env3["MASTER_ADDR"] == hosts.addresses[0]
     assert [env0["GROUP_RANK"], env3["GROUP_RANK"], env3["LOCAL_WORLD_SIZE"]] == ["0", "1", "2"]
     wanted = ["nodes", "--json", "--master", master]
-    asked = shell.run_command(*wanted, before=hosts.on(1), env={"COVEY_SECRET": "between us"})
-    workers = [n for n in json.loads(asked.text()) if n["role"] == "worker"]
+    query = shell.run_command(*wanted, before=hosts.on(1), env={"COVEY_SECRET": "between us"})
+    workers = [n for n in json.loads(query.text()) if n["role"] == "worker"]
     assert [n["address"] for n in workers] == [hosts.addresses[0]] * 2 + [hosts.addresses[1]] * 2
     assert len({n["host"] for n in workers}) == 1
     shell.release()
@@ -231,10 +231,10 @@ def test_two_hosts_with_one_name_form_a_cluster(shell: Shell, hosts: Hosts, numb
 
 def test_host_with_other_secret_is_refused_immediately(shell: Shell, hosts: Hosts) -> None:
     master = f"{hosts.addresses[0]}:{shell.port}"
-    words = ["-n", "2", "--local", "1", "--master", master, "t.py"]
-    first = shell.covey("run", *words, before=hosts.on(0), env={"COVEY_SECRET": "between us"}, name="host-0")
+    arguments = ["-n", "2", "--local", "1", "--master", master, "t.py"]
+    first = shell.covey("run", *arguments, before=hosts.on(0), env={"COVEY_SECRET": "between us"}, name="host-0")
     shell.wait_for_log("scheduler", "brings 1 worker")
-    second = shell.covey("run", *words, before=hosts.on(1), env={"COVEY_SECRET": "a guess"}, name="host-1")
+    second = shell.covey("run", *arguments, before=hosts.on(1), env={"COVEY_SECRET": "a guess"}, name="host-1")
     shell.wait_for_log("scheduler", r"connection from 10\.91\.7\.2 turned away: wrong secret")
     second.wait_for("wrong secret.*COVEY_SECRET", deadline_s=SOON_S)
     assert second.wait(SOON_S) == 21, second.tail()
@@ -257,9 +257,9 @@ def test_process_group_spans_two_hosts_with_one_name(shell: Shell, hosts: Hosts)
     """A group that used the address of the host name could not connect here. The secret is the user's own file."""
     shell.script(REDUCES, "t.py")
     master = f"{hosts.addresses[0]}:{shell.port}"
-    words = ["-n", "2", "--local", "1", "--master", master, "t.py"]
-    second = shell.covey("run", *words, before=hosts.on(1), name="host-1")
+    arguments = ["-n", "2", "--local", "1", "--master", master, "t.py"]
+    second = shell.covey("run", *arguments, before=hosts.on(1), name="host-1")
     shell.template(second)  # started before there is a scheduler or a secret
-    first = shell.covey("run", *words, before=hosts.on(0), name="host-0")
+    first = shell.covey("run", *arguments, before=hosts.on(0), name="host-0")
     assert [first.wait(SOON_S), second.wait(SOON_S)] == [0, 0], shell.tails()
     assert [shell.log(rank).splitlines()[-1] for rank in (0, 1)] == ["total [3.0, 3.0, 3.0]"] * 2

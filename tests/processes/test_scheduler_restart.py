@@ -306,13 +306,15 @@ def test_restarted_scheduler_delivers_the_end(cluster: Recovering) -> None:
     scheduler, workers = cluster.formed()
     scheduler.kill()
     journal = open_journal(cluster.journal, job=str(cluster.default), worker_num=cluster.workers, server_num=0)
-    (kept,) = [record for record in journal.read() if isinstance(record, ClusterRecord)]
-    journal.commit([msgspec.structs.replace(kept, phase=Phase.ENDED, ended=Ended(32, "asked to stop"))])
+    (stored,) = [record for record in journal.read() if isinstance(record, ClusterRecord)]
+    journal.commit([msgspec.structs.replace(stored, phase=Phase.ENDED, ended=Ended(32, "asked to stop"))])
     journal.close()
     again = cluster.scheduler()
     assert [node.wait() for node in (again, *workers)] == [32, 32, 32]
     assert all("asked to stop" in node.text() for node in workers)
-    assert cluster.scheduler().wait_for(r"scheduler of cluster (\w+) at")[1] != kept.cluster_id, "the end was delivered to all"
+    assert cluster.scheduler().wait_for(r"scheduler of cluster (\w+) at")[1] != stored.cluster_id, (
+        "the end was delivered to all"
+    )
 
 
 def test_scheduler_interrupted_during_import_prints_nothing(tmp_path: Path) -> None:
@@ -323,8 +325,8 @@ def test_scheduler_interrupted_during_import_prints_nothing(tmp_path: Path) -> N
 
     async def interrupted() -> int | None:
         environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
-        kept = SchedulerHandoff(socket_fds=([], []), journal_folder="")
-        process = SchedulerProcess(kept, environ, log, over=lambda: True, gave_up=lambda code, reason: None)
+        stored = SchedulerHandoff(socket_fds=([], []), journal_folder="")
+        process = SchedulerProcess(stored, environ, log, over=lambda: True, gave_up=lambda code, reason: None)
         await process.start()
         await asyncio.to_thread(until, lambda: log.exists() and log.read_text(), "it to import")
         await process.stop(60.0)

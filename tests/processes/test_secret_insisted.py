@@ -77,11 +77,11 @@ def raw(role: str) -> Callable[[Shell, dict[str, str]], Process]:
     return start
 
 
-def run(*words: str) -> Callable[[Shell, dict[str, str]], Process]:
+def run(*arguments: str) -> Callable[[Shell, dict[str, str]], Process]:
     def start(shell: Shell, env: dict[str, str]) -> Process:
         master = f"127.0.0.1:{shell.port}"
         env = {"COVEY_STRATEGY": "recover,exit"} | env | PATIENT
-        return shell.covey("run", "-n", "2", *words, "--master", master, shell.default, env=env)
+        return shell.covey("run", "-n", "2", *arguments, "--master", master, shell.default, env=env)
 
     return start
 
@@ -91,8 +91,8 @@ def federated_server(shell: Shell, env: dict[str, str]) -> Process:
     return shell.start([sys.executable, script], env=env | PATIENT)
 
 
-def verb(*words: str) -> Callable[[Shell, dict[str, str]], Process]:
-    return lambda shell, env: shell.covey(*(word.format(port=shell.port) for word in words), env=env)
+def verb(*arguments: str) -> Callable[[Shell, dict[str, str]], Process]:
+    return lambda shell, env: shell.covey(*(word.format(port=shell.port) for word in arguments), env=env)
 
 
 MASTER = ("--master", "127.0.0.1:{port}")
@@ -147,8 +147,8 @@ def test_bundle_contains_the_refusal_of_the_scheduler(shell: Shell, source: Sour
 def test_scheduler_on_loopback_requires_the_configured_secret(shell: Shell, source: Source) -> None:
     shell.workers = 1
     shell.scheduler(**source(shell)).wait_for("scheduler of cluster")
-    stranger = shell.worker(0, name="stranger", **PATIENT)
-    assert stranger.wait() == 21 and "wrong secret (none was sent)" in stranger.text(), stranger.tail()
+    outsider = shell.worker(0, name="stranger", **PATIENT)
+    assert outsider.wait() == 21 and "wrong secret (none was sent)" in outsider.text(), outsider.tail()
     worker = shell.worker(0, **source(shell), **PATIENT)
     shell.release()
     assert worker.wait() == 0, worker.tail()
@@ -166,8 +166,8 @@ def test_automatic_secret_joins_an_open_scheduler_on_loopback(shell: Shell) -> N
     user_secret(shell)
     shell.workers = 1
     shell.scheduler().wait_for("scheduler of cluster")
-    words = ["-n", "1", "--master", f"127.0.0.1:{shell.port}"]
-    agent = shell.covey("run", *words, shell.default, shell.go, env={"MS_ROLE": "MS_WORKER"})
+    arguments = ["-n", "1", "--master", f"127.0.0.1:{shell.port}"]
+    agent = shell.covey("run", *arguments, shell.default, shell.go, env={"MS_ROLE": "MS_WORKER"})
     shell.wait_for_log(0, "rank=0 world=1")
     status = shell.run_command("status")
     assert status.code == 0 and "SECRET" not in shell.log(0), status.tail()

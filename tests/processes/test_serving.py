@@ -110,8 +110,8 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 def start(shell: Shell, *options: str, **env: str) -> Process:
     shell.script(SCRIPT, "train.py")
     (shell.folder / "marks").mkdir(exist_ok=True)
-    words = ["run", *(options or ("-n", "3", "--servers", "2")), "train.py", str(shell.folder / "marks")]
-    return shell.covey(*words, env={"COVEY_STRATEGY": LADDER} | env)
+    arguments = ["run", *(options or ("-n", "3", "--servers", "2")), "train.py", str(shell.folder / "marks")]
+    return shell.covey(*arguments, env={"COVEY_STRATEGY": LADDER} | env)
 
 
 def final_hash(shell: Shell, run: Process, world: int = 3, word: str = "HASH") -> str:
@@ -165,8 +165,8 @@ def test_training_is_bitwise_equal_after_death_of_servers_and_worker(shell: Shel
 def test_training_is_bitwise_equal_while_servers_scale(shell: Shell, undisturbed_hybrid: str) -> None:
     run = start(shell, KIND="hybrid", HOLD="6,12,18", CACHE="100")  # the cache must not change the bits either
     held(shell, 6)  # the gradients of the other ranks in this step move with their rows
-    asked = shell.run_command("scale", "--servers", "4")
-    assert "operation 1: the parameter servers become more, from 2 to 4, as asked" in asked.text()
+    query = shell.run_command("scale", "--servers", "4")
+    assert "operation 1: the parameter servers become more, from 2 to 4, as asked" in query.text()
     shell.wait_for_log("scheduler", r"scale-out of servers \(asked for\): .* resumed")
     go(shell, 6)
     held(shell, 12)
@@ -174,10 +174,10 @@ def test_training_is_bitwise_equal_while_servers_scale(shell: Shell, undisturbed
     assert address is not None
     with httpx2.Client(base_url=address[1], trust_env=False, timeout=30) as rest:
         assert "is illegal" in rest.post("/scalein", json={"node_ids": ["7"]}).json()["error_message"]
-        asked = rest.post("/scalein", json={"node_ids": ["pserver:0", "2"]}).json()  # any server may leave
-        assert asked["reason"] == "the parameter servers become fewer, from 4 to 2, as asked"
+        query = rest.post("/scalein", json={"node_ids": ["pserver:0", "2"]}).json()  # any server may leave
+        assert query["reason"] == "the parameter servers become fewer, from 4 to 2, as asked"
         shell.wait_for_log("scheduler", r"scale-in of servers \(asked for\): .* resumed")
-        assert rest.get(f"/operations/{asked['operation']}").json()["outcome"] == "resumed"
+        assert rest.get(f"/operations/{query['operation']}").json()["outcome"] == "resumed"
         assert sorted(n["nodeId"] for n in rest.get("/nodes").json()["nodeIds"] if n["role"] == "PSERVER") == ["1", "3"]
         go(shell, 12)
         held(shell, 18)

@@ -72,11 +72,11 @@ def test_loss_of_all_replicas_restarts_from_checkpoint(shell: Shell, ordinary: s
     deaths = "1:7:sharing 2:7:sharing 0:12:forward"
     train(shell, "-n", "4", script=SCRIPT, FAULTS=deaths, STEPS="14")
     assert final_hash(shell, 4) == ordinary
-    said = re.findall(r"cluster roll back: (.*)", shell.log("scheduler"))
-    assert len(said) == 1 and re.match(
+    output = re.findall(r"cluster roll back: (.*)", shell.log("scheduler"))
+    assert len(output) == 1 and re.match(
         r"the optimizer's state of \d+ of 6 parameters was on no rank but the dead \(ShardedOptimizer\(copies=...\) says how"
         r" many deaths at once it outlives\): all workers start anew, from their newest checkpoint$",
-        said[0],
+        output[0],
     )
     assert re.findall(r"BEGINS at (\d+)", shell.log(3)) == ["0", "5"]
     for rank in range(4):
@@ -123,10 +123,10 @@ def test_neighbouring_ranks_leave_in_sequence_without_loss(shell: Shell) -> None
     release(shell, hold)
     assert run.wait(LONG_S) == 0, run.tail()
     final_hash(shell, 2)
-    said = shell.log("scheduler")
-    assert "roll back" not in said
-    assert re.findall("the world is now (.)", said) == ["3", "2"]
-    assert re.findall(r"recovery: (\S+) .* (\S+)$", said, re.MULTILINE) == [("scale-in", "resumed")]
+    output = shell.log("scheduler")
+    assert "roll back" not in output
+    assert re.findall("the world is now (.)", output) == ["3", "2"]
+    assert re.findall(r"recovery: (\S+) .* (\S+)$", output, re.MULTILINE) == [("scale-in", "resumed")]
 
 
 @pytest.mark.timeout(300)

@@ -46,9 +46,9 @@ def gone(pid: int) -> bool:
     return not psutil.pid_exists(pid)
 
 
-def line(script: str, words: str) -> str:
+def line(script: str, arguments: str) -> str:
     """Return the line of the script with this text."""
-    return f"train.py:{script[: script.index(words)].count(chr(10)) + 1}"
+    return f"train.py:{script[: script.index(arguments)].count(chr(10)) + 1}"
 
 
 @pytest.mark.long
@@ -63,10 +63,10 @@ def test_spare_replaces_one_of_two_dead_and_next_spare_a_third(shell: Shell, und
     release(shell, second)
     assert run.wait(LONG_S) == 0, run.tail()
     assert final_hash(shell) == undisturbed
-    said = shell.log("scheduler")
-    assert len(re.findall(r"cluster promote: spare:0 on \S+ takes the place of worker:[012]", said)) == 2, said
-    assert len(re.findall(r"cluster recover-in-place: worker:[01] is started again", said)) == 1, said
-    assert re.search(r"recover of worker:2 \(killed by SIGKILL\): .*, resumed", said), said
+    output = shell.log("scheduler")
+    assert len(re.findall(r"cluster promote: spare:0 on \S+ takes the place of worker:[012]", output)) == 2, output
+    assert len(re.findall(r"cluster recover-in-place: worker:[01] is started again", output)) == 1, output
+    assert re.search(r"recover of worker:2 \(killed by SIGKILL\): .*, resumed", output), output
     assert [shell.log(rank).count("BEGINS at") for rank in range(WORLD)] == [2, 2, 2], (
         "a promoted spare must write to the rank's log"
     )
@@ -86,19 +86,19 @@ def test_dead_spare_is_restarted_and_waits_for_a_rank(shell: Shell, undisturbed:
     stands_by(shell, hold, count=2)
     assert run.wait(LONG_S) == 0, run.tail()
     assert final_hash(shell) == undisturbed
-    said = shell.log("scheduler")
+    output = shell.log("scheduler")
     assert re.findall(r"generation (\d)", shell.log(0)) == ["2"], "the death of a spare must not start a generation"
-    assert re.findall(r"recovery: (\S+) of (\S+)", said) == [("recover", "worker:1")]
+    assert re.findall(r"recovery: (\S+) of (\S+)", output) == [("recover", "worker:1")]
 
 
 @pytest.mark.long
 def test_late_host_of_spares_replaces_lost_host(shell: Shell, undisturbed: str) -> None:
     hold, other = "0:2:forward:hold", "2:6:backward:hold"
 
-    def host(number: int, *words: str) -> Process:
+    def host(number: int, *arguments: str) -> Process:
         master = ["-n", "3", "--master", f"127.0.0.1:{shell.port}"]
         env = {"FAULTS": f"{hold} {other}", "COVEY_HOST_ID": f"host-{number}"}
-        return start(shell, *master, *words, script=READY, **env)
+        return start(shell, *master, *arguments, script=READY, **env)
 
     stays = host(0, "--local", "1")
     shell.listening(shell.port)
@@ -110,9 +110,9 @@ def test_late_host_of_spares_replaces_lost_host(shell: Shell, undisturbed: str) 
     lost.kill()
     assert [run.wait(LONG_S) for run in (stays, spares)] == [0, 0], shell.tails()
     assert final_hash(shell) == undisturbed
-    said = shell.log("scheduler")
-    assert len(re.findall(r"cluster promote: spare:0 on \S+ takes the place of worker:[12]", said)) == 1, said
-    assert len(re.findall(r"cluster recover: worker:[12] is started again", said)) == 1, said
+    output = shell.log("scheduler")
+    assert len(re.findall(r"cluster promote: spare:0 on \S+ takes the place of worker:[12]", output)) == 1, output
+    assert len(re.findall(r"cluster recover: worker:[12] is started again", output)) == 1, output
 
 
 @pytest.mark.long

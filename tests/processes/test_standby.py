@@ -166,9 +166,9 @@ def test_resumed_leader_steps_down_and_stands_by(cluster: Recovering) -> None:
     pair.first.resume()
     pair.first.wait_for("steps down and stands by")
     pair.ready(pair.second)
-    asked, told = pair.manage
+    asked, result = pair.manage
     state = until(lambda: state_at(asked), "the leader's answer by way of the standby", details=cluster.tails)
-    assert state["cluster_state"] == "CLUSTER_READY" and state_at(told) == state
+    assert state["cluster_state"] == "CLUSTER_READY" and state_at(result) == state
     cluster.wait_for_steps(0, 1)
     pair.end(pair.first, pair.second)
 
@@ -289,10 +289,10 @@ def test_ctrl_c_ends_scheduler_that_stepped_down(cluster: Recovering) -> None:
 
 
 def test_run_does_not_stand_by_for_another_in_same_directory(shell: Shell) -> None:
-    words = ("run", "-n", "1", "--standbys", "1", "--recovery-path", shell.folder / "recovery")
-    first = shell.covey(*words, "train.py", str(shell.go), env={"COVEY_LEASE_TIME": LEASE_S})
+    arguments = ("run", "-n", "1", "--standbys", "1", "--recovery-path", shell.folder / "recovery")
+    first = shell.covey(*arguments, "train.py", str(shell.go), env={"COVEY_LEASE_TIME": LEASE_S})
     shell.wait_for_log(0, "rank=0")
-    second = shell.covey(*words, "--log-dir", shell.folder / "second", "train.py", str(shell.go), name="second")
+    second = shell.covey(*arguments, "--log-dir", shell.folder / "second", "train.py", str(shell.go), name="second")
     assert second.wait() == 40, "it would have exited with 0 together with the first"
     assert "the lease belongs to another cluster" in (shell.folder / "second" / "scheduler.log").read_text()
     shell.release()

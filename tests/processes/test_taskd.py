@@ -48,17 +48,17 @@ class Flow(Shell):
     def manager(self, **env: str | int | None) -> Process:
         return self.start([sys.executable, "manager.py"], name="manager", env=self.env | env)
 
-    def torchrun(self, *words: str, patched: bool = True, **env: str | int | None) -> Process:
+    def torchrun(self, *arguments: str, patched: bool = True, **env: str | int | None) -> Process:
         """Start torchrun with the guide's line in its run.py, or unchanged."""
         if not patched:
-            return self.start(["torchrun", *words], env=self.env | env)
+            return self.start(["torchrun", *arguments], env=self.env | env)
         spec = importlib.util.find_spec("torch")
         assert spec is not None and spec.submodule_search_locations
         theirs = Path(spec.submodule_search_locations[0]) / "distributed" / "run.py"
         line = "/import os/i import taskd.python.adaptor.patch"  # as in the guide's Dockerfile
         copied = shutil.copy(theirs, self.folder / "run.py")
         assert self.run(["sed", "-i", line, copied]).code == 0
-        return self.start([sys.executable, copied, *words], name="torchrun", env=self.env | env)
+        return self.start([sys.executable, copied, *arguments], name="torchrun", env=self.env | env)
 
 
 @pytest.fixture
@@ -137,8 +137,8 @@ print("attached", start_taskd_worker(), flush=True)
 
 def test_second_manager_stands_by_and_replaces_the_first(flow: Flow) -> None:
     script = flow.script(CALLS, "calls.py")
-    words: list[str | Path] = [sys.executable, script, flow.go]
-    lonely = flow.run(words[:2], env=flow.env | {"RANK": 0, "WORLD_SIZE": 3})
+    arguments: list[str | Path] = [sys.executable, script, flow.go]
+    lonely = flow.run(arguments[:2], env=flow.env | {"RANK": 0, "WORLD_SIZE": 3})
     assert "attached False" in lonely.text() and "start manager.py there first" in lonely.text()
     assert lonely.code == 10 and "another launcher started this process (RANK=0, WORLD_SIZE=3)" in lonely.text(), lonely.tail()
 
@@ -146,7 +146,7 @@ def test_second_manager_stands_by_and_replaces_the_first(flow: Flow) -> None:
     first.wait_for("scheduler of cluster")
     second = flow.manager()
     second.wait_for("this manager only watches")
-    workers = [flow.start(words, name=f"w{rank}", env=flow.env | {"RANK": rank, "WORLD_SIZE": 3}) for rank in range(3)]
+    workers = [flow.start(arguments, name=f"w{rank}", env=flow.env | {"RANK": rank, "WORLD_SIZE": 3}) for rank in range(3)]
     for rank, worker in enumerate(workers):
         worker.wait_for(f"attached True\n(.*\n)*rank={rank} world=3")
     first.kill()

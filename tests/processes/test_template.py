@@ -47,9 +47,9 @@ def module(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, source: str
 
 def test_killed_template_does_not_affect_children(child_runner: ChildRunner) -> None:
     script = child_runner.script(OBEDIENT)
-    began, orders = fifo(child_runner, "began"), fifo(child_runner, "orders")
-    pid = child_runner.start("worker:0", script, began, orders)
-    assert read_line(began) == ""
+    started_at, orders = fifo(child_runner, "began"), fifo(child_runner, "orders")
+    pid = child_runner.start("worker:0", script, started_at, orders)
+    assert read_line(started_at) == ""
     first = child_runner.children.template_pid
     os.kill(first, signal.SIGKILL)
     assert (
@@ -81,9 +81,9 @@ def test_template_that_always_fails_is_replaced_by_exec(
     script = child_runner.script("import sys; print(sys.orig_argv[1])")
     assert child_runner.run("worker:0", script).output == "-u\n"
     child_runner.close()
-    said = [record.message for record in caplog.records if record.name == "covey.agent"]
-    assert sum("template exited (exit code 3; its output: last words)" in line for line in said) == 5
-    assert said[-1] == "template failed 5 times: workers are started by exec from now on"
+    printed = [record.message for record in caplog.records if record.name == "covey.agent"]
+    assert sum("template exited (exit code 3; its output: last words)" in line for line in printed) == 5
+    assert printed[-1] == "template failed 5 times: workers are started by exec from now on"
 
 
 def test_modules_that_cannot_be_preloaded_are_skipped(
@@ -141,14 +141,14 @@ def test_template_with_late_thread_is_replaced(
         signal.signal(signal.SIGUSR1, begin)
     """,
     )
-    news = str(tmp_path / "news")
-    os.mkfifo(news)
-    monkeypatch.setenv("NEWS", news)
+    notice = str(tmp_path / "news")
+    os.mkfifo(notice)
+    monkeypatch.setenv("NEWS", notice)
     child_runner = ChildRunner(tmp_path, fork=True, preload=[late])
     script = child_runner.script("import threading; print(threading.active_count())")
     assert child_runner.run("worker:0", script).output == "1\n"
     os.kill(child_runner.children.template_pid, signal.SIGUSR1)
-    assert read_line(news) == ""
+    assert read_line(notice) == ""
     assert child_runner.run("worker:0", script).output == "1\n"
     child_runner.close()
     assert any("cannot be forked any more (it started 1 thread)" in message for message in caplog.messages)
@@ -363,6 +363,6 @@ def test_torch_works_in_forked_child(torch_child_runner: ChildRunner) -> None:
         torch_child_runner.spec("module", "loaders", module=True),
     )
     expected = "fork [[0, 1, 4, 9], [16, 25, 36, 49]]\nspawn [[0, 1, 4, 9], [16, 25, 36, 49]]\n[2, 3]\n"
-    for name, said in (("matmul", "computed\n"), ("script", expected), ("module", expected)):
+    for name, printed in (("matmul", "computed\n"), ("script", expected), ("module", expected)):
         result = torch_child_runner.result(name)
-        assert (result.exit.reason, result.output) == ("exit code 0", said)
+        assert (result.exit.reason, result.output) == ("exit code 0", printed)

@@ -238,8 +238,8 @@ def test_revoked_worker_is_refused(shell: Shell, version: str) -> None:
         suites = {"cipher_list": "ECDHE-ECDSA-AES128-GCM-SHA256"}
         config.write_text(json.dumps(json.loads(config.read_text()) | suites))
     shutil.copytree(shell.folder / "tls", shell.folder / "revoked")
-    told = shell.run_command("tls", "revoke", "tls", "tls/client.p12", env={"COVEY_TLS_PASSWORD": PASSWORD})
-    assert "tls/crl.pem lists it now" in told.text(), told.text()
+    result = shell.run_command("tls", "revoke", "tls", "tls/client.p12", env={"COVEY_TLS_PASSWORD": PASSWORD})
+    assert "tls/crl.pem lists it now" in result.text(), result.text()
     # The scheduler needs no client certificate, and the list now contains the one in its directory.
     server_only = {key: value for key, value in json.loads(config.read_text()).items() if key != "client_cert_path"}
     config.write_text(json.dumps(server_only))
@@ -249,5 +249,5 @@ def test_revoked_worker_is_refused(shell: Shell, version: str) -> None:
     worker.wait_for("(refuses|rejects) this side's certificate", deadline_s=SOON_S)
     assert "Traceback" not in worker.text() + scheduler.text() and "rank=" not in worker.text()
     worker.kill()
-    asked = shell.run_command("check", f"127.0.0.1:{shell.port}", env={"XDG_RUNTIME_DIR": str(shell.folder / "home")})
-    assert "TLS is expected there" in asked.text() and scheduler.alive, "the scheduler must keep running"
+    query = shell.run_command("check", f"127.0.0.1:{shell.port}", env={"XDG_RUNTIME_DIR": str(shell.folder / "home")})
+    assert "TLS is expected there" in query.text() and scheduler.alive, "the scheduler must keep running"

@@ -188,8 +188,8 @@ def test_restart_is_logged_with_its_reason(shell: Shell) -> None:
     shell.script(FAILS, "fails.py")
     run = shell.run_command("run", "-n", "2", "--max-restarts", "1", "fails.py", "1")
     assert run.code == 0, run.tail()
-    told = [line for line in run.text().splitlines() if "exit code 40" in line]
-    assert told, run.text()
+    result = [line for line in run.text().splitlines() if "exit code 40" in line]
+    assert result, run.text()
     assert "out of reach" not in shell.log(0), "a restarted rank has not lost its scheduler"
 
 

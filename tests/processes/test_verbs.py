@@ -65,11 +65,11 @@ def test_status_shows_the_cluster(shell: Shell, named: bool) -> None:
     run = started(shell)
     words = ["--master", master(shell)] if named else []
     until(lambda: [n["step"] for n in shell.nodes()[1:]] == [10, 11], "both to have reported")
-    asked = shell.run_command("status", *words)
-    assert asked.code == 0, asked.tail()
-    assert re.search(r"rank +role +host +state +step +doing +beat +restarts", asked.text())
-    assert re.search(rf"1 +worker +{socket.gethostname()} +alive +11 +train +\d+\.\d s +0", asked.text())
-    assert f"scheduler at {master(shell)}" in asked.text() and "ready" in asked.text()
+    query = shell.run_command("status", *words)
+    assert query.code == 0, query.tail()
+    assert re.search(r"rank +role +host +state +step +doing +beat +restarts", query.text())
+    assert re.search(rf"1 +worker +{socket.gethostname()} +alive +11 +train +\d+\.\d s +0", query.text())
+    assert f"scheduler at {master(shell)}" in query.text() and "ready" in query.text()
     view = json.loads(shell.run_command("status", "--json", *words).text())
     assert (view["phase"], view["generation"], view["worker_num"], view["address"]) == ("ready", 1, 2, master(shell))
     assert view["log_dir"] == str(shell.logs) and len(view["nodes"]) == 3
@@ -123,8 +123,8 @@ def test_followed_log_ends_with_the_cluster(shell: Shell) -> None:
 @pytest.mark.parametrize("words", [["--reason", "the budget is used up"], []])
 def test_stop_ends_the_cluster(shell: Shell, words: list[str]) -> None:
     run = started(shell)
-    asked = shell.run_command("stop", *words)
-    assert asked.code == 0 and f"the cluster at {master(shell)} ends" in asked.text()
+    query = shell.run_command("stop", *words)
+    assert query.code == 0 and f"the cluster at {master(shell)} ends" in query.text()
     assert run.wait() == 32, run.tail()
     reason = words[-1] if words else "asked by covey stop"
     assert f"the run ended: {reason}" in run.text()
@@ -136,21 +136,21 @@ def test_kill_sends_sigkill_to_a_rank(shell: Shell) -> None:
     """A rank, a node and the scheduler are killed, and each is replaced."""
     run = started(shell, env={"COVEY_STRATEGY": LADDER})
     scheduler, _, worker = shell.nodes()
-    asked = shell.run_command("kill", "1")
-    said = f"process {worker['pid']} of worker:1 on {socket.gethostname()} is killed"
-    assert (asked.code, asked.text()) == (0, f"{said}\n")
+    query = shell.run_command("kill", "1")
+    output = f"process {worker['pid']} of worker:1 on {socket.gethostname()} is killed"
+    assert (query.code, query.text()) == (0, f"{output}\n")
     shell.wait_for_log(1, "hello", count=2)
-    shell.wait_for_log("scheduler", f"worker:1 to be killed: asked by covey kill: {said}")
+    shell.wait_for_log("scheduler", f"worker:1 to be killed: asked by covey kill: {output}")
     assert not psutil.pid_exists(worker["pid"]) and psutil.pid_exists(scheduler["pid"])
 
-    asked = shell.run_command("kill", "worker:0", "--json", "--master", master(shell))
-    told = json.loads(asked.text())
-    assert asked.code == 0 and told.keys() == {"message", "node"} and told["node"] == "worker:0"
-    assert re.fullmatch(rf"process \d+ of worker:0 on {re.escape(socket.gethostname())} is killed", told["message"])
+    query = shell.run_command("kill", "worker:0", "--json", "--master", master(shell))
+    result = json.loads(query.text())
+    assert query.code == 0 and result.keys() == {"message", "node"} and result["node"] == "worker:0"
+    assert re.fullmatch(rf"process \d+ of worker:0 on {re.escape(socket.gethostname())} is killed", result["message"])
     shell.wait_for_log(0, "hello", count=2)
 
-    asked = shell.run_command("kill", "scheduler")
-    assert (asked.code, asked.text()) == (
+    query = shell.run_command("kill", "scheduler")
+    assert (query.code, query.text()) == (
         0,
         f"process {scheduler['pid']} of scheduler:sched on {socket.gethostname()} is killed\n",
     )
@@ -162,8 +162,8 @@ def test_kill_sends_sigkill_to_a_rank(shell: Shell) -> None:
         ("2", "no rank 2: ranks go from 0 to 1"),
         ("worker:9", "no node 'worker:9': covey nodes lists them"),
     ):
-        asked = shell.run_command("kill", wanted)
-        assert (asked.code, asked.text()) == (10, f"covey: there is {sentence}\n")
+        query = shell.run_command("kill", wanted)
+        assert (query.code, query.text()) == (10, f"covey: there is {sentence}\n")
     shell.release()
     assert run.wait() == 0, run.tail()
 
@@ -183,9 +183,9 @@ def test_kill_of_exited_rank_is_refused(shell: Shell) -> None:
     shell.script(LEAVES, "talks.py")
     run = started(shell)
     until(lambda: not shell.nodes()[2]["alive"], "rank 1 to have left")
-    asked = shell.run_command("kill", "1")
-    assert asked.code == 21
-    assert asked.text() == f"covey: the cluster at {master(shell)} kills nothing: worker:1 does not run: it is left\n"
+    query = shell.run_command("kill", "1")
+    assert query.code == 21
+    assert query.text() == f"covey: the cluster at {master(shell)} kills nothing: worker:1 does not run: it is left\n"
     shell.release()
     assert run.wait() == 0
 
@@ -193,9 +193,9 @@ def test_kill_of_exited_rank_is_refused(shell: Shell) -> None:
 def test_kill_of_manually_started_worker_is_refused(shell: Shell) -> None:
     scheduler, workers = shell.formed()
     pid = workers[1].pid
-    asked = shell.run_command("kill", "1", "--master", master(shell))
-    assert asked.code == 21 and workers[1].alive
-    assert asked.text() == (
+    query = shell.run_command("kill", "1", "--master", master(shell))
+    assert query.code == 21 and workers[1].alive
+    assert query.text() == (
         f"covey: worker:1 was not started by covey run, so no agent can kill it: kill process {pid} on {socket.gethostname()}\n"
     )
     assert shell.run_command("kill", "scheduler", "--master", master(shell)).code == 0
@@ -204,10 +204,10 @@ def test_kill_of_manually_started_worker_is_refused(shell: Shell) -> None:
 
 @pytest.mark.parametrize("verb", [["status"], ["nodes"], ["logs"], ["stop"], ["kill", "0"]], ids=lambda verb: verb[0])
 def test_commands_without_a_cluster_exit_with_reason(shell: Shell, verb: list[str]) -> None:
-    asked = shell.run_command(*verb)
-    assert asked.code == 22, asked.tail()
-    assert asked.text().startswith("covey: no cluster of yours runs on this host, or nobody leads it now: give --master")
-    assert asked.text().count("\n") == 1
+    query = shell.run_command(*verb)
+    assert query.code == 22, query.tail()
+    assert query.text().startswith("covey: no cluster of yours runs on this host, or nobody leads it now: give --master")
+    assert query.text().count("\n") == 1
     away = shell.run_command(*verb, "--master", master(shell))
     assert away.code == 22 and f"{master(shell)} cannot be asked: no process listens there" in away.text(), away.tail()
     assert away.text().count("\n") == 1
@@ -222,10 +222,10 @@ def test_several_clusters_are_listed(shell: Shell) -> None:
         started(shell)
         ports.append(shell.port)
     for verb in (["nodes"], ["logs"], ["stop"], ["kill", "0"]):
-        asked = shell.run_command(*verb)
-        assert asked.code == 10, asked.tail()
-        assert "several clusters of yours run on this host, choose one:" in asked.text()
-        assert re.findall(r"--master 127\.0\.0\.1:(\d+) +(\S+)", asked.text()) == [(str(p), "talks.py") for p in ports]
+        query = shell.run_command(*verb)
+        assert query.code == 10, query.tail()
+        assert "several clusters of yours run on this host, choose one:" in query.text()
+        assert re.findall(r"--master 127\.0\.0\.1:(\d+) +(\S+)", query.text()) == [(str(p), "talks.py") for p in ports]
     text = shell.run_command("status").text()
     assert all(f"scheduler at 127.0.0.1:{port}" in text for port in ports)
     views = [json.loads(line) for line in shell.run_command("status", "--json").text().splitlines()]
@@ -266,8 +266,8 @@ def test_env_shows_values_and_origins(shell: Shell) -> None:
 
 
 def test_check_of_unused_port_fails(shell: Shell) -> None:
-    asked = shell.run_command("check", master(shell))
-    assert asked.code == 22 and asked.text() == f"{master(shell)} is not reachable: Connection refused\n"
+    query = shell.run_command("check", master(shell))
+    assert query.code == 22 and query.text() == f"{master(shell)} is not reachable: Connection refused\n"
     unknown = shell.run_command("check", "no-such-host.invalid:8118")
     assert unknown.code == 22 and "no-such-host.invalid:8118 is not reachable" in unknown.text()
     assert shell.run_command("check", "127.0.0.1").code == 10
@@ -277,19 +277,19 @@ def test_check_of_unused_port_fails(shell: Shell) -> None:
 def test_check_of_other_program_fails(shell: Shell) -> None:
     shell.start([sys.executable, "-m", "http.server", "--bind", "127.0.0.1", str(shell.port)], name="http")
     shell.listening(shell.port)
-    asked = shell.run_command("check", master(shell))
-    assert asked.code == 21, asked.tail()
-    assert f"{master(shell)} is reachable\n" in asked.text() and "covey" in asked.text().splitlines()[1]
-    assert "Traceback" not in asked.text()
+    query = shell.run_command("check", master(shell))
+    assert query.code == 21, query.tail()
+    assert f"{master(shell)} is reachable\n" in query.text() and "covey" in query.text().splitlines()[1]
+    assert "Traceback" not in query.text()
 
 
 def test_check_of_running_cluster_succeeds(shell: Shell) -> None:
     """The user's own cluster needs no secret, as with every other command."""
     run = started(shell)
     for env in ({}, {"MS_SCHED_HOST": "127.0.0.1"}):
-        asked = shell.run_command("check", master(shell), env=env)
-        assert asked.code == 0, asked.tail()
-        assert re.search(r"reachable\na covey scheduler answers.*\nthe clocks agree \(offset [+-]\d+ ms\)\n$", asked.text())
+        query = shell.run_command("check", master(shell), env=env)
+        assert query.code == 0, query.tail()
+        assert re.search(r"reachable\na covey scheduler answers.*\nthe clocks agree \(offset [+-]\d+ ms\)\n$", query.text())
     shell.release()
     assert run.wait() == 0
 
@@ -443,8 +443,8 @@ def test_rest_beyond_loopback_requires_token(shell: Shell) -> None:
         shell.wait_for_log(0, "hello")
 
         def status(host: int, address: str, headers: str = "{}") -> str:
-            asked = shell.run([*hosts.on(host), sys.executable, "-c", ASK, f"http://{address}:{manage}/nodes", headers])
-            return asked.text().strip().splitlines()[-1]
+            query = shell.run([*hosts.on(host), sys.executable, "-c", ASK, f"http://{address}:{manage}/nodes", headers])
+            return query.text().strip().splitlines()[-1]
 
         until(lambda: status(0, "127.0.0.1") == "200", "the REST port to answer")
         assert status(1, hosts.addresses[0]) == "401"

@@ -179,13 +179,13 @@ def test_console_blocks_of_a_page_print_what_they_show(page: str, tmp_path: Path
         processes.end()
 
 
-def run_first_script(page: str, folder: Path, *words: str) -> str:
+def run_first_script(page: str, folder: Path, *arguments: str) -> str:
     """Run the first Python block of a page, exactly as printed, with this prefix; return its output."""
     script = next(block.text for block in blocks(ROOT / page) if block.language == "python")
     (folder / "train.py").write_text(script)
     processes = Processes(folder)
     try:
-        process = processes.start([*words, "train.py"])
+        process = processes.start([*arguments, "train.py"])
         assert process.wait(DEADLINE_S) == 0, process.tail()
         return process.text()
     finally:

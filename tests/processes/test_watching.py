@@ -36,8 +36,8 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
         yield shell
 
 
-def events(shell: Shell, *words: str) -> list[dict[str, str]]:
-    return [json.loads(line) for line in shell.run_command(*words, "--json").text().splitlines()]
+def events(shell: Shell, *arguments: str) -> list[dict[str, str]]:
+    return [json.loads(line) for line in shell.run_command(*arguments, "--json").text().splitlines()]
 
 
 def test_death_is_shown_by_every_command(shell: Shell) -> None:
@@ -60,9 +60,9 @@ def test_death_is_shown_by_every_command(shell: Shell) -> None:
         assert "\x1b[3" not in text, "NO_COLOR is set"
     plain.wait_for("covey: recover-in-place of worker:1")
 
-    told = events(shell, "story", "1")
-    assert [event["what"] for event in told][:2] == ["died", "recover-in-place"]
-    assert told == [event for event in events(shell, "events") if event["at"] in {one["at"] for one in told}]
+    result = events(shell, "story", "1")
+    assert [event["what"] for event in result][:2] == ["died", "recover-in-place"]
+    assert result == [event for event in events(shell, "events") if event["at"] in {one["at"] for one in result}]
     unknown = shell.run_command("story", "7")
     assert unknown.code == 10 and "nothing is known of 7: there are stories of agent:" in unknown.text()
 

@@ -112,10 +112,10 @@ class Site:
         """Send a body with a length, and one in chunks: both must be refused and not stored."""
         for port in self.http.values():
             for path in ("/stop", "/scaleout", "/updateModel", "/startFLJob"):
-                said = _post(port, path, b"Content-Length: %d\r\n" % size, size)
-                assert _refused(said), f"{path}: {said[:200]!r}"
-                said = _post(port, path, b"Transfer-Encoding: chunked\r\n", size, chunked=True)
-                assert _refused(said), f"{path}, chunked: {said[:200]!r}"
+                output = _post(port, path, b"Content-Length: %d\r\n" % size, size)
+                assert _refused(output), f"{path}: {output[:200]!r}"
+                output = _post(port, path, b"Transfer-Encoding: chunked\r\n", size, chunked=True)
+                assert _refused(output), f"{path}, chunked: {output[:200]!r}"
         self.check(f"bodies of {size >> 20} MB")
 
     def large_frames(self) -> None:
@@ -167,14 +167,14 @@ class Site:
                 body = {"worker_num": 1, "server_num": 0, "env": {"LD_PRELOAD": "/tmp/x.so"}, "LD_PRELOAD": "/tmp/x.so"}
                 answer = httpx2.post(f"http://127.0.0.1:{port}{path}", json=body, timeout=60)
                 assert answer.status_code != 500
-                words = json.loads(answer.content)
-                assert words.get("code", words.get("retcode")) not in (0, "0"), f"{path} accepted {body}: {answer.text}"
+                arguments = json.loads(answer.content)
+                assert arguments.get("code", arguments.get("retcode")) not in (0, "0"), f"{path} accepted {body}: {answer.text}"
         self.check("variables")
 
 
-def _refused(said: bytes) -> bool:
+def _refused(output: bytes) -> bool:
     """Return whether this is a typed refusal, or the connection was closed before one could be read."""
-    return said == b"" or said.startswith((b"HTTP/1.1 4", b"HTTP/1.1 503"))
+    return output == b"" or output.startswith((b"HTTP/1.1 4", b"HTTP/1.1 503"))
 
 
 def _post(port: int, path: str, header: bytes, size: int, *, chunked: bool = False) -> bytes:
@@ -245,8 +245,8 @@ def everything(site: Site, *, half_open: int, body: int, drops_s: float) -> None
 
 def training(shell: Shell) -> Site:
     """A scheduler of `covey run`: its cluster port and its REST port."""
-    words = ("run", "-n", "1", "--master", f"127.0.0.1:{shell.port}", shell.default, shell.go)
-    shell.covey(*words, env={"COVEY_SECRET": SECRET})
+    arguments = ("run", "-n", "1", "--master", f"127.0.0.1:{shell.port}", shell.default, shell.go)
+    shell.covey(*arguments, env={"COVEY_SECRET": SECRET})
     shell.wait_for_log(0, "rank=0")
     return _scheduler(shell)
 
@@ -280,10 +280,10 @@ def federated(shell: Shell) -> tuple[Federation, list[Site]]:
     others = [port for port in _listening(server) if port != federation.port]
     ports = {"devices": federation.port} | {f"servers {number}": port for number, port in enumerate(others)}
     framed = {name: "" for name in ports if name != "devices"}
-    kept = {"servers": federation.scheduler, "people": federation.manage}
+    stored = {"servers": federation.scheduler, "people": federation.manage}
     return federation, [
         Site(server.pid, ports, ["devices"], framed),
-        Site(scheduler.pid, kept, ["people"], {"servers": ""}, federation.state),
+        Site(scheduler.pid, stored, ["people"], {"servers": ""}, federation.state),
     ]
 
 
@@ -327,10 +327,10 @@ def strangers(shell: Shell, *, half_open: int, body: int) -> str:
     until((marks / "held-5").exists, "step 5", 100, shell.tails)
     ports = listeners(shell)
     before = {process: process.memory_info().rss for process in shell.own_processes()}
-    said = []
+    output = []
     for process, port in ports:
         with silent(port, half_open) as held:
-            said.append(f"{' '.join(process.cmdline()).strip()[-40:]} ({port}): {held}")
+            output.append(f"{' '.join(process.cmdline()).strip()[-40:]} ({port}): {held}")
         for noise in (PIECE, b"\xff" * len(PIECE), b"GET / HTTP/1.1\r\n" * 1000):
             with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 10) as sock:
                 for _ in range(max(1, body // len(noise))):
@@ -345,7 +345,7 @@ def strangers(shell: Shell, *, half_open: int, body: int) -> str:
         os.kill(int(shell.wait_for_log(1, r"PID (\d+)")[1]), signal.SIGKILL)
         (marks / "go-5").touch()
         test_serving.final_hash(shell, run, 2)
-    return ", ".join(said)
+    return ", ".join(output)
 
 
 def main() -> int:
@@ -369,9 +369,9 @@ def main() -> int:
                     continue
                 with scenes[name](shell) as sites:
                     for site in sites:
-                        began = time.monotonic()
+                        started_at = time.monotonic()
                         everything(site, half_open=10_000, body=GIGABYTE, drops_s=15)
-                        took, grown = time.monotonic() - began, site.grown >> 20
+                        took, grown = time.monotonic() - started_at, site.grown >> 20
                         print(
                             f"{name}, {', '.join(site.ports)}: all refused or cut off in {took:.0f} s, +{grown} MB", flush=True
                         )

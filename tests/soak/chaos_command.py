@@ -26,7 +26,7 @@ def parser(description: str | None, *, minutes: float, rate: str, faults: str) -
     return found
 
 
-def words(options: argparse.Namespace) -> list[str]:
+def chaos_arguments(options: argparse.Namespace) -> list[str]:
     """Return the same values as options of `covey chaos`."""
     wanted = {"--rate": options.rate, "--faults": options.faults, "--seed": options.seed, "--for": f"{options.minutes}m"}
     return [str(word) for pair in wanted.items() for word in pair]

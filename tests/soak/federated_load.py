@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.processes.command import Shell
 from tests.processes.federation import DeviceGroup, Federation
-from tests.soak.chaos_command import ground, harm, parser, table, words
+from tests.soak.chaos_command import chaos_arguments, ground, harm, parser, table
 
 SERVERS, DEVICES = 3, 8
 ROUNDS_MAX = 100_000
@@ -38,10 +38,10 @@ def main() -> int:
     wanted.add_argument("--durability", default="process")
     options = wanted.parse_args()
     with ground() as shell:
-        began = time.monotonic()
-        found, rounds = prove(shell, *words(options), servers=options.servers, durability=options.durability)
+        started_at = time.monotonic()
+        found, rounds = prove(shell, *chaos_arguments(options), servers=options.servers, durability=options.durability)
         print(table(found))
-        took = time.monotonic() - began
+        took = time.monotonic() - started_at
         print(f"{found['strikes']} faults, {rounds} rounds of {DEVICES} devices, every sum exact; {took:.0f} s in all")
     return 0
 

@@ -79,10 +79,10 @@ BYTES: dict[str, Callable[[bytes], None]] = {"frames": try_frames, "greeting": t
 
 def corpus() -> list[bytes]:
     """Return valid inputs of all kinds."""
-    said = [bytes([n % 4, 7]) + framing.encode_frame(message) for n, message in enumerate(valid())]
+    output = [bytes([n % 4, 7]) + framing.encode_frame(message) for n, message in enumerate(valid())]
     bodies = [b'{"worker_num": 2, "server_num": 0}', b'{"node_ids": ["1"]}', b'{"reason": "enough"}']
     nonce = "0" * 32
-    return [*said, *bodies, b"covey/1\n", f"covey/1\n{nonce} -\n".encode(), b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02"]
+    return [*output, *bodies, b"covey/1\n", f"covey/1\n{nonce} -\n".encode(), b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02"]
 
 
 def mutate(data: bytes, draw: random.Random) -> bytes:
@@ -109,10 +109,10 @@ def valid() -> list[Message]:
     """Return one message of each type that the scheduler receives, as in a small cluster."""
     wish = RegisterAgent("a0", "life-a0", HOST, 2, fingerprint={"MS_WORKER_NUM": "2", "MS_SERVER_NUM": "0"})
     worker = Register(Role.WORKER, "0", "life-0", HOST, dict(wish.fingerprint), incarnation=1)
-    heard = SchedulerMachine(
+    received = SchedulerMachine(
         ClusterSettings(2), cluster_id="c", job="", now=0.0
     )._handlers  # the scheduler process handles the others
-    kinds = {kind: _example(kind) for kind in messages.FromNode.__args__ if kind in heard}
+    kinds = {kind: _example(kind) for kind in messages.FromNode.__args__ if kind in received}
     known = {RegisterAgent: wish, Register: worker, messages.Heartbeat: messages.Heartbeat(Progress(3, "train", True))}
     return list((kinds | known).values())
 
@@ -241,20 +241,20 @@ class Reached:
 def fuzz_machine(seed: int, seconds: float, rounds: int = 0) -> tuple[int, int]:
     """Run sequences of messages for a time or a number; return their count, and the number of reached lines of the core."""
     draw, reached = random.Random(seed), Reached()
-    kept: list[tuple[list[Event], ClusterSettings]] = [(story(draw), settings) for settings in SETTINGS for _ in range(4)]
+    stored: list[tuple[list[Event], ClusterSettings]] = [(story(draw), settings) for settings in SETTINGS for _ in range(4)]
     until, done = time.monotonic() + seconds, 0
     while (done < rounds) if rounds else (time.monotonic() < until):
-        events, settings = draw.choice(kept)
+        events, settings = draw.choice(stored)
         events = vary(events, draw)
         done += 1
         try:
             with reached:
                 play(events, settings)
         except Exception as problem:
-            told = "\n".join(f"  {what} over {link}: {message}" for what, link, message in events)
-            raise AssertionError(f"{problem!r} (fuzz seed {seed}, input {done})\n{told}\n{settings}") from problem
+            result = "\n".join(f"  {what} over {link}: {message}" for what, link, message in events)
+            raise AssertionError(f"{problem!r} (fuzz seed {seed}, input {done})\n{result}\n{settings}") from problem
         if reached.new:
-            kept.append((events, settings))
+            stored.append((events, settings))
     return done, len(reached.all)
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from tests.processes import healing
 from tests.processes.command import Shell, shells
 from tests.processes.harness import Process
-from tests.soak.chaos_command import harm, parser, table, words
+from tests.soak.chaos_command import chaos_arguments, harm, parser, table
 
 WORLD = 4
 PACE_S = 0.02  # seconds added to each step
@@ -47,8 +47,8 @@ assert SCRIPT != healing.SCRIPT
 def small_disk(folder: Path, megabytes: int = 64) -> Iterator[bool]:
     """Mount a file system for the output of a run; yield False, and mount none, if this user may not."""
     folder.mkdir(exist_ok=True)
-    words = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(folder)]
-    mounted = os.geteuid() == 0 and subprocess.run(words, capture_output=True).returncode == 0
+    arguments = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(folder)]
+    mounted = os.geteuid() == 0 and subprocess.run(arguments, capture_output=True).returncode == 0
     try:
         yield mounted
     finally:
@@ -66,8 +66,8 @@ class Course(NamedTuple):
     def start(self, shell: Shell, marks: Path, *options: str, **env: str) -> Process:
         shell.script(SCRIPT, "train.py")
         spares = ["--spares", str(self.spares)] if self.spares else []
-        words = ["run", "-n", str(self.world), *spares, *options, "train.py", str(marks)]
-        return shell.covey(*words, env={"STEPS": str(STEPS_MAX), "LOADERS": str(self.loaders), **env})
+        arguments = ["run", "-n", str(self.world), *spares, *options, "train.py", str(marks)]
+        return shell.covey(*arguments, env={"STEPS": str(STEPS_MAX), "LOADERS": str(self.loaders), **env})
 
 
 def disturbed(shell: Shell, course: Course, silence_s: int, *chaos: str) -> tuple[dict[str, Any], int]:
@@ -127,12 +127,12 @@ def main() -> int:
     wanted.add_argument("--loaders", type=int, default=0)
     options = wanted.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        began = time.monotonic()
+        started_at = time.monotonic()
         course = Course(options.world, options.spares, options.loaders)
-        found, last = prove(Path(folder), SILENCE_S, *words(options), course=course)
+        found, last = prove(Path(folder), SILENCE_S, *chaos_arguments(options), course=course)
         print(table(found))
         print("\n".join(f"  {count:4d}  {cause}" for cause, count in causes(found).most_common()))
-        print(f"{found['strikes']} faults, {last} steps, bitwise equal; {time.monotonic() - began:.0f} s in all")
+        print(f"{found['strikes']} faults, {last} steps, bitwise equal; {time.monotonic() - started_at:.0f} s in all")
     return 0
 
 
