@@ -1,14 +1,14 @@
-"""Type `make run` and `make test` on machines that have nothing: the program of `make test-fresh`.
+"""Runs `make run` and `make test` on new machines: the program of `make test-fresh`.
 
-For each suite of Debian in SUITES the program makes a root with debootstrap (the minimal packages, python3, make and pip). It
-clones this repository into the root and types COMMANDS there, once for each user in USERS, in namespaces of their own. The
-clone has the commit that is checked out here; uncommitted changes are not in it.
+For each suite of Debian in SUITES the program creates a root with debootstrap (the minimal packages, python3, make and pip). It
+clones this repository into the root and runs COMMANDS there, once for each user in USERS, in separate namespaces. The clone has
+the commit that is checked out here, without uncommitted changes.
 
     make test-fresh                                               both suites, both users, both commands
     make test-fresh SUITES=trixie USERS=user COMMANDS="make run"  one machine, one command (several are separated by ";")
 
 Needs root, debootstrap and git. The new machine uses the Debian mirror, the proxies and the pip configuration of this one: the
-values are copied, and each local file or folder that a value names is mounted at the same path, read-only. Downloads and
+values are copied, and each local file or directory that a value names is mounted at the same path, read-only. Downloads and
 logs stay in .fresh/, roots are removed. With KEEP=1 roots and clones stay, and the next run uses them with the newest commit.
 """
 
@@ -31,7 +31,7 @@ FOLDER = ROOT / ".fresh"
 PACKAGES = "ca-certificates,make,python3,python3-pip"
 HOMES = {"root": "/root", "user": "/home/user"}
 KEEP = bool(os.environ.get("KEEP"))
-MADE = ".made"  # in a root that is complete
+MADE = ".made"  # exists in a complete root
 UID = 1000  # of the ordinary user
 PASSED_ON = re.compile(
     r"PIP_(?!CONFIG_FILE|CACHE_DIR).*|(https?|ftp|all|no)_proxy|SSL_CERT_(FILE|DIR)|REQUESTS_CA_BUNDLE", re.IGNORECASE
@@ -39,7 +39,7 @@ PASSED_ON = re.compile(
 # `make run` must print none of these: each is an error message about something that works, or about a bug.
 FALSE_ERRORS = re.compile(r"not created successfully|ensurepip is not|^ERROR|Traceback", re.MULTILINE)
 
-# Makes a machine of the folder $1: devices, /proc, /sys and the mounts named by the arguments up to "--". Then runs the rest.
+# Makes a machine of directory $1: devices, /proc, /sys and the mounts named by the arguments up to "--". Then runs the rest.
 # The old root is left with pivot_root: in a chroot the kernel refuses user namespaces, which a real machine may have.
 ENTER = """
 root=$1; shift
@@ -77,7 +77,7 @@ exec "$@"
 
 
 class Unusable(Exception):
-    """This machine cannot make another one."""
+    """This machine lacks something that is needed to create another one."""
 
 
 def main() -> int:
@@ -109,10 +109,10 @@ def check(users: list[str]) -> None:
 
 def debian_mirror() -> str:
     """Return the address of the Debian archive from which apt of this machine installs."""
-    told = subprocess.run(
+    result = subprocess.run(
         ["apt-get", "indextargets", "--format", "$(REPO_URI)\t$(LABEL)", "Created-By: Packages"], capture_output=True, text=True
     )
-    for line in told.stdout.splitlines():
+    for line in result.stdout.splitlines():
         address, _, label = line.partition("\t")
         if label == "Debian":
             return address
@@ -120,7 +120,7 @@ def debian_mirror() -> str:
 
 
 def on_suite(suite: str, mirror: str, users: list[str], commands: list[str]) -> list[tuple[str, bool]]:
-    """Make a root of this suite, type the commands and remove it. Return a line for each command, and whether it passed."""
+    """Create a root of this suite, run the commands and remove it. Return a line for each command, and whether it passed."""
     root = FOLDER / f"root-{suite}"
     if not (KEEP and (root / MADE).exists()):
         remove(root)
@@ -139,7 +139,7 @@ def remove(root: Path) -> None:
 
 
 def bootstrap(suite: str, root: Path, mirror: str) -> None:
-    """Make a root with the minimal packages of a suite, and give it this machine's way to the network."""
+    """Create a root with the minimal packages of a suite and the network configuration of this machine."""
     cache = FOLDER / "packages" / suite
     cache.mkdir(parents=True, exist_ok=True)
     print(f"-- {suite}: debootstrap", flush=True)
@@ -159,10 +159,10 @@ def bootstrap(suite: str, root: Path, mirror: str) -> None:
 
 def pip_settings() -> dict[str, str]:
     """Return pip's settings of this machine: from all configuration files, and from the environment as `:env:.NAME`."""
-    told = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True)
-    if told.returncode:
-        raise Unusable(f"{sys.executable} has no pip to ask for its configuration: apt-get install python3-pip")
-    pairs = (line.partition("=") for line in told.stdout.splitlines())
+    result = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True)
+    if result.returncode:
+        raise Unusable(f"{sys.executable} has no pip: apt-get install python3-pip")
+    pairs = (line.partition("=") for line in result.stdout.splitlines())
     return {name: str(ast.literal_eval(value)) for name, _, value in pairs}
 
 
@@ -177,20 +177,20 @@ def pip_configuration() -> str:
 
 
 def local_paths(values: Iterable[str]) -> list[str]:
-    """Return the files and folders of this machine that the values name, as paths or as file:// addresses."""
+    """Return the files and directories of this machine that the values name, as paths or as file:// addresses."""
     words = [word for value in values for word in value.split()]
     paths = [unquote(urlsplit(word).path) if word.startswith("file://") else word for word in words]
-    found = {folder for path in paths if path.startswith("/") and (folder := top(Path(path))).exists()}
-    return sorted(str(path) for path in found if not found & set(path.parents))
+    existing = {folder for path in paths if path.startswith("/") and (folder := top(Path(path))).exists()}
+    return sorted(str(path) for path in existing if not existing & set(path.parents))
 
 
 def top(path: Path) -> Path:
-    """Return the folder to mount for a path: an index's pages link to files that lie beside its folder `simple`."""
+    """Return the directory to mount for a path: pages of an index link to files beside its directory `simple`."""
     return path.parent if path.name == "simple" else path
 
 
 def as_user(suite: str, root: Path, user: str, commands: list[str]) -> list[tuple[str, bool]]:
-    """Clone the repository into a user's home and type the commands there."""
+    """Clone the repository into a user's home and run the commands there."""
     home = HOMES[user]
     clone = root / home.lstrip("/") / "covey"
     ids = "0:0" if user == "root" else f"{UID}:{UID}"
@@ -236,12 +236,12 @@ def as_user(suite: str, root: Path, user: str, commands: list[str]) -> list[tupl
         if rows[-1][1] is False and command == commands[0]:
             break  # the later commands use what the first one installs
     if not KEEP:
-        remove(clone)  # its environment has up to 6 GB
+        remove(clone)  # its environment takes up to 6 GB
     return rows
 
 
 def clone_to(clone: Path, ids: str) -> None:
-    """Clone this repository, or bring the clone that is there to the commit that is checked out here; change its owner."""
+    """Clone this repository, or update an existing clone to the commit that is checked out here; change its owner."""
     if not clone.exists():
         subprocess.run(["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(clone)], check=True)
     else:
@@ -254,7 +254,7 @@ def clone_to(clone: Path, ids: str) -> None:
 def run(words: list[str], log: Path, environment: Mapping[str, str]) -> tuple[int, str]:
     """Run a command with an environment, copy its output to the terminal and to a file; return its exit code and its output.
 
-    The values may have passwords, so they are in no command line: all users can read those.
+    The values may contain passwords, so they are not in a command line, which all users can read.
     """
     with (
         log.open("w", buffering=1) as file,

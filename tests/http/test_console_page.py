@@ -78,7 +78,7 @@ def test_a_training_is_watched_killed_grown_and_ended(shell: Shell, tab: Tab, tm
     port = shell.port
     words = ("run", "-n", "3", "--manage-port", str(port), "train.py", str(tmp_path / "checkpoints"))
     run = shell.covey(*words, env={"COVEY_STRATEGY": None})
-    shell.heard(2, "step 3 ")
+    shell.wait_for_log(2, "step 3 ")
     shell.listening(port)
     tab.page.goto(f"http://127.0.0.1:{port}/")
     for rank in range(3):
@@ -238,7 +238,7 @@ def test_a_stranger_is_asked_for_the_token_and_other_pages_can_do_nothing(browse
     assert source.stops == []
 
 
-class Crowd(Shown):
+class DeviceGroup(Shown):
     """A thousand workers, each with another step and beat whenever one looks."""
 
     size = 1000
@@ -261,7 +261,7 @@ class Crowd(Shown):
 
 def test_a_thousand_nodes_stay_smooth(tab: Tab, tmp_path: Path) -> None:
     """Only the rows that are seen exist, and an update touches nothing else. What it takes is told, not judged."""
-    with serving(Crowd(a_view())) as port:
+    with serving(DeviceGroup(a_view())) as port:
         page = tab.page
         page.goto(f"http://127.0.0.1:{port}/")
         tab.until("document.querySelectorAll('.cells i').length === 1000")

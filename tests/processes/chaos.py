@@ -1,8 +1,8 @@
-"""Kills and resizes mixed, one after the other and at once, on real processes: `python -m tests.processes.chaos --events 500`.
+"""Random kills and resizes of real processes, sequential and concurrent: `python -m tests.processes.chaos --events 500`.
 
-Two hosts. A worker that is killed is started again on the other host while that may carry more, else the world shrinks; a
-host that is killed takes its workers along, and comes back later; somebody asks for more workers, or fewer. The training waits
-at a limit that is raised as long as there are events, a few steps at a time, so that they happen anywhere in a step.
+There are two hosts. A killed worker is restarted on the other host while that has room, else the world shrinks. A killed host
+loses its workers and returns later. Requests change the number of workers. The training waits at a step limit that each event
+raises by a few steps, so that events happen anywhere within a step.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from covey.runtime.node_runtime import SchedulerAddress
 
 WORLD, MOST = 4, 7
 STEPS_PER_EPOCH = 4  # of 64 samples in batches of 16
-STEPS_EACH = 6  # at most: each event lets the training go on by a few
+STEPS_EACH = 6  # at most; steps that each event allows
 REFUSED = 21
 LONG_S = 60.0
-LOOK_S = 0.04  # between two looks at a cluster that heals: they cost it time too
+LOOK_S = 0.04  # interval of views during a recovery, because views use CPU time
 
 
 class Chaos:
-    """A training under way, and what happens to it."""
+    """A running training and its events."""
 
     def __init__(self, shell: Shell, events: int, seed: int) -> None:
         self.shell, self.random = shell, random.Random(seed)
@@ -48,7 +48,7 @@ class Chaos:
         self._limit = shell.folder / "marks" / "limit"
         self._limit.parent.mkdir(exist_ok=True)
         self._allowed = self._looks = 0
-        self._killed: set[int] = set()  # of whom the scheduler may not have heard yet
+        self._killed: set[int] = set()  # pids that the scheduler may not have declared dead yet
         self._allow(2)
         self.home = self._host("a")
         shell.listening(shell.port)
@@ -62,39 +62,39 @@ class Chaos:
             "COVEY_SHRINK_AFTER": "0",
             "STEPS": str(self.steps),
         }
-        words = ("-n", str(WORLD), "--local", str(WORLD // 2), "--master", f"127.0.0.1:{self.shell.port}")
-        return start(self.shell, *words, **env)
+        arguments = ("-n", str(WORLD), "--local", str(WORLD // 2), "--master", f"127.0.0.1:{self.shell.port}")
+        return start(self.shell, *arguments, **env)
 
     def _allow(self, more: int) -> None:
         self._allowed += more
-        assert self._allowed < self.steps, "more steps than there should have been: the last must be free to go"
+        assert self._allowed < self.steps, "too many steps were allowed: the last ones must remain for the end"
         aside = self._limit.with_suffix(".new")
         aside.write_text(str(self._allowed))
         aside.rename(self._limit)
 
-    def _goes_on(self, view: ClusterView) -> bool:
-        """Whether everyone is there; if not, they must be able to come to a collective, where they learn of each other."""
+    def _is_ready(self, view: ClusterView) -> bool:
+        """Return whether the cluster is ready; if not, allow a step at intervals, because ranks are notified in collectives."""
         if view.phase is not Phase.READY:
             self._looks += 1
-            if self._looks % 16 == 0:  # a host may have come to those who wait at the limit
+            if self._looks % 16 == 0:  # ranks that wait at the limit may have to admit a host
                 self._allow(1)
             time.sleep(LOOK_S)
         return view.phase is Phase.READY
 
-    def happen(self) -> None:
-        """One event, as soon as everyone goes on after the last; half a time, a second one while they do not."""
-        view = self.shell.until(self._goes_on, "everyone to go on", LONG_S)
+    def inject_event(self) -> None:
+        """Cause one event when the cluster is ready again; in 30 % of the cases kill another worker immediately."""
+        view = self.shell.until(self._is_ready, "the cluster to be ready", LONG_S)
         self._allow(1)
         time.sleep(self.random.uniform(0, 0.02))
-        self._one(view)
+        self._inject_one(view)
         if self.random.random() < 0.3:
             self._kill(self.shell.view(), leave=3)
         self._allow(2)
 
-    def _one(self, view: ClusterView) -> None:
+    def _inject_one(self, view: ClusterView) -> None:
         chance, world = self.random.random(), len(workers(view))
         if self.guest is not None and not self.guest.alive:
-            assert self.guest.code == REFUSED, self.guest.tail()  # so many workers were asked for, and all are there
+            assert self.guest.code == REFUSED, self.guest.tail()  # all requested workers exist already
             self.guest = None
         if self.guest is None and chance < 0.2:
             self.guest = self._host("b")
@@ -109,12 +109,13 @@ class Chaos:
             self._scale(self.random.choice([n for n in range(2, MOST + 1) if n != world]))
 
     def _at_home(self, view: ClusterView) -> int:
-        """How many have the state without the guest."""
+        """Return the number of workers with state on the first host."""
         ours = {child.pid for child in psutil.Process(self.home.pid).children(recursive=True)}
         return sum(node.pid in ours and node.step > 0 and node.pid not in self._killed for node in workers(view))
 
     def _kill(self, view: ClusterView, leave: int) -> bool:
-        """Not the last who have the state: without it the training would begin anew."""
+        """Kill a random worker if more than `leave` have state, because without state the training would restart; return
+        whether."""
         here = [node.pid for node in workers(view) if node.pid and node.step > 0 and node.pid not in self._killed]
         if len(here) <= leave:
             return False
@@ -129,12 +130,12 @@ class Chaos:
         try:
             asyncio.run(request_scale(SchedulerAddress("127.0.0.1", self.shell.port, ""), wanted))
             self.counts["scaled"] += 1
-        except PeerError as refused:  # something else came first
+        except PeerError as refused:  # another change is in progress
             assert "not ready" in str(refused) or "already" in str(refused), refused
             self.counts["refused"] += 1
 
     def finish(self) -> None:
-        """Let the training come to its end: everyone who is left ends well, and each sample has counted once."""
+        """Finish the training; assert that all exit with 0 and each sample was counted once."""
         self._limit.unlink()
         assert self.home.wait(LONG_S) == 0, self.shell.tails()
         if self.guest is not None:
@@ -147,11 +148,11 @@ def workers(view: ClusterView) -> list[NodeView]:
 
 
 def run(shell: Shell, events: int, seed: int) -> Counter[str]:
-    """So many events, and the end; what they were."""
+    """Run a training with `events` events to its end; return their counts by kind."""
     chaos = Chaos(shell, events, seed)
-    until(lambda: "counted" in text(shell), "the first steps", story=shell.tails)
+    until(lambda: "counted" in text(shell), "the first steps", details=shell.tails)
     while sum(chaos.counts.values()) - chaos.counts["refused"] < events:
-        chaos.happen()
+        chaos.inject_event()
     chaos.finish()
     return chaos.counts
 
@@ -168,8 +169,8 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         for shell in shells(Path(folder)):
-            began = time.monotonic()
-            print(run(shell, options.events, options.seed), f"{time.monotonic() - began:.1f} s")
+            started_at = time.monotonic()
+            print(run(shell, options.events, options.seed), f"{time.monotonic() - started_at:.1f} s")
     return 0
 
 

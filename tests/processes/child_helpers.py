@@ -1,4 +1,4 @@
-"""Children on a loop of their own, and the words that tests about processes share."""
+"""`Children` on their own event loop, and shared helpers of the tests about child processes."""
 
 from __future__ import annotations
 
@@ -20,28 +20,28 @@ LIMIT_S = 60.0
 
 class Result(NamedTuple):
     exit: Exit
-    said: str
+    output: str
 
 
-class Nursery:
-    """Children on a loop of their own, for tests that read from top to bottom."""
+class ChildRunner:
+    """`Children` on their own event loop, for synchronous tests."""
 
     def __init__(self, folder: Path, *, fork: bool, preload: list[str], loop: Callable[[], Any] | None = None) -> None:
         self.folder = folder
         self.exits: dict[str, Exit] = {}
         self.runner = asyncio.Runner(loop_factory=loop)
-        self.news = asyncio.Event()
-        self.witness: Callable[[], None] = lambda: None  # called when a child has ended, before anything else can happen
+        self.exit_event = asyncio.Event()
+        self.on_exit_hook: Callable[[], None] = lambda: None  # called when a child has exited, before any other event
         self.children = Children(on_exit=self._ended, fork=fork, preload=preload)
-        self.do(self.children.open())
+        self.run_async(self.children.open())
 
     def _ended(self, exit: Exit) -> None:
-        assert exit.name not in self.exits, "one exit for one life"
+        assert exit.name not in self.exits, f"{exit.name} exited twice"
         self.exits[exit.name] = exit
-        self.witness()
-        self.news.set()
+        self.on_exit_hook()
+        self.exit_event.set()
 
-    def do(self, work: Coroutine[Any, Any, Any]) -> Any:
+    def run_async(self, work: Coroutine[Any, Any, Any]) -> Any:
         return self.runner.run(asyncio.wait_for(work, LIMIT_S))
 
     def script(self, source: str, name: str = "script.py") -> str:
@@ -50,46 +50,46 @@ class Nursery:
         path.write_text(textwrap.dedent(source))
         return str(path)
 
-    def spec(self, name: str, *argv: str, **more: Any) -> ChildSpec:
-        more = {"env": dict(os.environ), "cwd": str(self.folder), "log": str(self.folder / f"{name}.log")} | more
-        return ChildSpec(name=name, argv=list(argv), **more)
+    def spec(self, name: str, *argv: str, **options: Any) -> ChildSpec:
+        options = {"env": dict(os.environ), "cwd": str(self.folder), "log": str(self.folder / f"{name}.log")} | options
+        return ChildSpec(name=name, argv=list(argv), **options)
 
-    def start(self, name: str, *argv: str, **more: Any) -> int:
+    def start(self, name: str, *argv: str, **options: Any) -> int:
         self.exits.pop(name, None)
-        pid: int = self.do(self.children.start(self.spec(name, *argv, **more)))
+        pid: int = self.run_async(self.children.start(self.spec(name, *argv, **options)))
         return pid
 
     def start_all(self, *specs: ChildSpec) -> None:
-        async def together() -> None:
+        async def start_concurrently() -> None:
             await asyncio.gather(*(self.children.start(spec) for spec in specs))
 
-        self.do(together())
+        self.run_async(start_concurrently())
 
     def result(self, name: str) -> Result:
-        """When it has ended."""
+        """Wait for the exit of a child; return its exit and output."""
 
-        async def ended() -> None:
+        async def wait_for_exit() -> None:
             while name not in self.exits:
-                self.news.clear()
-                await self.news.wait()
+                self.exit_event.clear()
+                await self.exit_event.wait()
 
-        self.do(ended())
+        self.run_async(wait_for_exit())
         return Result(self.exits[name], self.log(name))
 
-    def run(self, name: str, *argv: str, **more: Any) -> Result:
-        self.start(name, *argv, **more)
+    def run(self, name: str, *argv: str, **options: Any) -> Result:
+        self.start(name, *argv, **options)
         return self.result(name)
 
     def log(self, name: str) -> str:
         return (self.folder / f"{name}.log").read_text(errors="replace")
 
     def close(self) -> None:
-        self.do(self.children.close())
+        self.run_async(self.children.close())
         self.runner.close()
 
 
 def python(cwd: Path, *argv: str, env: dict[str, str] | None = None) -> tuple[int, str]:
-    """What python itself does, with the code as a shell says it."""
+    """Run python itself; return the exit code as in a shell, and the output."""
     done = subprocess.run(
         [sys.executable, *argv],
         cwd=cwd,
@@ -104,27 +104,27 @@ def python(cwd: Path, *argv: str, env: dict[str, str] | None = None) -> tuple[in
 
 
 def wait_until_gone(*pidfds: int) -> None:
-    """The kernel says when a process is over."""
+    """Wait until the processes have exited, and close their pidfds."""
     for pidfd in pidfds:
         poll = select.poll()
         poll.register(pidfd, select.POLLIN)
-        assert poll.poll(LIMIT_S * 1000), "a process lives on"
+        assert poll.poll(LIMIT_S * 1000), f"process still running after {LIMIT_S:g} s"
         os.close(pidfd)
 
 
-def fifo(nursery: Nursery, name: str) -> str:
-    path = nursery.folder / name
+def fifo(child_runner: ChildRunner, name: str) -> str:
+    path = child_runner.folder / name
     os.mkfifo(path)
     return str(path)
 
 
 def read_line(path: str) -> str:
-    """One line from a fifo, which tells that its writer has come so far."""
+    """Return one line from a fifo; blocks until it is written."""
     with open(path) as file:
         return file.readline().strip()
 
 
-# Says on a fifo who its descendants are, and waits to be ended: one is a plain child, one made a group of its own.
+# Writes the pids of its descendants to a fifo and waits: one is a plain child, one leads its own process group.
 FAMILY = """
     import os, subprocess, sys, signal
     near = subprocess.Popen(["sleep", "1000"])
@@ -137,9 +137,9 @@ FAMILY = """
 """
 
 
-def family(nursery: Nursery, name: str, **more: Any) -> list[int]:
-    """Start one; pidfds of all of it, itself first."""
-    script, news = nursery.script(FAMILY, "family.py"), fifo(nursery, f"{name}.fifo")
-    argv = [script, news] if more.get("python", True) else [sys.executable, script, news]
-    nursery.start(name, *argv, **more)
-    return [os.pidfd_open(int(pid)) for pid in read_line(news).split()]
+def family(child_runner: ChildRunner, name: str, **options: Any) -> list[int]:
+    """Start a process with descendants; return the pidfds of all, its own first."""
+    script, exit_fifo = child_runner.script(FAMILY, "family.py"), fifo(child_runner, f"{name}.fifo")
+    argv = [script, exit_fifo] if options.get("python", True) else [sys.executable, script, exit_fifo]
+    child_runner.start(name, *argv, **options)
+    return [os.pidfd_open(int(pid)) for pid in read_line(exit_fifo).split()]

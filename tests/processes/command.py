@@ -1,12 +1,12 @@
-"""`covey` as a user types it: the verbs, what a run leaves behind, and who of it still lives.
+"""`covey` commands as a user types them, the logs of a run, and its processes.
 
-    def test_two(shell: Shell) -> None:                      # each file makes its own fixture from `shells`
+    def test_two(shell: Shell) -> None:                      # each file defines its fixture with `shells`
         run = shell.covey("run", "-n", "2", shell.default, shell.go)
-        shell.heard(1, "rank=1")
+        shell.wait_for_log(1, "rank=1")
         shell.release()
         assert run.wait() == 0
 
-A run's logs go to the folder `logs`, unless the test says otherwise.
+The logs of a run go to the directory `logs`, unless the test sets another.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from typing import Any
 import psutil
 from tests.processes.harness import Cluster, Process, until
 
-# What a script prints about itself, as one line of JSON after a word that nothing else prints.
-SAY = 'print("SAYS", __import__("json").dumps({}), flush=True)\n'
+# Prints one line of JSON after a unique word.
+PRINT_JSON = 'print("SAYS", __import__("json").dumps({}), flush=True)\n'
 
 
-# The seeds' heartbeat limit, far beyond a test's patience: whoever ends within it was told, or saw it happen.
+# Timeouts far beyond the duration of a test, so that only events end processes.
 PATIENT = {"MS_NODE_TIMEOUT": 600, "COVEY_GRACE": 600}
 
-# Rank 1 waits for the file and then does what the second argument says; the others never end by themselves.
+# Rank 1 waits for the file and then executes the second argument; the other ranks never end by themselves.
 FAILS = """
 import os, pathlib, signal, sys, time
 
@@ -52,7 +52,7 @@ while not (rank == 1 and pathlib.Path(sys.argv[1]).exists()):
 fail()
 """
 
-# Ends only when it is killed.
+# Ignores all signals but SIGKILL.
 STUBBORN = """
 import signal, time
 for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -63,97 +63,97 @@ time.sleep(1000)
 
 
 class Shell(Cluster):
-    """Types commands. Whatever they start ends with the test."""
+    """Runs commands; all processes they start end with the test."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.logs = folder / "logs"
 
-    def covey(self, *words: str | Path, name: str = "", before: Sequence[str | Path] = (), **options: Any) -> Process:
-        """Start a verb. `before` are words in front of the command."""
-        verb, *rest = words
-        options["env"] = {"COVEY_STRATEGY": "exit"} | (options.get("env") or {})  # what healing does is tested apart
+    def covey(self, *arguments: str | Path, name: str = "", before: Sequence[str | Path] = (), **options: Any) -> Process:
+        """Start a covey command. `before` is a prefix of the command line."""
+        verb, *rest = arguments
+        options["env"] = {"COVEY_STRATEGY": "exit"} | (options.get("env") or {})  # healing has its own tests
         where: list[str | Path] = ["--log-dir", self.logs] if verb == "run" and "--log-dir" not in rest else []
         return self.start([*before, "covey", verb, *where, *rest], name=name or f"covey-{verb}", **options)
 
-    def ask(self, *words: str | Path, **options: Any) -> Process:
-        """Run a verb to its end: `.code` and `.text()` tell how."""
-        process = self.covey(*words, **options)
+    def run_command(self, *arguments: str | Path, **options: Any) -> Process:
+        """Run a covey command to its end; `.code` and `.text()` have the result."""
+        process = self.covey(*arguments, **options)
         process.wait()
         return process
 
-    def nodes(self, *words: str) -> list[dict[str, Any]]:
-        """What `covey nodes --json` says."""
-        asked = self.ask("nodes", "--json", *words)
-        assert asked.code == 0, asked.tail()
-        found: list[dict[str, Any]] = json.loads(asked.text())
-        return found
+    def nodes(self, *arguments: str) -> list[dict[str, Any]]:
+        """Return the output of `covey nodes --json`."""
+        command = self.run_command("nodes", "--json", *arguments)
+        assert command.code == 0, command.tail()
+        result: list[dict[str, Any]] = json.loads(command.text())
+        return result
 
     # -- logs --------------------------------------------------------------------------------------------------------
 
     def log(self, rank: int | str) -> str:
-        """What a rank, or "scheduler", has written so far."""
+        """Return the log of a rank, or of "scheduler", so far."""
         path = self.logs / (f"worker_{rank}.log" if isinstance(rank, int) else f"{rank}.log")
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def heard(self, rank: int | str, pattern: str, *, count: int = 1) -> re.Match[str]:
-        """The `count`th match of a regular expression in the log of a rank, as soon as it is there."""
+    def wait_for_log(self, rank: int | str, pattern: str, *, count: int = 1) -> re.Match[str]:
+        """Wait for the `count`th match of a regular expression in the log of a rank, and return it."""
 
-        def found() -> re.Match[str] | None:
-            over = not any(process.alive for process in self.all)
+        def result() -> re.Match[str] | None:
+            ended = not any(process.alive for process in self.all)
             matches = list(re.finditer(pattern, self.log(rank)))
-            assert len(matches) >= count or not over, f"{rank} never said {pattern!r}\n{self.tails()}\n{self.log(rank)}"
+            assert len(matches) >= count or not ended, f"{rank} never logged {pattern!r}\n{self.tails()}\n{self.log(rank)}"
             return matches[count - 1] if len(matches) >= count else None
 
-        match: re.Match[str] = until(found, f"{rank} to say {pattern!r}", story=lambda: f"{self.tails()}\n{self.log(rank)}")
+        match: re.Match[str] = until(result, f"{rank} to log {pattern!r}", details=lambda: f"{self.tails()}\n{self.log(rank)}")
         return match
 
-    def says(self, rank: int) -> Any:
-        """What a rank printed with SAY."""
-        return json.loads(self.heard(rank, r"SAYS (.*)\n")[1])
+    def printed_json(self, rank: int) -> Any:
+        """Return what a rank printed with PRINT_JSON."""
+        return json.loads(self.wait_for_log(rank, r"SAYS (.*)\n")[1])
 
-    # -- who lives ---------------------------------------------------------------------------------------------------
+    # -- processes ---------------------------------------------------------------------------------------------------
 
     def template(self, run: Process) -> psutil.Process:
-        """The template of a run."""
+        """Return the template of a run."""
 
         def fits(process: psutil.Process) -> bool:
             return process.ppid() == run.pid and "covey: template" in "".join(process.cmdline())
 
-        found: list[psutil.Process] = until(lambda: self.mine(fits), "a template")
-        return found[0]
+        result: list[psutil.Process] = until(lambda: self.own_processes(fits), "a template")
+        return result[0]
 
     def schedulers(self) -> list[psutil.Process]:
-        """The run's, also those that stand by."""
-        return self.mine(lambda process: "covey.scheduler.main" in process.cmdline())
+        """Return the scheduler processes of the run, including standbys."""
+        return self.own_processes(lambda process: "covey.scheduler.main" in process.cmdline())
 
     def scheduler_pid(self) -> int:
-        """That of the run's scheduler, in the life it is in."""
-        found: list[psutil.Process] = until(self.schedulers, "a scheduler")
-        return found[0].pid
+        """Return the pid of the run's scheduler."""
+        result: list[psutil.Process] = until(self.schedulers, "a scheduler")
+        return result[0].pid
 
     def listening(self, port: int) -> None:
-        """Be sure that something listens on a port of loopback."""
+        """Wait until a process listens on a port of loopback."""
 
         def answers() -> bool:
             with socket.socket() as sock:
                 return sock.connect_ex(("127.0.0.1", port)) == 0
 
-        until(answers, f"something to listen on {port}", story=self.tails)
+        until(answers, f"a listener on {port}", details=self.tails)
 
-    def nobody(self) -> None:
-        """Be sure that nothing the test started is left."""
+    def assert_no_processes(self) -> None:
+        """Wait until no process of the test is left."""
 
         def described() -> str:
-            return "\n".join(str(process) for process in self.mine())
+            return "\n".join(str(process) for process in self.own_processes())
 
-        until(lambda: not self.mine(), "everything to be gone", story=described)
+        until(lambda: not self.own_processes(), "all processes to exit", details=described)
 
 
 class Terminal:
-    """A terminal of which a command may think that it is a person's. What it shows comes without its control sequences.
+    """A pseudo-terminal, whose text is returned without control sequences.
 
-    It is read all the time, as a person's would be: a command must not wait for the test to look.
+    A thread reads it continuously, so that a command is never blocked by it.
     """
 
     def __init__(self) -> None:
@@ -164,8 +164,8 @@ class Terminal:
         self._reader.start()
 
     def wait_for(self, pattern: str) -> str:
-        """All that was shown, as soon as the pattern is in it."""
-        until(lambda: re.search(pattern, self.text()), f"{pattern!r} on the terminal", story=self.text)
+        """Wait until the pattern is shown; return the whole text."""
+        until(lambda: re.search(pattern, self.text()), f"{pattern!r} on the terminal", details=self.text)
         return self.text()
 
     def type(self, text: str) -> None:
@@ -188,7 +188,7 @@ class Terminal:
 
 
 def shells(folder: Path) -> Iterator[Shell]:
-    """The body of a fixture."""
+    """Yield a shell and end its processes; body of a fixture."""
     shell = Shell(folder)
     try:
         yield shell

@@ -1,4 +1,4 @@
-"""Fixtures of the tests with real processes; what they give is in `harness`."""
+"""Fixtures of the tests with real processes (`harness`)."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 from tests.processes.command import shells
 from tests.processes.harness import Cluster, running
-from tests.processes.healing import final
+from tests.processes.healing import train_and_hash
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    """A cluster of two workers, not started yet. Its `start` and `run` take any command."""
+    """A cluster of two workers, not started yet; `start` and `run` accept any command."""
     yield from running(tmp_path)
 
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The hash of a training (`healing.SCRIPT`) in which nothing happens."""
+    """The hash of a training (`healing.SCRIPT`) without faults."""
     for shell in shells(tmp_path_factory.mktemp("undisturbed")):
-        yield final(shell)
+        yield train_and_hash(shell)

@@ -1,7 +1,7 @@
-"""A training for tests of worlds that change: it writes down which samples it took, and its result tells what each counted for.
+"""A training for tests of resizes: it records the samples of each step, and its result shows how each sample was counted.
 
-The model is one number from which each step takes the mean of its samples: so the number at the end is right only if each mean
-was that of the samples that are said to have counted. `FAULTS` as in `healing`.
+The model is one number from which each step subtracts the mean of its samples. The final number is therefore correct only if
+each mean is that of the recorded samples. `FAULTS` as in `healing`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pytest
 from tests.processes.command import Shell
 from tests.processes.harness import Process
 
-LADDER = "retry,elastic-training,exit"  # nothing is started again: the world shrinks
+LADDER = "retry,elastic-training,exit"  # no restarts: the world shrinks
 SAMPLES, BATCH, WORLD, STEPS = 64, 2, 3, 15
 LONG_S = 100.0
 
@@ -41,7 +41,7 @@ FAULTS = {"kill": send(signal.SIGKILL), "stop": send(signal.SIGSTOP), "hold": ho
 
 
 def fault(step, phase):
-    """By this process's first rank, which stays its own."""
+    """Inject a fault, selected by the member index of this process."""
     key = (str(seat), str(step), phase)
     mark = folder / "-".join(key)
     if key in wanted and not mark.exists():
@@ -50,7 +50,7 @@ def fault(step, phase):
 
 
 def pace(step):
-    """Where a test sets a limit, no rank begins a step beyond it."""
+    """Wait at the limit that a test sets, if any."""
     path = folder / "limit"
     while path.exists() and step >= int(path.read_text() or 0):
         time.sleep(0.005)
@@ -73,7 +73,7 @@ class Number(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.value = torch.nn.Parameter(torch.zeros((), dtype=torch.float64))
-        self.last = torch.nn.Parameter(torch.zeros(300_000))                        # so that there are two buckets
+        self.last = torch.nn.Parameter(torch.zeros(300_000))                        # makes a second bucket
 
     def forward(self, x):
         return self.value * x + self.last.sum()
@@ -120,32 +120,33 @@ print("ENDS as rank", covey.get_rank(), flush=True)
 
 
 def start(shell: Shell, *options: str, before: Sequence[str] = (), **env: str) -> Process:
-    """Begin the training. `before` are words in front of the command."""
+    """Start the training. `before` is a prefix of the command."""
     (shell.folder / "marks").mkdir(exist_ok=True)
     shell.script(SCRIPT, "train.py")
     sized = "-n" in options or "--nnodes" in options
-    words = ["run", *(options if sized else ("-n", str(WORLD), *options)), "train.py", str(shell.folder / "marks")]
-    return shell.covey(*words, before=before, env={"COVEY_STRATEGY": LADDER} | env)
+    arguments = ["run", *(options if sized else ("-n", str(WORLD), *options)), "train.py", str(shell.folder / "marks")]
+    return shell.covey(*arguments, before=before, env={"COVEY_STRATEGY": LADDER} | env)
 
 
 def train(shell: Shell, *options: str, **env: str) -> str:
-    """The whole training; what `covey run` printed."""
+    """Run the whole training; return the output of `covey run`."""
     run = start(shell, *options, **env)
     assert run.wait(LONG_S) == 0, run.tail()
     return run.text()
 
 
 def check(shell: Shell, world: int = WORLD, accumulate: int = 2) -> list[dict[str, Any]]:
-    """Each sample of each epoch counted once, and for what it should. Returns what the last processes said at their end."""
+    """Assert that each sample of each epoch was counted once with its weight; return the final records of the last
+    processes."""
     lines = [json.loads(line) for line in (shell.folder / "marks" / "lines").read_text().splitlines()]
     took = {(line["step"], line["seat"]): line for line in lines if line["kind"] == "took"}
     counted = {line["step"]: set(line["seats"]) for line in lines if line["kind"] == "counted"}
     last = {line["pid"]: line["step"] for line in lines if line["kind"] == "counted"}
-    lived = {line["pid"] for line in lines if line["kind"] == "end"}
-    for line in lines:  # but for one who died with the only result of a step, which the others did again without it
-        if line["kind"] == "counted" and (line["step"] < last[line["pid"]] or line["pid"] in lived):
-            told = [other for other in lines if other.get("step") == line["step"]]
-            assert set(line["seats"]) == counted[line["step"]], f"ranks differ in who counted: {told}"
+    finished_pids = {line["pid"] for line in lines if line["kind"] == "end"}
+    for line in lines:  # except a rank that died with the only result of a step, which the others repeated without it
+        if line["kind"] == "counted" and (line["step"] < last[line["pid"]] or line["pid"] in finished_pids):
+            result = [other for other in lines if other.get("step") == line["step"]]
+            assert set(line["seats"]) == counted[line["step"]], f"ranks differ in the members counted: {result}"
     ends = [line for line in lines if line["kind"] == "end"]
     assert sorted(counted) == list(range(ends[-1]["steps"]))
     found: dict[int, Counter[int]] = {}
@@ -162,7 +163,7 @@ def check(shell: Shell, world: int = WORLD, accumulate: int = 2) -> list[dict[st
         (epoch, per_epoch, per_epoch) for epoch in range(len(found))
     ], found
     for end in ends:
-        if end["steps"] < ends[-1]["steps"]:  # of a run before
+        if end["steps"] < ends[-1]["steps"]:  # of an earlier run
             continue
         assert end["value"] == pytest.approx(value, rel=1e-12)
     return ends

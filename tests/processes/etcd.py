@@ -1,4 +1,4 @@
-"""A real etcd for a test."""
+"""A real etcd process for tests."""
 
 from __future__ import annotations
 
@@ -12,33 +12,40 @@ from tests.requirements import ETCD, program, require
 
 
 class Etcd:
-    """Its process, and its address."""
+    """An etcd process and its address."""
 
     def __init__(self, processes: Processes) -> None:
         require(ETCD)
-        found = str(program("etcd"))
+        path = str(program("etcd"))
         self.address = f"127.0.0.1:{free_port()}"
         url, peers = f"http://{self.address}", f"http://127.0.0.1:{free_port()}"
         self._processes, self._data = processes, Path(processes.folder) / "etcd"
-        words = [found, "--data-dir", str(self._data), "--listen-client-urls", url, "--advertise-client-urls", url]
-        words += ["--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers, "--initial-cluster", f"default={peers}"]
-        self._words = words
+        command = [path, "--data-dir", str(self._data), "--listen-client-urls", url, "--advertise-client-urls", url]
+        command += [
+            "--listen-peer-urls",
+            peers,
+            "--initial-advertise-peer-urls",
+            peers,
+            "--initial-cluster",
+            f"default={peers}",
+        ]
+        self._words = command
         self.process: Process
         self._start()
 
     def wipe(self) -> None:
-        """It ends, and comes back knowing nothing."""
+        """Restart etcd with an empty data directory."""
         self.process.kill()
         shutil.rmtree(self._data)
         self._start()
 
     def _start(self) -> None:
         self.process = self._processes.start(self._words, name="etcd")
-        until(self._healthy, "etcd", story=self.process.tail)
+        until(self._healthy, "etcd", details=self.process.tail)
 
     def _healthy(self) -> bool:
         try:
-            with urllib.request.urlopen(f"http://{self.address}/health", timeout=2) as answer:
-                return b"true" in answer.read()
+            with urllib.request.urlopen(f"http://{self.address}/health", timeout=2) as response:
+                return b"true" in response.read()
         except (urllib.error.URLError, OSError):
             return False

@@ -1,4 +1,4 @@
-"""Peers that do not behave: a scheduler that says only what a test lets it say, and doors that nobody answers."""
+"""Faulty peers: a scheduler that sends only what a test specifies, and sockets that never reply."""
 
 from __future__ import annotations
 
@@ -15,50 +15,50 @@ from covey.transport.connection import Connection
 from covey.transport.framing import from_node_decoder
 from covey.transport.handshake import ServerHandshake
 
-Answer = Callable[[Any], list[Message]]
+Reply = Callable[[Any], list[Message]]
 
 
 class FakeScheduler:
-    """Greets like a scheduler, keeps what it hears, and answers as told."""
+    """Completes handshakes like a scheduler, records messages, and replies as `reply` says."""
 
-    def __init__(self, answer: Answer) -> None:
-        self.heard: list[tuple[int, Any]] = []  # (which connection, message)
-        self._answer = answer
-        self._links: list[Connection] = []
+    def __init__(self, reply: Reply) -> None:
+        self.messages: list[tuple[int, Any]] = []  # number of the connection, message
+        self._reply = reply
+        self._connections: list[Connection] = []
 
-    def of(self, kind: type, node_id: str = "") -> list[Any]:
-        """The messages of a kind; with a node id, only those of the connections on which that node registered."""
-        said = {number for number, m in self.heard if getattr(m, "node_id", None) == node_id}
-        return [m for number, m in list(self.heard) if isinstance(m, kind) and (not node_id or number in said)]
+    def received(self, kind: type, node_id: str = "") -> list[Any]:
+        """Return the messages of a type; with a node id, only those on connections on which that node registered."""
+        numbers = {number for number, m in self.messages if getattr(m, "node_id", None) == node_id}
+        return [m for number, m in list(self.messages) if isinstance(m, kind) and (not node_id or number in numbers)]
 
-    def links(self) -> int:
-        """How many connections have been greeted so far."""
-        return len(self._links)
+    def connection_count(self) -> int:
+        """Return the number of completed handshakes."""
+        return len(self._connections)
 
-    def hang_up(self) -> None:
-        for link in self._links:
-            link.abort("the test is over")
+    def close_connections(self) -> None:
+        for connection in self._connections:
+            connection.abort("the test is over")
 
-    def on_open(self, link: Connection) -> None:
-        self._links.append(link)
-        link.id = len(self._links)
+    def on_open(self, connection: Connection) -> None:
+        self._connections.append(connection)
+        connection.id = len(self._connections)
 
-    def on_message(self, link: Connection, message: Any) -> None:
-        self.heard.append((link.id, message))
-        for answer in self._answer(message):
-            link.send(answer)
+    def on_message(self, connection: Connection, message: Any) -> None:
+        self.messages.append((connection.id, message))
+        for reply in self._reply(message):
+            connection.send(reply)
 
-    def on_close(self, link: Connection, reason: str) -> None:
+    def on_close(self, connection: Connection, reason: str) -> None:
         pass
 
 
 @contextlib.contextmanager
-def fake_scheduler(port: int, answer: Answer = lambda _: []) -> Iterator[FakeScheduler]:
-    """A fake that serves in a thread of its own while the test goes on."""
-    fake = FakeScheduler(answer)
+def fake_scheduler(port: int, reply: Reply = lambda _: []) -> Iterator[FakeScheduler]:
+    """Yield a fake scheduler that serves on its own thread."""
+    fake = FakeScheduler(reply)
     started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
-    def link() -> Connection:
+    def make_connection() -> Connection:
         return Connection(
             ServerHandshake(""), from_node_decoder, on_open=fake.on_open, on_message=fake.on_message, on_close=fake.on_close
         )
@@ -66,11 +66,11 @@ def fake_scheduler(port: int, answer: Answer = lambda _: []) -> Iterator[FakeSch
     async def serve() -> None:
         done = asyncio.Event()
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(link, sock=listener(port))
+        server = await loop.create_server(make_connection, sock=listener(port))
         started.set_result((loop, done))
         await done.wait()
         server.close()
-        fake.hang_up()
+        fake.close_connections()
 
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
@@ -83,7 +83,7 @@ def fake_scheduler(port: int, answer: Answer = lambda _: []) -> Iterator[FakeSch
 
 
 def listener(port: int, host: str = "127.0.0.1") -> socket.socket:
-    """A socket that listens and does nothing more."""
+    """Return a socket that listens and accepts nothing."""
     sock = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     sock.bind((host, port))
@@ -91,9 +91,9 @@ def listener(port: int, host: str = "127.0.0.1") -> socket.socket:
     return sock
 
 
-def turned_away(port: int, count: int) -> None:
-    """Wait until somebody has knocked `count` times; each time the door is opened and shut again."""
-    with listener(port) as door:
-        door.settimeout(60)
+def accept_and_close(port: int, count: int) -> None:
+    """Accept `count` connections and close each immediately."""
+    with listener(port) as server:
+        server.settimeout(60)
         for _ in range(count):
-            door.accept()[0].close()
+            server.accept()[0].close()

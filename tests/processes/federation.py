@@ -1,4 +1,4 @@
-"""A federated cluster for tests: `covey federated up`, devices with known updates, and the model they must make."""
+"""A federated cluster for tests: `covey federated up`, devices with known updates, and the expected model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ covey.federated.run({{"w": np.zeros(({SIZE // 10}, 10), np.float32)}}, covey.fed
 
 
 class Federation:
-    """A cluster, its REST port, and devices as threads."""
+    """A federated cluster with its ports."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Federation:
         script: str = MODEL,
         **settings: Any,
     ) -> None:
-        """`apart`: each server believes to be on a host of its own, with a keeper of its own."""
+        """`apart`: each server has its own host id and its own `covey federated up`."""
         self.shell = shell
         self.servers = servers
         self.threshold = threshold
@@ -48,8 +48,15 @@ class Federation:
         self.script = shell.script(script.replace("STRATEGY", strategy), "model.py")
         self._more = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
         numbers = ["--servers", "1" if apart else str(servers), "--server-num", str(servers), "--threshold", str(threshold)]
-        words: list[str | Path] = [*numbers, *self._where(self.port), "--dir", shell.folder / "state", *self._more, self.script]
-        self.up = shell.covey("federated", "up", *words, env={"COVEY_HOST_ID": "host-0" if apart else None})
+        arguments: list[str | Path] = [
+            *numbers,
+            *self._where(self.port),
+            "--dir",
+            shell.folder / "state",
+            *self._more,
+            self.script,
+        ]
+        self.up = shell.covey("federated", "up", *arguments, env={"COVEY_HOST_ID": "host-0" if apart else None})
         self.others = [self.join(1, self.port + n, f"host-{n}") for n in range(1, servers)] if apart else []
         self.up.wait_for("Server started successfully.")
 
@@ -58,11 +65,11 @@ class Federation:
         return [word for name, value in ports.items() for word in (name, str(value))]
 
     def join(self, servers: int, port: int, host: str | None = None) -> Process:
-        """More servers for the same cluster."""
+        """Start more servers for the same cluster."""
         where = ["--join", f"127.0.0.1:{self.scheduler}", "--servers", str(servers), *self._where(port)]
         name = f"joining-{port}"
-        words: list[str | Path] = [*where, "--dir", self.shell.folder / "state", *self._more, self.script]
-        return self.shell.covey("federated", "up", *words, name=name, env={"COVEY_HOST_ID": host})
+        arguments: list[str | Path] = [*where, "--dir", self.shell.folder / "state", *self._more, self.script]
+        return self.shell.covey("federated", "up", *arguments, name=name, env={"COVEY_HOST_ID": host})
 
     def urls(self, servers: int = 0) -> list[str]:
         return [f"http://127.0.0.1:{self.port + number}" for number in range(servers or self.servers)]
@@ -70,46 +77,46 @@ class Federation:
     def device(self, name: int | str, size: int = 1, servers: int = 0) -> Device:
         return Device(self.urls(servers), f"device-{name}", data_size=size)
 
-    def ask(self, path: str, body: Any = None, *, get: bool = False) -> dict[str, Any]:
-        """A management request; its JSON."""
+    def request(self, path: str, body: Any = None, *, get: bool = False) -> dict[str, Any]:
+        """Send a management request; return its JSON."""
         url = f"http://127.0.0.1:{self.manage}{path}"
         answer = httpx2.get(url, timeout=60) if get else httpx2.post(url, json=body, timeout=60)
         found: dict[str, Any] = answer.json()
         return found
 
     def instance(self) -> dict[str, Any]:
-        result: dict[str, Any] = self.ask("/queryInstance", get=True)["result"]
+        result: dict[str, Any] = self.request("/queryInstance", get=True)["result"]
         return result
 
     def state(self) -> str:
-        return str(self.ask("/state", get=True)["cluster_state"])
+        return str(self.request("/state", get=True)["cluster_state"])
 
     def until_ready(self, *node_ids: str) -> None:
-        """CLUSTER_READY, with places for these servers and no others if any are named."""
+        """Wait for CLUSTER_READY; if node ids are given, with exactly these servers."""
 
         def ready() -> bool:
             try:
-                state, nodes = self.state(), self.ask("/nodes", get=True)["nodeIds"]
-            except httpx2.TransportError:  # a scheduler that was killed is not back yet
+                state, nodes = self.state(), self.request("/nodes", get=True)["nodeIds"]
+            except httpx2.TransportError:  # a killed scheduler has not restarted yet
                 return False
             placed = {node["nodeId"] for node in nodes if node["role"] == "SERVER" and node["rankId"] != "-1"}
             return state == "CLUSTER_READY" and (not node_ids or placed == set(node_ids))
 
-        until(ready, f"CLUSTER_READY with {node_ids}", story=self.tails)
+        until(ready, f"CLUSTER_READY with {node_ids}", details=self.tails)
 
     def processes(self, role: str) -> list[psutil.Process]:
-        """The living processes of a role: MS_SCHED or MS_SERVER."""
-        return [p for p in self.shell.mine() if f'"{role}"' in _environ(p).get("COVEY_FL_CONTEXT", "")]
+        """Return the running processes of a role: MS_SCHED or MS_SERVER."""
+        return [p for p in self.shell.own_processes() if f'"{role}"' in _environ(p).get("COVEY_FL_CONTEXT", "")]
 
     def server(self, **variables: str) -> psutil.Process:
-        """The living server with these variables in its environment."""
+        """Return the running server with these variables in its environment."""
         servers = self.processes("MS_SERVER")
         (found,) = [p for p in servers if variables.items() <= _environ(p).items()]
         return found
 
     def some(self, role: str) -> list[psutil.Process]:
-        """As soon as there are any."""
-        found: list[psutil.Process] = until(lambda: self.processes(role), f"a process with the role {role}", story=self.tails)
+        """Wait for processes of a role, and return them."""
+        found: list[psutil.Process] = until(lambda: self.processes(role), f"a process with the role {role}", details=self.tails)
         return found
 
     def tails(self) -> str:
@@ -117,14 +124,14 @@ class Federation:
         return self.shell.tails() + "".join(f"\n--- {p.name}\n{_end(p)}" for p in sorted(logs))
 
 
-class Crowd:
-    """Devices that send updates everyone can compute, in every round, and check each model against them, bit for bit."""
+class DeviceGroup:
+    """Devices that send reproducible updates in every round and check each model against them, bit for bit."""
 
     def __init__(self, federation: Federation, servers: int = 0) -> None:
         self.federation = federation
         self.rounds: set[int] = set()
         self.wrong: list[str] = []
-        self.last = 10**9  # the iteration after which a device ends
+        self.last = 10**9  # iteration after which a device stops
         number = federation.threshold
         self._threads = [threading.Thread(target=self._live, args=(n, servers), daemon=True) for n in range(number)]
         for thread in self._threads:
@@ -140,7 +147,7 @@ class Crowd:
                     self.rounds.add(task.iteration)
                     if task.iteration >= self.last:
                         return
-        except Exception as error:  # a thread's own end must reach the test
+        except Exception as error:  # a failure in a thread must fail the test
             self.wrong.append(repr(error))
 
     def until_round(self, number: int) -> None:
@@ -148,10 +155,11 @@ class Crowd:
             assert not self.wrong, f"{self.wrong}\n{self.federation.tails()}"
             return max(self.rounds, default=0) >= number
 
-        until(there, f"iteration {number}", story=self.federation.tails)
+        until(there, f"iteration {number}", details=self.federation.tails)
 
     def end(self) -> None:
-        """Let every device take part in one iteration more: if one stopped at once, another could wait for it in vain."""
+        """Let every device take part in one more iteration; if one stopped immediately, another could wait for it
+        indefinitely."""
         self.last = max(self.rounds, default=0) + 2
         self.until_over()
 
@@ -162,12 +170,12 @@ class Crowd:
 
 
 def update(number: int, iteration: int) -> Floats:
-    """What a device sends in an iteration."""
+    """Return the update of a device in an iteration."""
     return np.random.default_rng(1000 * iteration + number).standard_normal(SIZE).astype(np.float32)
 
 
 def expected(iteration: int, devices: int) -> Floats:
-    """What all of them make together."""
+    """Return the expected model of an iteration."""
     total = Accumulator(SIZE)
     for number in range(devices):
         total.add(update(number, iteration), number + 1)
@@ -175,7 +183,7 @@ def expected(iteration: int, devices: int) -> Floats:
 
 
 def ports(count: int) -> int:
-    """The first of several free ports in a row."""
+    """Return the first of several consecutive free ports."""
     while True:
         first = free_port()
         if all(_free(first + number) for number in range(1, count)):
@@ -190,7 +198,7 @@ def _free(port: int) -> bool:
 def _environ(process: psutil.Process) -> dict[str, str]:
     try:
         return process.environ()
-    except psutil.Error:  # it has ended meanwhile
+    except psutil.Error:  # it has exited
         return {}
 
 

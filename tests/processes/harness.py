@@ -4,11 +4,11 @@
         cluster.scheduler()
         first, second = cluster.worker(0), cluster.worker(1)
         first.wait_for("rank=0 world=2")
-        cluster.release()                                    # the default script ends when told so
+        cluster.release()                                    # the default script ends when `go` exists
         assert cluster.wait() == {"scheduler": 0, "worker-0": 0, "worker-1": 0}
 
-Every process has a session and a log file of its own, an environment without anything from outside, and ends with the test.
-Waiting is for events (a line, an exit, a view of the cluster), with one generous deadline; when it passes, the logs are shown.
+Every process has its own session and log file and a clean environment, and ends with the test. Tests wait for events (a line,
+an exit, a view of the cluster) with one generous deadline; after it, the test fails with the logs.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from covey.core.cluster.view import ClusterView, NodeView
 from covey.errors import CoveyError
 from covey.runtime.node_runtime import SchedulerAddress
 
-DEADLINE_S = 90.0  # for any one event; reached only when something is wrong
+DEADLINE_S = 90.0  # for any one event; reached only if the test fails
 POLL_S = 0.01
 TAIL_LINES = 60
-MARK = "HARNESS_FOLDER"  # in the environment of everything a test starts
+MARK = "HARNESS_FOLDER"  # in the environment of every process that a test starts
 
-# Joins, says who it is, and stays until the file named by its first argument exists. It never imports torch.
+# Joins, prints its rank, and runs until the file named by its first argument exists. It never imports torch.
 STAY = """
 import pathlib, sys, time
 import covey
@@ -53,19 +53,19 @@ print("done", flush=True)
 """
 
 
-def until(happened: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S, story: Callable[[], str] = str) -> Any:
-    """Wait for an event: the first true answer of `happened`. Past the deadline, fail with `what` and the story."""
+def until(happened: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S, details: Callable[[], str] = str) -> Any:
+    """Wait for the first true result of `happened` and return it. After the deadline, fail with `what` and the details."""
     limit = time.monotonic() + deadline_s
     while True:
-        began = time.thread_time()
+        started_at = time.thread_time()
         if answer := happened():
             return answer
-        assert time.monotonic() < limit, f"waited {deadline_s:g} s for {what}\n{story()}"
-        time.sleep(max(POLL_S, 4 * (time.thread_time() - began)))  # to look takes a fifth of a processor at most
+        assert time.monotonic() < limit, f"waited {deadline_s:g} s for {what}\n{details()}"
+        time.sleep(max(POLL_S, 4 * (time.thread_time() - started_at)))  # the checks use a fifth of a core at most
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A free port outside the range from which outgoing connections take theirs, so that none of them is in the way."""
+    """Return a free port outside the ephemeral range, so that no outgoing connection uses it."""
     kind = socket.AF_INET6 if ":" in host else socket.AF_INET
     while True:
         port = random.SystemRandom().randrange(10_000, 32_000)
@@ -75,13 +75,13 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 class Process:
-    """One started process. Codes are as a shell says them: 128 + n for signal n."""
+    """A started process. Exit codes are as in a shell: 128 + n for signal n."""
 
-    def __init__(self, name: str, popen: subprocess.Popen[bytes], log: Path, story: Callable[[], str]) -> None:
+    def __init__(self, name: str, popen: subprocess.Popen[bytes], log: Path, details: Callable[[], str]) -> None:
         self.name = name
         self.popen = popen
         self.log = log  # its stdout and stderr
-        self._story = story  # everyone's last lines
+        self._details = details  # last lines of all processes
 
     @property
     def pid(self) -> int:
@@ -93,52 +93,52 @@ class Process:
 
     @property
     def code(self) -> int | None:
-        """The exit code, None while it runs."""
-        found = self.popen.poll()
-        return found if found is None or found >= 0 else 128 - found
+        """The exit code; None while it runs."""
+        result = self.popen.poll()
+        return result if result is None or result >= 0 else 128 - result
 
     def text(self) -> str:
-        """What it has written so far."""
+        """Return its output so far."""
         return self.log.read_text(errors="replace")
 
     def tail(self) -> str:
-        state = "runs" if self.alive else f"ended with {self.code}"
+        state = "runs" if self.alive else f"exited with {self.code}"
         lines = self.text().splitlines()[-TAIL_LINES:]
         return "\n".join([f"--- {self.name} (process {self.pid}) {state}", *lines])
 
     def wait_for(self, pattern: str, *, count: int = 1, deadline_s: float = DEADLINE_S) -> re.Match[str]:
-        """The `count`th match of a regular expression in its output, as soon as it is there."""
+        """Wait for the `count`th match of a regular expression in its output, and return it."""
 
-        def found() -> list[re.Match[str]]:
+        def result() -> list[re.Match[str]]:
             matches = list(re.finditer(pattern, self.text()))
             return matches if len(matches) >= count else []
 
         def possible() -> list[re.Match[str]]:
-            over = not self.alive  # asked first: what it wrote before it ended must still be found
-            matches = found()
-            assert matches or not over, f"{self.name} ended without saying {pattern!r}\n{self._story()}"
+            ended = not self.alive  # checked first, so that output before the exit is still found
+            matches = result()
+            assert matches or not ended, f"{self.name} exited without output {pattern!r}\n{self._details()}"
             return matches
 
-        matches: list[re.Match[str]] = until(possible, f"{self.name} to say {pattern!r}", deadline_s, self._story)
+        matches: list[re.Match[str]] = until(possible, f"{self.name} to print {pattern!r}", deadline_s, self._details)
         return matches[count - 1]
 
     def wait(self, deadline_s: float = DEADLINE_S) -> int:
-        """Its exit code, as soon as it has ended."""
-        until(lambda: not self.alive, f"{self.name} to end", deadline_s, self._story)
+        """Wait for the exit of the process; return its code."""
+        until(lambda: not self.alive, f"{self.name} to exit", deadline_s, self._details)
         assert self.code is not None
         return self.code
 
     def signal(self, number: signal.Signals) -> None:
-        """Signal this process alone, not its children."""
+        """Send a signal to this process, not to its children."""
         self.popen.send_signal(number)
 
     def kill(self) -> None:
-        """kill -9, and be sure that it is gone."""
+        """Send SIGKILL and wait for the exit."""
         self.signal(signal.SIGKILL)
         self.wait()
 
     def stop(self) -> None:
-        """SIGSTOP, and be sure that it has taken effect: every thread stands still."""
+        """Send SIGSTOP and wait until all threads are stopped."""
         self.signal(signal.SIGSTOP)
         until(lambda: psutil.Process(self.pid).status() == psutil.STATUS_STOPPED, f"{self.name} to stop")
 
@@ -147,7 +147,7 @@ class Process:
 
 
 class Processes:
-    """Starts processes and ends all of them, with whatever they started, when the test is over."""
+    """Starts processes, and kills all of them and their descendants at the end of the test."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -156,14 +156,14 @@ class Processes:
             (folder / name).mkdir(parents=True, exist_ok=True)
 
     def environ(self, extra: Mapping[str, str | int | float | None] | None = None) -> dict[str, str]:
-        """A small environment of the test's own; None takes a variable away."""
+        """Return a clean environment with `extra`; None removes a variable."""
         base: dict[str, str | int | float | None] = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}",
-            "PYTHONPATH": os.environ.get("PYTHONPATH"),  # the covey under test, where it is not the installed one
+            "PYTHONPATH": os.environ.get("PYTHONPATH"),  # the covey under test, if it is not the installed one
             "HOME": str(self.folder / "home"),
             "XDG_RUNTIME_DIR": str(self.folder / "runtime"),
             "XDG_CONFIG_HOME": str(self.folder / "config"),
-            "COVERAGE_PROCESS_CONFIG": os.environ.get("COVERAGE_PROCESS_CONFIG"),  # what is started is counted too
+            "COVERAGE_PROCESS_CONFIG": os.environ.get("COVERAGE_PROCESS_CONFIG"),  # coverage of started processes
             "LANG": "C.UTF-8",
             "OMP_NUM_THREADS": "1",
             "TERM": "dumb",
@@ -180,12 +180,12 @@ class Processes:
         cwd: Path | None = None,
         **popen: Any,
     ) -> Process:
-        """Start a command with `environ(env)`, in a session of its own; its output goes to a file named after it."""
+        """Start a command with `environ(env)` in its own session; its output goes to a file named after it."""
         name = self._unused(name or Path(command[0]).name)
         log = self.folder / f"{name}.log"
         with log.open("wb") as output:
             process = subprocess.Popen(
-                [str(word) for word in command],
+                [str(role_name) for role_name in command],
                 env=self.environ(env),
                 cwd=cwd or self.folder,
                 start_new_session=True,
@@ -195,34 +195,34 @@ class Processes:
         return self.all[-1]
 
     def run(self, command: Sequence[str | Path], **options: Any) -> Process:
-        """Start a command and wait until it has ended: `.code` and `.text()` tell how."""
+        """Run a command to its end; `.code` and `.text()` have the result."""
         process = self.start(command, **options)
         process.wait()
         return process
 
     def wait(self) -> dict[str, int]:
-        """The exit codes of all, by name, as soon as everyone has ended."""
-        until(lambda: not any(p.alive for p in self.all), "everyone to end", story=self.tails)
+        """Wait for the exit of all processes; return their codes by name."""
+        until(lambda: not any(p.alive for p in self.all), "all processes to exit", details=self.tails)
         return {process.name: process.wait() for process in self.all}
 
     def tails(self) -> str:
-        """The last lines of everyone, for the sentence of a failure."""
+        """Return the last lines of all processes, for failure messages."""
         return "\n".join(process.tail() for process in self.all)
 
-    def mine(self, fits: Callable[[psutil.Process], bool] = lambda _: True) -> list[psutil.Process]:
-        """Every living process that came from this test, however far it has moved away: they all carry its mark. `fits` may
-        ask one that ends meanwhile."""
-        found = []
+    def own_processes(self, fits: Callable[[psutil.Process], bool] = lambda _: True) -> list[psutil.Process]:
+        """Return the running processes of this test, recognized by the mark in their environment, for which `fits` is true.
+        `fits` may raise `psutil.Error` for a process that exits."""
+        result = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 marked = process.environ().get(MARK) == str(self.folder) and process.status() != psutil.STATUS_ZOMBIE
                 if marked and fits(process):
-                    found.append(process)
-        return found
+                    result.append(process)
+        return result
 
     def end(self) -> None:
-        """Kill what still runs."""
-        while family := self.mine():
+        """Kill all processes that still run."""
+        while family := self.own_processes():
             for process in family:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     process.kill()
@@ -231,12 +231,12 @@ class Processes:
             started.popen.wait()
 
     def _unused(self, name: str) -> str:
-        taken = {process.name for process in self.all}
-        return next(n for n in (name, *(f"{name}.{i}" for i in range(2, 1000))) if n not in taken)
+        used_names = {process.name for process in self.all}
+        return next(n for n in (name, *(f"{name}.{i}" for i in range(2, 1000))) if n not in used_names)
 
 
 class Cluster(Processes):
-    """The raw MS_* way: one script, started once per node. `env` holds for every node, unless a node says otherwise."""
+    """A cluster started by MS_* variables: one script per node. `env` applies to every node and can be overridden per node."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -248,7 +248,7 @@ class Cluster(Processes):
         self.default = self.script(STAY, "train.py")
 
     def script(self, text: str, name: str = "other.py") -> Path:
-        """A program in the test's folder. It may be written again while a run reads it: no reader sees half of it."""
+        """Write a script into the test's directory, atomically, and return its path."""
         path = self.folder / name
         new = path.with_suffix(f"{path.suffix}.new")
         new.write_text(text)
@@ -256,11 +256,11 @@ class Cluster(Processes):
         return path
 
     def scheduler(self, **options: Any) -> Process:
-        """Start the scheduler; it is called `scheduler`, the next one `scheduler.2`."""
+        """Start the scheduler, named `scheduler`; the next one is named `scheduler.2`."""
         return self.node("MS_SCHED", **{"name": "scheduler", **options})
 
     def worker(self, node_id: int | str | None = None, **options: Any) -> Process:
-        """Start a worker; with an id it is called `worker-ID`, without one `worker`."""
+        """Start a worker, named `worker-ID`, or `worker` without an id."""
         return self.node("MS_WORKER", node_id, **options)
 
     def node(
@@ -274,9 +274,9 @@ class Cluster(Processes):
         before: Sequence[str | Path] = (),
         **env: str | int | float | None,
     ) -> Process:
-        """Start any role. `env` is for this node alone; `before` are words in front of the command."""
-        word = role.removeprefix("MS_").lower()
-        default_name = word if node_id is None else f"{word}-{node_id}"
+        """Start a node of any role. `env` is for this node only; `before` is a prefix of the command."""
+        role_name = role.removeprefix("MS_").lower()
+        default_name = role_name if node_id is None else f"{role_name}-{node_id}"
         variables: dict[str, str | int | float | None] = {
             "MS_ROLE": role,
             "MS_SCHED_HOST": self.host,
@@ -290,7 +290,8 @@ class Cluster(Processes):
         return self.start(command, name=name or default_name, env=variables)
 
     def formed(self, *workers: int | str | None, **env: Any) -> tuple[Process, list[Process]]:
-        """A scheduler and its workers (ids 0, 1, ... unless given), all of them members; the workers in the order given."""
+        """Start a scheduler and workers (ids 0, 1, ... unless given) and wait until all have ranks; return them in that
+        order."""
         scheduler = self.scheduler(**env)
         nodes = [self.worker(node_id, **env) for node_id in (workers or range(self.workers))]
         for node in nodes:
@@ -298,39 +299,39 @@ class Cluster(Processes):
         return scheduler, nodes
 
     def release(self) -> None:
-        """Let every STAY script end."""
+        """Let all STAY scripts end."""
         self.go.touch()
 
-    # -- looking -----------------------------------------------------------------------------------------------------
+    # -- views -------------------------------------------------------------------------------------------------------
 
     def view(self, secret: str = "") -> ClusterView:
-        """The cluster as its scheduler sees it now."""
+        """Return the present view of the cluster."""
         return asyncio.run(fetch_view(SchedulerAddress(self.host, self.port, secret)))
 
     def until(self, happened: Callable[[ClusterView], Any], what: str, deadline_s: float = DEADLINE_S) -> ClusterView:
-        """The first view in which `happened` is true; a scheduler that is not there yet is asked again."""
+        """Wait for the first view in which `happened` is true, and return it; retries while no scheduler answers."""
         schedulers = [process for process in self.all if process.name.startswith("scheduler")]
 
         def seen() -> ClusterView | None:
-            over = schedulers and not schedulers[-1].alive
-            assert not over, f"the scheduler ended while the test waited for {what}\n{self.tails()}"
+            ended = schedulers and not schedulers[-1].alive
+            assert not ended, f"the scheduler exited while the test waited for {what}\n{self.tails()}"
             try:
                 view = self.view()
             except CoveyError:
                 return None
             return view if happened(view) else None
 
-        found: ClusterView = until(seen, what, deadline_s, self.tails)
-        return found
+        result: ClusterView = until(seen, what, deadline_s, self.tails)
+        return result
 
 
 def nodes_of(view: ClusterView, role: str = "worker") -> dict[str, NodeView]:
-    """The nodes of a role, by id."""
+    """Return the nodes of a role by id."""
     return {node.node_id: node for node in view.nodes if node.role == role}
 
 
 def running(folder: Path) -> Iterator[Cluster]:
-    """The body of the `cluster` fixture."""
+    """Yield a cluster and end it; body of the `cluster` fixture."""
     cluster = Cluster(folder)
     try:
         yield cluster

@@ -1,9 +1,9 @@
-"""A training for tests of healing: everything that could make two runs differ, and faults where they are asked for.
+"""A training for tests of healing, with all usual sources of differences between runs, and with configurable faults.
 
     FAULTS="1:3:forward 0:6:optimizer:stop"   rank 1 kills itself in step 3's forward pass, rank 0 stops in step 6's optimizer
 
-Each fault happens once: a file remembers it. `FAULTS` in the script are the kinds; `hold` waits for `release`.
-Prints the hash of everything that must be equal at the end.
+Each fault happens once, recorded by a file. `FAULTS` in the script lists the kinds; `hold` waits for `release`. At the end the
+script prints a hash of the state that must be equal.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 from tests.processes.command import Shell
 from tests.processes.harness import Process, until
 
-LADDER = "retry,recover-in-place,recover,dump,exit"  # the default, which other tests do without
-WORLD = 3  # at 2 every order of summation gives the same bits, which would prove nothing
+LADDER = "retry,recover-in-place,recover,dump,exit"  # the default; other tests use `exit`
+WORLD = 3  # with 2 ranks every order of summation gives the same bits
 LONG_S = 100.0
 
 SCRIPT = '''
@@ -43,7 +43,7 @@ def fail(mark):
 
 
 def cut(mark):
-    """What a peer sees whose connections to the others break."""
+    """Shut down the connections to the other ranks."""
     for name, descriptor in loop._group.collectives._group._sockets.items():
         shut_down_socket(name, descriptor)
 
@@ -89,10 +89,10 @@ class Noisy(torch.utils.data.Dataset):
 covey.init()
 fault(0, "joined")                                                            # before any collective
 if covey.is_replacement():
-    fault(0, "replacing")                                                     # known to the scheduler, without state
+    fault(0, "replacing")                                                     # registered, without state
 torch.set_num_threads(1)
 covey.set_seed(1)
-scale = covey.all_reduce(torch.tensor([1.0 + covey.get_rank()]), "mean")      # agreed before the first step
+scale = covey.all_reduce(torch.tensor([1.0 + covey.get_rank()]), "mean")      # a collective before the first step
 fault(0, "before")
 net = nn.Sequential(nn.Linear(784, 400), nn.BatchNorm1d(400), nn.ReLU(), nn.Dropout(0.2), nn.Linear(400, 10))
 optimizer = torch.optim.Adam(net.parameters(), 1e-3)
@@ -108,13 +108,13 @@ loop = covey.Loop(
 loop.register("seen", lambda: list(seen), lambda value: seen.__setitem__(slice(None), value))
 print("BEGINS at", loop.step, flush=True)
 if covey.is_replacement():
-    fault(loop.step, "restored")                                              # with state, not yet among the others
+    fault(loop.step, "restored")                                              # with state, before its first collective
 optimizer.register_step_pre_hook(lambda *_: fault(loop.step, "optimizer"))
 net[0].weight.register_hook(lambda grad: fault(loop.step, "reduction") if loop.boundary else None)   # the last bucket is open
 net[4].weight.register_hook(lambda grad: fault(loop.step, "backward"))
 
 confirm, send_all = loop._checkpoint.before_commit, transfer._send_state
-loop._checkpoint.before_commit = lambda: (confirm(), fault(loop.step, "checkpoint"))          # written, not yet in its place
+loop._checkpoint.before_commit = lambda: (confirm(), fault(loop.step, "checkpoint"))          # written, not yet renamed
 
 
 def give(connection, given):
@@ -127,7 +127,7 @@ def give(connection, given):
 transfer._send_state = give
 
 if os.environ.get("LATE") == str(covey.get_rank()):
-    # Forces "one step apart": this rank hears that a death changed the membership before it hears that step 5 is complete.
+    # Forces "one step apart": this rank receives the new generation before the completion of step 5.
     inbox, held = loop._group.worker_context.inbox, []
 
     class Late:
@@ -186,44 +186,44 @@ print("HASH", found.hexdigest(), flush=True)
 
 
 def start(shell: Shell, *options: str, before: Sequence[str] = (), script: str = SCRIPT, **env: str) -> Process:
-    """Begin the training. `before` are words in front of the command."""
+    """Start the training. `before` is a prefix of the command."""
     marks = shell.folder / "marks"
     marks.mkdir(exist_ok=True)
     shell.script(script, "train.py")
-    words = ["run", *(options if "-n" in options else ("-n", str(WORLD), *options)), "train.py", str(marks)]
-    return shell.covey(*words, before=before, env={"COVEY_STRATEGY": LADDER} | env)
+    arguments = ["run", *(options if "-n" in options else ("-n", str(WORLD), *options)), "train.py", str(marks)]
+    return shell.covey(*arguments, before=before, env={"COVEY_STRATEGY": LADDER} | env)
 
 
 def train(shell: Shell, *options: str, script: str = SCRIPT, **env: str) -> str:
-    """The whole training; what `covey run` printed."""
+    """Run the whole training; return the output of `covey run`."""
     run = start(shell, *options, script=script, **env)
     assert run.wait(LONG_S) == 0, run.tail()
     return run.text()
 
 
-def final(shell: Shell, *options: str, script: str = SCRIPT, **env: str) -> str:
-    """The whole training; the hash that all ranks agree on."""
+def train_and_hash(shell: Shell, *options: str, script: str = SCRIPT, **env: str) -> str:
+    """Run the whole training; return the hash, which must be equal on all ranks."""
     train(shell, *options, script=script, **env)
-    return outcome(shell)
+    return final_hash(shell)
 
 
-def outcome(shell: Shell, world: int = WORLD) -> str:
-    """The hash that all ranks of a finished training agree on."""
+def final_hash(shell: Shell, world: int = WORLD) -> str:
+    """Return the hash of a finished training, which must be equal on all ranks."""
     found = [re.findall(r"^HASH (\w+)$", shell.log(rank), re.MULTILINE)[-1] for rank in range(world)]
-    assert len(set(found)) == 1, "the ranks differ from each other"
+    assert len(set(found)) == 1, "the ranks have different hashes"
     return str(found[0])
 
 
-def reached(shell: Shell, fault: str) -> None:
-    """Wait until a fault has happened, given as in FAULTS."""
-    until(mark(shell, fault).exists, f"the fault {fault}", story=shell.tails)
+def wait_for_fault(shell: Shell, fault: str) -> None:
+    """Wait until a fault, given as in FAULTS, has happened."""
+    until(fault_path(shell, fault).exists, f"the fault {fault}", details=shell.tails)
 
 
 def release(shell: Shell, fault: str) -> None:
-    """Let a rank go on that `hold`s."""
-    mark(shell, fault).with_suffix(".go").touch()
+    """Let a rank continue that waits in `hold`."""
+    fault_path(shell, fault).with_suffix(".go").touch()
 
 
-def mark(shell: Shell, fault: str) -> Path:
-    """The file by which a fault is remembered."""
+def fault_path(shell: Shell, fault: str) -> Path:
+    """Return the file that records a fault."""
     return shell.folder / "marks" / "-".join(fault.split(":")[:3])

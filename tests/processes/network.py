@@ -1,6 +1,6 @@
-"""Hosts for real: network namespaces at one switch, with cables that can be slow, lossy, cut, or deaf in one direction.
+"""Hosts as network namespaces at one bridge, whose connections can be slow, lossy, cut, or blocked in one direction.
 
-All of them have this machine's one host name, and both kinds of addresses; `hosts.name` resolves to both.
+All have the host name of this machine, an IPv4 and an IPv6 address; `hosts.name` resolves to both of the first host.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from pathlib import Path
 
 
 class Hosts:
-    """So many hosts. Everything is in namespaces of its own, so that nothing of this machine changes. Tests that make them are
-    marked `needs(*HOSTS)`, or their fixture calls `require(*HOSTS)`: see tests/requirements.py."""
+    """`count` hosts in their own namespaces; nothing of this machine changes. Tests that use them are marked `needs(*HOSTS)`,
+    or their fixture calls `require(*HOSTS)` (tests/requirements.py)."""
 
     def __init__(self, name: str, count: int = 2, network: str = "10.91.7") -> None:
         self._names = [f"{name}-{index}" for index in range(count)]
         self._switch = f"{name}-switch"
         self.addresses = [f"{network}.{index + 1}" for index in range(count)]
         self.addresses6 = [f"fd91:7::{index + 1}" for index in range(count)]
-        self.name = "first.test"  # of the first one
+        self.name = "first.test"  # resolves to the first host
 
     def __enter__(self) -> Hosts:
         try:
@@ -41,10 +41,10 @@ class Hosts:
         _ip("-n", name, "addr", "add", f"{self.addresses6[index]}/64", "dev", "cable", "nodad")
         _ip("-n", name, "link", "set", "cable", "up")
         _ip("-n", name, "link", "set", "lo", "up")
-        folder = Path("/etc/netns") / name  # what `ip netns exec` shows as /etc
+        folder = Path("/etc/netns") / name  # shown as /etc by `ip netns exec`
         folder.mkdir(parents=True)
-        known = [f"127.0.0.1 localhost\n::1 localhost\n{address} {self.name}" for address in (self.addresses[0],)]
-        (folder / "hosts").write_text("\n".join([*known, f"{self.addresses6[0]} {self.name}", ""]))
+        lines = [f"127.0.0.1 localhost\n::1 localhost\n{address} {self.name}" for address in (self.addresses[0],)]
+        (folder / "hosts").write_text("\n".join([*lines, f"{self.addresses6[0]} {self.name}", ""]))
 
     def __exit__(self, *_: object) -> None:
         for name in (*self._names, self._switch):
@@ -52,50 +52,50 @@ class Hosts:
             shutil.rmtree(Path("/etc/netns") / name, ignore_errors=True)
 
     def cut(self, index: int = 1) -> None:
-        """Pull the cable: nothing arrives any more, and nobody is told."""
+        """Cut the network of a host: packets are dropped without an error."""
         _ip("-n", self._switch, "link", "set", f"port{index}", "nomaster")
 
-    def mend(self, index: int = 1) -> None:
-        """Whatever was done to a host's cable is undone."""
+    def restore(self, index: int = 1) -> None:
+        """Undo all changes to the network of a host."""
         _ip("-n", self._switch, "link", "set", f"port{index}", "master", "switch")
         for name in self._names:
             _ip("-n", name, "neigh", "flush", "nud", "permanent")
         subprocess.run(["tc", "-n", self._names[index], "qdisc", "del", "dev", "cable", "root"], capture_output=True)
 
-    def mute(self, index: int) -> None:
-        """It hears the others, and they do not hear it: what it sends goes to a card that does not exist."""
-        for other in range(len(self._names)):
-            if other != index:
-                self._misdirect(index, other)
+    def block_outgoing(self, index: int) -> None:
+        """Drop the packets that a host sends: they are addressed to a network card that does not exist."""
+        for target in range(len(self._names)):
+            if target != index:
+                self._misdirect(index, target)
 
-    def deafen(self, index: int) -> None:
-        """The others hear it, and it does not hear them."""
-        for other in range(len(self._names)):
-            if other != index:
-                self._misdirect(other, index)
+    def block_incoming(self, index: int) -> None:
+        """Drop the packets that the other hosts send to this one."""
+        for target in range(len(self._names)):
+            if target != index:
+                self._misdirect(target, index)
 
     def slow(self, index: int, rate: str, queue: int) -> None:
-        """What it sends takes its time, and what does not fit into so many bytes of queue is lost. (netem, which could say how
-        much, is not in every kernel.)"""
-        words = ["root", "tbf", "rate", rate, "burst", "6kb", "limit", str(queue)]
-        subprocess.run(["tc", "-n", self._names[index], "qdisc", "replace", "dev", "cable", *words], check=True)
+        """Limit the outgoing rate of a host; packets beyond `queue` bytes are dropped. netem is not used, because not every
+        kernel has it."""
+        arguments = ["root", "tbf", "rate", rate, "burst", "6kb", "limit", str(queue)]
+        subprocess.run(["tc", "-n", self._names[index], "qdisc", "replace", "dev", "cable", *arguments], check=True)
 
     def dropped(self, index: int) -> int:
-        """How many packets were lost by `slow`."""
-        told = subprocess.run(
+        """Return the number of packets that `slow` has dropped."""
+        result = subprocess.run(
             ["tc", "-n", self._names[index], "-s", "qdisc", "show", "dev", "cable"], check=True, capture_output=True, text=True
         )
-        return int(told.stdout.partition("dropped ")[2].partition(",")[0])
+        return int(result.stdout.partition("dropped ")[2].partition(",")[0])
 
-    def _misdirect(self, one: int, other: int) -> None:
+    def _misdirect(self, source: int, target: int) -> None:
         for addresses in (self.addresses, self.addresses6):
             nowhere = ["lladdr", "02:00:00:00:00:ff", "dev", "cable", "nud", "permanent"]
-            _ip("-n", self._names[one], "neigh", "replace", addresses[other], *nowhere)
+            _ip("-n", self._names[source], "neigh", "replace", addresses[target], *nowhere)
 
     def on(self, index: int) -> list[str]:
-        """The words in front of a command that runs on that host."""
+        """Return the prefix of a command that runs on that host."""
         return ["ip", "netns", "exec", self._names[index]]
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)

@@ -51,33 +51,33 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     yield from shells(tmp_path)
 
 
-def run(shell: Shell, *words: str | Path) -> Process:
+def run(shell: Shell, *arguments: str | Path) -> Process:
     """`covey run` in MindSpore's environment, which has no torch."""
-    command = [PYTHON, "-m", "covey.cli.main", "run", "--framework", "mindspore", "--log-dir", shell.logs, *words]
+    command = [PYTHON, "-m", "covey.cli.main", "run", "--framework", "mindspore", "--log-dir", shell.logs, *arguments]
     return shell.start(command, env={"PYTHONPATH": str(ROOT / "src")})
 
 
-def test_a_training_ends_with_the_same_weights_on_every_rank_and_logs_of_their_own(shell: Shell) -> None:
+def test_training_ends_with_equal_weights_and_separate_logs(shell: Shell) -> None:
     training = run(shell, "-n", "3", ROOT / "examples" / "integrations" / "mindspore_script.py")
     assert training.wait(END_S) == 0, training.tail()
-    assert float(shell.heard(0, r"test accuracy (0\.\d+)")[1]) > 0.7
-    assert len({shell.heard(rank, r"test accuracy .*, test loss \S+")[0] for rank in range(3)}) == 1
+    assert float(shell.wait_for_log(0, r"test accuracy (0\.\d+)")[1]) > 0.7
+    assert len({shell.wait_for_log(rank, r"test accuracy .*, test loss \S+")[0] for rank in range(3)}) == 1
     for rank in range(3):
         assert f"rank {rank} of 3: epoch 2, loss" in shell.log(rank)
     assert "MetaServerNode" in shell.log("mindspore_scheduler") and "MetaServerNode" not in shell.log(0)
-    shell.nobody()
+    shell.assert_no_processes()
 
 
-def test_all_start_anew_when_mindspores_scheduler_is_killed_and_the_death_of_a_worker_ends_the_run(shell: Shell) -> None:
+def test_killed_mindspore_scheduler_restarts_all_and_killed_worker_ends_the_run(shell: Shell) -> None:
     script = shell.script(REDUCES)
     training = run(shell, "-n", "2", "--max-restarts", "1", script)
-    shell.heard(1, "life 0: .* has 3", count=3)
-    [scheduler] = [p for p in shell.mine() if p.environ().get("MS_ROLE") == "MS_SCHED" and str(script) in p.cmdline()]
+    shell.wait_for_log(1, "life 0: .* has 3", count=3)
+    [scheduler] = [p for p in shell.own_processes() if p.environ().get("MS_ROLE") == "MS_SCHED" and str(script) in p.cmdline()]
     scheduler.kill()
     training.wait_for(r"worker:0 died \(exit code 137\), restart 1 of 1")
-    shell.heard(0, "MindSpore's scheduler exited before the workers: killed by SIGKILL.")
-    shell.heard(0, "life 1: .* has 3", count=3)
-    psutil.Process(int(shell.heard(1, r"life 1: process (\d+) of rank 1 has 3", count=3)[1])).kill()
+    shell.wait_for_log(0, "MindSpore's scheduler exited before the workers: killed by SIGKILL.")
+    shell.wait_for_log(0, "life 1: .* has 3", count=3)
+    psutil.Process(int(shell.wait_for_log(1, r"life 1: process (\d+) of rank 1 has 3", count=3)[1])).kill()
     assert training.wait(END_S) == 137, training.tail()
     assert re.search("first failure: rank 1 .*killed by SIGKILL", training.text()), training.tail()
-    shell.nobody()
+    shell.assert_no_processes()

@@ -1,4 +1,4 @@
-"""A cluster that may lose its scheduler and its workers: recovery is on, there is a journal, and workers count their steps."""
+"""A cluster with recovery and a journal, whose workers count their steps."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tests.processes.harness import Cluster, Process, until
 from covey.core.cluster.view import ClusterView
 from covey.core.types import Phase
 
-# Only events may explain what happens here, so every timeout is long unless a test is about it.
+# All timeouts are long, unless a test is about one, so that only events have effects.
 PATIENT = {"MS_TOPO_TIMEOUT": 1800, "MS_NODE_TIMEOUT": 600}
 
-# Counts its steps in a file of its own, until it is told to end.
+# Counts its steps in its own file, until the file `go` exists.
 TRAIN = """
 import pathlib, sys, time
 import covey
@@ -46,28 +46,28 @@ class Recovering(Cluster):
         path = self.folder / f"steps-{rank}"
         return int(path.read_text() or 0) if path.exists() else 0
 
-    def trains_on(self, *ranks: int) -> None:
-        """Wait until these ranks are some steps further."""
+    def wait_for_steps(self, *ranks: int) -> None:
+        """Wait until these ranks have completed 20 further steps."""
         goals = {rank: self.steps(rank) + 20 for rank in ranks}
-        until(lambda: all(self.steps(rank) >= goal for rank, goal in goals.items()), "further steps", story=self.tails)
+        until(lambda: all(self.steps(rank) >= goal for rank, goal in goals.items()), "further steps", details=self.tails)
 
     def ready(self) -> ClusterView:
         return self.until(lambda v: v.phase is Phase.READY, "the cluster to be ready")
 
     def contents(self) -> dict[str, bytes]:
-        """What lies in the journal's folder, without SQLite's shared memory, our lock and empty files: they hold nothing."""
+        """Return the files of the journal directory, without SQLite's shared memory, covey's lock and empty files."""
         files = [file for file in self.journal.iterdir() if not file.name.endswith(("-shm", ".lock"))]
         return {file.name: file.read_bytes() for file in files if file.name == "scheduler.journal" or file.stat().st_size}
 
 
 def membership(view: ClusterView) -> object:
-    """What a restart of the scheduler may not change."""
+    """Return the state that a restart of the scheduler must not change."""
     nodes = [(str(n.role), n.node_id, n.rank, n.incarnation, n.pid) for n in view.nodes if n.role != "scheduler"]
     return view.cluster_id, view.generation, nodes
 
 
 def recovering(folder: Path) -> Iterator[Recovering]:
-    """The body of a fixture."""
+    """Yield a cluster and end it; body of a fixture."""
     cluster = Recovering(folder)
     try:
         yield cluster

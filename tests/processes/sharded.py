@@ -1,9 +1,9 @@
-"""The training of `healing`, with an optimizer whose state is cut: the hash it prints is that of the whole state, so it must
-be that of the ordinary optimizer too. Prints how much of the state each rank holds.
+"""The training of `healing` with a sharded optimizer. The printed hash covers the complete state, so it must equal that of the
+ordinary optimizer. Also prints how much of the state each rank holds.
 
-    FAULTS="1:3:sharing"   rank 1 kills itself when it has updated its slots and is about to hand out its values
-    DISKS=1                each rank sees only its own checkpoints
-    LATE=1 NTH=2           as in `healing`, with the second collective of step 5: the one in which the values are shared
+    FAULTS="1:3:sharing"   rank 1 kills itself after the update of its slots, before it sends their values
+    DISKS=1                each rank has its own checkpoint directory
+    LATE=1 NTH=2           as in `healing`, at the second collective of step 5, in which the values are sent
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ShardedUpdate.issue = lambda self, group: (self._optimizer.compute_update(), fau
 _MOMENTS = """
 held = sum(v.numel() for state in optimizer.state_dict()["state"].values() for v in state.values() if v.dim())
 mine = optimizer._needed_slots(covey.get_rank(), covey.get_group_size())
-assert held == 2 * sum(p.numel() for number, p in enumerate(net.parameters()) if number in mine), "and nothing else"
+assert held == 2 * sum(p.numel() for number, p in enumerate(net.parameters()) if number in mine), "not exactly its slots"
 print("HOLDS", held, "of", 2 * sum(p.numel() for p in net.parameters()), flush=True)
 moments = []
 mine = optimizer.slots_by_rank(covey.get_group_size())[covey.get_rank()]

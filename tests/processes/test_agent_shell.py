@@ -1,4 +1,4 @@
-"""The agent's shell in this process, under a scheduler that says what a test lets it say."""
+"""The agent in this process, with a fake scheduler."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ def lead(
     hangs_up: bool = False,
     command: Sequence[str] = ("true",),
 ) -> tuple[RunOutcome, FakeScheduler]:
-    """How an agent's run ends, and who heard it. `then`: what is done once it was told what to run."""
+    """Run an agent; return its outcome and the fake scheduler. `then` is called after the agent received its children."""
     port = free_port()
     found: list[FakeScheduler] = []
 
     def answer(message: Any) -> list[Message]:
         if isinstance(message, RegisterAgent):
             return [Registered("c1"), DesiredChildren(1, 1, list(assignments), "127.0.0.1", 1)]
-        if isinstance(message, Draining) and hangs_up and found[0].links() == 1:
-            found[0].hang_up()
+        if isinstance(message, Draining) and hangs_up and found[0].connection_count() == 1:
+            found[0].close_connections()
         return [LeaveAcknowledged()] if isinstance(message, Leave) else []
 
     async def run() -> RunOutcome:
@@ -59,7 +59,7 @@ def lead(
         agent = Agent(job, settings, SchedulerAddress("127.0.0.1", port), {"PATH": os.environ["PATH"]})
 
         def told(_: DesiredChildren) -> None:
-            agent.on_start = lambda _: None  # once
+            agent.on_start = lambda _: None  # only once
             then(agent)
 
         agent.on_start = told
@@ -72,15 +72,15 @@ def lead(
         return asyncio.run(run()), fake
 
 
-def test_that_a_host_leaves_is_said_again_to_a_scheduler_that_was_away(tmp_path: Path) -> None:
-    outcome, heard = lead(tmp_path, then=lambda agent: agent.drain_host(signal.SIGTERM), hangs_up=True)
-    again = [message for link, message in heard.heard if link == 2]
+def test_agent_resends_draining_after_reconnect(tmp_path: Path) -> None:
+    outcome, scheduler = lead(tmp_path, then=lambda agent: agent.drain_host(signal.SIGTERM), hangs_up=True)
+    again = [message for link, message in scheduler.messages if link == 2]
     assert [type(message) for message in again if isinstance(message, Draining | Leave)] == [Draining, Leave]
     assert outcome == RunOutcome(143, "the agent was asked to leave (SIGTERM)")
 
 
-def test_a_worker_that_starts_during_the_second_ctrl_c_is_killed(tmp_path: Path) -> None:
-    """The worker exists only after `abandon` has killed the others, and ignores SIGTERM for a grace period of 600 s."""
+def test_worker_starting_during_second_ctrl_c_is_killed(tmp_path: Path) -> None:
+    """The worker is started only after `kill_all` has killed the others, and ignores SIGTERM for a grace period of 600 s."""
     ready = tmp_path / "ready"
 
     def abandon_before_start(agent: Agent) -> None:
@@ -99,30 +99,30 @@ def test_a_worker_that_starts_during_the_second_ctrl_c_is_killed(tmp_path: Path)
     assert outcome == RunOutcome(130, "interrupted twice: everything was killed")
 
 
-def test_a_host_that_cannot_start_its_workers_says_why_to_the_scheduler(tmp_path: Path) -> None:
-    """A file is in the place of its log's folder. With recovery it would be waited for otherwise, as one out of reach."""
+def test_agent_that_cannot_start_workers_sends_the_reason(tmp_path: Path) -> None:
+    """A file is in place of the log directory. With recovery the scheduler would otherwise wait for the host."""
     (tmp_path / "logs").touch()
-    outcome, heard = lead(tmp_path, Assignment("0", 0, 1, 0))
-    (leave,) = heard.of(Leave)
+    outcome, scheduler = lead(tmp_path, Assignment("0", 0, 1, 0))
+    (leave,) = scheduler.received(Leave)
     assert (leave.code, leave.reason) == (outcome.code, outcome.reason)
     assert outcome.code == ExitCode.DISK and "worker_0.log" in outcome.reason
 
 
-def test_what_no_scheduler_says_ends_a_host_instead_of_keeping_it_idle(tmp_path: Path) -> None:
-    outcome, heard = lead(tmp_path, Assignment("no number", 0, 1, 0))
-    assert outcome.reason.startswith("nothing more can be started on this host: ValueError") and len(heard.of(Leave)) == 1
+def test_invalid_desired_children_end_the_agent(tmp_path: Path) -> None:
+    outcome, scheduler = lead(tmp_path, Assignment("no number", 0, 1, 0))
+    assert outcome.reason.startswith("cannot start workers on this host: ValueError") and len(scheduler.received(Leave)) == 1
 
 
-def test_a_scheduler_that_cannot_be_started_again_is_given_up_in_one_sentence(tmp_path: Path) -> None:
+def test_scheduler_that_cannot_be_restarted_is_abandoned_with_a_reason(tmp_path: Path) -> None:
     async def check() -> tuple[int, str]:
         gave_up: asyncio.Future[tuple[int, str]] = asyncio.get_running_loop().create_future()
         log_path = tmp_path / "logs" / "scheduler.log"
         log_path.parent.mkdir()
-        kept = SchedulerHandoff(socket_fds=([], []), journal_folder=str(tmp_path))
-        process = SchedulerProcess(kept, os.environ, log_path, lambda: False, lambda *said: gave_up.set_result(said))
+        stored = SchedulerHandoff(socket_fds=([], []), journal_folder=str(tmp_path))
+        process = SchedulerProcess(stored, os.environ, log_path, lambda: False, lambda *output: gave_up.set_result(output))
         await process.start()
         shutil.rmtree(log_path.parent)
-        log_path.parent.touch()  # which no folder can be made in place of
+        log_path.parent.touch()  # a file in place of the directory
         assert process._process is not None
         process._process.kill()
         async with asyncio.timeout(LIMIT_S):
@@ -130,4 +130,4 @@ def test_a_scheduler_that_cannot_be_started_again_is_given_up_in_one_sentence(tm
 
     code, reason = asyncio.run(check())
     assert code == ExitCode.SCHEDULER_LOST
-    assert reason.startswith("the scheduler ended (SIGKILL) and cannot be started again: [Errno 20]")
+    assert reason.startswith("the scheduler died (SIGKILL) and cannot be restarted: [Errno 20]")

@@ -1,4 +1,4 @@
-"""`covey chaos` at a real training and at a real federation: the bits are those of an undisturbed one."""
+"""`covey chaos` with a real training and a real federation: the results are those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 
 @pytest.mark.timeout(300)
-def test_a_training_under_chaos_ends_with_the_same_bits(tmp_path: Path) -> None:
+def test_training_under_chaos_is_bitwise_equal(tmp_path: Path) -> None:
     words = [
         "--rate",
         "1/s",
@@ -36,7 +36,7 @@ def test_a_training_under_chaos_ends_with_the_same_bits(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.long
-def test_a_federation_under_chaos_stays_exact(shell: Shell) -> None:
+def test_federation_under_chaos_has_exact_sums(shell: Shell) -> None:
     found, rounds = federated_load.prove(
         shell, "--rate", "1/s", "--times", "4", "--for", "200s", "--seed", "3", "--faults", "kill,scheduler"
     )
@@ -52,17 +52,17 @@ def test_a_federation_under_chaos_stays_exact(shell: Shell) -> None:
         ([], "no cluster of yours runs on this host"),
     ],
 )
-def test_what_is_no_wish_is_refused_in_one_sentence(shell: Shell, words: list[str], sentence: str) -> None:
-    asked = shell.ask("chaos", *words)
-    assert asked.code in (10, 22) and sentence in asked.text() and "Traceback" not in asked.text()
+def test_invalid_chaos_options_are_refused_in_one_line(shell: Shell, words: list[str], sentence: str) -> None:
+    query = shell.run_command("chaos", *words)
+    assert query.code in (10, 22) and sentence in query.text() and "Traceback" not in query.text()
 
 
-def test_only_what_can_be_undone_is_done(shell: Shell) -> None:
-    """A large disk is not filled, a clock nobody looks at does not jump, and a stranger's process is not touched."""
+def test_chaos_refuses_faults_that_it_cannot_undo(shell: Shell) -> None:
+    """A large disk is not filled, a clock without a file is not shifted, and a process of another program is not touched."""
     shell.covey("run", "-n", "1", shell.default, shell.go)
-    shell.heard(0, "rank=0")
-    asked = shell.ask("chaos", "--faults", "disk,clock", "--for", "1s")
-    assert asked.code == 10 and "none of the faults asked for can be done here" in asked.text()
-    assert "give the run a small file system" in asked.text() or "cannot be seen" in asked.text()
-    assert "start the run with COVEY_FAULT_CLOCK=FILE" in asked.text()
+    shell.wait_for_log(0, "rank=0")
+    query = shell.run_command("chaos", "--faults", "disk,clock", "--for", "1s")
+    assert query.code == 10 and "none of the faults asked for can be done here" in query.text()
+    assert "give the run a small file system" in query.text() or "cannot read the log directory" in query.text()
+    assert "start the run with COVEY_FAULT_CLOCK=FILE" in query.text()
     shell.release()

@@ -1,4 +1,4 @@
-"""A host whose cable is pulled: its rank goes on elsewhere, and when the cable is back its old processes end themselves."""
+"""An isolated host: its rank continues on another host, and its old processes exit when the network returns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.processes.command import Shell, shells
 from tests.processes.harness import Process
-from tests.processes.healing import LONG_S, outcome, reached, release, start
+from tests.processes.healing import LONG_S, final_hash, release, start, wait_for_fault
 from tests.processes.network import Hosts
 from tests.requirements import HOSTS, needs
 
@@ -28,47 +28,57 @@ def hosts() -> Iterator[Hosts]:
 
 
 def two_hosts(shell: Shell, hosts: Hosts, node_timeout: str, **env: str) -> list[Process]:
-    """The training with the scheduler and two ranks on one host, and rank 2 on the other; each has a disk for its logs."""
+    """Start the training with the scheduler and two ranks on one host, rank 2 on the other, and a log directory per host."""
     agents = []
     for host, local in ((0, "2"), (1, "1")):
         (shell.folder / f"runtime-{host}").mkdir()
         own = {"XDG_RUNTIME_DIR": str(shell.folder / f"runtime-{host}"), "COVEY_SECRET": "between us"}
-        words = ["-n", "3", "--local", local, "--master", f"{hosts.addresses[0]}:{shell.port}", "--node-timeout", node_timeout]
-        words += ["--log-dir", str(shell.folder / f"host-{host}")]
-        agents.append(start(shell, *words, before=hosts.on(host), **own | env))
+        arguments = [
+            "-n",
+            "3",
+            "--local",
+            local,
+            "--master",
+            f"{hosts.addresses[0]}:{shell.port}",
+            "--node-timeout",
+            node_timeout,
+        ]
+        arguments += ["--log-dir", str(shell.folder / f"host-{host}")]
+        agents.append(start(shell, *arguments, before=hosts.on(host), **own | env))
     shell.logs = shell.folder / "host-0"
     return agents
 
 
-def test_a_host_that_was_cut_off_and_comes_back_is_fenced(shell: Shell, hosts: Hosts, undisturbed: str) -> None:
-    """Rank 2 is about to write its checkpoint of step 5 when its host is cut off, and gets to it when its place was taken."""
+def test_isolated_host_is_fenced_when_it_returns(shell: Shell, hosts: Hosts, undisturbed: str) -> None:
+    """Rank 2 is about to write its checkpoint of step 5 when its host is isolated, and writes it after its rank was
+    reassigned."""
     late, later = "2:4:between:hold", "0:8:forward:hold"
     agents = two_hosts(shell, hosts, "2", FAULTS=f"{late} {later}")
-    reached(shell, late)
+    wait_for_fault(shell, late)
     hosts.cut()
-    reached(shell, later)  # with another process in the place of rank 2
+    wait_for_fault(shell, later)  # executed by the replacement of rank 2
     release(shell, late)
     shell.logs = shell.folder / "host-1"
-    shell.heard(2, "the checkpoint waits")
-    hosts.mend()
+    shell.wait_for_log(2, "the checkpoint is delayed")
+    hosts.restore()
     assert agents[1].wait(LONG_S) == 21, shell.tails()
     checkpoints = shell.folder / "marks" / "ckpt"
     assert (checkpoints / "0" / "train-5.json").exists() and not (checkpoints / "2" / "train-5.json").exists()
     shell.logs = shell.folder / "host-0"
     release(shell, later)
     assert agents[0].wait(LONG_S) == 0, shell.tails()
-    assert outcome(shell) == undisturbed
+    assert final_hash(shell) == undisturbed
 
 
 @pytest.mark.long
-def test_a_cable_that_is_back_in_time_costs_nothing_but_the_time(shell: Shell, hosts: Hosts, undisturbed: str) -> None:
+def test_short_network_outage_causes_no_recovery(shell: Shell, hosts: Hosts, undisturbed: str) -> None:
     agents = two_hosts(shell, hosts, "10", FAULTS="2:4:between:hold")
-    reached(shell, "2:4:between")
+    wait_for_fault(shell, "2:4:between")
     hosts.cut()
     release(shell, "2:4:between")
-    shell.heard("scheduler", "worker:2 suspect: no heartbeat")
-    hosts.mend()
+    shell.wait_for_log("scheduler", "worker:2 suspect: no heartbeat")
+    hosts.restore()
     assert [agent.wait(LONG_S) for agent in agents] == [0, 0], shell.tails()
     assert "died" not in shell.log("scheduler") and "retry" not in shell.log("scheduler")
     (shell.folder / "host-1" / "worker_2.log").rename(shell.folder / "host-0" / "worker_2.log")
-    assert outcome(shell) == undisturbed
+    assert final_hash(shell) == undisturbed

@@ -1,4 +1,4 @@
-"""Devices with certificates and real servers: who is let in, what is refused; secure rounds in which devices sign."""
+"""Devices with certificates and real servers: admission, refusals, and signatures in secure rounds."""
 
 from __future__ import annotations
 
@@ -63,17 +63,17 @@ def revoked(asking: Device) -> bool:
     return False
 
 
-def test_only_devices_with_certificates_are_let_in_and_each_request_once(shell: Shell) -> None:
+def test_devices_need_certificates_and_requests_are_accepted_once(shell: Shell) -> None:
     federation = guarded(shell, 1, fl_iteration_num=3)
     one, two = FIRST.device("device-1"), SECOND.device("device-2")
-    for identity in (one, two):  # either root
+    for identity in (one, two):  # certificates of both roots
         task = device(federation, identity).join()
         assert task is not None and task.send(np.ones(SIZE, np.float32))
     assert "pki_verify requires signed requests" in refused(device(federation, None, "device-3"))
     assert "not issued by a trusted authority" in refused(device(federation, Authority("strange").device("device-4")))
 
     class Liar(Device):
-        """It has a certificate, and says to be another."""
+        """A device with a certificate that claims another id."""
 
         def __init__(self) -> None:
             super().__init__(federation.urls(), data_size=1, identity=one)
@@ -82,17 +82,17 @@ def test_only_devices_with_certificates_are_let_in_and_each_request_once(shell: 
     assert "the certificate is that of device-1" in refused(Liar())
 
     class Altered(Device):
-        """Somebody on the way changes what it says."""
+        """A device whose request is changed in transit."""
 
         def _sign_request(self, path: str, pieces: list[bytes | memoryview]) -> dict[str, str]:
             return super()._sign_request(path, [b"other words"])
 
     assert "not one of device-1 over this request" in refused(Altered(federation.urls(), data_size=1, identity=one))
     (shell.folder / "crl.pem").write_bytes(FIRST.revoked(one))
-    until(lambda: revoked(device(federation, one)), "the new list to be read", story=federation.tails)
+    until(lambda: revoked(device(federation, one)), "the new list to be read", details=federation.tails)
 
 
-def test_a_request_that_was_seen_is_refused(shell: Shell) -> None:
+def test_repeated_request_is_refused(shell: Shell) -> None:
     federation = guarded(shell, 1)
     asking = device(federation, FIRST.device("device-1"))
     body = msgspec.json.encode(GetModel(now_ms()))
@@ -102,11 +102,11 @@ def test_a_request_that_was_seen_is_refused(shell: Shell) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", federation.port, timeout=30)
         connection.request("POST", "/getModel", body, {"content-type": "application/json", **proof})
         answers.append(connection.getresponse().read())
-    assert b"safetensors" not in answers[0] and b'"retcode"' not in answers[0][:12], "a model"
+    assert b"safetensors" not in answers[0] and b'"retcode"' not in answers[0][:12], "expected a model, not a refusal"
     assert b"seen before" in answers[1]
 
 
-def test_devices_of_a_secure_round_sign_for_each_other(shell: Shell) -> None:
+def test_devices_of_secure_round_verify_signatures(shell: Shell) -> None:
     federation = guarded(shell, 4, encrypt_type="PW_ENCRYPT", fl_iteration_num=1)
     members = [device(federation, (FIRST, SECOND)[n % 2].device(f"device-{n}")) for n in range(4)]
     done: list[bool] = []
@@ -126,7 +126,7 @@ def test_devices_of_a_secure_round_sign_for_each_other(shell: Shell) -> None:
     assert np.allclose(members[0].model(1)[1]["w"].reshape(-1), mean, atol=1e-6)
 
 
-def test_a_device_that_asks_too_often_is_told_to_wait(shell: Shell) -> None:
+def test_device_above_request_rate_is_told_to_wait(shell: Shell) -> None:
     federation = guarded(shell, 1, device_rate=2.0)
     asking = device(federation, FIRST.device("device-1"))
     body = msgspec.json.encode(GetModel(now_ms()))

@@ -1,4 +1,4 @@
-"""The tutorial of disaster recovery, followed by hand: kill the scheduler and bring it back, then the same with a worker."""
+"""The tutorial of disaster recovery: kill the scheduler and restart it, then the same with a worker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.processes.harness import Cluster, until
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 WORKERS = 3
-EPOCHS = 23  # of 14 steps: the digits that come with covey, in batches of 32 on 3 workers
+EPOCHS = 23  # of 14 steps each: covey's digits in batches of 32 on 3 workers
 STEPS = 14 * EPOCHS
 HOLD = """
 class Hold(covey.Callback):
@@ -26,11 +26,11 @@ class Hold(covey.Callback):
             time.sleep(0.02)
 
 """
-DEADLINE_S = 150.0  # for any one event: every process imports torch, and they share what processors there are
+DEADLINE_S = 150.0  # for any one event: all processes import torch and share the cores
 
 
 def copied(cluster: Cluster) -> Path:
-    """The example where it may write, on a port of its own."""
+    """Copy the example to a writable directory, with its own port."""
     shutil.copytree(EXAMPLES, cluster.folder / "examples")
     folder = cluster.folder / "examples" / "disaster_recover"
     for script in folder.glob("*.sh"):
@@ -42,10 +42,10 @@ def copied(cluster: Cluster) -> Path:
 
 
 def living(cluster: Cluster, role: str, node_id: str | None = None) -> list[psutil.Process]:
-    """The processes of a role; of one worker, if it is named. The scheduler inherits the last worker's id."""
+    """Return the processes of a role; of one worker, if an id is given. The scheduler inherits the id of the last worker."""
     found = []
-    for process in cluster.mine():
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+    for process in cluster.own_processes():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has exited
             env = process.environ()
             if env.get("MS_ROLE") == role and node_id in (None, env.get("MS_NODE_ID")) and process.name().startswith("python"):
                 found.append(process)
@@ -53,7 +53,7 @@ def living(cluster: Cluster, role: str, node_id: str | None = None) -> list[psut
 
 
 @pytest.mark.timeout(600)
-def test_scheduler_and_worker_are_brought_back_by_hand(cluster: Cluster) -> None:
+def test_killed_scheduler_and_worker_rejoin_after_manual_restart(cluster: Cluster) -> None:
     folder = copied(cluster)
     env = {"WORKERS": WORKERS, "EPOCHS": EPOCHS, "PYTHONPATH": os.environ.get("PYTHONPATH"), "MS_SCHED_MANAGE_PORT": 0}
 
@@ -61,17 +61,17 @@ def test_scheduler_and_worker_are_brought_back_by_hand(cluster: Cluster) -> None
         path = folder / "device" / f"{name}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def story() -> str:
+    def all_logs() -> str:
         names = ["scheduler", *(f"worker_{n}" for n in range(WORKERS))]
         return "\n".join(f"--- {name}\n{log(name)[-3000:]}" for name in names)
 
     def printed(rank: int) -> list[int]:
-        """The steps of which a worker printed the loss, counted over all epochs."""
+        """Return the steps whose loss a worker printed, counted over all epochs."""
         lines = re.findall(r"^epoch: (\d+) step: (\d+), loss is \d", log(f"worker_{rank}"), re.MULTILINE)
         return [(int(epoch) - 1) * 14 + int(step) for epoch, step in lines]
 
     def further(than: int) -> None:
-        until(lambda: printed(0) and printed(0)[-1] >= than, f"step {than}", DEADLINE_S, story)
+        until(lambda: printed(0) and printed(0)[-1] >= than, f"step {than}", DEADLINE_S, all_logs)
 
     def hold(step: int) -> None:
         (folder / "hold.new").write_text(str(step))
@@ -95,12 +95,12 @@ def test_scheduler_and_worker_are_brought_back_by_hand(cluster: Cluster) -> None
     cluster.run(["bash", "recover.sh", "1"], cwd=folder, env=env)
     until(lambda: len(living(cluster, "MS_WORKER", "1")) == 1, "the worker to be there again")
     hold(STEPS)
-    until(lambda: not cluster.mine(), "everyone to end", DEADLINE_S, story)
+    until(lambda: not cluster.own_processes(), "all processes to exit", DEADLINE_S, all_logs)
 
     for rank in range(WORKERS):
-        assert log(f"worker_{rank}").rstrip().endswith("done"), story()
-    for rank in (0, 2):  # no step is lost, none is taken twice
-        assert printed(rank) == list(range(20, STEPS + 1, 20)), story()
-    paths = list(folder.glob("ckpt_of_rank/*/train-300.json"))  # a worker killed while it saved this one has none
-    assert {path.parent.name for path in paths} >= {"0", "2"}, story()
-    assert len({json.loads(path.read_text())["sha256"] for path in paths}) == 1  # all ranks hold the same bits
+        assert log(f"worker_{rank}").rstrip().endswith("done"), all_logs()
+    for rank in (0, 2):  # no step is lost or repeated
+        assert printed(rank) == list(range(20, STEPS + 1, 20)), all_logs()
+    paths = list(folder.glob("ckpt_of_rank/*/train-300.json"))  # a worker that was killed while saving has none
+    assert {path.parent.name for path in paths} >= {"0", "2"}, all_logs()
+    assert len({json.loads(path.read_text())["sha256"] for path in paths}) == 1  # all ranks have the same bits

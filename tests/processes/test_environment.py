@@ -1,4 +1,4 @@
-"""The seeds' variables, by what they change in real processes; that they are read at all is tested with `covey.settings`."""
+"""MindSpore's variables and their effects on real processes; `covey.settings` has the tests of reading them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from tests.processes.fakes import fake_scheduler, turned_away
+from tests.processes.fakes import accept_and_close, fake_scheduler
 from tests.processes.harness import Cluster, Process, free_port, nodes_of, until
 from tests.requirements import HOSTS, MOUNTS, OWN_MOUNTS, needs
 
@@ -26,7 +26,7 @@ def ranks(*workers: Process) -> list[int]:
 # -- roles, addresses, order -----------------------------------------------------------------------------------------
 
 
-def test_each_role_has_its_own_ids_and_only_workers_run_the_training_code(cluster: Cluster) -> None:
+def test_roles_have_separate_ids_and_only_workers_run_training_code(cluster: Cluster) -> None:
     cluster.workers = 1
     cluster.env["MS_SERVER_NUM"] = 2
     scheduler = cluster.scheduler()
@@ -46,7 +46,7 @@ def test_each_role_has_its_own_ids_and_only_workers_run_the_training_code(cluste
         assert "rank=" not in node.text() and "done" not in node.text()
 
 
-def test_a_server_need_not_know_the_number_of_workers(cluster: Cluster) -> None:
+def test_server_does_not_need_ms_worker_num(cluster: Cluster) -> None:
     cluster.workers = 1
     cluster.env["MS_SERVER_NUM"] = 1
     cluster.scheduler()
@@ -57,7 +57,7 @@ def test_a_server_need_not_know_the_number_of_workers(cluster: Cluster) -> None:
     assert (worker.wait(), server.wait()) == (0, 0)
 
 
-def test_the_scheduler_never_returns_to_the_training_code(cluster: Cluster) -> None:
+def test_scheduler_never_returns_to_training_code(cluster: Cluster) -> None:
     script = cluster.script(
         "import atexit, covey\n"
         "atexit.register(print, 'an exit function ran')\n"
@@ -75,7 +75,7 @@ def test_the_scheduler_never_returns_to_the_training_code(cluster: Cluster) -> N
 
 
 @pytest.mark.parametrize(("host", "address"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("[::1]", "::1"), ("localhost", "")])
-def test_the_scheduler_is_found_by_ipv4_ipv6_and_name(cluster: Cluster, host: str, address: str) -> None:
+def test_workers_connect_by_ipv4_ipv6_and_name(cluster: Cluster, host: str, address: str) -> None:
     cluster.port = free_port("::1" if ":" in host else "127.0.0.1")
     cluster.host = host
     cluster.formed()
@@ -86,10 +86,10 @@ def test_the_scheduler_is_found_by_ipv4_ipv6_and_name(cluster: Cluster, host: st
     assert set(cluster.wait().values()) == {0}
 
 
-def test_workers_may_come_before_their_scheduler(cluster: Cluster) -> None:
+def test_workers_started_before_scheduler_join(cluster: Cluster) -> None:
     cluster.env |= QUICK
     first, second = cluster.worker(0), cluster.worker(1)
-    turned_away(cluster.port, 6)
+    accept_and_close(cluster.port, 6)
     cluster.scheduler()
     assert ranks(first, second) == [0, 1]
     cluster.release()
@@ -97,7 +97,7 @@ def test_workers_may_come_before_their_scheduler(cluster: Cluster) -> None:
 
 
 def connections_reset(pid: int) -> int:
-    """Return how many connections were reset in the network namespace of a process; 0 while it is still in ours."""
+    """Return the number of reset connections in the network namespace of a process; 0 while it is still in ours."""
     if Path(f"/proc/{pid}/ns/net").readlink() == Path("/proc/self/ns/net").readlink():
         return 0
     names, values = (line.split() for line in Path(f"/proc/{pid}/net/snmp").read_text().splitlines() if line.startswith("Tcp:"))
@@ -105,8 +105,8 @@ def connections_reset(pid: int) -> int:
 
 
 @needs(*HOSTS)
-def test_a_worker_that_calls_its_own_number_is_not_a_scheduler(cluster: Cluster) -> None:
-    """A port from the range of outgoing connections can meet itself: then both ends of a connection are the worker's."""
+def test_worker_connected_to_itself_does_not_join(cluster: Cluster) -> None:
+    """A port of the ephemeral range can connect to itself: both ends of the connection are then the worker's."""
     cluster.port, cluster.workers = 40000, 1
     cluster.env |= QUICK
     narrow = "ip link set lo up && echo '40000 40003' > /proc/sys/net/ipv4/ip_local_port_range && exec \"$@\""
@@ -123,13 +123,13 @@ def test_a_worker_that_calls_its_own_number_is_not_a_scheduler(cluster: Cluster)
 # -- ranks -----------------------------------------------------------------------------------------------------------
 
 
-def test_digits_claim_a_rank_and_names_fill_the_others_in_a_human_order(cluster: Cluster) -> None:
+def test_numeric_ids_claim_ranks_and_names_fill_the_rest_in_natural_order(cluster: Cluster) -> None:
     cluster.workers = 5
     _, workers = cluster.formed("node-10", "b", 3, "node-2", "a")
     assert ranks(*workers) == [4, 1, 3, 2, 0]
 
 
-def test_an_explicit_rank_survives_beside_automatic_ones(cluster: Cluster) -> None:
+def test_explicit_rank_is_kept_beside_automatic_ones(cluster: Cluster) -> None:
     cluster.workers = 3
     _, (one, two, explicit) = cluster.formed(None, None, 1)
     assert ranks(explicit) == [1]
@@ -137,7 +137,7 @@ def test_an_explicit_rank_survives_beside_automatic_ones(cluster: Cluster) -> No
     assert len(nodes_of(cluster.view())) == 3
 
 
-def test_ranks_are_contiguous_per_host_and_local_ranks_go_by_its_identity(cluster: Cluster) -> None:
+def test_ranks_are_contiguous_per_host_and_local_ranks_follow_host_id(cluster: Cluster) -> None:
     cluster.workers = 4
     cluster.scheduler()
     east = [cluster.worker("a", COVEY_HOST_ID="east"), cluster.worker("c", COVEY_HOST_ID="east")]
@@ -146,11 +146,11 @@ def test_ranks_are_contiguous_per_host_and_local_ranks_go_by_its_identity(cluste
     assert [w.wait_for(r"local=(\d/\d)")[1] for w in (*east, *west)] == ["0/2", "1/2", "0/2", "1/2"]
 
 
-# -- the address of a worker -----------------------------------------------------------------------------------------
+# -- address of a worker ---------------------------------------------------------------------------------------------
 
 
-def test_others_reach_a_worker_at_ms_worker_ip(cluster: Cluster) -> None:
-    """The address in the view, and the one at which its part of the group listens."""
+def test_worker_address_is_ms_worker_ip(cluster: Cluster) -> None:
+    """Return the address in the view, and the one at which its part of the group listens."""
     script = cluster.script(
         "import sys, time, pathlib, covey\n"
         "covey.init()\n"
@@ -172,12 +172,12 @@ def test_others_reach_a_worker_at_ms_worker_ip(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("::1", "127.0.0.1"), ("127.0.0.1", "::1")])
-def test_an_address_of_another_family_is_refused_with_both(cluster: Cluster, ours: str, theirs: str) -> None:
+def test_worker_ip_of_other_ip_version_is_refused_naming_both(cluster: Cluster, ours: str, theirs: str) -> None:
     refused_with_both(cluster.worker(0, MS_WORKER_IP=ours, MS_SCHED_HOST=theirs), ours, theirs)
 
 
 @needs(MOUNTS)
-def test_a_name_with_addresses_of_another_family_is_refused_with_both(cluster: Cluster) -> None:
+def test_scheduler_name_of_other_ip_version_is_refused_naming_both(cluster: Cluster) -> None:
     (cluster.folder / "hosts").write_text("127.0.0.1 localhost\n")
     mount = ["sh", "-c", f'mount --bind {cluster.folder}/hosts /etc/hosts && exec "$@"', "-"]
     worker = cluster.worker(0, before=[*OWN_MOUNTS, *mount], MS_WORKER_IP="::1", MS_SCHED_HOST="localhost")
@@ -192,11 +192,11 @@ def refused_with_both(worker: Process, ours: str, theirs: str) -> None:
 # -- timeouts --------------------------------------------------------------------------------------------------------
 
 
-def test_too_few_in_time_and_everyone_names_who_is_there_and_how_many_are_missing(cluster: Cluster) -> None:
+def test_topo_timeout_names_present_and_missing_nodes(cluster: Cluster) -> None:
     cluster.workers = 5
     cluster.env |= QUICK
     workers = [cluster.worker(0), cluster.worker("b"), cluster.worker(2)]
-    for worker in workers:  # each has called, and does so five times a second
+    for worker in workers:  # each tries to connect five times a second
         worker.wait_for(f"127.0.0.1:{cluster.port}")
     scheduler = cluster.scheduler(MS_TOPO_TIMEOUT=3)
     assert cluster.wait() == {"scheduler": 20, "worker-0": 20, "worker-b": 20, "worker-2": 20}
@@ -205,20 +205,20 @@ def test_too_few_in_time_and_everyone_names_who_is_there_and_how_many_are_missin
         assert "Traceback" not in node.text()
 
 
-def test_without_any_scheduler_a_worker_says_where_it_looked(cluster: Cluster) -> None:
+def test_worker_without_scheduler_names_the_address(cluster: Cluster) -> None:
     worker = cluster.worker(0, MS_TOPO_TIMEOUT=0.5)
     assert worker.wait() == 22
     assert f"127.0.0.1:{cluster.port}" in worker.text() and "Traceback" not in worker.text()
 
 
-def test_a_worker_that_waits_says_for_whom(cluster: Cluster) -> None:
-    """The default is to wait for half an hour: nobody should have to guess why nothing happens."""
+def test_waiting_worker_logs_missing_nodes(cluster: Cluster) -> None:
+    """The default timeout is half an hour, so the log must say what is missing."""
     worker = cluster.worker(0)
     worker.wait_for(f"127.0.0.1:{cluster.port}")
     assert worker.alive
 
 
-def test_silence_is_a_death_after_ms_node_timeout(cluster: Cluster) -> None:
+def test_node_without_heartbeat_is_dead_after_node_timeout(cluster: Cluster) -> None:
     cluster.workers = 3
     scheduler, (silent, *others) = cluster.formed(**QUICK, MS_NODE_TIMEOUT=2)
     silent.stop()
@@ -227,18 +227,18 @@ def test_silence_is_a_death_after_ms_node_timeout(cluster: Cluster) -> None:
         assert "worker:0" in node.text() and "MS_NODE_TIMEOUT is 2 s" in node.text()
     silent.resume()
     assert silent.wait() in (21, 30)
-    assert "no heartbeat for" in silent.text(), "it should be told why it is out, not that the scheduler was lost"
+    assert "no heartbeat for" in silent.text(), "the reason must be the missed heartbeats, not a lost scheduler"
 
 
-def test_a_short_node_timeout_does_not_kill_a_healthy_node(cluster: Cluster) -> None:
-    """Beats are 3 to 5 s apart by default: a limit below that is refused, or brings the beats closer together."""
+def test_short_node_timeout_does_not_kill_healthy_node(cluster: Cluster) -> None:
+    """Heartbeats are 3 to 5 s apart by default: a lower limit is refused, or reduces the interval."""
     cluster.workers = 1
     cluster.env["MS_NODE_TIMEOUT"] = 2
     scheduler, worker = cluster.scheduler(), cluster.worker(0)
     until(lambda: not scheduler.alive or "rank=0" in worker.text(), "the cluster to form, or to be refused")
     if scheduler.alive:
-        began = cluster.view().now
-        cluster.until(lambda v: v.now > began + 6, "three times the limit to pass")
+        started_at = cluster.view().now
+        cluster.until(lambda v: v.now > started_at + 6, "three times the limit to pass")
         cluster.release()
         assert set(cluster.wait().values()) == {0}
     else:
@@ -246,39 +246,39 @@ def test_a_short_node_timeout_does_not_kill_a_healthy_node(cluster: Cluster) -> 
         assert "MS_NODE_TIMEOUT=2" in scheduler.text() and "MS_RETRY_INTERVAL_UPPER" in scheduler.text()
 
 
-def test_a_scheduler_that_greets_but_never_answers_is_called_again(cluster: Cluster) -> None:
+def test_node_reconnects_to_scheduler_that_never_replies(cluster: Cluster) -> None:
     with fake_scheduler(cluster.port) as fake:
         worker = cluster.worker(0, MS_RECEIVE_MSG_TIMEOUT=0.3, MS_TOPO_TIMEOUT=6)
-        until(lambda: fake.links() >= 3, "three calls", story=worker.tail)
-        calls = fake.of(Register)
+        until(lambda: fake.connection_count() >= 3, "three calls", details=worker.tail)
+        calls = fake.received(Register)
         assert {(call.node_id, call.instance_id) for call in calls} == {("0", calls[0].instance_id)}
         assert worker.wait() == 22
         assert "MS_RECEIVE_MSG_TIMEOUT" in worker.text()
 
 
 def member(message: Message) -> list[Message]:
-    """What a scheduler answers to the only worker of its cluster."""
+    """Reply like a scheduler to the only worker of its cluster."""
     if isinstance(message, Register):
         formed = RankAssigned(generation=1, rank=0, world=1, local_rank=0, local_world=1)
         return [Registered("fake", message.node_id, 1), formed]
     return []
 
 
-def test_beats_come_between_the_two_retry_intervals(cluster: Cluster) -> None:
+def test_heartbeat_interval_is_between_retry_limits(cluster: Cluster) -> None:
     with fake_scheduler(cluster.port, member) as fake:
         quick = cluster.worker("quick", MS_RETRY_INTERVAL_LOWER=0.05, MS_RETRY_INTERVAL_UPPER=0.1)
         rare = cluster.worker("rare", MS_RETRY_INTERVAL_LOWER=600, MS_RETRY_INTERVAL_UPPER=900)
         ranks(quick, rare)
-        until(lambda: len(fake.of(Heartbeat, "quick")) >= 40, "forty beats", story=cluster.tails)
-        assert fake.of(Heartbeat, "rare") == []
+        until(lambda: len(fake.received(Heartbeat, "quick")) >= 40, "forty beats", details=cluster.tails)
+        assert fake.received(Heartbeat, "rare") == []
 
 
-def test_calls_to_an_absent_scheduler_are_at_most_the_upper_interval_apart(cluster: Cluster) -> None:
+def test_connection_attempts_are_at_most_the_upper_interval_apart(cluster: Cluster) -> None:
     cluster.worker(0, MS_RETRY_INTERVAL_LOWER=0.05, MS_RETRY_INTERVAL_UPPER=0.05)
-    turned_away(cluster.port, 40)  # with the default of 5 s this would take minutes
+    accept_and_close(cluster.port, 40)  # with the default of 5 s this would take minutes
 
 
-def test_without_heartbeats_silence_is_no_death_but_an_exit_is(cluster: Cluster) -> None:
+def test_disabled_heartbeats_detect_exit_but_not_silence(cluster: Cluster) -> None:
     cluster.env |= QUICK
     scheduler, (held, other) = cluster.formed(MS_DISABLE_HEARTBEAT=1, MS_NODE_TIMEOUT=0.5)
     held.stop()
@@ -291,7 +291,7 @@ def test_without_heartbeats_silence_is_no_death_but_an_exit_is(cluster: Cluster)
     assert "worker:0" in other.text()
 
 
-def test_a_worker_held_by_a_debugger_goes_on_afterwards(cluster: Cluster) -> None:
+def test_worker_stopped_by_debugger_continues_without_heartbeats(cluster: Cluster) -> None:
     _, (held, _) = cluster.formed(**QUICK, MS_DISABLE_HEARTBEAT=1, MS_NODE_TIMEOUT=0.5)
     held.stop()
     stopped = cluster.view().now
@@ -304,7 +304,7 @@ def test_a_worker_held_by_a_debugger_goes_on_afterwards(cluster: Cluster) -> Non
 # -- logs ------------------------------------------------------------------------------------------------------------
 
 
-def test_lccl_is_accepted_and_says_what_it_means_here(cluster: Cluster) -> None:
+def test_lccl_setting_is_accepted_with_a_note(cluster: Cluster) -> None:
     cluster.workers = 1
     _, (worker,) = cluster.formed(MS_ENABLE_LCCL=1)
     cluster.release()
@@ -313,17 +313,17 @@ def test_lccl_is_accepted_and_says_what_it_means_here(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    ("level", "said", "unsaid"), [("0", "joined", "Traceback"), ("1", "formed", "joined"), ("2", "", "formed")]
+    ("level", "output", "unsaid"), [("0", "joined", "Traceback"), ("1", "formed", "joined"), ("2", "", "formed")]
 )
-def test_glog_v_chooses_what_is_worth_a_line(cluster: Cluster, level: str, said: str, unsaid: str) -> None:
+def test_glog_v_sets_log_level(cluster: Cluster, level: str, output: str, unsaid: str) -> None:
     scheduler, _ = cluster.formed(GLOG_v=level)
     cluster.release()
     assert set(cluster.wait().values()) == {0}
-    assert said in scheduler.text() and unsaid not in scheduler.text()
+    assert output in scheduler.text() and unsaid not in scheduler.text()
 
 
-def test_glog_log_dir_has_a_folder_per_node(cluster: Cluster) -> None:
-    """Also where two roles use one id, and where nodes have no id of their own."""
+def test_glog_log_dir_has_one_directory_per_node(cluster: Cluster) -> None:
+    """Also if two roles use one id, and if nodes have no id."""
     logs = cluster.folder / "logs"
     cluster.workers = 3
     cluster.env |= {"GLOG_logtostderr": 0, "GLOG_log_dir": str(logs), "GLOG_v": 0, "MS_SERVER_NUM": 1}
@@ -338,14 +338,14 @@ def test_glog_log_dir_has_a_folder_per_node(cluster: Cluster) -> None:
     assert len(list(logs.glob("*/covey.log"))) == 5, sorted(logs.rglob("*"))
 
 
-def test_a_log_folder_that_cannot_be_made_is_one_sentence(cluster: Cluster) -> None:
+def test_unusable_log_directory_is_a_one_line_error(cluster: Cluster) -> None:
     cluster.env |= {"GLOG_logtostderr": 0, "GLOG_log_dir": str(cluster.default)}
     for node in (cluster.scheduler(), cluster.worker(0)):
         assert node.wait() in (10, 41), node.tail()
         assert str(cluster.default) in node.text() and "Traceback" not in node.text()
 
 
-# -- mistakes --------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------------------------
 
 BAD = [
     ("MS_ROLE", "MS_BOSS"),
@@ -375,7 +375,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("variable", "value"), BAD)
-def test_a_bad_value_is_one_sentence_that_names_it(cluster: Cluster, variable: str, value: str) -> None:
+def test_invalid_variable_is_a_one_line_error_naming_it(cluster: Cluster, variable: str, value: str) -> None:
     for node in (cluster.scheduler(**{variable: value}), cluster.worker(**{variable: value})):
         assert node.wait() == 10, node.tail()
         assert f"{variable}={value}" in node.text()
@@ -383,26 +383,26 @@ def test_a_bad_value_is_one_sentence_that_names_it(cluster: Cluster, variable: s
 
 
 @pytest.mark.parametrize("variable", ["MS_SCHED_HOST", "MS_SCHED_PORT", "MS_WORKER_NUM", "MS_ROLE"])
-def test_a_missing_value_is_one_sentence_that_names_it(cluster: Cluster, variable: str) -> None:
+def test_missing_variable_is_a_one_line_error_naming_it(cluster: Cluster, variable: str) -> None:
     for node in (cluster.scheduler(**{variable: None}), cluster.worker(**{variable: None})):
         assert node.wait() == 10, node.tail()
         assert f"{variable} is not set" in node.text()
         assert len(node.text().splitlines()) == 1
 
 
-def test_recovery_without_a_path_is_one_sentence(cluster: Cluster) -> None:
+def test_recovery_without_path_is_a_one_line_error(cluster: Cluster) -> None:
     scheduler = cluster.scheduler(MS_ENABLE_RECOVERY=1)
     assert scheduler.wait() == 10
     assert "MS_RECOVERY_PATH is not set" in scheduler.text()
 
 
-def test_a_scheduler_with_a_name_nobody_knows_says_so(cluster: Cluster) -> None:
-    scheduler = cluster.scheduler(MS_SCHED_HOST="nobody.invalid")
+def test_scheduler_with_unresolvable_host_exits_with_reason(cluster: Cluster) -> None:
+    scheduler = cluster.scheduler(MS_SCHED_HOST="unknown.invalid")
     assert scheduler.wait() == 10
-    assert "MS_SCHED_HOST=nobody.invalid" in scheduler.text() and "Traceback" not in scheduler.text()
+    assert "MS_SCHED_HOST=unknown.invalid" in scheduler.text() and "Traceback" not in scheduler.text()
 
 
-def test_a_scheduler_at_an_address_of_another_host_says_so(cluster: Cluster) -> None:
+def test_scheduler_at_address_of_another_host_exits_with_reason(cluster: Cluster) -> None:
     scheduler = cluster.scheduler(MS_SCHED_HOST="192.0.2.1")
     assert scheduler.wait() == 10
     assert "MS_SCHED_HOST=192.0.2.1 is not an address of this host" in scheduler.text()
@@ -416,7 +416,7 @@ def program(cluster: Cluster, text: str, **env: str) -> Process:
     return cluster.run([sys.executable, cluster.script(text)], name="program", env=env)
 
 
-def test_without_variables_a_program_is_a_world_of_one(cluster: Cluster) -> None:
+def test_init_without_variables_is_a_world_of_one(cluster: Cluster) -> None:
     alone = program(
         cluster,
         "import covey, numpy\n"
@@ -430,15 +430,15 @@ def test_without_variables_a_program_is_a_world_of_one(cluster: Cluster) -> None
     assert alone.text().splitlines() == ["0 1 0 1", "[1. 1.] [1.] [array([1.])]"]
 
 
-def test_half_of_the_variables_is_a_mistake_and_not_a_world_of_one(cluster: Cluster) -> None:
-    """Four copies of a program that each believe to be alone would all look like a success."""
+def test_incomplete_variables_are_an_error(cluster: Cluster) -> None:
+    """Four processes that each form a world of one would all look like a success."""
     half = program(cluster, "import covey\ncovey.init()\n", MS_WORKER_NUM="4", MS_SCHED_PORT="8118")
     assert half.code == 10, half.tail()
     assert "MS_ROLE" in half.text()
 
 
 @pytest.mark.parametrize("call", ["get_rank", "get_group_size", "get_local_rank", "get_local_rank_size", "barrier"])
-def test_questions_before_init_say_what_to_call(cluster: Cluster, call: str) -> None:
+def test_calls_before_init_raise_an_error_naming_init(cluster: Cluster, call: str) -> None:
     early = program(cluster, SAID.format(call=f"{call}()"))
     assert early.text() == "call covey.init() first: before it this process has no rank\n"
 
@@ -457,14 +457,14 @@ def test_set_seed_seeds_python_numpy_and_torch(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("seed", ["-1", "True", "1.0", "2**32"])
-def test_a_seed_that_is_none_is_refused(cluster: Cluster, seed: str) -> None:
+def test_invalid_seed_is_refused(cluster: Cluster, seed: str) -> None:
     bad = program(
         cluster, f"import covey\ntry:\n    covey.set_seed({seed})\nexcept covey.CoveyError as error:\n    print(error)\n"
     )
     assert "is not possible: give a whole number from 0" in bad.text()
 
 
-def test_sigint_while_waiting_for_the_cluster_ends_a_worker(cluster: Cluster) -> None:
+def test_sigint_ends_worker_that_waits_for_formation(cluster: Cluster) -> None:
     cluster.scheduler(GLOG_v=0).wait_for("scheduler of cluster")
     worker = cluster.worker(0)
     cluster.until(lambda v: nodes_of(v), "the worker to be registered")

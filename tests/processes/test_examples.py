@@ -1,7 +1,7 @@
-"""The examples, run as their README says: as shipped, from a copy, since some write beside themselves.
+"""The examples, run as their README says, from a copy, because some write into their directory.
 
-Those that README.md and the tutorials type are run by test_walkthrough.py: 02 (`make run`), 07, 08, 10, 11, and the seeds'
-own scripts. 04 is run by test_elastic.py.
+The examples in README.md and the tutorials are run by test_walkthrough.py: 02 (`make run`), 07, 08, 10, 11, and MindSpore's own
+scripts. 04 is run by test_elastic.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(TRAINED_S + 30)
 
 
 class Examples(Processes):
-    """A copy of the examples, and what they print."""
+    """A copy of the examples, and their output."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -40,7 +40,7 @@ class Examples(Processes):
         return shutil.copytree(EXAMPLES, self.folder / name, ignore=ignored)
 
     def said(self, *command: str | Path, **env: str | int) -> str:
-        """What a command prints that ends well."""
+        """Return the output of a command that must succeed."""
         process = self.start(command, env=env)
         assert process.wait(TRAINED_S) == 0, process.tail()
         return process.text()
@@ -56,7 +56,7 @@ def examples(tmp_path: Path) -> Iterator[Examples]:
 
 
 def losses(log: str) -> list[float]:
-    """In the order they were printed, from the seeds' own kind of line."""
+    """Return the losses in the order of MindSpore's output lines."""
     return [float(text) for text in re.findall(r"^epoch: \d+, step: \d+, loss is (\S+)$", log, re.MULTILINE)]
 
 
@@ -66,13 +66,13 @@ def accuracy(text: str) -> float:
     return float(found[1])
 
 
-def test_digits_alone(examples: Examples) -> None:
+def test_digits_example_runs_alone(examples: Examples) -> None:
     text = examples.said(sys.executable, examples.home / "01_digits.py")
     assert accuracy(text) > 0.9
     assert len(re.findall(r"^epoch +\d+  step +\d+  loss [0-9.]+$", text, re.MULTILINE)) == 12
 
 
-def test_digits_with_four_workers(examples: Examples) -> None:
+def test_digits_example_runs_with_four_workers(examples: Examples) -> None:
     text = examples.said("covey", "run", "-n", "4", "--log-dir", "logs", examples.home / "01_digits.py")
     assert accuracy(text) > 0.9
     assert "all 4 workers finished" in text
@@ -80,34 +80,34 @@ def test_digits_with_four_workers(examples: Examples) -> None:
 
 
 @needs(*HOSTS)
-def test_two_hosts_in_namespaces(examples: Examples) -> None:
+def test_two_hosts_example_runs_in_namespaces(examples: Examples) -> None:
     text = examples.said("bash", examples.home / "03_two_hosts.sh", LOGS=str(examples.folder / "logs"))
     assert accuracy(text) > 0.9 and text.count("covey: all 4 workers finished") == 2
     logs = sorted(str(path.relative_to(examples.folder / "logs")) for path in (examples.folder / "logs").glob("*/worker_*"))
     assert logs == ["a/worker_0.log", "a/worker_1.log", "b/worker_2.log", "b/worker_3.log"]
 
 
-def test_tls(examples: Examples) -> None:
+def test_tls_example_runs(examples: Examples) -> None:
     text = examples.said("bash", examples.home / "05_tls.sh", LOGS="logs")
     assert accuracy(text) > 0.9 and "REST at https://" in text
     assert (examples.home / "covey_certificates/config.json").exists()
 
 
-def test_parameter_servers(examples: Examples) -> None:
+def test_parameter_server_example_runs(examples: Examples) -> None:
     train = examples.home / "06_parameter_server/train.py"
     text = examples.said("covey", "run", "-n", "2", "--servers", "2", "--log-dir", "logs", train, LINES=8000, EPOCHS=1)
     assert "AUC on unseen lines" in text and "all 2 workers finished" in text
 
 
-def test_an_msjob(examples: Examples) -> None:
-    """The samples of config/samples are run by the tests of the operator."""
+def test_msjob_example_is_valid(examples: Examples) -> None:
+    """The samples in config/samples are run by the tests of the operator."""
     text = examples.said("bash", examples.home / "09_msjob.sh", "--dry-run", "--json", IMAGE="an/image")
     job, script = json.loads(text)
     assert (job["kind"], job["spec"]["msReplicaSpecs"]["Worker"]["replicas"]) == ("MSJob", 4)
     assert script["data"]["02_healing.py"] == (EXAMPLES / "02_healing.py").read_text()
 
 
-def test_every_example_is_in_the_table_and_is_run() -> None:
+def test_every_example_is_listed_and_run() -> None:
     table = (EXAMPLES / "README.md").read_text()
     numbered = {path for path in EXAMPLES.iterdir() if path.name[:2].isdigit()}
     assert {path.name[:2] for path in numbered} == {f"{number:02}" for number in range(1, 12)}
@@ -118,7 +118,7 @@ def test_every_example_is_in_the_table_and_is_run() -> None:
     assert [path.name for path in numbered if not re.search(rf"examples/\S*{path.stem}|\"{path.stem}", run)] == []
 
 
-def test_a_startup_script_wants_the_address_of_node_1(examples: Examples) -> None:
+def test_startup_script_requires_address_of_node_1(examples: Examples) -> None:
     for script in ("run_dynamic_cluster_1.sh", "run_dynamic_cluster_2.sh"):
         refused = examples.run(["bash", script], cwd=examples.home / "startup_method")
         assert refused.code != 0
@@ -127,8 +127,8 @@ def test_a_startup_script_wants_the_address_of_node_1(examples: Examples) -> Non
 
 
 @pytest.mark.parametrize(("env", "workers"), [({}, 8), ({"WORKERS": 4}, 4)])
-def test_the_startup_scripts_start_eight_workers_unless_told(examples: Examples, env: dict[str, int], workers: int) -> None:
-    """What each process is told, by a python that only says it: what they do then is in the tutorial."""
+def test_startup_scripts_start_eight_workers_by_default(examples: Examples, env: dict[str, int], workers: int) -> None:
+    """The command line of each process, recorded by a fake python; the tutorial runs them for real."""
     python = examples.folder / "bin/python"
     python.parent.mkdir()
     python.write_text('#!/bin/sh\necho "$MS_ROLE of $MS_WORKER_NUM at $MS_SCHED_HOST"\n')
@@ -145,27 +145,27 @@ def test_the_startup_scripts_start_eight_workers_unless_told(examples: Examples,
         return told() == meant
 
     here, there, half = "127.0.0.1", "10.9.8.7", workers // 2
-    for words, meant in (
+    for arguments, meant in (
         (["run_dynamic_cluster.sh"], expected(here, 0, workers) | {"scheduler": f"MS_SCHED of {workers} at {here}\n"}),
         (["run_dynamic_cluster_1.sh", there], expected(there, 0, half) | {"scheduler": f"MS_SCHED of {workers} at {there}\n"}),
         (["run_dynamic_cluster_2.sh", there], expected(there, half, workers)),
     ):
-        assert examples.run(["bash", *words], cwd=home, env=env | path).code == 0
-        until(functools.partial(says, meant), f"{meant}", story=lambda: str(told()))
+        assert examples.run(["bash", *arguments], cwd=home, env=env | path).code == 0
+        until(functools.partial(says, meant), f"{meant}", details=lambda: str(told()))
 
 
-# -- MNIST's files -----------------------------------------------------------------------------------------------------
+# -- MNIST files -------------------------------------------------------------------------------------------------------
 
 
 def write_idx(path: Path, array: np.ndarray) -> None:
-    """As MNIST's own: big-endian, bytes; compressed where the name says so."""
+    """Write a file in MNIST's format (big-endian); compressed if the name says so."""
     content = struct.pack(f">{1 + array.ndim}I", 0x800 + array.ndim, *array.shape) + array.astype(np.uint8).tobytes()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
 
 
 def write_digits(train: Path, test: Path, ending: str = "") -> None:
-    """A set with MNIST's names and sizes of pixels, small and easily learned: the digit is where the bar is."""
+    """Write a small, easily learned data set in MNIST's format: the position of a bar is the digit."""
     labels = np.arange(640) % 10
     images = np.zeros((640, 28, 28))
     for index, label in enumerate(labels):
@@ -189,7 +189,7 @@ def load(examples: Examples, folder: Path) -> Process:
 
 
 @pytest.mark.long
-def test_mnist_is_trained_on_where_data_path_names_it(examples: Examples, tmp_path: Path) -> None:
+def test_data_path_selects_mnist(examples: Examples, tmp_path: Path) -> None:
     write_digits(tmp_path / "mnist", tmp_path / "mnist")
     text = examples.said(sys.executable, examples.home / "startup_method/net.py", DATA_PATH=str(tmp_path / "mnist"))
     found = losses(text)
@@ -199,13 +199,13 @@ def test_mnist_is_trained_on_where_data_path_names_it(examples: Examples, tmp_pa
 
 @pytest.mark.parametrize("ending", ["", ".gz"])
 @pytest.mark.parametrize("folders", [("mnist", "mnist"), ("MNIST_Data/train", "MNIST_Data/test")])
-def test_mnist_is_found(examples: Examples, tmp_path: Path, folders: tuple[str, str], ending: str) -> None:
+def test_mnist_files_are_found(examples: Examples, tmp_path: Path, folders: tuple[str, str], ending: str) -> None:
     train, test = (tmp_path / folder for folder in folders)
     write_digits(train, test, ending)
     assert load(examples, train).text() == LOADED
 
 
-def test_a_folder_without_mnist_is_one_sentence(examples: Examples, tmp_path: Path) -> None:
+def test_directory_without_mnist_is_a_one_line_error(examples: Examples, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     missing = load(examples, tmp_path / "empty")
     assert missing.code == 1
@@ -216,7 +216,7 @@ def test_a_folder_without_mnist_is_one_sentence(examples: Examples, tmp_path: Pa
     )
 
 
-def test_damaged_mnist_is_one_sentence(examples: Examples, tmp_path: Path) -> None:
+def test_damaged_mnist_is_a_one_line_error(examples: Examples, tmp_path: Path) -> None:
     write_digits(tmp_path / "mnist", tmp_path / "mnist")
     images = tmp_path / "mnist/train-images-idx3-ubyte"
     images.write_bytes(images.read_bytes()[:-1])

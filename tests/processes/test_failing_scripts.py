@@ -35,7 +35,7 @@ for x, y in loop:
     fail("after")
 """
 
-# As a script without a loop: a replacement repeats it from the beginning.
+# A script without a loop: a replacement repeats it from the beginning.
 REPORTS = """
 import torch, covey
 covey.init()
@@ -87,27 +87,27 @@ def test_error_of_the_script_ends_the_run_with_one_traceback(
     shell.script(script, "t.py")
     run = shell.covey("run", "-n", "3", "t.py", *arguments, env=DEFAULT)
     assert run.wait(200) == 1, run.tail()
-    said = run.text()
-    assert said.count("Traceback (most recent call last):") == 1, said
-    assert "resumed" not in said, said
+    output = run.text()
+    assert output.count("Traceback (most recent call last):") == 1, output
+    assert "resumed" not in output, output
     kind = "ValueError" if script is LOOP else "NameError"
-    ends = re.search(r"covey: the run ended: worker:\d on \S+: exit code 1, (.*)", said)
-    assert ends and re.match(rf"{kind} at \S*t\.py:\d+{step}: ", ends[1]) and ends[1].endswith(": correct the script"), said
-    assert re.search(rf"first failure: rank \d \(worker:\d\) on \S+: exit code 1, {kind} at ", said), said
-    shell.nobody()
+    ends = re.search(r"covey: the run ended: worker:\d on \S+: exit code 1, (.*)", output)
+    assert ends and re.match(rf"{kind} at \S*t\.py:\d+{step}: ", ends[1]) and ends[1].endswith(": correct the script"), output
+    assert re.search(rf"first failure: rank \d \(worker:\d\) on \S+: exit code 1, {kind} at ", output), output
+    shell.assert_no_processes()
 
 
 @pytest.mark.timeout(300)
-def test_exception_that_passes_is_recovered(shell: Shell) -> None:
-    """The state that the replacement receives is that after the step in which the exception was raised."""
+def test_transient_exception_is_recovered(shell: Shell) -> None:
+    """The replacement receives the state after the step in which the exception was raised."""
     shell.script(LOOP, "t.py")
     run = shell.covey("run", "-n", "3", "t.py", "after", "1", "12", env=DEFAULT)
     assert run.wait(200) == 0, run.tail()
-    said = run.text()
-    assert re.search(r"recover-in-place of worker:1 \(exit code 1, ValueError at .*\): .* in all, (resumed|finished)", said)
+    output = run.text()
+    assert re.search(r"recover-in-place of worker:1 \(exit code 1, ValueError at .*\): .* in all, (resumed|finished)", output)
 
 
-# All ranks are killed in one step, once. argv: a folder for marks, and one for checkpoints unless it is "-".
+# All ranks are killed in one step, once. argv: a directory for marks, and one for checkpoints unless it is "-".
 ALL_KILLED = """
 import os, signal, sys, torch, covey
 covey.init()
@@ -132,16 +132,18 @@ for x, y in loop:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("kept", [True, False], ids=["from a checkpoint", "from step 0"])
-def test_full_restart_is_printed_with_its_cause_and_its_step(shell: Shell, tmp_path: Path, kept: bool, workers: int) -> None:
+def test_full_restart_message_has_cause_and_step(shell: Shell, tmp_path: Path, kept: bool, workers: int) -> None:
     shell.script(ALL_KILLED, "t.py")
     folder = tmp_path / "checkpoints"
     folder.mkdir()
     run = shell.covey("run", "-n", str(workers), "t.py", tmp_path, folder if kept else "-", env=DEFAULT)
     assert run.wait(200) == 0, run.tail()
-    said = run.text()
+    output = run.text()
     started = r"step 20, the newest checkpoint" if kept else "step 0, because no checkpoint could be used"
     cause = "no rank holds the training state any more" if workers > 1 else "worker:0 died: killed by SIGKILL"
     line = rf"full restart 1: all ranks started from {started}; cause: {cause}"
-    assert len(re.findall(rf"^covey: {line}$", said, re.MULTILINE)) == 1, said
-    assert re.search(rf"^covey: (all 2 workers|the only worker) finished; {line}$", said, re.MULTILINE), "the exit report, too"
-    assert "resumed" not in said and said.count("in all, restarted") == workers, said
+    assert len(re.findall(rf"^covey: {line}$", output, re.MULTILINE)) == 1, output
+    assert re.search(rf"^covey: (all 2 workers|the only worker) finished; {line}$", output, re.MULTILINE), (
+        "the exit report must have it too"
+    )
+    assert "resumed" not in output and output.count("in all, restarted") == workers, output

@@ -1,4 +1,4 @@
-"""Without recovery the first failure ends the cluster: at once, by events and not by timeouts, and with its reason."""
+"""Without recovery the first failure ends the cluster immediately, by events and not by timeouts, with its reason."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.processes.harness import Cluster, Process, nodes_of
 from covey.core.messages import ClusterEnded, Message, RankAssigned, Register, Registered
 from covey.core.types import Failure, Role
 
-# No timeout here is short enough to explain an end within a test's deadline: only the event itself can.
+# All timeouts are longer than a test's deadline: only events can end a process.
 PATIENT = {"MS_TOPO_TIMEOUT": 1800, "MS_NODE_TIMEOUT": 600, "MS_RECEIVE_MSG_TIMEOUT": 1800}
 
 JOINED = """
@@ -32,7 +32,7 @@ def patient(cluster: Cluster) -> Cluster:
 
 
 def first_failure(scheduler: Process) -> str:
-    """The report of the scheduler: the line of the first failure and those below it."""
+    """Return the scheduler's failure report: the line of the first failure and those below it."""
     assert not re.search(r"^Traceback", scheduler.text(), re.MULTILINE), scheduler.tail()
     found = re.search(r"first failure: (.*)", scheduler.text(), re.DOTALL)
     assert found, scheduler.tail()
@@ -43,7 +43,7 @@ def first_failure(scheduler: Process) -> str:
 
 
 @pytest.mark.parametrize("victim", [0, 2])
-def test_when_a_worker_is_killed_the_others_end_and_name_it(patient: Cluster, victim: int) -> None:
+def test_killed_worker_ends_others_which_name_it(patient: Cluster, victim: int) -> None:
     patient.workers = 3
     scheduler, workers = patient.formed()
     workers[victim].kill()
@@ -56,7 +56,7 @@ def test_when_a_worker_is_killed_the_others_end_and_name_it(patient: Cluster, vi
     assert f"ranks {others} on" in report.partition("the others at that moment:")[2]
 
 
-def test_a_parameter_server_that_dies_is_a_failure_too(patient: Cluster) -> None:
+def test_dead_parameter_server_ends_the_cluster(patient: Cluster) -> None:
     patient.env["MS_SERVER_NUM"] = 1
     patient.workers = 1
     server = patient.node("MS_SERVER", 0)
@@ -66,7 +66,7 @@ def test_a_parameter_server_that_dies_is_a_failure_too(patient: Cluster) -> None
     assert first_failure(scheduler).startswith("rank 0 (server:0)")
 
 
-def test_the_report_says_what_the_others_were_doing(patient: Cluster) -> None:
+def test_failure_report_has_state_of_other_ranks(patient: Cluster) -> None:
     script = patient.script(JOINED + "covey.report(41 + covey.get_rank(), 'evaluating')\n" + FOREVER)
     patient.env |= {"MS_RETRY_INTERVAL_LOWER": 0.05, "MS_RETRY_INTERVAL_UPPER": 0.1}
     scheduler, (first, _) = patient.formed(script=script)
@@ -85,8 +85,8 @@ IN_A_GROUP = (
 )
 
 
-def test_a_killed_rank_is_named_first_though_its_peers_fail_of_it(patient: Cluster) -> None:
-    """gloo raises in the survivors as soon as the peer is gone: what they say of it must not be taken for the cause."""
+def test_killed_rank_is_reported_before_failures_it_causes(patient: Cluster) -> None:
+    """gloo raises in the survivors immediately; their errors must not be reported as the cause."""
     patient.workers = 3
     scheduler, workers = patient.formed(script=patient.script(IN_A_GROUP))
     for worker in workers:
@@ -99,8 +99,8 @@ def test_a_killed_rank_is_named_first_though_its_peers_fail_of_it(patient: Clust
     assert scheduler.text().count(" died: ") == 1, scheduler.tail()
 
 
-def test_workers_stuck_in_a_collective_end_too(patient: Cluster) -> None:
-    """Rank 1 stands still and its connections stay open: rank 0 waits inside gloo, where no Python code runs."""
+def test_workers_blocked_in_a_collective_end_too(patient: Cluster) -> None:
+    """Rank 1 is stopped and its connections stay open: rank 0 waits inside gloo, where no Python code runs."""
     patient.env |= {"MS_RETRY_INTERVAL_LOWER": 0.1, "MS_RETRY_INTERVAL_UPPER": 0.2, "MS_NODE_TIMEOUT": 8}
     scheduler, (stuck, still) = patient.formed(script=patient.script(IN_A_GROUP))
     stuck.wait_for("in a group")
@@ -111,7 +111,7 @@ def test_workers_stuck_in_a_collective_end_too(patient: Cluster) -> None:
     assert first_failure(scheduler).startswith("rank 1 ")
 
 
-def test_an_exception_ends_the_others_and_is_named(patient: Cluster) -> None:
+def test_exception_ends_others_and_is_reported(patient: Cluster) -> None:
     fails = patient.script(JOINED + "raise ValueError('the loss is not a number')\n")
     scheduler = patient.scheduler()
     failing, other = patient.worker(0, script=fails), patient.worker(1)
@@ -136,8 +136,8 @@ def test_an_exception_ends_the_others_and_is_named(patient: Cluster) -> None:
         ("os.kill(os.getpid(), signal.SIGINT); time.sleep(60)", 130),
     ],
 )
-def test_every_way_to_end_with_an_error_is_a_failure(patient: Cluster, last_line: str, code: int) -> None:
-    """The scheduler sees the code where the program could say it, else a closed connection."""
+def test_every_nonzero_exit_is_a_failure(patient: Cluster, last_line: str, code: int) -> None:
+    """The scheduler has the exit code if the program could send it, else a closed connection."""
     scheduler = patient.scheduler()
     failing = patient.worker(0, script=patient.script(JOINED + last_line + "\n"))
     other = patient.worker(1)
@@ -147,7 +147,7 @@ def test_every_way_to_end_with_an_error_is_a_failure(patient: Cluster, last_line
     assert first_failure(scheduler).startswith("rank 0 ")
 
 
-def test_an_exception_in_another_thread_is_not_the_end(patient: Cluster) -> None:
+def test_exception_in_another_thread_does_not_end_the_cluster(patient: Cluster) -> None:
     script = patient.script(
         JOINED
         + "import threading\n"
@@ -163,7 +163,7 @@ def test_an_exception_in_another_thread_is_not_the_end(patient: Cluster) -> None
 
 
 @pytest.mark.parametrize("last_line", ["sys.exit()", "sys.exit(0)", "pass"])
-def test_a_worker_that_ends_well_ends_nobody_else(patient: Cluster, last_line: str) -> None:
+def test_worker_that_succeeds_early_ends_no_other(patient: Cluster, last_line: str) -> None:
     scheduler = patient.scheduler()
     early = patient.worker(0, script=patient.script(JOINED + last_line + "\n"))
     other = patient.worker(1)
@@ -174,8 +174,8 @@ def test_a_worker_that_ends_well_ends_nobody_else(patient: Cluster, last_line: s
     assert set(patient.wait().values()) == {0}
 
 
-def test_of_two_failures_the_first_is_reported(patient: Cluster) -> None:
-    """The end of the cluster makes the other worker fail as well, in its own words."""
+def test_first_of_two_failures_is_reported(patient: Cluster) -> None:
+    """The end of the cluster makes the other worker fail as well, with its own error."""
     clumsy = patient.script(JOINED + "try:\n    time.sleep(3600)\nfinally:\n    raise RuntimeError('second')\n")
     scheduler = patient.scheduler()
     failing = patient.worker(0, script=patient.script(JOINED + "raise RuntimeError('first')\n", "first.py"))
@@ -186,8 +186,8 @@ def test_of_two_failures_the_first_is_reported(patient: Cluster) -> None:
 
 
 @pytest.mark.parametrize("code", [1, 3, 30, 139])
-def test_a_failure_that_comes_with_the_rank_is_one_sentence(patient: Cluster, code: int) -> None:
-    """Another worker may fail before this one has looked at its rank: both messages are then read in one turn."""
+def test_failure_received_with_the_rank_is_one_line(patient: Cluster, code: int) -> None:
+    """Another worker may fail before this one has processed its rank: both messages are then received together."""
 
     def fail_at_once(message: Message) -> list[Message]:
         failure = Failure(Role.WORKER, "1", 1, "elsewhere", code, "it failed at once")
@@ -207,7 +207,6 @@ def test_a_failure_that_comes_with_the_rank_is_one_sentence(patient: Cluster, co
 
 @pytest.mark.parametrize("busy", ["time.sleep(3600)", "while True: pass", "signal.pause()"])
 def test_sigterm_is_a_planned_leave(patient: Cluster, busy: str) -> None:
-    """Whatever the main thread is doing."""
     scheduler = patient.scheduler()
     leaving = patient.worker(0, script=patient.script(JOINED + "print('busy', flush=True)\n" + busy + "\n"))
     other = patient.worker(1)
@@ -215,8 +214,8 @@ def test_sigterm_is_a_planned_leave(patient: Cluster, busy: str) -> None:
     planned_leave(scheduler, leaving, other)
 
 
-def test_sigterm_is_a_planned_leave_even_out_of_a_collective(patient: Cluster) -> None:
-    """The main thread is inside gloo and never comes back: the grace period ends it."""
+def test_sigterm_within_a_collective_is_a_planned_leave(patient: Cluster) -> None:
+    """The main thread is blocked in gloo: the process is killed after the grace period."""
     scheduler, (stuck, other) = patient.formed(script=patient.script(IN_A_GROUP), COVEY_GRACE=1)
     stuck.wait_for("in a group")
     other.wait_for("in a group")
@@ -233,7 +232,7 @@ def planned_leave(scheduler: Process, leaving: Process, other: Process) -> None:
     assert "worker:0" in other.text() and "SIGTERM" in other.text()
 
 
-def test_a_program_that_handles_sigterm_itself_keeps_doing_so(patient: Cluster) -> None:
+def test_sigterm_handler_of_the_program_is_kept(patient: Cluster) -> None:
     script = patient.script(
         "import signal, sys\nsignal.signal(signal.SIGTERM, lambda *_: (print('saved', flush=True), sys.exit(0)))\n"
         + JOINED
@@ -247,7 +246,7 @@ def test_a_program_that_handles_sigterm_itself_keeps_doing_so(patient: Cluster) 
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_scheduler_ends_the_cluster(patient: Cluster, number: signal.Signals) -> None:
+def test_signal_to_scheduler_ends_the_cluster(patient: Cluster, number: signal.Signals) -> None:
     scheduler, workers = patient.formed()
     scheduler.signal(number)
     assert [node.wait() for node in (scheduler, *workers)] == [32, 32, 32]
@@ -256,7 +255,7 @@ def test_a_signal_to_the_scheduler_ends_the_cluster(patient: Cluster, number: si
         assert "Traceback" not in node.text()
 
 
-def test_a_signal_to_a_scheduler_that_still_waits_names_the_signal(patient: Cluster) -> None:
+def test_signal_during_formation_is_named(patient: Cluster) -> None:
     scheduler, worker = patient.scheduler(), patient.worker(0)
     patient.until(lambda v: nodes_of(v), "the worker to be registered")
     scheduler.signal(signal.SIGINT)
@@ -264,7 +263,7 @@ def test_a_signal_to_a_scheduler_that_still_waits_names_the_signal(patient: Clus
     assert "the scheduler received SIGINT" in worker.text()
 
 
-def test_a_scheduler_that_vanishes_is_waited_for_and_then_named(patient: Cluster) -> None:
+def test_lost_scheduler_is_reported_after_node_timeout(patient: Cluster) -> None:
     scheduler, workers = patient.formed(MS_NODE_TIMEOUT=1)
     scheduler.kill()
     for worker in workers:
@@ -272,8 +271,8 @@ def test_a_scheduler_that_vanishes_is_waited_for_and_then_named(patient: Cluster
         assert f"the scheduler at 127.0.0.1:{patient.port} did not come back within 1 s" in worker.text()
 
 
-def test_a_scheduler_that_stood_still_takes_nobody_for_dead(patient: Cluster) -> None:
-    """A suspended laptop, a debugger, a machine that moved: the beats it missed are waiting for it in its sockets."""
+def test_resumed_scheduler_declares_no_node_dead(patient: Cluster) -> None:
+    """As after a suspended laptop, a debugger or a migrated machine: the missed heartbeats are in its sockets."""
     script = patient.script(
         JOINED
         + "import pathlib\n"
@@ -288,7 +287,7 @@ def test_a_scheduler_that_stood_still_takes_nobody_for_dead(patient: Cluster) ->
     scheduler, workers = patient.formed(script=script, **quick, MS_NODE_TIMEOUT=3)
     scheduler.stop()
     stopped = int(re.findall(r"step=(\d+)", workers[0].text())[-1])
-    workers[0].wait_for(f"step={stopped + 400}\n")  # a hundredth of a second each, at least
+    workers[0].wait_for(f"step={stopped + 400}\n")  # at least 10 ms each
     scheduler.resume()
     patient.until(lambda v: all(n.step > stopped + 400 for n in nodes_of(v).values()), "beats of today")
     patient.release()
@@ -317,7 +316,7 @@ CHILDREN = {
 
 
 @pytest.mark.parametrize("way", CHILDREN)
-def test_a_child_that_lives_on_does_not_hide_the_death_of_its_worker(patient: Cluster, way: str) -> None:
+def test_surviving_child_does_not_hide_death_of_worker(patient: Cluster, way: str) -> None:
     script = patient.script(
         JOINED.replace("covey.init()", "if __name__ != '__main__': raise SystemExit\ncovey.init()")
         + CHILDREN[way]
@@ -330,13 +329,13 @@ def test_a_child_that_lives_on_does_not_hide_the_death_of_its_worker(patient: Cl
     parent.kill()
     assert (scheduler.wait(), other.wait()) == (30, 30)
     assert first_failure(scheduler).startswith("rank 0 ")
-    assert child in [process.pid for process in patient.mine()], "the child was to outlive its parent in this test"
+    assert child in [process.pid for process in patient.own_processes()], "the child must outlive its parent in this test"
 
 
 @pytest.mark.parametrize("way", ["os.fork", "multiprocessing"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_the_end_of_a_child_is_not_the_end_of_its_worker(patient: Cluster, way: str, number: signal.Signals) -> None:
-    """Data loaders end their children by SIGTERM; the worker itself was not meant."""
+def test_exit_of_a_child_is_not_exit_of_its_worker(patient: Cluster, way: str, number: signal.Signals) -> None:
+    """Data loaders end their children by SIGTERM, which must not affect the worker."""
     script = patient.script(
         JOINED
         + CHILDREN[way]
@@ -351,7 +350,7 @@ def test_the_end_of_a_child_is_not_the_end_of_its_worker(patient: Cluster, way: 
     assert (parent.wait(), other.wait(), scheduler.wait()) == (0, 0, 0), patient.tails()
 
 
-def test_a_child_that_ends_by_itself_says_no_goodbye_for_its_worker(patient: Cluster) -> None:
+def test_exiting_child_does_not_send_leave_of_its_worker(patient: Cluster) -> None:
     script = patient.script(
         JOINED
         + "child = os.fork()\n"
@@ -368,10 +367,10 @@ def test_a_child_that_ends_by_itself_says_no_goodbye_for_its_worker(patient: Clu
     assert set(patient.wait().values()) == {0}
 
 
-# -- before the cluster has formed -----------------------------------------------------------------------------------
+# -- before formation ------------------------------------------------------------------------------------------------
 
 
-def test_a_worker_that_dies_while_the_cluster_forms_frees_its_place(patient: Cluster) -> None:
+def test_worker_that_dies_during_formation_frees_its_rank(patient: Cluster) -> None:
     patient.scheduler()
     first = patient.worker(0)
     patient.until(lambda v: nodes_of(v), "the first worker to be registered")

@@ -1,4 +1,4 @@
-"""Federated clusters of real processes: rounds, refusals, kill -9, scaling, the seeds' example."""
+"""Federated clusters of real processes: rounds, refusals, kill -9, scaling, MindSpore's example."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 import psutil
 import pytest
 from tests.processes.command import Shell, shells
-from tests.processes.federation import SIZE, Crowd, Federation, expected, ports, update
+from tests.processes.federation import SIZE, DeviceGroup, Federation, expected, ports, update
 from tests.processes.harness import free_port, until
 
 from covey.federated import Device
@@ -34,11 +34,11 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     yield from shells(tmp_path)
 
 
-def test_rounds_to_the_end_and_stop(shell: Shell) -> None:
+def test_rounds_run_to_the_end_and_cluster_stops(shell: Shell) -> None:
     judge = "FedAvg(), lambda model: {'loss': float(abs(model['w']).sum())}"
     config = shell.script('{"recovery": {"storage_type": 1, "storage_file_path": "kept/"}}', "config.json")
     federation = Federation(shell, 2, 3, strategy=judge, fl_iteration_num=5, config_file_path=config)
-    crowd = Crowd(federation)
+    crowd = DeviceGroup(federation)
     crowd.until_over()
     assert crowd.rounds == {1, 2, 3, 4, 5}
     iteration, weights = federation.device("x").model()
@@ -52,28 +52,28 @@ def test_rounds_to_the_end_and_stop(shell: Shell) -> None:
     assert instance["bestIteration"] == best and instance["currentIteration"] == 5
     for number, is_kept in {best: True, 4: True, 1: best == 1}.items():
         iteration, weights = federation.device("x").model(number)
-        assert iteration == (number if is_kept else 5), "a model that is kept, or the newest"
+        assert iteration == (number if is_kept else 5), "expected a stored model, or the newest"
         assert np.array_equal(weights["w"].reshape(-1), expected(iteration, 3))
     about = on_the_page(federation)
     assert [done["round"] for done in about["rounds"]] == [1, 2, 3, 4, 5] and about["updates"] == 15
     assert about["rounds"][-1]["loss"] == pytest.approx(losses[5], rel=1e-4)
     assert set(about["load"]) == {"0", "1"} and about["instance"]["instanceStatus"] == "kFinish"
-    status = shell.ask("federated", "status")
+    status = shell.run_command("federated", "status")
     assert status.code == 0 and "iteration 5 of 5, kFinish" in " ".join(status.text().split())
     models = sorted(path.name for path in (shell.folder / "kept").glob("*/server_0/models/*.safetensors"))
-    kept = {int(name.rsplit("_", 1)[1].removesuffix(".safetensors")) for name in models}
-    assert kept == {3, 4, 5, best}, "the newest three, and the best"
-    assert shell.ask("federated", "stop").code == 0
+    stored = {int(name.rsplit("_", 1)[1].removesuffix(".safetensors")) for name in models}
+    assert stored == {3, 4, 5, best}, "expected the newest three and the best"
+    assert shell.run_command("federated", "stop").code == 0
     assert federation.up.wait() == 0
-    shell.nobody()
+    shell.assert_no_processes()
     again = Federation(shell, 2, 3, strategy=judge, fl_iteration_num=5, config_file_path=config)
-    assert again.instance()["instanceStatus"] == "kFinish", "what recovery found goes on where it was"
+    assert again.instance()["instanceStatus"] == "kFinish", "a recovered cluster must continue where it was"
     iteration, weights = again.device("x").model()
     assert iteration == 5 and np.array_equal(weights["w"].reshape(-1), expected(5, 3))
 
 
 def on_the_page(federation: Federation) -> dict[str, Any]:
-    """What the console shows of the rounds."""
+    """Return what the console shows of the rounds."""
     with httpx2.stream("GET", f"http://127.0.0.1:{federation.manage}/stream") as stream:
         data = next(line for line in stream.iter_lines() if line.startswith("data: "))
     found: dict[str, Any] = json.loads(data.removeprefix("data: "))["about"]
@@ -81,9 +81,9 @@ def on_the_page(federation: Federation) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("durability", ["process", "disk", "host"])
-def test_kill_any_process_and_the_sum_is_exact(shell: Shell, durability: str) -> None:
+def test_sum_is_exact_after_kill_of_any_process(shell: Shell, durability: str) -> None:
     federation = Federation(shell, 3, 4, fl_iteration_num=100_000, durability=durability, update_model_time_window=500)
-    crowd = Crowd(federation)
+    crowd = DeviceGroup(federation)
     draw = random.Random(durability)
     for kill in range(4 if durability == "process" else 2):
         crowd.until_round(max(crowd.rounds, default=0) + 3)
@@ -95,42 +95,42 @@ def test_kill_any_process_and_the_sum_is_exact(shell: Shell, durability: str) ->
     assert federation.up.wait() == 0
 
 
-def test_buffered_updates_count_late_by_their_age_and_once(shell: Shell) -> None:
+def test_buffered_updates_are_weighted_by_age_and_counted_once(shell: Shell) -> None:
     federation = Federation(shell, 2, 1, strategy="FedBuff(2)")
-    slow, fast = federation.device(0, 1), federation.device("x" * 193, 2)  # the longest id there may be
+    slow, fast = federation.device(0, 1), federation.device("x" * 193, 2)  # the longest valid id
     late, early = slow.join(), fast.join()
     assert late is not None and early is not None
     assert early.send(update(1, 1))
     iteration, first = fast.model(1)
     assert iteration == 1
-    assert late.send(update(0, 1)), "an update of the iteration before counts too"
+    assert late.send(update(0, 1)), "an update of the previous iteration must be counted too"
     iteration, second = slow.model(2)
     wanted = Accumulator(SIZE)
     wanted.add(update(0, 1) * np.float32(2**-0.5), 1)
     model = first["w"].reshape(-1)
     assert np.array_equal(second["w"].reshape(-1), (model + wanted.mean()).astype(np.float32))
-    assert late.send(update(0, 1)), "counted already"
+    assert late.send(update(0, 1)), "a repeated update must be acknowledged"
     assert federation.instance()["counted"] == 0 and federation.instance()["currentIteration"] == 3
 
 
-def test_devices_evaluate_a_small_model_where_the_plan_asks_and_it_is_weighed_by_samples(shell: Shell) -> None:
+def test_device_evaluations_are_weighted_by_samples(shell: Shell) -> None:
     federation = Federation(shell, 2, 2, fl_iteration_num=2, eval_every=2, download_compress_type="QUANT")
     devices = [federation.device(0, 1), federation.device(1, 2)]
-    asked = []
+    query = []
     for _ in range(2):
         tasks = [device.join() for device in devices]
         for number, task in enumerate(tasks):
             assert task is not None
-            asked.append(task.plan.evaluate)
+            query.append(task.plan.evaluate)
             if task.plan.evaluate:
                 task.evaluated(100 * (number + 1), loss=1.0 + number, accuracy=0.5 * number)
             assert task.send(update(number, task.iteration))
-        iteration, weights = devices[0].model(len(asked) // 2)
+        iteration, weights = devices[0].model(len(query) // 2)
         layout = ModelLayout({"w": (SIZE // 10, 10)})
         given = layout.dequantize(layout.quantize(expected(iteration, 2)))
-        assert np.array_equal(weights["w"].reshape(-1), given), "in 8 bits, of the exact model"
-    assert asked == [False, False, True, True]
-    until(lambda: federation.instance()["instanceStatus"] == "kFinish", "the last iteration", story=federation.tails)
+        assert np.array_equal(weights["w"].reshape(-1), given), "expected the exact model in 8 bits"
+    assert query == [False, False, True, True]
+    until(lambda: federation.instance()["instanceStatus"] == "kFinish", "the last iteration", details=federation.tails)
     metrics = federation.instance()["metrics"]
     assert metrics["eval_samples"] == 300
     assert metrics["eval_loss"] == pytest.approx((100 * 1.0 + 200 * 2.0) / 300)
@@ -139,9 +139,9 @@ def test_devices_evaluate_a_small_model_where_the_plan_asks_and_it_is_weighed_by
     assert "covey_model_eval_samples 300.0" in scraped and "covey_federated_iteration 3.0" in scraped
 
 
-def test_devices_over_tls(shell: Shell) -> None:
+def test_devices_train_over_tls(shell: Shell) -> None:
     folder = shell.folder / "tls"
-    assert shell.ask("tls", "init", str(folder), "--password", "pw").code == 0
+    assert shell.run_command("tls", "init", str(folder), "--password", "pw").code == 0
     config = folder / "config.json"
     federation = Federation(
         shell, 2, 1, enable_ssl=True, config_file_path=config, server_password="pw", client_password="pw", fl_iteration_num=2
@@ -153,8 +153,8 @@ def test_devices_over_tls(shell: Shell) -> None:
         assert np.array_equal(device.model()[1]["w"].reshape(-1), expected(2, 1))
 
 
-def test_copies_survive_a_host_and_count_once_though_it_comes_back(shell: Shell) -> None:
-    """Nobody can read the dead server's own log: its copies are what counts, and not that log too when it returns."""
+def test_copies_survive_host_loss_and_count_once_after_its_return(shell: Shell) -> None:
+    """The dead server's log is not readable: its copies are counted, and its log is not counted again when it returns."""
     federation = Federation(shell, 3, 3, apart=True, durability="host", update_model_time_window=60_000)
     tasks = [federation.device(n, n + 1).join() for n in range(3)]
     assert tasks[0] is not None and tasks[1] is not None and tasks[2] is not None
@@ -165,7 +165,7 @@ def test_copies_survive_a_host_and_count_once_though_it_comes_back(shell: Shell)
     assert tasks[0].send(update(0, 1))
     keeper.kill()
     log = next((shell.folder / "state").glob("federated_*/logs/scheduler.log"))
-    until(lambda: "adopted its log" in log.read_text(), "its copies to be taken over", story=federation.tails)
+    until(lambda: "adopted its log" in log.read_text(), "its copies to be taken over", details=federation.tails)
     federation.join(1, federation.port + 2, "host-2").wait_for("Server started successfully.")
     assert tasks[1].send(update(1, 1)) and tasks[2].send(update(2, 1))
     iteration, weights = federation.device("x", servers=2).model(1)
@@ -173,7 +173,7 @@ def test_copies_survive_a_host_and_count_once_though_it_comes_back(shell: Shell)
 
 
 def wrong_updates(task: Task, federation: Federation) -> dict[str, tuple[int, str]]:
-    """Everything a device must not send, and the code and words it is answered with."""
+    """All kinds of invalid requests, with the code and text of the reply."""
     layout = task._layout
     values = update(0, 1)
     fields = {"fl_id": "device-0", "iteration": "1", "ticket": task.ticket, "data_size": "1", "fl_name": ""}
@@ -202,7 +202,7 @@ def wrong_updates(task: Task, federation: Federation) -> dict[str, tuple[int, st
     return found
 
 
-def test_wrong_updates_are_refused_with_a_reason_and_leave_no_trace(shell: Shell) -> None:
+def test_invalid_updates_are_refused_with_reason_and_not_counted(shell: Shell) -> None:
     federation = Federation(shell, 2, 2, update_model_time_window=60_000)
     first, second = federation.device(0, 1), federation.device(1, 2)
     tasks = [device.join() for device in (first, second)]
@@ -225,7 +225,7 @@ def test_wrong_updates_are_refused_with_a_reason_and_leave_no_trace(shell: Shell
         assert found[name][0] == code and word in found[name][1], f"{name}: {found[name]}"
     assert federation.instance()["counted"] == 0
     assert httpx2.get(f"{federation.urls()[0]}/openapi.json").json()["openapi"].startswith("3.")
-    assert tasks[0].send(update(0, 1)) and tasks[0].send(update(0, 1)), "the same update again is counted already"
+    assert tasks[0].send(update(0, 1)) and tasks[0].send(update(0, 1)), "a repeated update must be acknowledged"
     assert tasks[1].send(update(1, 1))
     iteration, weights = first.model(1)
     assert iteration == 1
@@ -237,51 +237,51 @@ def test_wrong_updates_are_refused_with_a_reason_and_leave_no_trace(shell: Shell
         task.send(np.full(SIZE, np.inf, np.float32))
 
 
-def test_servers_come_and_go_while_rounds_run(shell: Shell) -> None:
+def test_servers_join_and_leave_during_rounds(shell: Shell) -> None:
     federation = Federation(shell, 2, 4, fl_iteration_num=100_000)
-    crowd = Crowd(federation, servers=4)
+    crowd = DeviceGroup(federation, servers=4)
     crowd.until_round(3)
-    assert federation.ask("/scaleout", {"worker_num": 0, "server_num": 2})["code"] == "0"
+    assert federation.request("/scaleout", {"worker_num": 0, "server_num": 2})["code"] == "0"
     assert federation.state() == "CLUSTER_SCALE_OUT"
     joining = federation.join(2, federation.port + 2)
     federation.until_ready()
     crowd.until_round(max(crowd.rounds) + 3)
-    assert federation.ask("/scalein", {"node_ids": ["0", "2"]})["code"] == "0"
+    assert federation.request("/scalein", {"node_ids": ["0", "2"]})["code"] == "0"
     federation.until_ready()
-    nodes = federation.ask("/nodes", get=True)["nodeIds"]
+    nodes = federation.request("/nodes", get=True)["nodeIds"]
     ranks = {node["nodeId"]: node["rankId"] for node in nodes if node["role"] == "SERVER"}
     assert ranks == {"0": "-1", "1": "1", "2": "-1", "3": "3"}
     crowd.until_round(max(crowd.rounds) + 3)
-    assert len(federation.processes("MS_SERVER")) == 4, "a server that was scaled in keeps its process"
-    assert federation.ask("/scaleout", {"worker_num": 0, "server_num": 1})["code"] == "0"
-    assert federation.ask("/scaleoutRollback")["message"] == "Cluster scale out rollback success."
+    assert len(federation.processes("MS_SERVER")) == 4, "a server that was scaled in must keep its process"
+    assert federation.request("/scaleout", {"worker_num": 0, "server_num": 1})["code"] == "0"
+    assert federation.request("/scaleoutRollback")["message"] == "Cluster scale out rollback success."
     crowd.until_round(max(crowd.rounds) + 3)
     crowd.end()
-    assert shell.ask("federated", "stop").code == 0
+    assert shell.run_command("federated", "stop").code == 0
     assert federation.up.wait() == 0
     joining.signal(signal.SIGTERM)
     assert joining.wait() == 0
 
 
 @pytest.mark.long
-def test_deaths_while_servers_come_and_go(shell: Shell) -> None:
-    """The scheduler dies in the middle of scaling out; it and the server that leaves die in the middle of scaling in."""
+def test_sums_are_exact_with_deaths_during_scaling(shell: Shell) -> None:
+    """The scheduler dies during scale-out; it and the departing server die during scale-in."""
     federation = Federation(shell, 3, 4, fl_iteration_num=100_000)
-    crowd = Crowd(federation, servers=4)
+    crowd = DeviceGroup(federation, servers=4)
     crowd.until_round(2)
-    assert federation.ask("/scaleout", {"worker_num": 0, "server_num": 1})["code"] == "0"
+    assert federation.request("/scaleout", {"worker_num": 0, "server_num": 1})["code"] == "0"
     federation.some("MS_SCHED")[0].kill()
     joining = federation.join(1, federation.port + 3)
     federation.until_ready("0", "1", "2", "3")
     crowd.until_round(max(crowd.rounds) + 3)
     leaving = federation.server(MS_NODE_ID="1")
-    assert federation.ask("/scalein", {"node_ids": ["1"]})["code"] == "0"
+    assert federation.request("/scalein", {"node_ids": ["1"]})["code"] == "0"
     leaving.kill()
     federation.some("MS_SCHED")[0].kill()
     federation.until_ready("0", "2", "3")
     crowd.until_round(max(crowd.rounds) + 3)
     crowd.end()
-    assert shell.ask("federated", "stop").code == 0
+    assert shell.run_command("federated", "stop").code == 0
     assert federation.up.wait() == 0
     joining.signal(signal.SIGTERM)
     assert joining.wait() == 0
@@ -300,8 +300,8 @@ def test_deaths_while_servers_come_and_go(shell: Shell) -> None:
         ("/newInstance", {"colour": 1}, "colour"),
     ],
 )
-def test_management_errors(managed: Federation, path: str, body: Any, sentence: str) -> None:
-    answer = managed.ask(path, body)
+def test_management_requests_with_errors_are_refused(managed: Federation, path: str, body: Any, sentence: str) -> None:
+    answer = managed.request(path, body)
     assert answer["code"] == "1" and sentence in answer["error_message"]
 
 
@@ -317,15 +317,17 @@ covey.federated.run({f"a_layer_with_a_long_name.{n}": np.zeros((), np.float32) f
 """
 
 
-def test_many_tensors_fit_and_a_strategy_that_fails_is_answered(shell: Shell) -> None:
+def test_many_tensors_fit_and_failing_strategy_is_reported(shell: Shell) -> None:
     federation = Federation(shell, 1, 1, script=MANY)
     device = federation.device(0)
     task = device.join()
-    assert task is not None and task.plan.settings == {"rate": 1.0} and task.send(np.ones(3000)), "their names take 300 kB"
+    assert task is not None and task.plan.settings == {"rate": 1.0} and task.send(np.ones(3000)), (
+        "tensor names of 300 kB must fit"
+    )
     assert device.model(1)[0] == 1
-    asked = {"fl_id": "device-0", "timestamp": int(1000 * time.time()), "data_size": 1, "wait": 60_000}
-    answer = httpx2.post(f"{federation.urls()[0]}/startFLJob", json=asked, timeout=120).json()
-    assert answer["retcode"] == 500 and "see its log" in answer["reason"], "and no device waits in vain"
+    query = {"fl_id": "device-0", "timestamp": int(1000 * time.time()), "data_size": 1, "wait": 60_000}
+    answer = httpx2.post(f"{federation.urls()[0]}/startFLJob", json=query, timeout=120).json()
+    assert answer["retcode"] == 500 and "see its log" in answer["reason"], "a device must get an error and not wait"
 
 
 @pytest.fixture(scope="module")
@@ -334,16 +336,16 @@ def managed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
         yield Federation(shell, 1, 2)
 
 
-def test_disabled_devices_rest_and_the_model_is_served(managed: Federation) -> None:
-    assert managed.ask("/disableFLS")["result"]["instanceStatus"] == "kDisable"
+def test_disabled_rounds_pause_devices_and_serve_the_model(managed: Federation) -> None:
+    assert managed.request("/disableFLS")["result"]["instanceStatus"] == "kDisable"
     answer = httpx2.post(
         f"{managed.urls()[0]}/startFLJob", json={"fl_id": "a", "timestamp": int(1000 * time.time()), "data_size": 1}
     ).json()
     assert answer["retcode"] == 300 and answer["reason"] == "The server's training job is disabled or finished."
-    assert answer["instance"] == "kDisable", "what a program goes by"
+    assert answer["instance"] == "kDisable", "the field that programs use"
     assert managed.device("a").model()[0] == 0
-    assert managed.ask("/enableFLS")["result"]["instanceStatus"] == "kRunning"
-    assert managed.ask("/newInstance", {"start_fl_job_threshold": 1})["result"]["start_fl_job_threshold"] == 1
+    assert managed.request("/enableFLS")["result"]["instanceStatus"] == "kRunning"
+    assert managed.request("/newInstance", {"start_fl_job_threshold": 1})["result"]["start_fl_job_threshold"] == 1
 
 
 @pytest.mark.parametrize(
@@ -359,21 +361,21 @@ def test_disabled_devices_rest_and_the_model_is_served(managed: Federation) -> N
         (["error"], 13, "failed: ZeroDivisionError: division by zero"),
     ],
 )
-def test_up_that_cannot_be_is_refused(shell: Shell, words: list[str], code: int, sentence: str) -> None:
+def test_federated_up_with_invalid_options_is_refused(shell: Shell, words: list[str], code: int, sentence: str) -> None:
     script = shell.script("1 / 0" if words == ["error"] else "print('nothing')", "model.py")
     words = [word for word in words if word != "error"]
     more = ["--scheduler-port", str(free_port()), "--manage-port", "0"]
-    found = shell.ask("federated", "up", *more, "--dir", shell.folder, *words, script)
+    found = shell.run_command("federated", "up", *more, "--dir", shell.folder, *words, script)
     assert found.code == code and sentence in " ".join(found.text().split()), found.text()
 
 
-def test_a_plot_that_cannot_be_written_is_a_sentence(shell: Shell) -> None:
-    found = shell.ask("federated", "simulate", "--devices", "5", "--rounds", "1", "--plot", "/nowhere/x.svg")
+def test_plot_that_cannot_be_written_is_a_one_line_error(shell: Shell) -> None:
+    found = shell.run_command("federated", "simulate", "--devices", "5", "--rounds", "1", "--plot", "/nowhere/x.svg")
     assert "accuracy" in found.text() and "choose another --plot" in found.text() and "Traceback" not in found.text()
 
 
-def test_the_seeds_example(shell: Shell) -> None:
-    """Start, kill server 0, start it again with the seed's command, restart everything, finish."""
+def test_mindspore_example_runs(shell: Shell) -> None:
+    """Start, kill server 0, restart it with MindSpore's command, restart everything, finish."""
     folder = shell.folder / "mobile"
     shutil.copytree(ROOT / "examples/mobile", folder)
     (folder / "config.json").write_text('{"recovery": {"storage_type": 1, "storge_file_path": "config.json"}}')
@@ -402,4 +404,4 @@ def test_the_seeds_example(shell: Shell) -> None:
     assert after["0"]["alive"] and (after["0"]["rank"], after["1"]["rank"]) == (before["0"]["rank"], before["1"]["rank"])
     finish = shell.run(["python", "finish_mobile.py", f"--scheduler_port={port}"], cwd=folder)
     assert finish.text().count("killed") == 3
-    shell.nobody()
+    shell.assert_no_processes()

@@ -1,4 +1,4 @@
-"""docs/federated.md as a reader tries it: its scripts and commands, with smaller numbers and free ports."""
+"""The scripts and commands of docs/federated.md, with smaller numbers and free ports."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 
 def script(word: str) -> str:
-    """The one script of the guide with this in it."""
+    """Return the only script of the guide that contains this text."""
     (found,) = (text for language, text in BLOCKS if language == "python" and word in text)
     return found
 
 
 def command(start: str, **smaller: object) -> list[str]:
-    """The one command of the guide that starts so, as words after `covey`; each option named gets another value."""
+    """Return the only command of the guide with this prefix, as arguments of `covey`; each named option gets another value."""
     lines = [line for language, text in BLOCKS if not language for line in text.splitlines()]
     (line,) = [line for line in lines if line.startswith(f"covey {start}")]
-    words = shlex.split(line)[1:]
+    arguments = shlex.split(line)[1:]
     for name, value in smaller.items():
-        words[words.index(f"--{name.replace('_', '-')}") + 1] = str(value)
-    return words
+        arguments[arguments.index(f"--{name.replace('_', '-')}") + 1] = str(value)
+    return arguments
 
 
-def test_up_a_device_status_and_stop(shell: Shell) -> None:
+def test_guide_commands_up_device_status_and_stop_run(shell: Shell) -> None:
     (shell.folder / "model.py").write_text(script("# model.py"))
     port = ports(2)
-    words = command("federated up", servers=2, port=port, manage_port=free_port(), threshold=1)
+    arguments = command("federated up", servers=2, port=port, manage_port=free_port(), threshold=1)
     more = ["--scheduler-port", str(free_port()), "--set", "fl_iteration_num=3", "--set", "eval_every=2"]
-    up = shell.covey(*words[:-1], *more, words[-1], cwd=shell.folder)
+    up = shell.covey(*arguments[:-1], *more, arguments[-1], cwd=shell.folder)
     up.wait_for("Server started successfully.")
     snippet = script("from covey.federated import Device")
     assert "http://10.0.0.1:6668,http://10.0.0.2:6668" in snippet
@@ -57,18 +57,18 @@ def test_up_a_device_status_and_stop(shell: Shell) -> None:
         return {name: value + 1 for name, value in weights.items()}
 
     exec(snippet, {"train": train})
-    assert trained == [2, 2, 2], "one task per iteration, each with both tensors"
+    assert trained == [2, 2, 2], "expected one task per iteration, each with both tensors"
 
     def over() -> bool:
-        status = shell.ask(*command("federated status"))
+        status = shell.run_command(*command("federated status"))
         return status.code == 0 and "kFinish" in status.text()
 
-    until(over, "kFinish in the status", story=shell.tails)
-    assert shell.ask(*command("federated stop")).code == 0
+    until(over, "kFinish in the status", details=shell.tails)
+    assert shell.run_command(*command("federated stop")).code == 0
     assert up.wait() == 0
-    shell.nobody()
+    shell.assert_no_processes()
 
 
-def test_simulate(shell: Shell) -> None:
+def test_guide_simulation_runs(shell: Shell) -> None:
     run = shell.run(["covey", *command("federated simulate", devices=20, rounds=2)], cwd=shell.folder)
     assert run.code == 0 and (shell.folder / "accuracy.svg").stat().st_size > 0

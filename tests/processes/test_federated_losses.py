@@ -1,4 +1,4 @@
-"""Federated clusters that lose a server for good, or while updates of many ages come in."""
+"""Federated clusters that lose a server permanently, or while updates of different ages arrive."""
 
 from __future__ import annotations
 
@@ -26,27 +26,27 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 
 def joined(federation: Federation, name: str, size: int, server: int) -> Task:
-    """A device that talks to one server only, and was admitted."""
+    """A device that uses one server only, and was admitted."""
     task = Device(federation.urls()[server], name, data_size=size).join()
     assert task is not None
     return task
 
 
-def test_a_round_closes_without_a_server_that_does_not_come_back_and_says_so(shell: Shell) -> None:
+def test_round_closes_without_lost_server_and_reports_it(shell: Shell) -> None:
     federation = Federation(
         shell, 2, 2, apart=True, update_model_time_window=60_000, server_return_time_window=4000, fl_iteration_num=1
     )
-    members = [ServerInfo("0", 0), ServerInfo("1", 1)]  # devices of which the dead one has nothing to decide
+    members = [ServerInfo("0", 0), ServerInfo("1", 1)]  # devices whose ids the dead server does not own
     first, second = [name for n in range(50) if claim_owner(name := f"device-{n}", members) == "0"][:2]
-    lost, kept = joined(federation, first, 1, 1), joined(federation, second, 2, 0)
+    lost, stored = joined(federation, first, 1, 1), joined(federation, second, 2, 0)
     assert lost.send(update(0, 1))
-    until(lambda: federation.instance()["counted"] == 1, "the scheduler to hear of it", story=federation.tails)
+    until(lambda: federation.instance()["counted"] == 1, "the scheduler to hear of it", details=federation.tails)
     federation.others[0].kill()
-    until(lambda: federation.state() == "NODE_TIMEOUT", "the death to be seen", story=federation.tails)
-    assert kept.send(update(1, 1))
+    until(lambda: federation.state() == "NODE_TIMEOUT", "the death to be seen", details=federation.tails)
+    assert stored.send(update(1, 1))
     alone = Accumulator(SIZE)
     alone.add(update(1, 1), 2)
-    iteration, weights = kept._device.model(1)
+    iteration, weights = stored._device.model(1)
     assert iteration == 1 and np.array_equal(weights["w"].reshape(-1), alone.mean().astype(np.float32))
     assert federation.instance()["reason"] == "iteration 1 is done with 1 update, without the part of server 1"
     log = next((shell.folder / "state").glob("federated_*/logs/scheduler.log")).read_text()
@@ -54,18 +54,18 @@ def test_a_round_closes_without_a_server_that_does_not_come_back_and_says_so(she
 
 
 @pytest.mark.long
-def test_a_server_given_up_comes_back_and_what_it_counts_from_then_on_stays(shell: Shell) -> None:
+def test_abandoned_server_returns_and_counts_new_updates(shell: Shell) -> None:
     federation = Federation(
         shell, 2, 2, apart=True, update_model_time_window=60_000, server_return_time_window=8000, fl_iteration_num=1
     )
     first, second = joined(federation, "device-0", 1, 1), joined(federation, "device-1", 2, 0)
     assert first.send(update(5, 1))
-    until(lambda: federation.instance()["counted"] == 1, "the scheduler to hear of it", story=federation.tails)
+    until(lambda: federation.instance()["counted"] == 1, "the scheduler to hear of it", details=federation.tails)
     federation.others[0].kill()
-    until(lambda: federation.instance()["missing"] == ["1"], "the round to go without it", story=federation.tails)
+    until(lambda: federation.instance()["missing"] == ["1"], "the round to go without it", details=federation.tails)
     federation.join(1, federation.port + 1, "host-1").wait_for("Server started successfully.")
-    assert federation.instance()["counted"] == 0, "what it had logged was given up"
-    again = first._device.join()  # the device believes that the iteration has its update: it is asked for it again
+    assert federation.instance()["counted"] == 0, "its logged updates must be abandoned"
+    again = first._device.join()  # the device has an acknowledgement for this iteration: it must be asked again
     assert again is not None and again.iteration == 1 and again.send(update(0, 1))
     federation.server(COVEY_HOST_ID="host-1").kill()
     assert second.send(update(1, 1))
@@ -73,7 +73,7 @@ def test_a_server_given_up_comes_back_and_what_it_counts_from_then_on_stays(shel
     assert iteration == 1 and np.array_equal(weights["w"].reshape(-1), expected(1, 2))
 
 
-def test_a_median_sees_every_update_also_those_of_a_server_that_died(shell: Shell) -> None:
+def test_median_includes_updates_of_dead_server(shell: Shell) -> None:
     federation = Federation(shell, 2, 3, strategy="Median()", update_model_time_window=60_000, fl_iteration_num=1)
     tasks = [joined(federation, f"device-{number}", 1, number % 2) for number in range(3)]
     assert tasks[0].send(update(0, 1)) and tasks[1].send(update(1, 1))
@@ -85,14 +85,14 @@ def test_a_median_sees_every_update_also_those_of_a_server_that_died(shell: Shel
 
 
 class Buffered:
-    """Devices that send as fast as they can to an asynchronous federation, and remember what was acknowledged."""
+    """Devices that send continuously to an asynchronous federation and record the acknowledged updates."""
 
     def __init__(self, federation: Federation, devices: int) -> None:
         self.federation = federation
         self.acknowledged: set[tuple[int, int]] = set()
-        self.refused = 0  # too old when it was sent again: then only the server knows whether it counts
+        self.refused = 0  # too old when it was resent: only the server has the information whether it was counted
         self.wrong: list[str] = []
-        self.last = 10**9  # the iteration after which a device ends
+        self.last = 10**9  # iteration after which a device stops
         self._threads = [threading.Thread(target=self._live, args=(n,), daemon=True) for n in range(devices)]
         for thread in self._threads:
             thread.start()
@@ -107,12 +107,12 @@ class Buffered:
                         self.refused += 1
                     if task.iteration >= self.last:
                         return
-        except Exception as error:  # a thread's own end must reach the test
+        except Exception as error:  # a failure in a thread must fail the test
             self.wrong.append(repr(error))
 
     def until_more(self, more: int) -> None:
         enough = len(self.acknowledged) + more
-        until(lambda: self.wrong or len(self.acknowledged) >= enough, f"{enough} updates", story=self.federation.tails)
+        until(lambda: self.wrong or len(self.acknowledged) >= enough, f"{enough} updates", details=self.federation.tails)
         assert not self.wrong, f"{self.wrong}\n{self.federation.tails()}"
 
     def end(self) -> None:
@@ -133,15 +133,15 @@ class Buffered:
 @pytest.mark.long
 def test_buffered_updates_survive_kills_and_count_once(shell: Shell) -> None:
     federation = Federation(shell, 3, 6, strategy="FedBuff(100)", fl_iteration_num=100_000, keep_models=0)
-    crowd = Buffered(federation, 8)
+    devices = Buffered(federation, 8)
     draw = random.Random(0)
     for _ in range(3):
-        crowd.until_more(40)
+        devices.until_more(40)
         draw.choice(federation.some("MS_SERVER")).kill()
-    crowd.until_more(40)
-    crowd.end()
-    until(lambda: federation.state() == "CLUSTER_READY", "every server back", story=federation.tails)
-    until(lambda: crowd.counted() >= len(crowd.acknowledged), "all that was acknowledged", story=federation.tails)
-    assert crowd.counted() <= len(crowd.acknowledged) + crowd.refused, "an update counted twice"
+    devices.until_more(40)
+    devices.end()
+    until(lambda: federation.state() == "CLUSTER_READY", "every server back", details=federation.tails)
+    until(lambda: devices.counted() >= len(devices.acknowledged), "all that was acknowledged", details=federation.tails)
+    assert devices.counted() <= len(devices.acknowledged) + devices.refused, "an update counted twice"
     federation.up.signal(signal.SIGTERM)
     assert federation.up.wait() == 0

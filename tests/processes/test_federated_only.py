@@ -1,4 +1,4 @@
-"""A script that calls set_fl_context(enable_fl=True) and not covey.federated.run is never a world of one in silence."""
+"""A script that calls set_fl_context(enable_fl=True) and not covey.federated.run never trains alone silently."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def test_init_is_refused_after_set_fl_context(shell: Shell, role: str) -> None:
     script = shell.script(CONTEXT.format(role=role) + "covey.init()\nprint('world', covey.get_group_size())\n")
     process = shell.run([sys.executable, script])
     assert process.code == 10, process.tail()
-    said = f"covey: set_fl_context(enable_fl=True) makes this process a federated {role}: {NEEDED}"
+    output = f"covey: set_fl_context(enable_fl=True) makes this process a federated {role}: {NEEDED}"
     [line] = process.text().splitlines()
-    assert line.startswith(said)
+    assert line.startswith(output)
 
 
-def test_model_of_the_seed_names_federated_run(shell: Shell) -> None:
+def test_init_in_mindspore_script_names_federated_run(shell: Shell) -> None:
     """`set_fl_context(**fl_ctx)` and then `model.train()`, as MindSpore's script does."""
     script = shell.script(CONTEXT.format(role="MS_SERVER") + "covey.Model(None, None, None).train(1, None)\n")
     process = shell.run([sys.executable, script])
@@ -43,7 +43,7 @@ def test_model_of_the_seed_names_federated_run(shell: Shell) -> None:
     assert process.text().count(NEEDED) == 1 and "covey.init() first" not in process.text()
 
 
-def test_script_that_ends_without_run_says_so(shell: Shell) -> None:
+def test_script_that_ends_without_run_is_reported(shell: Shell) -> None:
     process = shell.run([sys.executable, shell.script(CONTEXT.format(role="MS_SERVER"))])
     assert process.code == 0
     [line] = process.text().splitlines()
@@ -51,7 +51,7 @@ def test_script_that_ends_without_run_says_so(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize("words", ["covey.set_fl_context(enable_fl=False)", "covey.reset_fl_context()"])
-def test_context_that_was_taken_back_is_a_world_of_one(shell: Shell, words: str) -> None:
+def test_reset_context_is_a_world_of_one(shell: Shell, words: str) -> None:
     script = CONTEXT.format(role="MS_SERVER") + f"{words}\ncovey.init()\nprint('world', covey.get_group_size())\n"
     process = shell.run([sys.executable, shell.script(script)])
     assert (process.code, process.text()) == (0, "world 1\n")
@@ -63,6 +63,6 @@ def test_script_of_federated_up_that_calls_init_is_refused(shell: Shell) -> None
     assert process.code == 10 and NEEDED in process.text() and "world" not in process.text(), process.tail()
 
 
-def test_federated_up_refuses_a_config_file_that_is_not_there(shell: Shell) -> None:
-    up = shell.ask("federated", "up", "--set", "config_file_path=no.json", shell.script("", "model.py"))
+def test_federated_up_refuses_missing_config_file(shell: Shell) -> None:
+    up = shell.run_command("federated", "up", "--set", "config_file_path=no.json", shell.script("", "model.py"))
     assert up.code == 10 and "config_file_path=no.json is not a file" in up.text(), up.tail()

@@ -1,4 +1,4 @@
-"""Differential privacy with real processes: noise on devices, noise on servers under masks, and a budget that ends it."""
+"""Differential privacy with real processes: noise on devices, noise on servers under masks, and a budget."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 
 def trained(federation: Federation, devices: int) -> dict[int, dict[int, bool]]:
-    """All rounds of these devices, each sending its difference to the model; who was counted in which iteration."""
+    """Run all rounds of these devices, each sending its difference to the model; return the counted devices per iteration."""
     counted: dict[int, dict[int, bool]] = {}
 
     def live(number: int) -> None:
@@ -42,7 +42,7 @@ def trained(federation: Federation, devices: int) -> dict[int, dict[int, bool]]:
     return counted
 
 
-def test_noise_on_devices_hides_each_and_is_counted(shell: Shell) -> None:
+def test_device_noise_is_added_and_accounted(shell: Shell) -> None:
     federation = Federation(
         shell, 1, 3, encrypt_type="DP_ENCRYPT", dp_eps=8.0, dp_delta=1e-5, dp_norm_clip=2.0, fl_iteration_num=3
     )
@@ -52,7 +52,9 @@ def test_noise_on_devices_hides_each_and_is_counted(shell: Shell) -> None:
     assert instance["privacy"]["epsilon"] == pytest.approx(
         dp_accounting.compute_epsilon(np.sqrt(3) / dp_accounting.compute_noise_multiplier(8.0, 1e-5), 1e-5)
     )
-    assert instance["privacy"]["delta"] == 1e-5 and "loss" not in instance["metrics"], "a loss has no noise on it"
+    assert instance["privacy"]["delta"] == 1e-5 and "loss" not in instance["metrics"], (
+        "a loss without noise must not be published"
+    )
     with federation.device("judge") as device:
         flat = device.model(3)[1]["w"].reshape(-1)
     deviation = (
@@ -62,8 +64,8 @@ def test_noise_on_devices_hides_each_and_is_counted(shell: Shell) -> None:
     assert (flat - signal).std() == pytest.approx(deviation, rel=0.1)
 
 
-def test_noise_on_servers_under_masks_until_the_budget_is_spent(shell: Shell) -> None:
-    """Devices clip what nobody sees; the same noise whoever adds the parts; the third round would be too much."""
+def test_server_noise_under_masks_stops_at_privacy_budget(shell: Shell) -> None:
+    """Devices clip their updates; the noise does not depend on the server that adds it; the third round exceeds the budget."""
     budget = dp_accounting.compute_epsilon(np.sqrt(2.5) / 3.0, 1e-5)
     federation = Federation(
         shell,
@@ -90,13 +92,13 @@ def test_noise_on_servers_under_masks_until_the_budget_is_spent(shell: Shell) ->
         flat = device.model(2)[1]["w"].reshape(-1)
     signal = sum(clip_update(update(number, n), 2.0) for number in range(4) for n in (1, 2)) / 4
     assert len(flat) == SIZE and (flat - signal).std() == pytest.approx(2.0 * 3.0 / 4 * np.sqrt(2), rel=0.1)
-    answer = federation.ask("/newInstance", {"fl_iteration_num": 1})
+    answer = federation.request("/newInstance", {"fl_iteration_num": 1})
     assert "the budget is" in answer["error_message"]
 
 
 @pytest.mark.parametrize("kind", COMPRESSION_TYPES[1:])
-def test_small_uploads_make_the_model_that_their_contents_say(shell: Shell, kind: str) -> None:
-    """Two rounds, so that what was not sent in the first is sent in the second."""
+def test_compressed_uploads_give_the_expected_model(shell: Shell, kind: str) -> None:
+    """Two rounds: values not sent in the first are sent in the second."""
     federation = Federation(shell, 1, 2, upload_compress_type=kind, upload_sparse_rate=0.25, fl_iteration_num=2)
     assert sorted(trained(federation, 2)) == [1, 2]
     wanted = np.zeros(SIZE, np.float32)
@@ -104,7 +106,7 @@ def test_small_uploads_make_the_model_that_their_contents_say(shell: Shell, kind
     for iteration in (1, 2):
         total = Accumulator(SIZE)
         for number, compressor in enumerate(compressors):
-            # The device's own subtraction: what it trained less what it was given.
+            # As on the device: the trained values minus the received ones.
             change = (wanted + update(number, iteration)) - wanted
             arrays = compressor.encode(change, kind, 0.25, iteration)
             compressor.commit_residual()

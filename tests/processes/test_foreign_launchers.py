@@ -15,7 +15,7 @@ import covey
 covey.init()
 print(f"rank={covey.get_rank()} world={covey.get_group_size()}", flush=True)
 """
-# A worker of covey starts another program, without the variables of the cluster but with all others.
+# A worker of covey starts another program, with all variables but those of the cluster.
 OUTER = """
 import os, subprocess, sys
 import covey
@@ -37,9 +37,9 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 def test_script_under_torchrun_is_refused(shell: Shell) -> None:
     run = shell.run([*TORCHRUN, "--nproc-per-node", "2", "--redirects", "3", "--log-dir", "out", "t.py"], name="torchrun")
     assert run.code != 0 and "exitcode  : 10" in run.text(), run.tail()
-    said = "".join(path.read_text() for path in (shell.folder / "out").rglob("std*.log"))
-    assert "covey: torchrun started this process (RANK=" in said and "world=" not in said and "Traceback" not in said
-    assert "start the script with `covey run -n 2 t.py` instead" in said
+    output = "".join(path.read_text() for path in (shell.folder / "out").rglob("std*.log"))
+    assert "covey: torchrun started this process (RANK=" in output and "world=" not in output and "Traceback" not in output
+    assert "start the script with `covey run -n 2 t.py` instead" in output
 
 
 def test_script_under_torchrun_with_one_process_is_a_world_of_one(shell: Shell) -> None:
@@ -69,8 +69,8 @@ def test_rank_of_another_launcher_is_refused(shell: Shell, variables: dict[str, 
     assert line.startswith("covey: ") and "finds no covey scheduler to join" in line and "covey run -n 2 t.py` instead" in line
 
 
-def test_program_that_a_worker_of_covey_starts_is_not_refused(shell: Shell) -> None:
+def test_program_started_by_a_worker_is_not_refused(shell: Shell) -> None:
     shell.script(OUTER, "outer.py")
-    run = shell.ask("run", "-n", "2", "outer.py")
+    run = shell.run_command("run", "-n", "2", "outer.py")
     assert run.code == 0, run.tail()
     assert "rank=0 world=1" in shell.log(0) and "rank=0 world=1" in shell.log(1)

@@ -1,4 +1,4 @@
-"""The disk of a federation fills up, and has room again: nobody dies of it, and the sum is exact."""
+"""The disk of a federation fills up and is freed: no process dies, and the sum is exact."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.processes.command import Shell, shells
-from tests.processes.federation import Crowd, Federation, expected, update
+from tests.processes.federation import DeviceGroup, Federation, expected, update
 from tests.processes.harness import until
 from tests.requirements import FILE_SYSTEMS, needs
 from tests.soak.trained import small_disk
@@ -26,7 +26,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 @needs(FILE_SYSTEMS)
 @pytest.mark.timeout(300)
-def test_a_federation_outlasts_a_full_disk(shell: Shell) -> None:
+def test_federation_survives_a_full_disk(shell: Shell) -> None:
     state = shell.folder / "state"
     with small_disk(state, megabytes=16):
         federation = Federation(shell, 2, 4, update_model_time_window=600_000)
@@ -35,21 +35,25 @@ def test_a_federation_outlasts_a_full_disk(shell: Shell) -> None:
         before = {process.pid for process in federation.processes("MS_SERVER")}
         with fill_disk(state):
             for number, (device, task) in enumerate(zip(devices, tasks, strict=True)):
-                device._patience_s = 0.0  # one answer is enough here
+                device._patience_s = 0.0  # no retries
                 with pytest.raises(RequestRefused, match=r"No space left on device\): free the disk") as refused:
                     task.send(update(number, 1))
-                assert refused.value.code == 500, "which a device with patience takes for: try again"
+                assert refused.value.code == 500, "a device with retries treats this code as: try again"
                 device._patience_s = 60.0
             for path in ("/disableFLS", "/enableFLS"):
-                assert "cannot be written down yet" in federation.ask(path, {})["error_message"]
+                assert "cannot be written down yet" in federation.request(path, {})["error_message"]
             os.kill(min(before), signal.SIGKILL)
             until(
                 lambda: {p.pid for p in federation.processes("MS_SERVER")} - before,
                 "it to be started again",
-                story=federation.tails,
+                details=federation.tails,
             )
         assert all(task.send(update(number, 1)) for number, task in enumerate(tasks))
         _, model = devices[0].model(1)
-        assert np.array_equal(model["w"].reshape(-1), expected(1, 4)), "each of them once, and nothing that was refused"
-        Crowd(federation).until_round(3)
-        assert len({process.pid for process in federation.processes("MS_SERVER")} & before) == 1, "nobody else died"
+        assert np.array_equal(model["w"].reshape(-1), expected(1, 4)), (
+            "each acknowledged update must be counted once, and no refused one"
+        )
+        DeviceGroup(federation).until_round(3)
+        assert len({process.pid for process in federation.processes("MS_SERVER")} & before) == 1, (
+            "no other server may have died"
+        )

@@ -1,4 +1,4 @@
-"""The program's random generators: what a program draws under `covey run` is what it draws alone."""
+"""Random generators of the program: the numbers under `covey run` are those of a run alone."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from tests.processes.healing import LADDER, LONG_S
 from covey.errors import CoveyError
 
 SECRET = "a word"
-HOLDS = 4  # times that a worker waits until the scheduler has received one more of its beats
+HOLDS = 4  # times that a worker waits until the scheduler has received a further heartbeat
 
-# A worker that holds has reported a number of its own, and waits until the test has seen that number in the cluster's view.
-# Only a beat carries it there. With the word "die", rank 1 kills itself once, after its hold number 2.
+# A worker that holds has reported its own number, and waits until the test has seen that number in the cluster's view.
+# Only a heartbeat carries it. With the word "die", rank 1 kills itself once, after its hold number 2.
 HEAD = """
 import os, pathlib, random, signal, sys, time
 
@@ -106,7 +106,7 @@ for epoch, batches in loop.epochs():
         loop.optimizer.zero_grad()
         draw(f"step {loop.step}")
         if 0 < loop.step < HOLDS:
-            hold(loop.step)  # the commit of the step before has reported this number
+            hold(loop.step)  # the commit of the previous step has reported this number
         model(batch).mean().backward()
         draw(f"step {loop.step} {batch.sum().item()}")
         loop.optimizer.step()
@@ -120,10 +120,10 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     yield from shells(tmp_path)
 
 
-def alone(shell: Shell, script: str, *words: str) -> list[str]:
-    """What the program draws when `python` starts it."""
+def alone(shell: Shell, script: str, *arguments: str) -> list[str]:
+    """Return the program's numbers when `python` starts it."""
     path = shell.script(script.replace("HOLDS", str(HOLDS)), "draws.py")
-    ended = shell.run([sys.executable, path, shell.folder, *words], name="alone")
+    ended = shell.run([sys.executable, path, shell.folder, *arguments], name="alone")
     assert ended.code == 0, ended.tail()
     return drawn(ended.text())
 
@@ -134,8 +134,8 @@ def drawn(text: str) -> list[str]:
     return found
 
 
-def start(shell: Shell, script: str, world: int, *words: str) -> Process:
-    """The program under `covey run`, with ten beats a second or more."""
+def start(shell: Shell, script: str, world: int, *arguments: str) -> Process:
+    """Run the program under `covey run`, with at least ten heartbeats a second."""
     (shell.folder / "marks").mkdir(exist_ok=True)
     path = shell.script(script.replace("HOLDS", str(HOLDS)), "draws.py")
     env = {
@@ -146,16 +146,16 @@ def start(shell: Shell, script: str, world: int, *words: str) -> Process:
     }
     shell.port = free_port()
     at = ["--master", f"127.0.0.1:{shell.port}"]
-    return shell.covey("run", "-n", str(world), *at, path, shell.folder / "marks", *words, env=env)
+    return shell.covey("run", "-n", str(world), *at, path, shell.folder / "marks", *arguments, env=env)
 
 
 def release(shell: Shell, run: Process, world: int) -> None:
-    """Let each rank go on from each hold as soon as the scheduler has received the beat that tells of it."""
+    """Release each rank from each hold when the scheduler has received the heartbeat for it."""
     held = {(rank, number) for rank in range(world) for number in range(HOLDS)}
 
     def released() -> bool:
         assert run.alive, shell.tails()
-        with contextlib.suppress(CoveyError):  # not yet there
+        with contextlib.suppress(CoveyError):  # not available yet
             for node in nodes_of(shell.view(SECRET)).values():
                 for number in range(node.step + 1):
                     (shell.folder / "marks" / f"{node.rank}-{number}").touch()
@@ -165,7 +165,7 @@ def release(shell: Shell, run: Process, world: int) -> None:
     until(released, "every rank to have held", LONG_S, lambda: f"{held}\n{shell.tails()}")
 
 
-def test_generators_of_a_program_without_covey(shell: Shell) -> None:
+def test_random_generators_without_covey_match_python(shell: Shell) -> None:
     expected = alone(shell, BARE)
     run = start(shell, BARE, 2)
     assert run.wait() == 0, run.tail()
@@ -173,17 +173,17 @@ def test_generators_of_a_program_without_covey(shell: Shell) -> None:
 
 
 @pytest.mark.parametrize("deaths", [[], ["die"]], ids=["calm", "death"])
-def test_generators_of_a_program_that_calls_init(shell: Shell, deaths: list[str]) -> None:
+def test_random_generators_after_init_match_python(shell: Shell, deaths: list[str]) -> None:
     expected = alone(shell, INIT)
     run = start(shell, INIT, 2, *deaths)
     release(shell, run, 2)
     assert run.wait(LONG_S) == 0, run.tail()
     assert drawn(shell.log(0)) == expected
-    died = expected[:2] if deaths else []  # the first life of rank 1 writes to the same log
+    died = expected[:2] if deaths else []  # the first incarnation of rank 1 writes to the same log
     assert drawn(shell.log(1)) == died + expected
 
 
-def test_generators_of_a_loop_with_one_worker(shell: Shell) -> None:
+def test_random_generators_of_loop_with_one_worker(shell: Shell) -> None:
     expected = alone(shell, LOOP, "0")
     run = start(shell, LOOP, 1, "0")
     release(shell, run, 1)
@@ -191,7 +191,7 @@ def test_generators_of_a_loop_with_one_worker(shell: Shell) -> None:
     assert drawn(shell.log(0)) == expected
 
 
-def test_generators_of_a_loop_with_loader_workers_and_a_death(shell: Shell) -> None:
+def test_random_generators_of_loop_with_loader_workers_and_a_death(shell: Shell) -> None:
     """The Loop seeds each micro-batch by (seed, step, micro-batch, rank), so ranks differ and runs do not."""
     expected: list[list[str]] = []
     for deaths in ([], ["die"]):
@@ -202,7 +202,7 @@ def test_generators_of_a_loop_with_loader_workers_and_a_death(shell: Shell) -> N
         expected = expected or [drawn(shell.log(rank)) for rank in range(3)]
         shutil.rmtree(shell.folder / "marks")
     assert [drawn(shell.log(rank)) for rank in (0, 2)] == [expected[0], expected[2]]
-    # The first life of rank 1 ends in step 2, before its backward. The second life draws again before the Loop and at the head
-    # of the epoch, and runs step 2 from its beginning.
+    # The first incarnation of rank 1 ends in step 2, before its backward. The second draws again before the Loop and at the
+    # head of the epoch, and runs step 2 from its beginning.
     begins = next(n for n, line in enumerate(expected[1]) if line.startswith("step 2 "))
     assert drawn(shell.log(1)) == [*expected[1][: begins + 1], *expected[1][:2], *expected[1][begins:]]

@@ -1,4 +1,4 @@
-"""The scheduler dies in the middle of a recovery: it returns from its journal and the recovery finishes, to the same bits."""
+"""The scheduler dies during a recovery: it restarts from its journal and completes the recovery, with the same bits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx2
 import pytest
 from tests.processes.command import Shell, shells
-from tests.processes.healing import LONG_S, outcome, reached, release, start
+from tests.processes.healing import LONG_S, final_hash, release, start, wait_for_fault
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -25,33 +25,33 @@ def worker_pid(shell: Shell, rank: int) -> int:
     return int(next(n["pid"] for n in shell.nodes() if n["role"] == "worker" and n["rank"] == rank))
 
 
-def test_the_scheduler_dies_with_a_worker_and_while_it_is_replaced(shell: Shell, undisturbed: str) -> None:
+def test_heal_completes_if_scheduler_dies_with_worker_and_again(shell: Shell, undisturbed: str) -> None:
     together, known, restored = "1:4:forward:hold", "2:0:replacing:hold", "0:12:restored:hold"
     run = start(shell, FAULTS=f"{together} 2:8:forward {known} 0:12:forward {restored}")
-    reached(shell, together)
+    wait_for_fault(shell, together)
     pids = [worker_pid(shell, 1), shell.scheduler_pid()]
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     for times, fault in ((1, known), (2, restored)):
-        reached(shell, fault)
-        shell.heard("scheduler", "cluster restored", count=times)
+        wait_for_fault(shell, fault)
+        shell.wait_for_log("scheduler", "cluster restored", count=times)
         os.kill(shell.scheduler_pid(), signal.SIGKILL)
         release(shell, fault)
     assert run.wait(LONG_S) == 0, run.tail()
-    assert outcome(shell) == undisturbed
-    shell.heard("scheduler", "cluster restored", count=3)
+    assert final_hash(shell) == undisturbed
+    shell.wait_for_log("scheduler", "cluster restored", count=3)
 
 
 @pytest.mark.long
-def test_a_dump_that_was_asked_for_is_written_though_the_scheduler_dies_meanwhile(shell: Shell) -> None:
+def test_dump_is_written_if_scheduler_dies_during_it(shell: Shell) -> None:
     hold = "1:6:forward:hold"
     run = start(shell, FAULTS=hold)
-    reached(shell, hold)
+    wait_for_fault(shell, hold)
     address = run.wait_for(r"REST at (http://127\.0\.0\.1:\d+)")[1]
-    asked = httpx2.post(f"{address}/dump", json={"reason": "enough for today"}, trust_env=False, timeout=60)
-    assert asked.status_code == 200, asked.text
+    query = httpx2.post(f"{address}/dump", json={"reason": "enough for today"}, trust_env=False, timeout=60)
+    assert query.status_code == 200, query.text
     os.kill(shell.scheduler_pid(), signal.SIGKILL)
-    shell.heard("scheduler", "cluster restored")
+    shell.wait_for_log("scheduler", "cluster restored")
     release(shell, hold)
     assert run.wait(LONG_S) == 32, run.tail()
     assert re.search(r"enough for today; step [67] is in \S+dump\S+", run.text()), run.text()

@@ -1,4 +1,4 @@
-"""Three hosts at one switch, over IPv4, IPv6 and both: one that is cut off, deaf, mute or slow is judged rightly."""
+"""Three hosts at one switch, over IPv4, IPv6 and both: isolated and slow hosts are detected correctly."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.processes import elastic
 from tests.processes.command import Shell, shells
 from tests.processes.harness import Process
-from tests.processes.healing import LONG_S, outcome, reached, release, start
+from tests.processes.healing import LONG_S, final_hash, release, start, wait_for_fault
 from tests.processes.network import Hosts
 from tests.requirements import HOSTS, needs
 
@@ -30,25 +30,25 @@ def hosts() -> Iterator[Hosts]:
 
 
 def words_of(shell: Shell, index: int, master: str, timeout: str) -> tuple[list[str], dict[str, str]]:
-    """Of `covey run` on a host that brings one of three workers, and has a disk of its own for its logs."""
+    """Options of `covey run` on a host with one of three workers and its own log directory."""
     (shell.folder / f"runtime-{index}").mkdir(exist_ok=True)
-    words = ["-n", "3", "--local", "1", "--node-rank", str(index), "--master", f"{master}:{shell.port}"]
-    words += ["--node-timeout", timeout, "--log-dir", str(shell.folder / f"host-{index}")]
-    return words, {"XDG_RUNTIME_DIR": str(shell.folder / f"runtime-{index}"), "COVEY_SECRET": "between us"}
+    arguments = ["-n", "3", "--local", "1", "--node-rank", str(index), "--master", f"{master}:{shell.port}"]
+    arguments += ["--node-timeout", timeout, "--log-dir", str(shell.folder / f"host-{index}")]
+    return arguments, {"XDG_RUNTIME_DIR": str(shell.folder / f"runtime-{index}"), "COVEY_SECRET": "between us"}
 
 
 def trained(shell: Shell, hosts: Hosts, master: str, timeout: str = SILENCE_S, **env: str) -> list[Process]:
-    """The training of `healing`, a rank on each host; the scheduler is on the first."""
+    """Start the training of `healing` with a rank on each host; the scheduler is on the first."""
     agents = []
     for index in range(3):
-        words, own = words_of(shell, index, master, timeout)
-        agents.append(start(shell, *words, before=hosts.on(index), **own | env))
+        arguments, own = words_of(shell, index, master, timeout)
+        agents.append(start(shell, *arguments, before=hosts.on(index), **own | env))
     shell.logs = shell.folder / "host-0"
     return agents
 
 
 def gathered(shell: Shell) -> None:
-    """Every rank's log where rank 0's is: the one of the host where it came to its end."""
+    """Copy every rank's log, from the host where the rank ended, to the directory of rank 0's."""
     for log in sorted(shell.folder.glob("host-[12]/worker_*.log")):
         if "HASH" in log.read_text():
             log.replace(shell.folder / "host-0" / log.name)
@@ -56,12 +56,14 @@ def gathered(shell: Shell) -> None:
 
 @pytest.mark.parametrize("family", ["IPv6", "both"])
 @pytest.mark.long
-def test_three_hosts_of_one_name_with_slow_and_lossy_cables(shell: Shell, hosts: Hosts, undisturbed: str, family: str) -> None:
-    """A slow link is not a dead one."""
+def test_three_hosts_with_one_name_train_over_slow_and_lossy_network(
+    shell: Shell, hosts: Hosts, undisturbed: str, family: str
+) -> None:
+    """A slow connection must not count as a dead host."""
     master = f"[{hosts.addresses6[0]}]" if family == "IPv6" else hosts.name
     held = "0:0:forward:hold"
     agents = trained(shell, hosts, master, FAULTS=held)
-    reached(shell, held)
+    wait_for_fault(shell, held)
     for index in (1, 2):
         hosts.slow(index, "20mbit", 30_000)
     release(shell, held)
@@ -69,47 +71,45 @@ def test_three_hosts_of_one_name_with_slow_and_lossy_cables(shell: Shell, hosts:
     assert "died" not in shell.log("scheduler")
     assert all(hosts.dropped(index) for index in (1, 2))
     gathered(shell)
-    assert outcome(shell) == undisturbed
+    assert final_hash(shell) == undisturbed
 
 
-@pytest.mark.parametrize("what", ["mute", "deafen"])
+@pytest.mark.parametrize("what", ["block_outgoing", "block_incoming"])
 @pytest.mark.long
-def test_a_host_that_is_cut_off_in_one_direction_is_replaced_and_fenced(
-    shell: Shell, hosts: Hosts, undisturbed: str, what: str
-) -> None:
+def test_host_isolated_in_one_direction_is_replaced_and_fenced(shell: Shell, hosts: Hosts, undisturbed: str, what: str) -> None:
     late, after = "2:4:between:hold", "0:8:forward:hold"
     agents = trained(shell, hosts, hosts.addresses[0], FAULTS=f"{late} {after}")
-    reached(shell, late)
+    wait_for_fault(shell, late)
     getattr(hosts, what)(2)
-    reached(shell, after)
+    wait_for_fault(shell, after)
     release(shell, late)
-    hosts.mend(2)
+    hosts.restore(2)
     assert agents[2].wait(LONG_S) == 21, agents[2].tail()
     release(shell, after)
     assert [agent.wait(LONG_S) for agent in agents[:2]] == [0, 0], shell.tails()
     gathered(shell)
-    assert outcome(shell) == undisturbed
+    assert final_hash(shell) == undisturbed
 
 
 @pytest.mark.long
-def test_a_host_is_cut_off_the_world_shrinks_and_it_joins_again(shell: Shell, hosts: Hosts) -> None:
+def test_isolated_host_shrinks_world_and_joins_again(shell: Shell, hosts: Hosts) -> None:
     lost, small, whole = "2:3:forward:hold", "0:7:forward:hold", "0:9:forward:hold"
     env = {"FAULTS": f"{lost} {small} {whole}", "COVEY_STRATEGY": elastic.LADDER, "COVEY_SHRINK_AFTER": "0"}
 
     def joins(index: int) -> Process:
-        words, own = words_of(shell, index, hosts.addresses[0], SILENCE_S)
-        return elastic.start(shell, *words, before=hosts.on(index), **own | env)
+        arguments, own = words_of(shell, index, hosts.addresses[0], SILENCE_S)
+        return elastic.start(shell, *arguments, before=hosts.on(index), **own | env)
 
     agents = [joins(index) for index in range(3)]
     shell.logs = shell.folder / "host-0"
-    reached(shell, lost)
+    wait_for_fault(shell, lost)
     hosts.cut(2)
-    shell.heard("scheduler", "the world size is now 2")
-    reached(shell, small)
-    hosts.mend(2)  # its agent finds the scheduler again, hears that its worker's place is gone, and comes as a new host
-    shell.heard("scheduler", "the world grows from 2 to 3 workers")
+    shell.wait_for_log("scheduler", "the world size is now 2")
+    wait_for_fault(shell, small)
+    hosts.restore(2)  # its agent reconnects, receives that its worker's rank was reassigned, and registers as a new host
+    shell.wait_for_log("scheduler", "the world grows from 2 to 3 workers")
     release(shell, small)
-    reached(shell, whole)
+    wait_for_fault(shell, whole)
     release(shell, whole)
     assert [run.wait(LONG_S) for run in agents] == [0, 0, 0], shell.tails()
     assert [end["world"] for end in elastic.check(shell)] == [3, 3, 3]

@@ -1,4 +1,4 @@
-"""Integrations: existing scripts with covey's lines in them heal, and end with the bits of an undisturbed run."""
+"""Existing scripts with covey's lines heal and end with the bits of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.processes.healing import LADDER, LONG_S, WORLD
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "integrations"
 
-# Runs an example as it is. DEATHS="1:5:forward" has rank 1 killed in the forward pass of the sixth step of its life, once.
+# Runs an example. DEATHS="1:5:forward" kills rank 1 in the forward pass of the sixth step of its process, once.
 WITH_DEATHS = """
 import hashlib, os, pathlib, runpy, signal, sys
 import torch
@@ -49,7 +49,7 @@ for group in last.param_groups:
 print("BITS", bits.hexdigest(), group["lr"], flush=True)
 """
 
-# Fourteen steps an epoch: rank 0 dies in the last of its first.
+# Fourteen steps per epoch: rank 0 dies in the last of its first.
 DEATHS = "1:5:forward 0:13:stepped 2:30:stepping"
 
 
@@ -59,21 +59,21 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 
 def bits(shell: Shell, example: str, name: str, deaths: str = "") -> str:
-    """What all ranks of an example end with, and the last line it printed."""
+    """Return the final hash of all ranks of an example, and its last output line."""
     marks = shell.folder / name
     marks.mkdir()
     shell.logs = shell.folder / f"logs-{name}"
     shell.script(WITH_DEATHS, "with_deaths.py")
     preload = ",".join(["torch", *(word for word in ("lightning", "accelerate") if example.startswith(word))])
-    words: list[str | Path] = ["run", "-n", str(WORLD), "--preload", preload, "with_deaths.py", SCRIPTS / example, marks]
-    run = shell.covey(*words, name=name, env={"DEATHS": deaths, "COVEY_STRATEGY": LADDER})
+    arguments: list[str | Path] = ["run", "-n", str(WORLD), "--preload", preload, "with_deaths.py", SCRIPTS / example, marks]
+    run = shell.covey(*arguments, name=name, env={"DEATHS": deaths, "COVEY_STRATEGY": LADDER})
     assert run.wait(LONG_S) == 0, f"{run.tail()}\n{[shell.log(rank) for rank in range(WORLD)]}"
     assert {mark.name for mark in marks.iterdir()} == {death.replace(":", "-") for death in deaths.split()}
     found = {match for rank in range(WORLD) for match in re.findall("BITS .*", shell.log(rank))}
     assert len(found) == 1, found
-    said = re.findall("test accuracy .*", shell.log(0))
-    assert len(said) == 1
-    return f"{found.pop()} {said[0]}"
+    output = re.findall("test accuracy .*", shell.log(0))
+    assert len(output) == 1
+    return f"{found.pop()} {output[0]}"
 
 
 @pytest.mark.timeout(300)
@@ -85,12 +85,12 @@ def bits(shell: Shell, example: str, name: str, deaths: str = "") -> str:
         pytest.param("accelerate_script.py", DEATHS, marks=pytest.mark.long),
     ],
 )
-def test_an_example_ends_with_the_same_bits_whoever_dies(shell: Shell, example: str, deaths: str) -> None:
+def test_example_is_bitwise_equal_after_any_death(shell: Shell, example: str, deaths: str) -> None:
     undisturbed = bits(shell, example, "calm")
     assert bits(shell, example, "disturbed", deaths) == undisturbed
 
 
-# What a MindSpore script is, in its networking: the same program as scheduler and as worker, by MS_* variables.
+# The networking of a MindSpore script: the same program as scheduler and as worker, selected by MS_* variables.
 STAND_IN = """
 import os, signal, socket, sys, time
 
@@ -119,22 +119,26 @@ if life == "0" and os.environ["MS_NODE_ID"] == sys.argv[1]:
 
 
 @pytest.mark.timeout(300)
-def test_mindspores_own_scheduler_and_workers_are_started_and_restarted(shell: Shell) -> None:
+def test_mindspore_scheduler_and_workers_are_started_and_restarted(shell: Shell) -> None:
     shell.script(STAND_IN, "train.py")
-    words = ["run", "-n", "2", "--framework", "mindspore"]
-    ends = shell.covey(*words, "train.py", "1", 'sys.exit("the operator failed")')
+    arguments = ["run", "-n", "2", "--framework", "mindspore"]
+    ends = shell.covey(*arguments, "train.py", "1", 'sys.exit("the operator failed")')
     assert ends.wait(LONG_S) == 1 and "first failure: rank 1" in ends.text() and "the operator failed" in ends.text(), (
         ends.tail()
     )
-    for failing, how, told in (
-        ("0", "os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL"),  # its parent, which covey watches, ends as it did
+    for failing, how, result in (
+        (
+            "0",
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            "killed by SIGKILL",
+        ),  # its parent, which covey watches, ends in the same way
         ("1", "sys.exit(3)", "exit code 3"),
     ):
         shell.logs = shell.folder / f"logs-{failing}"
-        again = shell.covey(*words, "--max-restarts", "1", "train.py", failing, how, name=f"again-{failing}")
+        again = shell.covey(*arguments, "--max-restarts", "1", "train.py", failing, how, name=f"again-{failing}")
         assert again.wait(LONG_S) == 0, again.tail()
-        assert f"worker:{failing} died ({told}), restart 1 of 1" in again.text(), again.tail()
+        assert f"worker:{failing} died ({result}), restart 1 of 1" in again.text(), again.tail()
         for rank in (0, 1):
             assert f"life 1: node {rank} of 2 on device {rank}" in shell.log(rank)
         assert "life 1: the scheduler has ended in order" in shell.log("mindspore_scheduler")
-    shell.nobody()
+    shell.assert_no_processes()

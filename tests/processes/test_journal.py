@@ -1,6 +1,6 @@
-"""Journals that cannot be used: the start ends with one sentence, the journal is left as it was, and the workers train on.
+"""Unusable journals: the start ends with a one-line error, the journal is not changed, and the workers continue.
 
-When the disk fails while the cluster runs, nothing new is promised until it can be written down.
+If the disk fails while the cluster runs, no change takes effect until it can be written.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ def cluster(tmp_path: Path) -> Iterator[Recovering]:
     yield from recovering(tmp_path)
 
 
-# -- journals that cannot be used ------------------------------------------------------------------------------------
+# -- unusable journals -----------------------------------------------------------------------------------------------
 
 
-def left_alone(cluster: Recovering, code: int, *words: str, **env: Any) -> Process:
-    """A start that is refused with one sentence and changes nothing, while the workers train on."""
+def left_alone(cluster: Recovering, code: int, *arguments: str, **env: Any) -> Process:
+    """Assert that a start is refused in one line and changes nothing, while the workers continue."""
     before = cluster.contents()
     refused = cluster.scheduler(name="scheduler-refused", **env)
     assert refused.wait() == code, refused.tail()
     assert len(refused.text().splitlines()) == 1, refused.tail()
-    for word in (str(cluster.journal), *words):
+    for word in (str(cluster.journal), *arguments):
         assert word in refused.text()
     assert cluster.contents() == before
-    cluster.trains_on(0, 1)
+    cluster.wait_for_steps(0, 1)
     return refused
 
 
-def test_the_journal_of_another_number_of_workers_is_refused(cluster: Recovering) -> None:
+def test_journal_of_other_world_size_is_refused(cluster: Recovering) -> None:
     scheduler, workers = cluster.formed()
     scheduler.kill()
     left_alone(cluster, 40, "belongs to another job", "MS_WORKER_NUM is 2 there and 3 here", MS_WORKER_NUM=3)
@@ -50,7 +50,7 @@ def test_the_journal_of_another_number_of_workers_is_refused(cluster: Recovering
     assert [worker.wait() for worker in workers] == [0, 0]
 
 
-def test_the_journal_of_another_script_is_refused(cluster: Recovering) -> None:
+def test_journal_of_other_script_is_refused(cluster: Recovering) -> None:
     scheduler, _ = cluster.formed()
     scheduler.kill()
     other = cluster.script(TRAIN, "another.py")
@@ -76,7 +76,7 @@ def beside(path: Path, suffix: str) -> Path:
 
 
 def settle(path: Path) -> None:
-    """Bring what SQLite keeps beside the journal into it, as an orderly end would."""
+    """Merge SQLite's side files into the journal, as a clean shutdown does."""
     database = sqlite3.connect(path)
     assert database.execute("pragma wal_checkpoint(truncate)").fetchone()[0] == 0
     database.close()
@@ -90,8 +90,8 @@ def make_foreign(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
-def test_a_damaged_journal_is_refused_and_kept(cluster: Recovering, kind: str) -> None:
-    """With the good one back in its place the scheduler starts, and the workers have not noticed more than its absence."""
+def test_damaged_journal_is_refused_and_unchanged(cluster: Recovering, kind: str) -> None:
+    """Restore the valid journal: the scheduler starts, and the workers have noticed only its absence."""
     scheduler, workers = cluster.formed()
     before = cluster.view()
     scheduler.kill()
@@ -109,8 +109,8 @@ def test_a_damaged_journal_is_refused_and_kept(cluster: Recovering, kind: str) -
 
 
 @pytest.mark.parametrize("kind", ["lost", "cut"])
-def test_what_sqlite_keeps_beside_the_journal_may_be_lost(cluster: Recovering, kind: str) -> None:
-    """Copying the journal alone is an easy mistake: the scheduler refuses, or has forgotten nothing; it never starts anew."""
+def test_journal_survives_loss_of_sqlite_side_files(cluster: Recovering, kind: str) -> None:
+    """The journal is copied without its side files: the scheduler refuses it or has all records; it never starts over."""
     scheduler, workers = cluster.formed()
     before = cluster.view()
     scheduler.kill()
@@ -119,21 +119,21 @@ def test_what_sqlite_keeps_beside_the_journal_may_be_lost(cluster: Recovering, k
     if wal.exists():
         wal.unlink() if kind == "lost" else cut(wal, wal.stat().st_size // 2)
     again = cluster.scheduler()
-    until(lambda: not again.alive or settled(again), "the scheduler to refuse or to be back", story=cluster.tails)
+    until(lambda: not again.alive or settled(again), "the scheduler to refuse or to be back", details=cluster.tails)
     assert [worker.alive for worker in workers] == [True, True], cluster.tails()
     if again.alive:
         assert membership(cluster.ready()) == membership(before)
     else:
         assert again.wait() == 40 and "damaged" in again.text()
-    cluster.trains_on(0, 1)
+    cluster.wait_for_steps(0, 1)
 
 
 def settled(scheduler: Process) -> bool:
-    """It has met the workers: they are back, or sent away."""
+    """Wait until the scheduler has admitted or refused the workers."""
     return "cluster ready" in scheduler.text() or "refused" in scheduler.text()
 
 
-# Dies with its change half in the file: the cache is too small to hold it back until the commit.
+# Dies with its change partly in the file: the cache is too small to delay the write until the commit.
 TORN = """
 import os, sqlite3, sys
 database = sqlite3.connect(sys.argv[1], isolation_level=None)
@@ -146,7 +146,7 @@ os.kill(os.getpid(), 9)
 """
 
 
-def test_a_commit_that_was_cut_short_is_taken_back(cluster: Recovering) -> None:
+def test_interrupted_commit_is_rolled_back(cluster: Recovering) -> None:
     scheduler, workers = cluster.formed()
     before = membership(cluster.ready())
     scheduler.kill()
@@ -159,11 +159,11 @@ def test_a_commit_that_was_cut_short_is_taken_back(cluster: Recovering) -> None:
     assert [worker.wait() for worker in workers] == [0, 0]
 
 
-def test_a_file_in_the_place_of_the_journals_folder_is_one_sentence(cluster: Recovering) -> None:
+def test_file_in_place_of_journal_directory_is_a_one_line_error(cluster: Recovering) -> None:
     cluster.journal.write_text("not a folder")
     scheduler = cluster.scheduler()
     assert scheduler.wait() == 41
-    assert f"the folder {cluster.journal} for the journal is not usable" in scheduler.text()
+    assert f"cannot use the journal directory {cluster.journal}" in scheduler.text()
     assert cluster.journal.read_text() == "not a folder"
 
 
@@ -171,13 +171,13 @@ def test_a_file_in_the_place_of_the_journals_folder_is_one_sentence(cluster: Rec
 
 
 def in_mounts_of_its_own(command: str) -> list[str]:
-    """Words before a command: it runs in a mount namespace of its own, after `command`."""
+    """Return a prefix that runs a command in its own mount namespace, after `command`."""
     return [*OWN_MOUNTS, "sh", "-c", f'{command} && exec "$@"', "sh"]
 
 
 @needs(MOUNTS)
 @pytest.mark.parametrize("used_before", [False, True])
-def test_a_read_only_disk_is_one_sentence(cluster: Recovering, used_before: bool) -> None:
+def test_read_only_disk_is_a_one_line_error(cluster: Recovering, used_before: bool) -> None:
     cluster.journal.mkdir()
     if used_before:
         scheduler, _ = cluster.formed()
@@ -190,11 +190,11 @@ def test_a_read_only_disk_is_one_sentence(cluster: Recovering, used_before: bool
     assert len(refused.text().splitlines()) == 1
     assert cluster.contents() == before
     if used_before:
-        cluster.trains_on(0, 1)
+        cluster.wait_for_steps(0, 1)
 
 
 @needs(MOUNTS)
-def test_a_disk_that_is_full_from_the_start_is_one_sentence(cluster: Recovering) -> None:
+def test_disk_full_at_start_is_a_one_line_error(cluster: Recovering) -> None:
     cluster.journal.mkdir()
     disk = f"mount -t tmpfs -o size=64k none {cluster.journal} && (head -c 1m /dev/zero > {cluster.journal}/fill 2>&- || true)"
     scheduler = cluster.scheduler(before=in_mounts_of_its_own(disk))
@@ -204,7 +204,7 @@ def test_a_disk_that_is_full_from_the_start_is_one_sentence(cluster: Recovering)
 
 
 @needs(MOUNTS)
-def test_a_disk_that_fills_up_stops_promises_and_not_the_training(cluster: Recovering) -> None:
+def test_full_disk_delays_changes_and_training_continues(cluster: Recovering) -> None:
     cluster.journal.mkdir()
     disk = f"mount -t tmpfs -o size=2m none {cluster.journal}"
     scheduler = cluster.scheduler(before=in_mounts_of_its_own(disk))
@@ -218,20 +218,20 @@ def test_a_disk_that_fills_up_stops_promises_and_not_the_training(cluster: Recov
     victim.kill()
     scheduler.wait_for("cannot be written .*until then nothing new is promised")
     successor = cluster.worker(1)
-    cluster.trains_on(0)
+    cluster.wait_for_steps(0)
     assert "generation 2" not in other.text() and "rank=" not in successor.text()
     fill.unlink()
     scheduler.wait_for("can be written again")
     successor.wait_for("rank=1")
     assert cluster.ready().generation == 3
-    cluster.trains_on(0, 1)
+    cluster.wait_for_steps(0, 1)
     cluster.release()
     assert [node.wait() for node in (scheduler, other, successor)] == [0, 0, 0]
 
 
 @needs(MOUNTS)
-def test_a_disk_that_is_full_at_the_end_does_not_hold_the_cluster_for_ever(cluster: Recovering) -> None:
-    """The end cannot be written down: the workers finish all the same, and the scheduler says what is in its way."""
+def test_full_disk_at_the_end_does_not_block_the_cluster(cluster: Recovering) -> None:
+    """The end cannot be written: the workers finish nevertheless, and the scheduler logs the reason."""
     cluster.journal.mkdir()
     disk = f"mount -t tmpfs -o size=2m none {cluster.journal}"
     scheduler = cluster.scheduler(before=in_mounts_of_its_own(disk))

@@ -1,4 +1,4 @@
-"""Parameter servers in processes of their own that die by kill -9 at any moment, while slots move and workers push."""
+"""Parameter server processes that are killed at any moment while slots move and workers push."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from covey.parameter_server.discovery import RETRY_DELAY_S, ServerEndpoint
 
 STEPS = 60
 
-# A server. It finds the others by files, hears sharings on its input and says on its output which it has settled.
+# A server. It finds the others by files, reads shardings from its input and prints those that it has applied.
 SERVER = """
 import pathlib, sys, time
 import msgspec
@@ -56,7 +56,7 @@ for line in sys.stdin:
 
 
 class ServerGroup:
-    """What the scheduler does with its servers, with real processes."""
+    """Manages real server processes like the scheduler."""
 
     def __init__(self, folder: Path, servers: int, copies: int = 1) -> None:
         self.folder = folder
@@ -70,10 +70,10 @@ class ServerGroup:
             self.start(rank, self.sharding)
 
     def start(self, rank: int, sharding: Sharding) -> None:
-        words = [SERVER, str(self.folder), str(rank), str(self.restarts.setdefault(rank, 0))]
-        words += [msgspec.json.encode(given).decode() for given in (self.serving, sharding)]
+        arguments = [SERVER, str(self.folder), str(rank), str(self.restarts.setdefault(rank, 0))]
+        arguments += [msgspec.json.encode(given).decode() for given in (self.serving, sharding)]
         started = subprocess.Popen(
-            [sys.executable, "-c", *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            [sys.executable, "-c", *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
         with self.changed:
             self.processes[rank] = started
@@ -158,7 +158,7 @@ def group(folder: Path, servers: int) -> Iterator[ServerGroup]:
 
 
 @pytest.mark.parametrize("seed", [int(s) for s in os.environ.get("COVEY_SEEDS", "1").split(",")])
-def test_servers_die_at_any_moment_while_slots_move_and_the_bits_are_the_same(tmp_path: Path, seed: int) -> None:
+def test_rows_are_bitwise_equal_if_servers_die_while_slots_move(tmp_path: Path, seed: int) -> None:
     with group(tmp_path / "still", 2) as still:
         expected = Training(still.client, STEPS).result()
     rng = random.Random(seed)
@@ -177,7 +177,7 @@ def test_servers_die_at_any_moment_while_slots_move_and_the_bits_are_the_same(tm
                 pace.release()
             moving.start_servers(wanted)
             moving.reshard(wanted)
-            for _ in range(rng.randint(0, 2)):  # one at a time: two who hold each other's copy would lose them
+            for _ in range(rng.randint(0, 2)):  # one at a time: two servers with each other's replica would lose both
                 threading.Event().wait(rng.choice([0.0, 0.005, 0.02, 0.1]))
                 moving.kill(rng.choice(sorted(moving.processes)))
                 if rng.random() < 0.5:

@@ -1,4 +1,4 @@
-"""`covey run --on-event`: what a command or a URL hears of a run, and that neither can hold it up."""
+"""`covey run --on-event`: the events that a command or a URL receives, which never block the run."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
         yield shell
 
 
-def test_a_command_hears_of_death_recovery_and_exit(shell: Shell) -> None:
+def test_on_event_command_receives_death_recovery_and_exit(shell: Shell) -> None:
     shell.script("import sys\nopen(sys.argv[1], 'a').write(sys.stdin.read())\n", "hook.py")
-    told = shell.folder / "told"
+    result = shell.folder / "told"
     env = {"COVEY_STRATEGY": "recover-in-place,exit", "COVEY_SECRET": SECRET}
-    run = shell.covey("run", "-n", "2", "--on-event", f"python hook.py '{told}'", "steps.py", shell.go, env=env)
-    shell.heard(1, "up 1")
+    run = shell.covey("run", "-n", "2", "--on-event", f"python hook.py '{result}'", "steps.py", shell.go, env=env)
+    shell.wait_for_log(1, "up 1")
     os.kill(next(node["pid"] for node in shell.nodes() if node["rank"] == 1), 9)
-    until(lambda: told.exists() and '"recovery"' in told.read_text(), "the hook to hear of the recovery", story=shell.tails)
+    until(
+        lambda: result.exists() and '"recovery"' in result.read_text(), "the hook to hear of the recovery", details=shell.tails
+    )
     shell.release()
     assert run.wait() == 0, run.tail()
-    notices = [json.loads(line) for line in told.read_text().splitlines()]
+    notices = [json.loads(line) for line in result.read_text().splitlines()]
     assert [(n["event"], n["node"], n["code"]) for n in notices] == [
         ("death", "worker:1", None),
         ("recovery", "cluster", None),
@@ -43,15 +45,15 @@ def test_a_command_hears_of_death_recovery_and_exit(shell: Shell) -> None:
     assert notices[0]["reason"] == "killed by SIGKILL" and notices[2]["reason"] == "all 2 workers finished"
     assert notices[1]["reason"].startswith("recover-in-place of worker:1 (killed by SIGKILL): detected")
     assert {(n["job"], n["dropped"], n["schema"]) for n in notices} == {(f"steps.py {shell.go}", 0, 1)}
-    assert SECRET not in told.read_text()
+    assert SECRET not in result.read_text()
 
 
-def test_a_url_hears_of_the_exit(shell: Shell) -> None:
-    heard: list[dict[str, object]] = []
+def test_on_event_url_receives_the_exit(shell: Shell) -> None:
+    received: list[dict[str, object]] = []
 
     class Hears(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            heard.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             self.send_response(204)
             self.end_headers()
 
@@ -62,16 +64,16 @@ def test_a_url_hears_of_the_exit(shell: Shell) -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         shell.release()
         url = f"http://127.0.0.1:{server.server_address[1]}/hook"
-        run = shell.ask("run", "-n", "1", "--on-event", url, "steps.py", shell.go)
+        run = shell.run_command("run", "-n", "1", "--on-event", url, "steps.py", shell.go)
         server.shutdown()
     assert run.code == 0, run.tail()
-    assert [(notice["event"], notice["code"]) for notice in heard] == [("exit", 0)]
+    assert [(notice["event"], notice["code"]) for notice in received] == [("exit", 0)]
 
 
-def test_a_hook_that_fails_is_told_once_and_the_run_goes_on(shell: Shell) -> None:
+def test_failing_hook_is_logged_once_and_run_continues(shell: Shell) -> None:
     shell.release()
-    run = shell.ask("run", "-n", "1", "--on-event", "false", "steps.py", shell.go)
+    run = shell.run_command("run", "-n", "1", "--on-event", "false", "steps.py", shell.go)
     assert run.code == 0, run.tail()
     assert run.text().count("--on-event failed (false ended with 1): the run goes on") == 1
-    bad = shell.ask("run", "--on-event", "no-such-program x", "steps.py")
+    bad = shell.run_command("run", "--on-event", "no-such-program x", "steps.py")
     assert bad.code == 10 and bad.text().startswith("covey: --on-event no-such-program x is not allowed: a command that exists")

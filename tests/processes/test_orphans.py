@@ -1,4 +1,4 @@
-"""Nobody is left behind, whoever is killed."""
+"""No process is left after a kill of any process."""
 
 from __future__ import annotations
 
@@ -11,54 +11,54 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.processes.child_helpers import FAMILY, HOME, LIMIT_S, Nursery, family, fifo, read_line, wait_until_gone
+from tests.processes.child_helpers import FAMILY, HOME, LIMIT_S, ChildRunner, family, fifo, read_line, wait_until_gone
 
 from covey.agent.children import Exit
 
 
 @pytest.fixture
-def nursery(tmp_path: Path) -> Iterator[Nursery]:
-    nursery = Nursery(tmp_path, fork=True, preload=[])
-    yield nursery
-    nursery.close()
+def child_runner(tmp_path: Path) -> Iterator[ChildRunner]:
+    child_runner = ChildRunner(tmp_path, fork=True, preload=[])
+    yield child_runner
+    child_runner.close()
 
 
 @pytest.fixture
-def plain(tmp_path: Path) -> Iterator[Nursery]:
-    nursery = Nursery(tmp_path, fork=False, preload=[])
-    yield nursery
-    nursery.close()
+def plain(tmp_path: Path) -> Iterator[ChildRunner]:
+    child_runner = ChildRunner(tmp_path, fork=False, preload=[])
+    yield child_runner
+    child_runner.close()
 
 
 @pytest.mark.parametrize("python", [True, False], ids=["fork", "exec"])
-def test_with_a_child_dies_its_whole_family(nursery: Nursery, python: bool) -> None:
-    bystanders = family(nursery, "bystander")
-    relatives = family(nursery, "worker:0", python=python)
+def test_exit_of_child_kills_all_its_descendants(child_runner: ChildRunner, python: bool) -> None:
+    bystanders = family(child_runner, "bystander")
+    relatives = family(child_runner, "worker:0", python=python)
     signal.pidfd_send_signal(relatives[0], signal.SIGKILL)
-    assert nursery.result("worker:0").exit.reason == "killed by SIGKILL"
+    assert child_runner.result("worker:0").exit.reason == "killed by SIGKILL"
 
     async def swept() -> None:
         await asyncio.get_running_loop().run_in_executor(None, wait_until_gone, *relatives)
 
-    nursery.do(swept())
-    assert nursery.children.pid("bystander") > 0
+    child_runner.run_async(swept())
+    assert child_runner.children.pid("bystander") > 0
     for pidfd in bystanders:
         signal.pidfd_send_signal(pidfd, 0)
-    nursery.do(nursery.children.end(None, grace_s=0))
+    child_runner.run_async(child_runner.children.end(None, grace_s=0))
     wait_until_gone(*bystanders)
 
 
-def test_the_group_is_dead_before_the_death_is_told(nursery: Nursery) -> None:
-    leader, near, group, *nested = family(nursery, "worker:0")
-    nursery.witness = lambda: wait_until_gone(leader, near, *nested)
+def test_process_group_is_dead_before_exit_is_reported(child_runner: ChildRunner) -> None:
+    leader, near, group, *nested = family(child_runner, "worker:0")
+    child_runner.on_exit_hook = lambda: wait_until_gone(leader, near, *nested)
     signal.pidfd_send_signal(leader, signal.SIGKILL)
-    nursery.result("worker:0")
-    nursery.do(nursery.children.end(None, grace_s=0))
+    child_runner.result("worker:0")
+    child_runner.run_async(child_runner.children.end(None, grace_s=0))
     wait_until_gone(group)
 
 
-def test_ending_asks_first_and_kills_then(nursery: Nursery) -> None:
-    polite = nursery.script(
+def test_end_sends_signal_then_kills_after_grace_period(child_runner: ChildRunner) -> None:
+    polite = child_runner.script(
         """
         import signal, sys
         def leave(number, frame):
@@ -70,7 +70,7 @@ def test_ending_asks_first_and_kills_then(nursery: Nursery) -> None:
     """,
         "polite.py",
     )
-    stubborn = nursery.script(
+    stubborn = child_runner.script(
         """
         import signal, sys
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -80,40 +80,40 @@ def test_ending_asks_first_and_kills_then(nursery: Nursery) -> None:
         "stubborn.py",
     )
     for name, script in (("polite", polite), ("stubborn", stubborn), ("other", stubborn)):
-        news = fifo(nursery, name)
-        nursery.start(name, script, news)
-        assert read_line(news) == ""
-    nursery.do(nursery.children.end(["polite", "gone long ago"], grace_s=LIMIT_S))
-    assert nursery.result("polite") == (Exit("polite", nursery.exits["polite"].pid, 0, "exit code 0"), "saved\n")
-    nursery.do(nursery.children.end(["stubborn"], grace_s=0.1))
-    assert nursery.exits["stubborn"].code == 137
-    nursery.children.signal("other", signal.SIGUSR1)
-    nursery.children.signal("gone long ago", signal.SIGUSR1)
-    assert nursery.result("other").exit.reason == "killed by SIGUSR1"
+        message = fifo(child_runner, name)
+        child_runner.start(name, script, message)
+        assert read_line(message) == ""
+    child_runner.run_async(child_runner.children.end(["polite", "gone long ago"], grace_s=LIMIT_S))
+    assert child_runner.result("polite") == (Exit("polite", child_runner.exits["polite"].pid, 0, "exit code 0"), "saved\n")
+    child_runner.run_async(child_runner.children.end(["stubborn"], grace_s=0.1))
+    assert child_runner.exits["stubborn"].code == 137
+    child_runner.children.signal("other", signal.SIGUSR1)
+    child_runner.children.signal("gone long ago", signal.SIGUSR1)
+    assert child_runner.result("other").exit.reason == "killed by SIGUSR1"
 
 
-def test_who_fled_into_a_session_of_its_own_is_ended_with_the_last_child(nursery: Nursery) -> None:
-    script = nursery.script("""
+def test_descendant_in_own_session_is_killed_after_last_child(child_runner: ChildRunner) -> None:
+    script = child_runner.script("""
         import subprocess, sys
         far = subprocess.Popen(["sleep", "1000"], start_new_session=True)
         open(sys.argv[1], "w").write(str(far.pid))
     """)
-    news = fifo(nursery, "news")
-    nursery.start("worker:0", script, news)
-    far = os.pidfd_open(int(read_line(news)))
-    nursery.result("worker:0")
-    nursery.do(nursery.children.end(None, grace_s=0))
+    message = fifo(child_runner, "news")
+    child_runner.start("worker:0", script, message)
+    far = os.pidfd_open(int(read_line(message)))
+    child_runner.result("worker:0")
+    child_runner.run_async(child_runner.children.end(None, grace_s=0))
     wait_until_gone(far)
 
 
-def test_closing_leaves_neither_processes_nor_descriptors(tmp_path: Path) -> None:
+def test_close_leaves_no_processes_or_descriptors(tmp_path: Path) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    nursery = Nursery(tmp_path, fork=True, preload=[])
-    relatives = family(nursery, "worker:0")
-    template = os.pidfd_open(nursery.children.template_pid)
-    nursery.close()
+    child_runner = ChildRunner(tmp_path, fork=True, preload=[])
+    relatives = family(child_runner, "worker:0")
+    template = os.pidfd_open(child_runner.children.template_pid)
+    child_runner.close()
     wait_until_gone(template, *relatives)
-    assert nursery.exits["worker:0"].reason == "killed by SIGKILL"
+    assert child_runner.exits["worker:0"].reason == "killed by SIGKILL"
     assert len(os.listdir("/proc/self/fd")) == before
 
 
@@ -139,7 +139,7 @@ AGENT = """
 
 
 @pytest.mark.parametrize("template", ["alive", "killed before"])
-def test_when_the_agent_is_killed_nobody_survives(plain: Nursery, template: str) -> None:
+def test_killed_agent_leaves_no_processes(plain: ChildRunner, template: str) -> None:
     family_script = plain.script(FAMILY.replace(", process_group=0", ""), "family.py")
     for name in ("forked", "executed"):
         fifo(plain, name)
@@ -162,9 +162,9 @@ def test_when_the_agent_is_killed_nobody_survives(plain: Nursery, template: str)
     wait_until_gone(*pidfds)
 
 
-def test_a_template_that_is_importing_dies_with_its_agent(plain: Nursery) -> None:
-    began, never = fifo(plain, "began"), fifo(plain, "never")
-    plain.script(f"import os; open({began!r}, 'w').write(str(os.getpid())); open({never!r})", "endless.py")
+def test_importing_template_dies_with_its_agent(plain: ChildRunner) -> None:
+    started_at, never = fifo(plain, "began"), fifo(plain, "never")
+    plain.script(f"import os; open({started_at!r}, 'w').write(str(os.getpid())); open({never!r})", "endless.py")
     script = plain.script("""
         import asyncio
         from covey.agent.children import Children
@@ -176,7 +176,7 @@ def test_a_template_that_is_importing_dies_with_its_agent(plain: Nursery) -> Non
         asyncio.run(main())
     """)
     agent = subprocess.Popen([sys.executable, script], env={**os.environ, "PYTHONPATH": f"{HOME}:{plain.folder}"})
-    template = os.pidfd_open(int(read_line(began)))
+    template = os.pidfd_open(int(read_line(started_at)))
     agent.kill()
     agent.wait()
     wait_until_gone(template)

@@ -1,4 +1,4 @@
-"""docs/privacy.md as a reader tries it: its commands and scripts, with smaller numbers and free ports."""
+"""The commands and scripts of docs/privacy.md, with smaller numbers and free ports."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     yield from shells(tmp_path)
 
 
-def test_a_secure_cluster_and_its_noise_in_the_status(shell: Shell) -> None:
+def test_guide_secure_cluster_shows_noise_in_status(shell: Shell) -> None:
     (shell.folder / "model.py").write_text(MODEL.replace("STRATEGY", "FedAvg()"))
     (line,) = [line for language, text in BLOCKS if not language for line in text.splitlines()]
-    words = shlex.split(line)[1:]
-    words[words.index("--threshold") + 1] = "3"
+    arguments = shlex.split(line)[1:]
+    arguments[arguments.index("--threshold") + 1] = "3"
     port, scheduler = ports(2), free_port()
     where = ["--port", str(port), "--scheduler-port", str(scheduler), "--manage-port", str(free_port())]
     noise = ["--set", "dp_noise=2.0", "--set", "dp_budget=50.0", "--iterations", "1"]
-    up = shell.covey(*words[:-1], *where, *noise, words[-1], cwd=shell.folder)
+    up = shell.covey(*arguments[:-1], *where, *noise, arguments[-1], cwd=shell.folder)
     up.wait_for("Server started successfully.")
     done: list[bool] = []
 
@@ -51,21 +51,21 @@ def test_a_secure_cluster_and_its_noise_in_the_status(shell: Shell) -> None:
     for thread in threads:
         thread.join(60)
     assert done == [True] * 3
-    status = shell.ask("federated", "status", "--master", f"127.0.0.1:{scheduler}")
+    status = shell.run_command("federated", "status", "--master", f"127.0.0.1:{scheduler}")
     assert re.search(r"privacy: epsilon [\d.]+ of 50 spent at delta 0.01", status.text())
 
 
 @pytest.mark.parametrize("more", [["--noise", "1"], ["--secure"], ["--compress", "TOP_K"]])
-def test_the_simulations(shell: Shell, more: list[str]) -> None:
+def test_guide_simulations_run(shell: Shell, more: list[str]) -> None:
     (line,) = re.findall(r"`(covey federated simulate [^`]*)`", GUIDE)
-    words = shlex.split(line)[1:]
-    words[words.index("--devices") + 1], words[words.index("--rounds") + 1] = "5", "2"
-    found = shell.ask(*words, *more, "--plot", "x.svg", cwd=shell.folder)
+    arguments = shlex.split(line)[1:]
+    arguments[arguments.index("--devices") + 1], arguments[arguments.index("--rounds") + 1] = "5", "2"
+    found = shell.run_command(*arguments, *more, "--plot", "x.svg", cwd=shell.folder)
     assert re.search(r"accuracy [\d.]+ % after 2 rounds of 5 devices", found.text())
     assert ("epsilon" in found.text()) == ("--noise" in more) and ("bytes of values" in found.text()) == ("--compress" in more)
 
 
-def test_the_scripts_of_certificates() -> None:
+def test_guide_certificate_scripts_run() -> None:
     first, second = [text for language, text in BLOCKS if language == "python"]
     covey: Any = type("covey", (), {"set_fl_context": staticmethod(set_fl_context)})
     try:

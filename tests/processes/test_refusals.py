@@ -1,4 +1,4 @@
-"""Who is not let in: at once, with the reason at the refused node and in the scheduler's log, while everyone else goes on."""
+"""Refusals: immediate, with the reason at the refused node and in the scheduler's log, while other nodes continue."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from covey.core.messages import PROTOCOL, Message, Register, RendezvousPut
 from covey.core.types import Host, Phase, Role
 from covey.transport.framing import encode_frame
 
-# Nothing here may be explained by a timeout running out.
+# No timeout here expires during a test.
 PATIENT = {"MS_TOPO_TIMEOUT": 1800, "MS_NODE_TIMEOUT": 1800, "MS_RECEIVE_MSG_TIMEOUT": 1800}
 ANYWHERE = Host("somewhere", "somewhere", "127.0.0.1")
 
@@ -26,18 +26,18 @@ def patient(cluster: Cluster) -> Cluster:
     return cluster
 
 
-def refused(scheduler: Process, node: Process, *words: str) -> None:
-    """The node ended with the code of a refusal, and both sides say why in the same words."""
+def refused(scheduler: Process, node: Process, *arguments: str) -> None:
+    """Assert that the node exited with the code of a refusal, and that both sides have the same reason."""
     assert node.wait() == 21, node.tail()
     assert "Traceback" not in node.text()
     assert [line for line in node.text().splitlines() if line.startswith("covey: ")] == node.text().splitlines()[-1:]
-    for word in words:
+    for word in arguments:
         assert word in node.text()
         scheduler.wait_for(word)
 
 
 def finishes(cluster: Cluster, *refused: Process) -> None:
-    """Everyone else ends well."""
+    """Assert that all other processes succeed."""
     cluster.release()
     codes = cluster.wait()
     assert {name for name, code in codes.items() if code} == {process.name for process in refused}
@@ -47,15 +47,15 @@ def finishes(cluster: Cluster, *refused: Process) -> None:
 
 
 @pytest.mark.parametrize("node_id", [None, "extra"])
-def test_one_worker_too_many(patient: Cluster, node_id: str | None) -> None:
+def test_extra_worker_is_refused(patient: Cluster, node_id: str | None) -> None:
     scheduler, _ = patient.formed()
     extra = patient.worker(node_id, name="extra")
     refused(scheduler, extra, r"one worker too many: the cluster already has 2", "worker:0, worker:1")
     finishes(patient, extra)
 
 
-def test_one_worker_too_many_while_the_servers_are_missing(patient: Cluster) -> None:
-    """The cluster is still forming, but it has all of its workers."""
+def test_extra_worker_is_refused_while_servers_are_missing(patient: Cluster) -> None:
+    """The cluster is still forming, but has all of its workers."""
     patient.workers = 1
     patient.env["MS_SERVER_NUM"] = 1
     scheduler = patient.scheduler()
@@ -67,7 +67,7 @@ def test_one_worker_too_many_while_the_servers_are_missing(patient: Cluster) -> 
     finishes(patient, extra)
 
 
-def test_a_rank_beyond_the_last(patient: Cluster) -> None:
+def test_rank_beyond_the_last_is_refused(patient: Cluster) -> None:
     scheduler = patient.scheduler()
     beyond = patient.worker(7)
     refused(scheduler, beyond, "MS_NODE_ID=7 claims rank 7", "end at 1")
@@ -76,7 +76,7 @@ def test_a_rank_beyond_the_last(patient: Cluster) -> None:
     finishes(patient, beyond)
 
 
-def test_a_rank_claimed_twice_in_two_spellings(patient: Cluster) -> None:
+def test_rank_claimed_in_two_spellings_is_refused(patient: Cluster) -> None:
     scheduler = patient.scheduler()
     patient.worker("0")
     patient.until(lambda v: nodes_of(v), "the first worker to be registered")
@@ -86,7 +86,7 @@ def test_a_rank_claimed_twice_in_two_spellings(patient: Cluster) -> None:
     finishes(patient, second)
 
 
-def test_a_rank_that_an_automatic_node_holds(patient: Cluster) -> None:
+def test_rank_of_an_automatic_node_is_refused(patient: Cluster) -> None:
     scheduler, _ = patient.formed("a", "b")
     late = patient.worker(1)
     refused(scheduler, late, "rank 1 is taken by worker:b")
@@ -94,7 +94,7 @@ def test_a_rank_that_an_automatic_node_holds(patient: Cluster) -> None:
 
 
 @pytest.mark.parametrize("complete", [False, True])
-def test_the_id_of_a_node_that_lives(patient: Cluster, complete: bool) -> None:
+def test_id_of_a_running_node_is_refused(patient: Cluster, complete: bool) -> None:
     scheduler = patient.scheduler()
     patient.worker("a")
     if complete:
@@ -107,7 +107,7 @@ def test_the_id_of_a_node_that_lives(patient: Cluster, complete: bool) -> None:
     finishes(patient, second)
 
 
-def test_the_id_of_a_node_that_has_finished(patient: Cluster) -> None:
+def test_id_of_a_finished_node_is_refused(patient: Cluster) -> None:
     scheduler = patient.scheduler()
     patient.worker(0)
     early = patient.worker(1, script=patient.script("import covey; covey.init()"))
@@ -118,9 +118,7 @@ def test_the_id_of_a_node_that_has_finished(patient: Cluster) -> None:
 
 
 @pytest.mark.parametrize(("variable", "there", "here"), [("MS_WORKER_NUM", 3, 2), ("MS_SERVER_NUM", 1, 0)])
-def test_settings_other_than_the_clusters_are_shown_as_a_difference(
-    patient: Cluster, variable: str, there: int, here: int
-) -> None:
+def test_differing_settings_are_refused_with_the_difference(patient: Cluster, variable: str, there: int, here: int) -> None:
     scheduler = patient.scheduler()
     other = patient.worker(0, name="other", **{variable: there})
     refused(scheduler, other, f"{variable} is {there} on the node and {here} on the scheduler")
@@ -129,7 +127,7 @@ def test_settings_other_than_the_clusters_are_shown_as_a_difference(
     finishes(patient, other)
 
 
-def test_a_role_this_cluster_has_no_place_for(patient: Cluster) -> None:
+def test_role_without_members_in_the_cluster_is_refused(patient: Cluster) -> None:
     scheduler = patient.scheduler()
     server = patient.node("MS_SERVER", 0, MS_SERVER_NUM=1)
     refused(scheduler, server, "MS_SERVER_NUM is 1 on the node and 0 on the scheduler")
@@ -138,21 +136,21 @@ def test_a_role_this_cluster_has_no_place_for(patient: Cluster) -> None:
 # -- secrets and versions --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("secret", "why"), [("wrong", "it is another one"), (None, "")])
-def test_without_the_secret_nobody_joins(patient: Cluster, secret: str | None, why: str) -> None:
+@pytest.mark.parametrize(("secret", "reason"), [("wrong", "it differs"), (None, "")])
+def test_node_without_secret_is_refused(patient: Cluster, secret: str | None, reason: str) -> None:
     scheduler = patient.scheduler(COVEY_SECRET="right")
-    stranger = patient.worker(0, name="stranger", COVEY_SECRET=secret)
-    assert stranger.wait() == 21, stranger.tail()
-    assert "secret" in stranger.text() and "COVEY_SECRET" in stranger.text() and why in stranger.text()
-    assert "right" not in stranger.text() + scheduler.text()
+    outsider = patient.worker(0, name="stranger", COVEY_SECRET=secret)
+    assert outsider.wait() == 21, outsider.tail()
+    assert "secret" in outsider.text() and "COVEY_SECRET" in outsider.text() and reason in outsider.text()
+    assert "right" not in outsider.text() + scheduler.text()
     scheduler.wait_for("turned away: .*secret")
     patient.worker(0, COVEY_SECRET="right")
     patient.worker(1, COVEY_SECRET="right")
-    finishes(patient, stranger)
+    finishes(patient, outsider)
 
 
-def test_a_scheduler_that_does_not_know_the_secret_is_not_joined(patient: Cluster) -> None:
-    """A node that has a secret was told to use it: an open door is the wrong door."""
+def test_scheduler_without_the_secret_is_refused(patient: Cluster) -> None:
+    """A node with a configured secret must not join a scheduler without one."""
     patient.workers = 1
     patient.scheduler()
     careful = patient.worker(0, COVEY_SECRET="right")
@@ -161,35 +159,35 @@ def test_a_scheduler_that_does_not_know_the_secret_is_not_joined(patient: Cluste
     assert "secret" in careful.text()
 
 
-def test_beyond_loopback_a_secret_is_asked_for_though_nobody_set_one(patient: Cluster) -> None:
-    """The user's own nodes find it in the user's own file; another user's do not."""
+def test_secret_is_required_beyond_loopback_even_if_unset(patient: Cluster) -> None:
+    """Nodes of the same user read the user's secret file; those of another user cannot."""
     scheduler = patient.scheduler(MS_SCHED_HOST="0.0.0.0")
     scheduler.wait_for("scheduler of cluster")
     foreign = patient.folder / "foreign"
     foreign.mkdir()
-    stranger = patient.worker(0, name="stranger", XDG_CONFIG_HOME=str(foreign))
-    assert stranger.wait() == 21, stranger.tail()
-    assert "secret" in stranger.text()
+    outsider = patient.worker(0, name="stranger", XDG_CONFIG_HOME=str(foreign))
+    assert outsider.wait() == 21, outsider.tail()
+    assert "secret" in outsider.text()
     patient.worker(0)
     patient.worker(1)
-    finishes(patient, stranger)
+    finishes(patient, outsider)
 
 
 @pytest.mark.parametrize("version", [PROTOCOL + 1, 0])
-def test_a_node_of_another_version_is_told_both_versions(patient: Cluster, version: int) -> None:
+def test_node_of_other_version_is_refused_with_both_versions(patient: Cluster, version: int) -> None:
     scheduler = patient.scheduler()
     scheduler.wait_for("scheduler of cluster")
     with socket.create_connection((patient.host, patient.port), 60) as node:
         node.sendall(f"covey/{version}\n".encode())
-        said = read_to_end(node)
-    assert f"covey/{PROTOCOL}" in said and f"no protocol covey/{version} is not spoken here" in said
-    scheduler.wait_for(f"turned away: protocol covey/{version} is not spoken here, covey/{PROTOCOL} is")
+        output = read_to_end(node)
+    assert f"covey/{PROTOCOL}" in output and f"no protocol covey/{version} is not supported" in output
+    scheduler.wait_for(f"turned away: protocol covey/{version} is not supported, expected covey/{PROTOCOL}")
     patient.worker(0)
     patient.worker(1)
     finishes(patient)
 
 
-def test_a_scheduler_of_another_version_refuses_at_once_and_by_name(patient: Cluster) -> None:
+def test_scheduler_of_other_version_is_refused_immediately(patient: Cluster) -> None:
     with listener(patient.port) as newer:
         newer.settimeout(60)
         node = patient.worker(0)
@@ -197,14 +195,14 @@ def test_a_scheduler_of_another_version_refuses_at_once_and_by_name(patient: Clu
         with call:
             call.sendall(b"covey/9 0123456789abcdef0123456789abcdef open\n")
             assert node.wait() == 21, node.tail()
-    assert f"the scheduler speaks covey/9, this is covey/{PROTOCOL}" in node.text()
+    assert f"the scheduler uses protocol covey/9, this is covey/{PROTOCOL}" in node.text()
 
 
-# -- strangers -------------------------------------------------------------------------------------------------------
+# -- invalid peers ---------------------------------------------------------------------------------------------------
 
 
 def read_to_end(sock: socket.socket) -> str:
-    """All that the other side says until it closes."""
+    """Return all that the other side sends until it closes."""
     data = bytearray()
     try:
         while piece := sock.recv(65536):
@@ -214,49 +212,49 @@ def read_to_end(sock: socket.socket) -> str:
     return data.decode(errors="replace")
 
 
-STRANGERS = {
+INVALID_PEERS = {
     "random bytes": (bytes(range(128, 256)) * 64, "not a covey peer"),
-    "HTTP": (b"GET /nodes HTTP/1.1\r\nHost: x\r\n\r\n", "it speaks HTTP"),
-    "an endless greeting": (b"covey/" + b"1" * 5000, "no end"),
-    "an endless second line": (b"covey/2\n" + b"a" * 5000, "no end"),
+    "HTTP": (b"GET /nodes HTTP/1.1\r\nHost: x\r\n\r\n", "it uses HTTP"),
+    "an endless greeting": (b"covey/" + b"1" * 5000, "line is too long"),
+    "an endless second line": (b"covey/2\n" + b"a" * 5000, "line is too long"),
     "a greeting of one word": (b"covey/2\nnonce\n", "wrong number of words"),
-    "a frame without end": (b"covey/2\n00 -\n\xff\xff\xff\xff", "4294967295 bytes was announced"),
-    "a frame of rubbish": (b"covey/2\n00 -\n\x00\x00\x00\x04rubb", "could not be read"),
-    "a message of ours it may not say": (b"covey/2\n00 -\n" + encode_frame(Message()), "could not be read"),
+    "a frame without end": (b"covey/2\n00 -\n\xff\xff\xff\xff", "4294967295 bytes exceeds the limit"),
+    "a frame of rubbish": (b"covey/2\n00 -\n\x00\x00\x00\x04rubb", "invalid message"),
+    "a message of ours it may not say": (b"covey/2\n00 -\n" + encode_frame(Message()), "invalid message"),
 }
 
 
-@pytest.mark.parametrize("kind", STRANGERS)
-def test_a_stranger_is_turned_away_and_the_cluster_forms_all_the_same(patient: Cluster, kind: str) -> None:
-    said, why = STRANGERS[kind]
+@pytest.mark.parametrize("kind", INVALID_PEERS)
+def test_invalid_peer_is_refused_and_cluster_forms(patient: Cluster, kind: str) -> None:
+    output, reason = INVALID_PEERS[kind]
     scheduler = patient.scheduler()
     scheduler.wait_for("scheduler of cluster")
-    with socket.create_connection((patient.host, patient.port), 60) as stranger:
-        stranger.sendall(said)
-        answer = read_to_end(stranger)
+    with socket.create_connection((patient.host, patient.port), 60) as outsider:
+        outsider.sendall(output)
+        answer = read_to_end(outsider)
     assert answer.startswith(f"covey/{PROTOCOL} ")
     assert ("HTTP/1.1 400" in answer) == (kind == "HTTP")
-    scheduler.wait_for(why)
+    scheduler.wait_for(reason)
     patient.worker(0)
     patient.worker(1)
     finishes(patient)
     assert "Traceback" not in scheduler.text()
 
 
-def test_a_tls_client_on_the_plain_port_is_turned_away_by_name(patient: Cluster) -> None:
+def test_tls_client_on_plain_port_is_refused_by_protocol(patient: Cluster) -> None:
     scheduler = patient.scheduler()
     scheduler.wait_for("scheduler of cluster")
     context = ssl.create_default_context()
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     with socket.create_connection((patient.host, patient.port), 60) as plain, pytest.raises((ssl.SSLError, OSError)):
         context.wrap_socket(plain)
-    scheduler.wait_for("turned away: it speaks TLS")
+    scheduler.wait_for("turned away: it uses TLS")
     patient.worker(0)
     patient.worker(1)
     finishes(patient)
 
 
-def test_two_hundred_callers_who_say_nothing_keep_nobody_out(patient: Cluster) -> None:
+def test_two_hundred_idle_connections_do_not_keep_nodes_out(patient: Cluster) -> None:
     scheduler = patient.scheduler()
     scheduler.wait_for("scheduler of cluster")
     idle = [socket.create_connection((patient.host, patient.port), 60) for _ in range(200)]
@@ -267,8 +265,8 @@ def test_two_hundred_callers_who_say_nothing_keep_nobody_out(patient: Cluster) -
         sock.close()
 
 
-def test_callers_who_greet_and_say_nothing_more_hold_nobody_up(patient: Cluster) -> None:
-    """Nor do they keep the scheduler from ending: its grace is for members."""
+def test_connections_that_never_register_do_not_block_formation(patient: Cluster) -> None:
+    """They do not delay the end of the scheduler either: the grace period is for members."""
     scheduler = patient.scheduler(COVEY_GRACE=1800)
     scheduler.wait_for("scheduler of cluster")
     idle = [greeted(patient) for _ in range(200)]
@@ -280,18 +278,18 @@ def test_callers_who_greet_and_say_nothing_more_hold_nobody_up(patient: Cluster)
 
 
 def greeted(cluster: Cluster) -> socket.socket:
-    """A connection whose greeting is over, so that frames may follow."""
+    """Open a connection and complete the handshake, so that frames may follow."""
     sock = socket.create_connection((cluster.host, cluster.port), 60)
     sock.sendall(b"covey/%d\n00 -\n" % PROTOCOL)
-    heard = b""
-    while heard.count(b"\n") < 2:
-        heard += sock.recv(1)
-    assert b"ok - " in heard
+    received = b""
+    while received.count(b"\n") < 2:
+        received += sock.recv(1)
+    assert b"ok - " in received
     return sock
 
 
-def test_a_peer_that_registers_twice_over_one_connection_does_not_hold_two_places(patient: Cluster) -> None:
-    """When it hangs up, nothing of it may stay behind."""
+def test_second_registration_on_a_connection_gets_no_second_rank(patient: Cluster) -> None:
+    """After its disconnect nothing of it may remain."""
     scheduler = patient.scheduler()
     scheduler.wait_for("scheduler of cluster")
     with greeted(patient) as peer:
@@ -305,8 +303,8 @@ def test_a_peer_that_registers_twice_over_one_connection_does_not_hold_two_place
 
 
 @pytest.mark.parametrize("size", [65_536, 65_537])
-def test_a_visitor_cannot_pin_values_to_the_board_of_the_workers(patient: Cluster, size: int) -> None:
-    """Only members meet there; and a value above the limit is no message at all."""
+def test_client_cannot_set_rendezvous_values(patient: Cluster, size: int) -> None:
+    """Only members use the store; and a value above the limit is an invalid message."""
     scheduler, _ = patient.formed()
     with greeted(patient) as peer:
         for number in range(100):
@@ -314,12 +312,12 @@ def test_a_visitor_cannot_pin_values_to_the_board_of_the_workers(patient: Cluste
             if size > 65_536:
                 break
     if size > 65_536:
-        scheduler.wait_for("could not be read")
+        scheduler.wait_for("invalid message")
     assert patient.view().phase is Phase.READY
     finishes(patient)
 
 
-def test_a_register_of_the_schedulers_own_role_is_refused(patient: Cluster) -> None:
+def test_registration_with_scheduler_role_is_refused(patient: Cluster) -> None:
     scheduler = patient.scheduler()
     scheduler.wait_for("scheduler of cluster")
     with greeted(patient) as peer:
@@ -328,7 +326,7 @@ def test_a_register_of_the_schedulers_own_role_is_refused(patient: Cluster) -> N
     scheduler.wait_for("refused: this cluster has no members of role scheduler")
 
 
-def test_names_from_the_wire_cannot_write_lines_of_their_own_into_the_log(patient: Cluster) -> None:
+def test_node_names_cannot_inject_log_lines(patient: Cluster) -> None:
     scheduler = patient.scheduler(GLOG_v=0)
     scheduler.wait_for("scheduler of cluster")
     with greeted(patient) as peer:
@@ -349,7 +347,7 @@ def closed(sock: socket.socket) -> bool:
 
 
 @pytest.mark.parametrize("variable", ["MS_SCHED_PORT", "MS_SCHED_MANAGE_PORT"])
-def test_a_port_in_use_names_its_holder(patient: Cluster, variable: str) -> None:
+def test_port_in_use_error_names_the_process(patient: Cluster, variable: str) -> None:
     with listener(0) as taken:
         port = taken.getsockname()[1]
         scheduler = patient.scheduler(**{variable: port})
@@ -359,17 +357,17 @@ def test_a_port_in_use_names_its_holder(patient: Cluster, variable: str) -> None
     assert len(scheduler.text().splitlines()) == 1
 
 
-def test_a_rest_port_nobody_asked_for_gives_way(patient: Cluster) -> None:
-    """The seeds' default port may be taken by another cluster of the same host."""
+def test_default_rest_port_in_use_is_replaced_by_a_free_one(patient: Cluster) -> None:
+    """MindSpore's default port may be in use by another cluster of the same host."""
     patient.env["MS_SCHED_MANAGE_PORT"] = None
     patient.workers = 1
     try:
         taken: socket.socket | None = listener(11202)
     except OSError:
-        taken = None  # somebody else has it, which serves as well
+        taken = None  # another process has it, which is sufficient
     try:
         scheduler, _ = patient.formed()
-        scheduler.wait_for("port 11202 at 127.0.0.1 is in use.*a free one is used")
+        scheduler.wait_for("port 11202 at 127.0.0.1 is in use.*a free port is used")
         scheduler.wait_for(r"REST at http://127.0.0.1:\d+")
         finishes(patient)
     finally:
@@ -377,11 +375,11 @@ def test_a_rest_port_nobody_asked_for_gives_way(patient: Cluster) -> None:
             taken.close()
 
 
-def test_the_command_that_asks_is_told_who_refused(patient: Cluster) -> None:
+def test_command_error_names_the_refusing_scheduler(patient: Cluster) -> None:
     patient.scheduler(COVEY_SECRET="right").wait_for("scheduler of cluster")
-    asked = patient.run(
+    command = patient.run(
         [sys.executable, "-m", "covey.cli.main", "check", f"127.0.0.1:{patient.port}"],
         name="check",
         env={"COVEY_SECRET": "wrong", "XDG_RUNTIME_DIR": str(patient.folder)},
     )
-    assert asked.code == 21 and "wrong secret" in asked.text(), asked.tail()
+    assert command.code == 21 and "wrong secret" in command.text(), command.tail()

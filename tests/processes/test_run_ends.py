@@ -1,4 +1,4 @@
-"""How a run of `covey run` ends: the first failure, and signals."""
+"""End of a run of `covey run`: the first failure, and signals."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     yield from shells(tmp_path)
 
 
-# -- the first failure -----------------------------------------------------------------------------------------------
+# -- first failure ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["covey", "plain"])
@@ -34,11 +34,11 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
         ("raise", 1, "exit code 1", "ValueError: the loss is not a number"),
     ],
 )
-def test_the_first_failure_ends_the_run(shell: Shell, kind: str, how: str, code: int, reason: str, last: str) -> None:
+def test_first_failure_ends_the_run(shell: Shell, kind: str, how: str, code: int, reason: str, last: str) -> None:
     shell.script(FAILS, "t.py")
     run = shell.covey("run", "-n", "3", "t.py", shell.go, how, kind, env=PATIENT)
     for rank in range(3):
-        shell.heard(rank, "rank=")
+        shell.wait_for_log(rank, "rank=")
     shell.release()
     assert run.wait() == code, run.tail()
     report = run.text()[run.text().index("first failure:") :]
@@ -49,10 +49,10 @@ def test_the_first_failure_ends_the_run(shell: Shell, kind: str, how: str, code:
     assert (f"its exception (its log is {log}):" if how == "raise" else f"its last lines of {log}:") in report
     assert re.search(r"the others at that moment:\n  ranks 0, 2 on ", report)
     assert shell.log("scheduler").count("Traceback") == (1 if how == "raise" else 0), shell.log("scheduler")
-    shell.nobody()
+    shell.assert_no_processes()
 
 
-# As libraries do that report what was leaked when the interpreter ends.
+# As libraries do that report leaks when the interpreter ends.
 TALKS_AFTERWARDS = """
 import atexit, os, sys, time
 
@@ -71,9 +71,9 @@ time.sleep(1000)
 
 
 @pytest.mark.parametrize(("kind", "start"), [("covey", "fork"), ("plain", "fork"), ("covey", "exec")])
-def test_report_shows_the_exception_whatever_is_printed_after_it(shell: Shell, kind: str, start: str) -> None:
+def test_report_shows_exception_despite_later_output(shell: Shell, kind: str, start: str) -> None:
     shell.script(TALKS_AFTERWARDS, "t.py")
-    run = shell.ask("run", "-n", "2", "--start", start, "t.py", kind, env=PATIENT)
+    run = shell.run_command("run", "-n", "2", "--start", start, "t.py", kind, env=PATIENT)
     assert run.code == 1, run.tail()
     shown = [line.removeprefix("  | ") for line in run.text().splitlines() if line.startswith("  | ")]
     assert shown[0] == "Traceback (most recent call last):", run.text()
@@ -81,14 +81,14 @@ def test_report_shows_the_exception_whatever_is_printed_after_it(shell: Shell, k
     assert any(line.endswith('t.py", line 10, in fail') for line in shown), run.text()
     assert shown[-1] == "ValueError: the loss is not a number", run.text()
     assert shell.log(1).count("leaked something") == 40
-    shell.nobody()
+    shell.assert_no_processes()
 
 
-def test_report_of_a_forked_process_that_raises_is_not_that_of_its_rank(shell: Shell) -> None:
-    """The process that the script forked runs through the same code as the rank itself."""
+def test_exception_in_forked_process_is_not_reported_as_its_ranks(shell: Shell) -> None:
+    """The process that the script forked runs the same code as the rank itself."""
     script = "import os, sys\nif os.fork() == 0:\n    raise ValueError('of the other')\nos.wait()\n"
     shell.script(script + "print('own line', flush=True)\nsys.exit(7)\n", "t.py")
-    run = shell.ask("run", "-n", "1", "t.py", env=PATIENT)
+    run = shell.run_command("run", "-n", "1", "t.py", env=PATIENT)
     assert run.code == 7, run.tail()
     assert "its last lines of" in run.text() and "its exception" not in run.text()
     assert "  | own line" in run.text()
@@ -103,25 +103,25 @@ def test_report_of_a_forked_process_that_raises_is_not_that_of_its_rank(shell: S
         ("os.environ['MS_SCHED_PORT'] = 'x'; covey.init()", 10, "covey: MS_SCHED_PORT"),
     ],
 )
-def test_report_of_what_is_no_exception_of_the_script(shell: Shell, line: str, code: int, last: str) -> None:
-    """A Ctrl-C, an exit and a refusal by covey have no traceback of their own to show."""
+def test_report_without_script_exception_shows_log_tail(shell: Shell, line: str, code: int, last: str) -> None:
+    """Ctrl-C, an exit and a refusal by covey have no traceback."""
     shell.script(f"import os\nimport covey\nprint('up', flush=True)\n{line}\n", "t.py")
-    run = shell.ask("run", "-n", "1", "t.py", env=PATIENT)
+    run = shell.run_command("run", "-n", "1", "t.py", env=PATIENT)
     assert run.code == code, run.tail()
     shown = [line.removeprefix("  | ") for line in run.text().splitlines() if line.startswith("  | ")]
     assert shown[-1].startswith(last), run.text()
     assert "its exception" not in run.text() or "Traceback" not in run.text(), run.text()
 
 
-def test_a_program_that_ends_while_others_wait_for_it_ends_the_run_at_once(shell: Shell) -> None:
+def test_early_exit_while_others_wait_ends_the_run(shell: Shell) -> None:
     shell.script("import covey\ncovey.init()\nfor _ in range(5 + (covey.get_rank() != 1)):\n    covey.barrier()\n", "t.py")
-    run = shell.ask("run", "-n", "3", "t.py", env=PATIENT)
+    run = shell.run_command("run", "-n", "3", "t.py", env=PATIENT)
     assert run.code == 30, run.tail()
     assert re.search(r"rank 1 has finished its script, but rank [02] waits for it in collective -1\.5", run.text())
-    shell.nobody()
+    shell.assert_no_processes()
 
 
-def test_the_report_says_what_the_others_were_doing(shell: Shell) -> None:
+def test_report_has_state_of_other_ranks(shell: Shell) -> None:
     script = "import covey, time\ncovey.init()\ncovey.report(7 + covey.get_rank(), 'forward')\nprint('up', flush=True)\n"
     shell.script(script + "time.sleep(1000)\n", "t.py")
     run = shell.covey("run", "-n", "2", "t.py", env=PATIENT)
@@ -132,17 +132,17 @@ def test_the_report_says_what_the_others_were_doing(shell: Shell) -> None:
     assert re.search(r"rank 0 on \S+: alive, step 7, forward", run.text())
 
 
-def test_what_fails_before_it_joins(shell: Shell) -> None:
+def test_failure_before_join_ends_the_run(shell: Shell) -> None:
     shell.script("import os\nimport covey\nif os.environ['RANK'] == '1':\n    from math import nothing\ncovey.init()\n", "t.py")
-    run = shell.ask("run", "-n", "3", "t.py", env=PATIENT)
+    run = shell.run_command("run", "-n", "3", "t.py", env=PATIENT)
     assert run.code == 1, run.tail()
     assert "first failure: rank 1" in run.text() and "ImportError: cannot import name 'nothing'" in run.text()
-    shell.nobody()
+    shell.assert_no_processes()
 
 
-def test_a_script_that_is_not_python_fails_with_a_sentence_of_python(shell: Shell) -> None:
+def test_script_with_syntax_error_prints_message_of_python(shell: Shell) -> None:
     shell.script("def f(:\n", "t.py")
-    run = shell.ask("run", "-n", "2", "t.py")
+    run = shell.run_command("run", "-n", "2", "t.py")
     assert run.code == 1, run.tail()
     assert "SyntaxError" in run.text() and 't.py", line 1' in run.text()
 
@@ -159,19 +159,19 @@ print("done")
 """
 
 
-def test_a_rank_that_finishes_early_is_no_failure(shell: Shell) -> None:
+def test_rank_that_finishes_early_is_not_a_failure(shell: Shell) -> None:
     shell.script(EARLY, "t.py")
     run = shell.covey("run", "-n", "2", "t.py", shell.go)
-    shell.heard("scheduler", "worker:0 left")
-    shell.heard(1, "up")
+    shell.wait_for_log("scheduler", "worker:0 left")
+    shell.wait_for_log(1, "up")
     assert run.alive
     shell.release()
     assert run.wait() == 0, run.tail()
     assert "done" in shell.log(1)
 
 
-def test_what_a_rank_started_ends_with_it(shell: Shell) -> None:
-    """Also when it made itself a group, a session, or an orphan."""
+def test_descendants_of_a_rank_end_with_it(shell: Shell) -> None:
+    """Also if they have their own group or session, or are orphans."""
     shell.script(
         "import os, subprocess, sys, time\n"
         "for more in ({}, {'process_group': 0}, {'start_new_session': True}): subprocess.Popen(['sleep', '1000'], **more)\n"
@@ -180,82 +180,82 @@ def test_what_a_rank_started_ends_with_it(shell: Shell) -> None:
         "t.py",
     )
     run = shell.covey("run", "-n", "2", "t.py")
-    shell.heard(0, "up")
-    shell.heard(1, "up")
+    shell.wait_for_log(0, "up")
+    shell.wait_for_log(1, "up")
     run.signal(signal.SIGINT)
     assert run.wait() == 130, run.tail()
-    assert not shell.mine(lambda process: process.name() == "sleep")
+    assert not shell.own_processes(lambda process: process.name() == "sleep")
 
 
 # -- signals ---------------------------------------------------------------------------------------------------------
 
 
-def test_ctrl_c_ends_everything_in_order(shell: Shell) -> None:
+def test_ctrl_c_ends_run_gracefully(shell: Shell) -> None:
     run = shell.covey("run", "-n", "3", shell.default, shell.go, env=PATIENT)
     for rank in range(3):
-        shell.heard(rank, "rank=")
+        shell.wait_for_log(rank, "rank=")
     os.killpg(run.pid, signal.SIGINT)  # as a terminal does
     assert run.wait() == 130, run.tail()
     assert "the run ended: interrupted by Ctrl-C" in run.text() and "Traceback" not in run.text()
     for rank in range(3):
         assert "Traceback" not in shell.log(rank), shell.log(rank)
-        assert re.search(r"this node ends: .*Ctrl-C", shell.log(rank)), shell.log(rank)
+        assert re.search(r"this node exits: .*Ctrl-C", shell.log(rank)), shell.log(rank)
     assert re.search("cluster ended: .*Ctrl-C", shell.log("scheduler"))
-    shell.nobody()
+    shell.assert_no_processes()
 
 
-def test_ctrl_z_stops_everything_and_fg_lets_it_go_on(shell: Shell) -> None:
-    """Stopped alone, the run would be taken for a lost host while its workers train on."""
+def test_ctrl_z_stops_all_and_fg_continues_all(shell: Shell) -> None:
+    """If only the run were stopped, it would count as a lost host while its workers continue."""
     run = shell.covey("run", "-n", "2", shell.default, shell.go)
     for rank in range(2):
-        shell.heard(rank, "rank=")
+        shell.wait_for_log(rank, "rank=")
 
     def standing() -> bool:
-        states = [p.status() for p in shell.mine(lambda p: "covey: template" not in "".join(p.cmdline()))]
+        states = [p.status() for p in shell.own_processes(lambda p: "covey: template" not in "".join(p.cmdline()))]
         return len(states) == 4 and set(states) == {psutil.STATUS_STOPPED}
 
     os.killpg(run.pid, signal.SIGTSTP)  # as a terminal does
-    until(standing, "the run, its scheduler and its workers to stand still", story=shell.tails)
+    until(standing, "the run, its scheduler and its workers to stand still", details=shell.tails)
     os.killpg(run.pid, signal.SIGCONT)
     shell.release()
     assert run.wait() == 0, run.tail()
-    shell.nobody()
+    shell.assert_no_processes()
 
 
-def test_ctrl_c_twice_ends_at_once(shell: Shell) -> None:
+def test_second_ctrl_c_ends_run_immediately(shell: Shell) -> None:
     shell.script(STUBBORN, "t.py")
     run = shell.covey("run", "-n", "2", "t.py", env=PATIENT)
-    shell.heard(0, "up")
-    shell.heard(1, "up")
+    shell.wait_for_log(0, "up")
+    shell.wait_for_log(1, "up")
     os.killpg(run.pid, signal.SIGINT)
     run.wait_for("Ctrl-C again ends at once")
     assert run.alive
     os.killpg(run.pid, signal.SIGINT)
     assert run.wait() == 130, run.tail()
     assert "Traceback" not in run.text(), run.text()
-    shell.nobody()
+    shell.assert_no_processes()
 
 
-def test_the_grace_period_has_an_end(shell: Shell) -> None:
+def test_worker_is_killed_after_grace_period(shell: Shell) -> None:
     shell.script(STUBBORN, "t.py")
     run = shell.covey("run", "-n", "2", "--grace", "0.2", "t.py")
-    shell.heard(0, "up")
-    shell.heard(1, "up")
+    shell.wait_for_log(0, "up")
+    shell.wait_for_log(1, "up")
     run.signal(signal.SIGINT)
     assert run.wait() == 130, run.tail()
-    shell.nobody()
+    shell.assert_no_processes()
 
 
-def test_ctrl_c_before_the_cluster_has_formed(shell: Shell) -> None:
+def test_ctrl_c_during_formation_ends_run(shell: Shell) -> None:
     run = shell.covey("run", "-n", "4", "--local", "2", "--master", f"127.0.0.1:{shell.port}", shell.default, env=PATIENT)
-    shell.heard("scheduler", "joined: .* brings 2 workers")
+    shell.wait_for_log("scheduler", "joined: .* brings 2 workers")
     run.signal(signal.SIGINT)
     assert run.wait() == 130, run.tail()
     assert "interrupted by Ctrl-C" in run.text() and "Traceback" not in run.text()
-    shell.nobody()
+    shell.assert_no_processes()
 
 
-# Saves its work when it is asked to go, which takes a moment.
+# Saves its work on request, which takes a moment.
 SAVES = """
 import signal, sys, time
 
@@ -276,53 +276,53 @@ while True:
 
 @pytest.mark.parametrize("kind", ["covey", "plain"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_the_agent_is_asked_to_leave(shell: Shell, kind: str, number: signal.Signals, code: int) -> None:
-    """Its workers are asked too, once, and have the grace period to save their work."""
+def test_sigterm_to_agent_ends_run(shell: Shell, kind: str, number: signal.Signals, code: int) -> None:
+    """Its workers get the signal too, once, and have the grace period to save their work."""
     shell.script(SAVES.replace("SIGTERM", number.name), "t.py")
     run = shell.covey("run", "-n", "2", "t.py", kind, env=PATIENT)
-    shell.heard(0, "up")
-    shell.heard(1, "up")
+    shell.wait_for_log(0, "up")
+    shell.wait_for_log(1, "up")
     run.signal(number)
     assert run.wait() == code, run.tail()
     assert [shell.log(rank).count("saved") for rank in (0, 1)] == [1, 1], shell.log(0)
     assert f"asked to leave ({number.name})" in run.text()
     for text in (run.text(), shell.log(0), shell.log(1), shell.log("scheduler")):
         assert "Traceback" not in text and "Exception" not in text, text
-    shell.nobody()
+    shell.assert_no_processes()
 
 
-def test_sigterm_to_the_agent_of_a_script_without_handlers(shell: Shell) -> None:
+def test_sigterm_to_agent_ends_script_without_handlers(shell: Shell) -> None:
     run = shell.covey("run", "-n", "2", shell.default, shell.go, env=PATIENT)
-    shell.heard(0, "rank=")
-    shell.heard(1, "rank=")
+    shell.wait_for_log(0, "rank=")
+    shell.wait_for_log(1, "rank=")
     run.signal(signal.SIGTERM)
     assert run.wait() == 143, run.tail()
     assert "asked to leave (SIGTERM)" in run.text()
     for text in (run.text(), shell.log(0), shell.log(1), shell.log("scheduler")):
         assert "Traceback" not in text and "Exception" not in text, text
-    shell.nobody()
+    shell.assert_no_processes()
 
 
 @pytest.mark.parametrize("kind", ["covey", "plain"])
-def test_sigterm_to_a_worker_ends_the_run_with_its_code(shell: Shell, kind: str) -> None:
+def test_sigterm_to_worker_ends_run_with_its_code(shell: Shell, kind: str) -> None:
     shell.script(FAILS, "t.py")
     run = shell.covey("run", "-n", "2", "t.py", shell.go, "pass", kind, env=PATIENT)
-    shell.heard(0, "rank=0")
-    shell.heard(1, "rank=1")
+    shell.wait_for_log(0, "rank=0")
+    shell.wait_for_log(1, "rank=1")
     os.kill(next(n["pid"] for n in shell.nodes() if n["rank"] == 0 and n["role"] == "worker"), signal.SIGTERM)
     assert run.wait() == 143, run.tail()
     assert re.search(r"first failure: rank 0 .*(SIGTERM|143)", run.text())
     for text in (run.text(), shell.log(0), shell.log(1)):
         assert "Traceback" not in text and "Exception" not in text, text
-    shell.nobody()
+    shell.assert_no_processes()
 
 
-def test_what_nohup_ignores_stays_ignored(shell: Shell) -> None:
+def test_sighup_stays_ignored_under_nohup(shell: Shell) -> None:
     run = shell.covey("run", "-n", "2", shell.default, shell.go, before=["nohup"])
-    shell.heard(0, "rank=0")
-    shell.heard(1, "rank=1")
+    shell.wait_for_log(0, "rank=0")
+    shell.wait_for_log(1, "rank=1")
     run.signal(signal.SIGHUP)
-    assert shell.ask("status").code == 0, run.tail()  # by then it would have been heard
+    assert shell.run_command("status").code == 0, run.tail()  # by then the scheduler would have received it
     shell.release()
     assert run.wait() == 0, run.tail()
 
@@ -330,15 +330,15 @@ def test_what_nohup_ignores_stays_ignored(shell: Shell) -> None:
 # -- output ----------------------------------------------------------------------------------------------------------
 
 
-def test_output_that_nobody_reads_stops_nobody(shell: Shell) -> None:
-    """As with a pager that stands still: what is printed waits, for longer than a silence may last, and the run does not."""
+def test_blocked_stdout_does_not_stop_the_run(shell: Shell) -> None:
+    """As with a paused pager: the output waits longer than the node timeout, and the run continues."""
     talks = "import covey, time\ncovey.init()\nfor n in range(2000):\n    print('line', n, 'x' * 100)\n"
     shell.script(talks + "time.sleep(10)\nprint('finished', flush=True)\n", "t.py")
     ours, theirs = os.pipe()
     run = shell.covey("run", "-n", "2", "--node-timeout", "8", "t.py", stdout=theirs, env=PATIENT)
     os.close(theirs)
     for rank in range(2):
-        shell.heard(rank, "finished")
+        shell.wait_for_log(rank, "finished")
     assert not re.search("suspect|died", shell.log("scheduler")), shell.log("scheduler")
     with open(ours, "rb") as unread:
         assert unread.read().count(b"line") == 2000

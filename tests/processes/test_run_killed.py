@@ -28,22 +28,22 @@ def lives(process: psutil.Process) -> bool:
 
 
 @pytest.mark.parametrize("start", ["fork", "exec"])
-def test_nothing_outlives_a_killed_agent(shell: Shell, start: str) -> None:
+def test_killed_agent_leaves_no_processes_of_the_run(shell: Shell, start: str) -> None:
     shell.script(STUBBORN, "t.py")
     run = shell.covey("run", "-n", "3", "--start", start, "t.py", env=PATIENT)
     for rank in range(3):
-        shell.heard(rank, "up")
+        shell.wait_for_log(rank, "up")
     pids = {node["pid"] for node in shell.nodes()}
     assert len(pids) == 4 and 0 not in pids
-    nodes = [process for process in shell.mine() if process.pid in pids]
+    nodes = [process for process in shell.own_processes() if process.pid in pids]
     assert len(nodes) == len(pids)
     run.kill()
-    shell.nobody()
-    until(lambda: not any(map(lives, nodes)), "the end of every node", story=shell.tails)
+    shell.assert_no_processes()
+    until(lambda: not any(map(lives, nodes)), "the end of every node", details=shell.tails)
 
 
-def test_folders_of_a_killed_run_go_with_the_next_one(shell: Shell, tmp_path: Path) -> None:
-    """And those of a run that lives stay."""
+def test_directories_of_killed_run_are_removed_by_the_next(shell: Shell, tmp_path: Path) -> None:
+    """The directories of a running run stay."""
     places = {"TMPDIR": str(tmp_path / "t"), "XDG_RUNTIME_DIR": str(tmp_path)}
     (tmp_path / "t").mkdir()
 
@@ -52,7 +52,7 @@ def test_folders_of_a_killed_run_go_with_the_next_one(shell: Shell, tmp_path: Pa
 
     shell.script("import time; print('up', flush=True); time.sleep(1000)", "t.py")
     killed = shell.covey("run", "-n", "1", "t.py", env=PATIENT | places)
-    shell.heard(0, "up")
+    shell.wait_for_log(0, "up")
     of_the_killed = folders()
     living = shell.covey("run", "-n", "1", "--log-dir", "living", "t.py", name="living", env=PATIENT | places)
     until((shell.folder / "living" / "worker_0.log").exists, "the second run")
@@ -61,70 +61,70 @@ def test_folders_of_a_killed_run_go_with_the_next_one(shell: Shell, tmp_path: Pa
     killed.kill()
     killed.wait()
     assert folders() == of_the_killed | of_the_living
-    assert shell.ask("run", "-n", "1", "--no-python", "true", env=places).code == 0
+    assert shell.run_command("run", "-n", "1", "--no-python", "true", env=places).code == 0
     assert folders() == of_the_living
     assert living.alive
 
 
-def test_folders_that_are_cleared_and_a_script_that_is_edited_end_nothing(shell: Shell, tmp_path: Path) -> None:
-    """Temporary ones and that of the logs: who clears up does not know who is at work. Whoever comes next finds new ones,
-    and does what the others do."""
+def test_removed_directories_and_edited_script_do_not_end_run(shell: Shell, tmp_path: Path) -> None:
+    """A cleaner may remove the temporary directories and that of the logs during a run. Replacements find new ones, and run the
+    same code as the other ranks."""
     scratch = tmp_path / "t"
     scratch.mkdir()
     env = {"MS_NODE_TIMEOUT": 600, "COVEY_STRATEGY": "recover-in-place,exit", "TMPDIR": str(scratch)}
     run = shell.covey("run", "-n", "2", shell.default, shell.go, env=env)
-    shell.heard(0, "rank=0")
-    shell.heard(1, "rank=1")
+    shell.wait_for_log(0, "rank=0")
+    shell.wait_for_log(1, "rank=1")
     for folder in (*scratch.iterdir(), shell.logs):
         shutil.rmtree(folder)
-    shell.default.write_text("this is no program (")
-    until(lambda: list(scratch.glob("covey-run-*/scheduler.journal")), "the journal, written anew")
+    shell.default.write_text("not a program (")
+    until(lambda: list(scratch.glob("covey-run-*/scheduler.journal")), "the rewritten journal")
     scheduler, _, worker = shell.nodes()
     os.kill(scheduler["pid"], signal.SIGKILL)
-    shell.heard("scheduler", "cluster ready: all members re-attached")
+    shell.wait_for_log("scheduler", "cluster ready: all members re-attached")
     os.kill(worker["pid"], signal.SIGKILL)
-    shell.heard(1, "rank=1")
+    shell.wait_for_log(1, "rank=1")
     shell.release()
     assert run.wait() == 0, run.tail()
-    shell.nobody()
+    shell.assert_no_processes()
     assert not list(scratch.iterdir())
 
 
-def test_nobody_notices_the_death_of_the_template(shell: Shell) -> None:
+def test_death_of_template_does_not_affect_run(shell: Shell) -> None:
     run = shell.covey("run", "-n", "2", shell.default, shell.go)
-    shell.heard(0, "rank=0")
-    shell.heard(1, "rank=1")
+    shell.wait_for_log(0, "rank=0")
+    shell.wait_for_log(1, "rank=1")
     template = shell.template(run)
     template.kill()
     until(lambda: shell.template(run).pid != template.pid, "another template")
     shell.release()
     assert run.wait() == 0, run.tail()
     assert "done" in shell.log(0) and "done" in shell.log(1)
-    shell.nobody()
+    shell.assert_no_processes()
 
 
-def test_a_new_template_serves_the_next_lives(shell: Shell) -> None:
+def test_restarted_template_forks_replacements(shell: Shell) -> None:
     die_once = "sys.exit(0 if os.environ['TORCHELASTIC_RESTART_COUNT'] == '1' else 9)"
     shell.script(FAILS.replace("rank == 1 and ", ""), "t.py")
     run = shell.covey("run", "-n", "2", "--max-restarts", "1", "t.py", shell.go, die_once, "covey")
-    shell.heard(0, "rank=0")
-    shell.heard(1, "rank=1")
+    shell.wait_for_log(0, "rank=0")
+    shell.wait_for_log(1, "rank=1")
     shell.template(run).kill()
     shell.release()
     assert run.wait() == 0, run.tail()
     assert [shell.log(rank).count("rank=") for rank in (0, 1)] == [2, 2]
-    shell.nobody()
+    shell.assert_no_processes()
 
 
-def test_a_killed_scheduler_is_started_again(shell: Shell) -> None:
+def test_killed_scheduler_is_restarted(shell: Shell) -> None:
     run = shell.covey("run", "-n", "2", shell.default, shell.go, env={"MS_NODE_TIMEOUT": 600})
-    shell.heard(0, "rank=0")
-    shell.heard(1, "rank=1")
+    shell.wait_for_log(0, "rank=0")
+    shell.wait_for_log(1, "rank=1")
     for life in (2, 3):
         scheduler, *workers = shell.nodes()
         os.kill(scheduler["pid"], signal.SIGKILL)
-        shell.heard("scheduler", "scheduler of cluster", count=life)
-        shell.heard("scheduler", "cluster ready: all members re-attached", count=life - 1)
+        shell.wait_for_log("scheduler", "scheduler of cluster", count=life)
+        shell.wait_for_log("scheduler", "cluster ready: all members re-attached", count=life - 1)
         found, *again = shell.nodes()
         assert found["pid"] != scheduler["pid"]
         fixed = ("node_id", "rank", "pid", "incarnation", "restarts", "state", "host", "log")
@@ -133,57 +133,57 @@ def test_a_killed_scheduler_is_started_again(shell: Shell) -> None:
     shell.release()
     assert run.wait() == 0, run.tail()
     assert "done" in shell.log(0) and "done" in shell.log(1)
-    shell.nobody()
+    shell.assert_no_processes()
 
 
-def test_the_next_scheduler_knows_the_process_of_a_worker_without_covey(shell: Shell) -> None:
-    """Only its agent can tell."""
+def test_restarted_scheduler_has_pid_of_worker_without_covey(shell: Shell) -> None:
+    """Only the agent has its pid."""
     shell.script(STUBBORN, "t.py")
     run = shell.covey("run", "-n", "1", "t.py", env=PATIENT)
-    shell.heard(0, "up")
+    shell.wait_for_log(0, "up")
     scheduler, worker = shell.nodes()
     os.kill(scheduler["pid"], signal.SIGKILL)
-    shell.heard("scheduler", "cluster ready: all members re-attached")
-    until(lambda: shell.nodes()[1]["pid"] == worker["pid"], "the worker's pid", story=shell.tails)
+    shell.wait_for_log("scheduler", "cluster ready: all members re-attached")
+    until(lambda: shell.nodes()[1]["pid"] == worker["pid"], "the worker's pid", details=shell.tails)
     run.kill()
-    shell.nobody()
+    shell.assert_no_processes()
 
 
-def test_a_scheduler_that_dies_while_its_workers_finish_hears_of_it_afterwards(shell: Shell) -> None:
+def test_exits_during_scheduler_outage_are_reported_after_restart(shell: Shell) -> None:
     run = shell.covey("run", "-n", "2", shell.default, shell.go, env={"MS_NODE_TIMEOUT": 600})
-    shell.heard(0, "rank=0")
-    shell.heard(1, "rank=1")
+    shell.wait_for_log(0, "rank=0")
+    shell.wait_for_log(1, "rank=1")
     scheduler = psutil.Process(shell.nodes()[0]["pid"])
-    scheduler.suspend()  # so that nobody is there to hear the end of the workers
+    scheduler.suspend()  # so that the exits of the workers are not received
     shell.release()
     until(lambda: "done" in shell.log(0) and "done" in shell.log(1), "both to finish")
     scheduler.kill()
     assert run.wait() == 0, run.tail()
     assert "all 2 workers finished" in run.text()
-    shell.nobody()
+    shell.assert_no_processes()
 
 
-def test_a_scheduler_that_always_dies_is_given_up(shell: Shell) -> None:
-    """A recovery folder that cannot be written is the scheduler's own sentence, not an endless series of lives."""
+def test_scheduler_that_always_dies_ends_the_run(shell: Shell) -> None:
+    """A recovery directory that cannot be written gives one error message, not endless restarts."""
     (shell.folder / "a-file").write_text("no folder")
-    run = shell.ask("run", "-n", "1", "--recovery-path", shell.folder / "a-file" / "below", shell.default)
+    run = shell.run_command("run", "-n", "1", "--recovery-path", shell.folder / "a-file" / "below", shell.default)
     assert run.code in (40, 41), run.tail()
     assert "Traceback" not in run.text() + shell.log("scheduler")
-    assert shell.log("scheduler").strip(), "the scheduler says why"
-    shell.nobody()
+    assert shell.log("scheduler").strip(), "the scheduler must log the reason"
+    shell.assert_no_processes()
 
 
-def test_a_scheduler_that_is_killed_again_and_again_is_given_up(shell: Shell) -> None:
+def test_repeatedly_killed_scheduler_ends_the_run(shell: Shell) -> None:
     run = shell.covey("run", "-n", "1", shell.default, shell.go, env={"MS_NODE_TIMEOUT": 600})
-    shell.heard(0, "rank=0")
+    shell.wait_for_log(0, "rank=0")
     for life in range(1, 7):
-        shell.heard("scheduler", "scheduler of cluster", count=life)
+        shell.wait_for_log("scheduler", "scheduler of cluster", count=life)
         [scheduler] = until(shell.schedulers, "a scheduler")
         scheduler.kill()
         scheduler.wait()
     assert run.wait() == 31, run.tail()
     assert re.search(r"the scheduler died 6 times \(SIGKILL\)", run.text())
-    shell.nobody()
+    shell.assert_no_processes()
 
 
 STEPS = """
@@ -204,29 +204,29 @@ while True:
 """
 
 
-def test_collectives_go_on_while_the_scheduler_is_killed(shell: Shell) -> None:
+def test_collectives_continue_while_scheduler_is_killed(shell: Shell) -> None:
     shell.script(STEPS, "t.py")
     run = shell.covey("run", "-n", "3", "t.py", shell.go, env={"MS_NODE_TIMEOUT": 600})
-    shell.heard(2, "step 3")
+    shell.wait_for_log(2, "step 3")
     scheduler, *workers = shell.nodes()
     os.kill(scheduler["pid"], signal.SIGKILL)
-    shell.heard("scheduler", "cluster ready: all members re-attached")
+    shell.wait_for_log("scheduler", "cluster ready: all members re-attached")
     now = shell.log(0).count("step")
-    shell.heard(0, f"step {now + 10}\n")
+    shell.wait_for_log(0, f"step {now + 10}\n")
     assert [[n["rank"], n["pid"], n["incarnation"]] for n in shell.nodes()[1:]] == [
         [n["rank"], n["pid"], n["incarnation"]] for n in workers
     ]
     shell.release()
     assert run.wait() == 0, run.tail()
     assert len({shell.log(rank).splitlines()[-1] for rank in range(3)}) == 1
-    assert all(shell.log(rank).count("step 1\n") == 1 for rank in range(3)), "nobody was started again"
-    shell.nobody()
+    assert all(shell.log(rank).count("step 1\n") == 1 for rank in range(3)), "no rank may have restarted"
+    shell.assert_no_processes()
 
 
-def test_ranks_inside_a_collective_end_when_one_dies(shell: Shell) -> None:
+def test_ranks_in_a_collective_end_when_one_dies(shell: Shell) -> None:
     text = STEPS.replace("    step += 1\n", "    step += 1\n    if step == 5 and covey.get_rank() == 1: sys.exit(7)\n")
     shell.script(text, "t.py")
-    run = shell.ask("run", "-n", "3", "t.py", shell.go, env=PATIENT)
+    run = shell.run_command("run", "-n", "3", "t.py", shell.go, env=PATIENT)
     assert run.code == 7, run.tail()
     assert "first failure: rank 1 (worker:1)" in run.text()
-    shell.nobody()
+    shell.assert_no_processes()

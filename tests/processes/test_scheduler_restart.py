@@ -1,4 +1,4 @@
-"""MS_ENABLE_RECOVERY=1: the scheduler and the workers may be killed and started again, and the others train on."""
+"""MS_ENABLE_RECOVERY=1: the scheduler and the workers can be killed and restarted, and the others continue."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from covey.storage.journal import open_journal
 
 QUICK = {"MS_RETRY_INTERVAL_LOWER": 0.1, "MS_RETRY_INTERVAL_UPPER": 0.2}
 
-# Counts its steps, with a sum over all ranks in each of them; they end together because they agree on it.
+# Counts its steps, with a sum over all ranks in each; the ranks end together because the sum decides.
 TRAIN_TOGETHER = """
 import pathlib, sys, time
 import torch
@@ -46,7 +46,7 @@ print("done", flush=True)
 """
 
 
-# With a second argument it joins when that file is there: to start takes as long as it takes, and no limit runs meanwhile.
+# With a second argument it joins when that file exists, so that the time of its imports does not count.
 JOINS_WHEN_TOLD = """
 import pathlib, sys, time
 import covey
@@ -58,7 +58,7 @@ while sys.argv[2:] and not pathlib.Path(sys.argv[2]).exists():
 
 
 def waiting(cluster: Recovering, node_id: int) -> Process:
-    """A worker that will join as soon as the file `join` is there, and no later."""
+    """Start a worker that joins when the file `join` exists."""
     worker = cluster.worker(node_id, args=[cluster.go, cluster.folder / "join"])
     worker.wait_for("started")
     return worker
@@ -69,23 +69,23 @@ def cluster(tmp_path: Path) -> Iterator[Recovering]:
     yield from recovering(tmp_path)
 
 
-# -- the scheduler comes back ----------------------------------------------------------------------------------------
+# -- restart of the scheduler ----------------------------------------------------------------------------------------
 
 
-def test_the_scheduler_is_killed_and_nobody_stops_training(cluster: Recovering) -> None:
+def test_training_continues_while_scheduler_is_killed(cluster: Recovering) -> None:
     cluster.default = cluster.script(TRAIN_TOGETHER, "train.py")
     scheduler, workers = cluster.formed()
-    cluster.trains_on(0, 1)
+    cluster.wait_for_steps(0, 1)
     before = cluster.view()
     scheduler.kill()
-    cluster.trains_on(0, 1)
+    cluster.wait_for_steps(0, 1)
     again = cluster.scheduler()
     for worker in workers:
         worker.wait_for("found again")
     after = cluster.ready()
     assert membership(after) == membership(before)
     assert all(node.alive for node in after.nodes)
-    cluster.trains_on(0, 1)
+    cluster.wait_for_steps(0, 1)
     status = cluster.run(["covey", "status", "--json", "--master", f"127.0.0.1:{cluster.port}"])
     assert json.loads(status.text())["generation"] == before.generation
     cluster.release()
@@ -93,8 +93,8 @@ def test_the_scheduler_is_killed_and_nobody_stops_training(cluster: Recovering) 
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_members_ranks_and_generation_come_from_the_journal(cluster: Recovering, number: signal.Signals) -> None:
-    """Also after a worker was replaced, and when the scheduler was asked to go instead of killed."""
+def test_restarted_scheduler_restores_members_ranks_and_generation(cluster: Recovering, number: signal.Signals) -> None:
+    """Also after a worker was replaced, and after SIGTERM instead of SIGKILL."""
     cluster.workers = 3
     scheduler, (first, *_) = cluster.formed("b", "a", 2)
     first.kill()
@@ -103,7 +103,7 @@ def test_members_ranks_and_generation_come_from_the_journal(cluster: Recovering,
     assert before.generation == 3
     scheduler.signal(number)
     assert scheduler.wait() == 128 + number
-    cluster.trains_on(0, 1, 2)
+    cluster.wait_for_steps(0, 1, 2)
     cluster.scheduler()
     assert membership(cluster.ready()) == membership(before)
     cluster.release()
@@ -113,8 +113,8 @@ def test_members_ranks_and_generation_come_from_the_journal(cluster: Recovering,
     assert set(codes.values()) == {0}
 
 
-def test_a_group_that_was_to_meet_while_the_scheduler_was_away_meets_afterwards(cluster: Recovering) -> None:
-    """What ranks pinned to the board of the killed scheduler is pinned to the new one's."""
+def test_group_forms_after_scheduler_outage(cluster: Recovering) -> None:
+    """Values in the rendezvous store of the killed scheduler are set again in that of the new one."""
     begin = cluster.folder / "begin"
     scheduler = cluster.scheduler()
     options: dict[str, Any] = {"script": cluster.script(TRAIN_TOGETHER, "train.py")}
@@ -126,12 +126,12 @@ def test_a_group_that_was_to_meet_while_the_scheduler_was_away_meets_afterwards(
     begin.touch()
     late.wait_for("begins")
     again = cluster.scheduler()
-    cluster.trains_on(0, 1)
+    cluster.wait_for_steps(0, 1)
     cluster.release()
     assert [node.wait() for node in (again, early, late)] == [0, 0, 0]
 
 
-def test_the_scheduler_is_killed_while_the_cluster_forms(cluster: Recovering) -> None:
+def test_cluster_forms_after_scheduler_killed_during_formation(cluster: Recovering) -> None:
     scheduler, first = cluster.scheduler(), cluster.worker(0)
     before = cluster.until(lambda v: nodes_of(v), "the first worker to be registered")
     scheduler.kill()
@@ -145,7 +145,7 @@ def test_the_scheduler_is_killed_while_the_cluster_forms(cluster: Recovering) ->
     assert cluster.wait() == {"scheduler": 137, "scheduler.2": 0, "worker-0": 0, "worker-1": 0}
 
 
-def test_workers_that_finish_while_the_scheduler_is_away_are_heard_when_it_is_back(cluster: Recovering) -> None:
+def test_workers_finished_during_outage_are_reported_after_restart(cluster: Recovering) -> None:
     scheduler, workers = cluster.formed()
     scheduler.kill()
     for worker in workers:
@@ -157,8 +157,8 @@ def test_workers_that_finish_while_the_scheduler_is_away_are_heard_when_it_is_ba
     assert [worker.wait() for worker in workers] == [0, 0]
 
 
-def test_a_finished_worker_whose_goodbye_nobody_heard_says_so(cluster: Recovering) -> None:
-    """A scheduler that comes back later will take its rank for dead and wait for it: that must not come as a surprise."""
+def test_finished_worker_logs_unacknowledged_leave(cluster: Recovering) -> None:
+    """A scheduler that returns later declares the rank dead and waits for it: the worker must log this."""
     cluster.workers = 1
     scheduler, (worker,) = cluster.formed(MS_NODE_TIMEOUT=2)
     scheduler.kill()
@@ -167,8 +167,8 @@ def test_a_finished_worker_whose_goodbye_nobody_heard_says_so(cluster: Recoverin
     assert "did not acknowledge it in time" in worker.text()
 
 
-def test_a_worker_that_died_while_the_scheduler_was_away_is_missed(cluster: Recovering) -> None:
-    """Its successor is held off until that is certain, then takes the rank."""
+def test_worker_dead_during_outage_is_detected_after_restart(cluster: Recovering) -> None:
+    """Its replacement is deferred until that is certain, then gets the rank."""
     cluster.env |= {**QUICK, "MS_NODE_TIMEOUT": 4}
     cluster.default = cluster.script(JOINS_WHEN_TOLD + TRAIN, "train.py")
     scheduler, (victim, other) = cluster.formed()
@@ -187,17 +187,17 @@ def test_a_worker_that_died_while_the_scheduler_was_away_is_missed(cluster: Reco
     assert [node.wait() for node in (again, successor, other)] == [0, 0, 0]
 
 
-def test_a_second_life_of_the_scheduler_cannot_start_beside_the_first(cluster: Recovering) -> None:
+def test_second_scheduler_on_same_journal_is_refused(cluster: Recovering) -> None:
     cluster.formed()
     other = cluster.scheduler(MS_SCHED_PORT=free_port())
     assert other.wait() == 40
-    assert f"another scheduler holds the journal {cluster.journal}" in other.text()
+    assert f"another scheduler uses the journal {cluster.journal}" in other.text()
     cluster.release()
     assert sorted(cluster.wait().values()) == [0, 0, 0, 40]
 
 
-def test_a_new_cluster_starts_where_one_has_ended(cluster: Recovering) -> None:
-    """The journal of the first is kept under its own name."""
+def test_new_cluster_starts_after_the_previous_ended(cluster: Recovering) -> None:
+    """The journal of the first cluster is kept under its own name."""
     cluster.workers = 1
     cluster.formed()
     ended = cluster.view().cluster_id
@@ -214,12 +214,12 @@ def test_a_new_cluster_starts_where_one_has_ended(cluster: Recovering) -> None:
     assert [node.wait() for node in (scheduler, *workers)] == [0, 0, 0]
 
 
-# -- workers come back -----------------------------------------------------------------------------------------------
+# -- restart of workers ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("node_id", [1, None])
-def test_a_worker_that_is_started_again_has_its_rank_at_once(cluster: Recovering, node_id: int | None) -> None:
-    """Its connection closed, so its life is known to be over: nothing has to be waited for."""
+def test_restarted_worker_gets_its_rank_immediately(cluster: Recovering, node_id: int | None) -> None:
+    """Its connection closed, so the process is known to be dead without a timeout."""
     scheduler, (other, victim) = cluster.formed(0, node_id)
     before = cluster.view()
     victim.kill()
@@ -231,13 +231,13 @@ def test_a_worker_that_is_started_again_has_its_rank_at_once(cluster: Recovering
     assert healed.generation == before.generation + 2
     assert sorted((node.rank, node.incarnation) for node in nodes_of(healed).values()) == [(0, 1), (1, 2)]
     assert "held off" not in scheduler.text()
-    cluster.trains_on(0, 1)
+    cluster.wait_for_steps(0, 1)
     cluster.release()
     assert [node.wait() for node in (scheduler, other, successor)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("last_line", ["raise ValueError('bad luck')", "os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)"])
-def test_a_worker_that_failed_in_words_may_be_started_again_too(cluster: Recovering, last_line: str) -> None:
+def test_worker_that_raised_can_be_restarted(cluster: Recovering, last_line: str) -> None:
     fails = cluster.script(f"import os, signal, time, covey\ncovey.init()\n{last_line}\n", "fails.py")
     scheduler = cluster.scheduler()
     other, failing = cluster.worker(0), cluster.worker(1, script=fails)
@@ -249,8 +249,8 @@ def test_a_worker_that_failed_in_words_may_be_started_again_too(cluster: Recover
     assert [node.wait() for node in (scheduler, other, successor)] == [0, 0, 0]
 
 
-def test_two_processes_never_hold_one_place(cluster: Recovering) -> None:
-    """A worker that only seemed dead finds its place taken, and goes."""
+def test_two_processes_never_have_the_same_rank(cluster: Recovering) -> None:
+    """A worker that was declared dead wrongly finds its rank reassigned, and exits."""
     cluster.env |= QUICK
     cluster.default = cluster.script(JOINS_WHEN_TOLD + TRAIN, "train.py")
     scheduler, (frozen, other) = cluster.formed(MS_NODE_TIMEOUT=6)
@@ -268,7 +268,7 @@ def test_two_processes_never_hold_one_place(cluster: Recovering) -> None:
     assert [node.wait() for node in (scheduler, successor, other)] == [0, 0, 0]
 
 
-def test_a_worker_that_was_only_slow_goes_on(cluster: Recovering) -> None:
+def test_slow_worker_continues_after_reconnect(cluster: Recovering) -> None:
     cluster.env |= QUICK
     scheduler, (frozen, other) = cluster.formed(MS_NODE_TIMEOUT=1)
     frozen.stop()
@@ -276,12 +276,12 @@ def test_a_worker_that_was_only_slow_goes_on(cluster: Recovering) -> None:
     frozen.resume()
     view = cluster.ready()
     assert [node.incarnation for node in nodes_of(view).values()] == [1, 1]
-    cluster.trains_on(0, 1)
+    cluster.wait_for_steps(0, 1)
     cluster.release()
     assert [node.wait() for node in (scheduler, frozen, other)] == [0, 0, 0]
 
 
-def test_all_workers_may_be_started_again(cluster: Recovering) -> None:
+def test_all_workers_can_be_restarted(cluster: Recovering) -> None:
     scheduler, workers = cluster.formed()
     for worker in workers:
         worker.kill()
@@ -293,8 +293,8 @@ def test_all_workers_may_be_started_again(cluster: Recovering) -> None:
     assert [node.wait() for node in (scheduler, *successors)] == [0, 0, 0]
 
 
-def test_a_scheduler_whose_workers_do_not_come_back_ends_and_names_them(cluster: Recovering) -> None:
-    """The original waits for ever."""
+def test_scheduler_exits_naming_workers_that_do_not_return(cluster: Recovering) -> None:
+    """MindSpore waits indefinitely."""
     scheduler, workers = cluster.formed(MS_TOPO_TIMEOUT=4)
     for worker in workers:
         worker.kill()
@@ -302,29 +302,31 @@ def test_a_scheduler_whose_workers_do_not_come_back_ends_and_names_them(cluster:
     assert "worker:0, worker:1 did not come back within 4 s" in scheduler.text()
 
 
-def test_a_scheduler_lost_before_it_told_the_end_tells_it_when_it_is_back(cluster: Recovering) -> None:
+def test_restarted_scheduler_delivers_the_end(cluster: Recovering) -> None:
     scheduler, workers = cluster.formed()
     scheduler.kill()
     journal = open_journal(cluster.journal, job=str(cluster.default), worker_num=cluster.workers, server_num=0)
-    (kept,) = [record for record in journal.read() if isinstance(record, ClusterRecord)]
-    journal.commit([msgspec.structs.replace(kept, phase=Phase.ENDED, ended=Ended(32, "asked to stop"))])
+    (stored,) = [record for record in journal.read() if isinstance(record, ClusterRecord)]
+    journal.commit([msgspec.structs.replace(stored, phase=Phase.ENDED, ended=Ended(32, "asked to stop"))])
     journal.close()
     again = cluster.scheduler()
     assert [node.wait() for node in (again, *workers)] == [32, 32, 32]
     assert all("asked to stop" in node.text() for node in workers)
-    assert cluster.scheduler().wait_for(r"scheduler of cluster (\w+) at")[1] != kept.cluster_id, "all were told"
+    assert cluster.scheduler().wait_for(r"scheduler of cluster (\w+) at")[1] != stored.cluster_id, (
+        "the end was delivered to all"
+    )
 
 
-def test_a_scheduler_that_is_interrupted_while_it_imports_says_nothing(tmp_path: Path) -> None:
-    """The package that it imports first is one that never ends to be imported."""
+def test_scheduler_interrupted_during_import_prints_nothing(tmp_path: Path) -> None:
+    """The first package that it imports never finishes its import."""
     (tmp_path / "covey").mkdir()
     (tmp_path / "covey/__init__.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(600)\n")
     log = tmp_path / "scheduler.log"
 
     async def interrupted() -> int | None:
         environ = {**os.environ, "PYTHONPATH": str(tmp_path)}
-        kept = SchedulerHandoff(socket_fds=([], []), journal_folder="")
-        process = SchedulerProcess(kept, environ, log, over=lambda: True, gave_up=lambda code, reason: None)
+        stored = SchedulerHandoff(socket_fds=([], []), journal_folder="")
+        process = SchedulerProcess(stored, environ, log, over=lambda: True, gave_up=lambda code, reason: None)
         await process.start()
         await asyncio.to_thread(until, lambda: log.exists() and log.read_text(), "it to import")
         await process.stop(60.0)

@@ -1,4 +1,5 @@
-"""A process with a join secret refuses a scheduler that does not require it: every role and verb, every source of a secret."""
+"""A process with a join secret refuses a scheduler that does not require it: every role and command, every source of a
+secret."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ covey.set_fl_context(
 )
 covey.federated.run({"w": np.zeros(4, np.float32)})
 """
-# Greets every caller as a scheduler that requires no secret, and prints all that the caller sends.
+# Completes the handshake like a scheduler that requires no secret, and prints all received bytes.
 OPEN = """
 import socket, sys
 
@@ -76,11 +77,11 @@ def raw(role: str) -> Callable[[Shell, dict[str, str]], Process]:
     return start
 
 
-def run(*words: str) -> Callable[[Shell, dict[str, str]], Process]:
+def run(*arguments: str) -> Callable[[Shell, dict[str, str]], Process]:
     def start(shell: Shell, env: dict[str, str]) -> Process:
         master = f"127.0.0.1:{shell.port}"
         env = {"COVEY_STRATEGY": "recover,exit"} | env | PATIENT
-        return shell.covey("run", "-n", "2", *words, "--master", master, shell.default, env=env)
+        return shell.covey("run", "-n", "2", *arguments, "--master", master, shell.default, env=env)
 
     return start
 
@@ -90,8 +91,8 @@ def federated_server(shell: Shell, env: dict[str, str]) -> Process:
     return shell.start([sys.executable, script], env=env | PATIENT)
 
 
-def verb(*words: str) -> Callable[[Shell, dict[str, str]], Process]:
-    return lambda shell, env: shell.covey(*(word.format(port=shell.port) for word in words), env=env)
+def verb(*arguments: str) -> Callable[[Shell, dict[str, str]], Process]:
+    return lambda shell, env: shell.covey(*(word.format(port=shell.port) for word in arguments), env=env)
 
 
 MASTER = ("--master", "127.0.0.1:{port}")
@@ -125,29 +126,29 @@ def test_scheduler_without_secret_is_refused_if_one_is_configured(shell: Shell, 
     with fake_scheduler(shell.port) as fake:
         process = CALLERS[caller](shell, source(shell))
         assert process.wait() == 21, process.tail()
-        assert not fake.heard and not fake.links()
+        assert not fake.messages and not fake.connection_count()
     text = process.text()
     assert f"the scheduler at 127.0.0.1:{shell.port} does not require a join secret, but this process has one: " in text
     assert "COVEY_SECRET_FILE" in text and "Traceback" not in text and SECRET not in text
 
 
 @pytest.mark.parametrize("source", [variable, file])
-def test_bundle_says_that_the_scheduler_was_refused(shell: Shell, source: Source) -> None:
+def test_bundle_contains_the_refusal_of_the_scheduler(shell: Shell, source: Source) -> None:
     with fake_scheduler(shell.port) as fake:
-        bundle = shell.ask("bundle", "--master", f"127.0.0.1:{shell.port}", env=source(shell))
-        assert not fake.heard and not fake.links()
+        bundle = shell.run_command("bundle", "--master", f"127.0.0.1:{shell.port}", env=source(shell))
+        assert not fake.messages and not fake.connection_count()
     assert "does not require a join secret" in bundle.text(), bundle.tail()
 
 
-# -- the scheduler's side, and the secret that covey makes -------------------------------------------------------------------
+# -- the scheduler's side, and the automatic secret --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("source", [variable, file, settings_file])
 def test_scheduler_on_loopback_requires_the_configured_secret(shell: Shell, source: Source) -> None:
     shell.workers = 1
     shell.scheduler(**source(shell)).wait_for("scheduler of cluster")
-    stranger = shell.worker(0, name="stranger", **PATIENT)
-    assert stranger.wait() == 21 and "wrong secret (none was used)" in stranger.text(), stranger.tail()
+    outsider = shell.worker(0, name="stranger", **PATIENT)
+    assert outsider.wait() == 21 and "wrong secret (none was sent)" in outsider.text(), outsider.tail()
     worker = shell.worker(0, **source(shell), **PATIENT)
     shell.release()
     assert worker.wait() == 0, worker.tail()
@@ -156,26 +157,26 @@ def test_scheduler_on_loopback_requires_the_configured_secret(shell: Shell, sour
 @pytest.mark.parametrize("source", [variable, file, settings_file])
 def test_run_on_loopback_forms_with_a_configured_secret(shell: Shell, source: Source) -> None:
     shell.release()
-    run = shell.ask("run", "-n", "2", shell.default, shell.go, env=source(shell))
+    run = shell.run_command("run", "-n", "2", shell.default, shell.go, env=source(shell))
     assert run.code == 0 and "all 2 workers finished" in run.text(), run.tail()
 
 
 def test_automatic_secret_joins_an_open_scheduler_on_loopback(shell: Shell) -> None:
-    """The user's own secret file may exist because of another cluster, which listens beyond loopback."""
+    """The user's secret file may exist because of another cluster, which listens beyond loopback."""
     user_secret(shell)
     shell.workers = 1
     shell.scheduler().wait_for("scheduler of cluster")
-    words = ["-n", "1", "--master", f"127.0.0.1:{shell.port}"]
-    agent = shell.covey("run", *words, shell.default, shell.go, env={"MS_ROLE": "MS_WORKER"})
-    shell.heard(0, "rank=0 world=1")
-    status = shell.ask("status")
+    arguments = ["-n", "1", "--master", f"127.0.0.1:{shell.port}"]
+    agent = shell.covey("run", *arguments, shell.default, shell.go, env={"MS_ROLE": "MS_WORKER"})
+    shell.wait_for_log(0, "rank=0 world=1")
+    status = shell.run_command("status")
     assert status.code == 0 and "SECRET" not in shell.log(0), status.tail()
     shell.release()
     assert agent.wait() == 0, agent.tail()
 
 
 @needs(*HOSTS)
-def test_automatic_secret_is_insisted_on_beyond_loopback(shell: Shell) -> None:
+def test_automatic_secret_is_required_beyond_loopback(shell: Shell) -> None:
     """A covey scheduler that listens beyond loopback always requires a secret: one that does not is another program."""
     user_secret(shell)
     with Hosts(f"cov{uuid.uuid4().hex[:6]}") as hosts:
@@ -183,9 +184,11 @@ def test_automatic_secret_is_insisted_on_beyond_loopback(shell: Shell) -> None:
         script = shell.script(OPEN, "open.py")
         fake = shell.start([*hosts.on(0), sys.executable, script, hosts.addresses[0], str(shell.port)], name="fake")
         fake.wait_for("listening")
-        status = shell.ask("status", "--master", master, before=hosts.on(1))
+        status = shell.run_command("status", "--master", master, before=hosts.on(1))
         assert status.code == 21 and f"the scheduler at {master} does not require a join secret" in status.text(), status.tail()
-        run = shell.ask("run", "-n", "2", "--local", "1", "--master", master, shell.default, before=hosts.on(1), env=PATIENT)
+        run = shell.run_command(
+            "run", "-n", "2", "--local", "1", "--master", master, shell.default, before=hosts.on(1), env=PATIENT
+        )
         assert run.code == 21 and f"the scheduler at {master} does not require a join secret" in run.text(), run.tail()
         fake.wait_for("heard b'covey/[0-9]+.n'\n.*heard b'covey/[0-9]+.n'")
 

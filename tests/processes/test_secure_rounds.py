@@ -1,4 +1,4 @@
-"""Secure rounds with real processes: exact sums through lost devices, servers and schedulers, and what nobody may find."""
+"""Secure rounds with real processes: exact sums despite lost devices, servers and schedulers, and secrecy of updates."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Quit(Exception):
 
 
 class Member(Device):
-    """A device that may go away before one of its requests, or wait there."""
+    """A device that can disconnect or wait before one of its requests."""
 
     quits = ""
     waits: tuple[str, threading.Event] = ("", threading.Event())
@@ -56,7 +56,7 @@ class Member(Device):
 
 
 class Party:
-    """One round's devices as threads; device n has n + 1 samples."""
+    """The devices of one round as threads; device n has n + 1 samples."""
 
     def __init__(
         self,
@@ -84,14 +84,14 @@ class Party:
                 self.counted[number] = task.send(update(number, task.iteration), loss=float(number), accuracy=0.5)
         except Quit:
             pass
-        except Exception as error:  # a thread's own end must reach the test
+        except Exception as error:  # a failure in a thread must fail the test
             self.wrong.append(repr(error))
 
     def until_all_wait(self) -> None:
         until(
             lambda: self.wrong or all(m.reached.is_set() for m in self.members if m.waits[0]),
             "all to wait",
-            story=self.federation.tails,
+            details=self.federation.tails,
         )
         assert not self.wrong, f"{self.wrong}\n{self.federation.tails()}"
 
@@ -108,7 +108,7 @@ def secure(shell: Shell, servers: int, threshold: int, **settings: Any) -> Feder
 
 
 def expected(keyed: list[int], counted: list[int], reach: float = 16.0) -> Floats:
-    """The first model that these devices make, if all of `keyed` gave keys: from zeros."""
+    """Return the first model of these devices, starting from zeros, if all of `keyed` sent keys."""
     units = fixed_point_ring.make_scale(reach, sum(n + 1 for n in keyed), len(keyed))
     total = sum(
         (fixed_point_ring.encode_update(update(n, 1), DeviceMetrics(), n + 1, units) for n in counted),
@@ -125,8 +125,8 @@ def model(federation: Federation, iteration: int = 1) -> Floats:
     return flat
 
 
-def test_devices_drop_out_in_every_phase_and_the_sum_of_the_others_is_exact(shell: Shell) -> None:
-    """Of 13, one gives no keys, one no shares, one no update, one no shares of secrets: the rest is enough."""
+def test_sum_is_exact_when_devices_drop_out_in_every_phase(shell: Shell) -> None:
+    """Of 13 devices, one sends no keys, one no shares, one no update, one no shares of secrets: the rest is sufficient."""
     federation = secure(
         shell, 2, 13, update_model_ratio=0.75, share_secrets_ratio=0.5, cipher_time_window=4000, start_fl_job_time_window=60_000
     )
@@ -141,12 +141,12 @@ def test_devices_drop_out_in_every_phase_and_the_sum_of_the_others_is_exact(shel
     assert metrics["loss"] == pytest.approx(float((sizes * (sizes - 1)).sum() / sizes.sum()), abs=1e-3)
 
 
-def test_too_few_to_unmask_abandon_the_round_and_the_next_is_made(shell: Shell) -> None:
-    """Two of five go away after their upload: three cannot unmask. With two new ones the same iteration is made."""
+def test_round_with_too_few_devices_to_unmask_is_abandoned(shell: Shell) -> None:
+    """Two of five disconnect after their upload: three cannot unmask. With two new devices the iteration succeeds."""
     federation = secure(shell, 2, 5, reconstruct_secrets_threshold=4, cipher_time_window=3000)
     first = Party(federation, 5, {0: "getClientList", 1: "reconstructSecrets"})
-    until(lambda: federation.instance()["missed"] == 1, "the round to be abandoned", story=federation.tails)
-    late = Party(federation, 2)  # the three that are left come again by themselves
+    until(lambda: federation.instance()["missed"] == 1, "the round to be abandoned", details=federation.tails)
+    late = Party(federation, 2)  # the remaining three retry by themselves
     first.end()
     late.end()
     log = next((shell.folder / "state").glob("federated_*/logs/scheduler.log")).read_text()
@@ -155,20 +155,20 @@ def test_too_few_to_unmask_abandon_the_round_and_the_next_is_made(shell: Shell) 
     assert federation.instance()["instanceStatus"] == "kFinish"
 
 
-@pytest.mark.parametrize("who", ["MS_SCHED", "MS_SERVER"])
-def test_whoever_comes_next_goes_on_from_the_list_that_was_kept(shell: Shell, who: str) -> None:
-    """The scheduler, or a server with a part of the sum, is killed when every device has the list and none has answered."""
+@pytest.mark.parametrize("role", ["MS_SCHED", "MS_SERVER"])
+def test_successor_continues_from_the_stored_list(shell: Shell, role: str) -> None:
+    """The scheduler, or a server with a partial sum, is killed when every device has the list and none has replied."""
     federation = secure(shell, 2, 4)
     party = Party(federation, 4, waits="reconstructSecrets")
     party.until_all_wait()
-    federation.some(who)[0].send_signal(signal.SIGKILL)
+    federation.some(role)[0].send_signal(signal.SIGKILL)
     party.end()
     assert list(party.counted.values()) == [True] * 4, federation.tails()
     assert np.array_equal(model(federation), expected([0, 1, 2, 3], [0, 1, 2, 3]))
     assert federation.instance()["missed"] == 0
 
 
-def test_a_scheduler_that_dies_before_there_is_a_list_costs_the_round_and_nothing_else(shell: Shell) -> None:
+def test_scheduler_death_before_the_list_loses_only_the_round(shell: Shell) -> None:
     federation = secure(shell, 1, 3)
     party = Party(federation, 3, waits="getSecrets")
     party.until_all_wait()
@@ -179,13 +179,13 @@ def test_a_scheduler_that_dies_before_there_is_a_list_costs_the_round_and_nothin
 
 
 @pytest.mark.parametrize("cipher", ["PW_ENCRYPT", "NOT_ENCRYPT"])
-def test_nothing_of_a_single_update_is_in_memory_or_in_files(shell: Shell, cipher: str) -> None:
-    """What is looked for is found where updates are not masked: the search can find it."""
+def test_single_update_is_not_in_memory_or_files(shell: Shell, cipher: str) -> None:
+    """The same search finds updates that are not masked."""
     federation = secure(shell, 2, 3, encrypt_type=cipher)
     masked = cipher == "PW_ENCRYPT"
     party = Party(federation, 3, waits="reconstructSecrets" if masked else "updateModel", waiting=[0, 1, 2] if masked else [2])
     counted = 3 if masked else 2
-    until(lambda: federation.instance()["counted"] == counted, f"{counted} updates", story=federation.tails)
+    until(lambda: federation.instance()["counted"] == counted, f"{counted} updates", details=federation.tails)
     party.until_all_wait()
     found = searched(federation, shell.folder / "state")
     party.end()
@@ -194,13 +194,13 @@ def test_nothing_of_a_single_update_is_in_memory_or_in_files(shell: Shell, ciphe
 
 
 def searched(federation: Federation, folder: Path) -> set[str]:
-    """Where 32 bytes in a row of a device's update are found, as it was sent in the clear or before it was masked."""
+    """Return where 32 consecutive bytes of a device's update are found, as sent in the clear or before masking."""
     units = fixed_point_ring.make_scale(16.0, 6, 3)
     patterns = []
     for number in range(2):
         values = update(number, 1)
         for whole in (values.tobytes(), fixed_point_ring.encode_update(values, DeviceMetrics(), number + 1, units).tobytes()):
-            patterns.append(whole[9000:9032])  # far from where an allocator writes into what was freed
+            patterns.append(whole[9000:9032])  # far from where an allocator writes into freed memory
     places = set()
     processes = [*federation.processes("MS_SERVER"), *federation.processes("MS_SCHED")]
     if any(pattern in held for process in processes for held in memory(process) for pattern in patterns):
@@ -212,7 +212,7 @@ def searched(federation: Federation, folder: Path) -> set[str]:
 
 
 def memory(process: psutil.Process) -> Iterator[bytes]:
-    """All that a process has written, or may have, by mappings."""
+    """Yield the written memory of a process, by mapping."""
     with open(f"/proc/{process.pid}/maps") as maps, open(f"/proc/{process.pid}/mem", "rb", 0) as mem:
         for line in maps:
             ends, rights, *_ = line.split()
@@ -223,11 +223,11 @@ def memory(process: psutil.Process) -> Iterator[bytes]:
             try:
                 held = mem.read(high - low)
             except OSError:
-                continue  # never touched
+                continue  # never written
             yield held
 
 
-def test_a_device_refuses_what_would_give_it_away_and_values_that_do_not_fit(shell: Shell) -> None:
+def test_device_refuses_revealing_requests_and_values_out_of_range(shell: Shell) -> None:
     federation = secure(shell, 1, 3)
     tasks = [federation.device(number).join() for number in range(3)]
     sent: list[str] = []
@@ -257,7 +257,7 @@ def test_a_device_refuses_what_would_give_it_away_and_values_that_do_not_fit(she
         ({"update_model_ratio": 0.5}, "cannot be unmasked, which needs 5"),
     ],
 )
-def test_settings_that_cannot_be_kept_are_refused(shell: Shell, settings: dict[str, Any], sentence: str) -> None:
+def test_invalid_secure_settings_are_refused(shell: Shell, settings: dict[str, Any], sentence: str) -> None:
     with pytest.raises(AssertionError):
         secure(shell, 1, 6, **settings)
     logs = "".join(path.read_text() for path in (shell.folder / "state").glob("federated_*/logs/server_0.log"))

@@ -1,4 +1,4 @@
-"""Parameter servers as real processes: the same bits in every run, through kill -9 of servers and workers."""
+"""Parameter servers as real processes: the same bits in every run, despite kill -9 of servers and workers."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ elif kind == "hybrid":
 elif kind == "begin":
     covey.set_param_ps(net, init_in_server=True)
 optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
-if "LATE" in os.environ:  # a replacement asks for its state late, when whoever gives it may be in the middle of a change
+if "LATE" in os.environ:  # a replacement requests its state late, when its donor may be within an update
     from covey.training.collectives import numbered as collectives
     fetch = collectives.fetch_from_donor
     collectives.fetch_from_donor = lambda *given, **named: (time.sleep(0.5), fetch(*given, **named))[1]
@@ -110,31 +110,31 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 def start(shell: Shell, *options: str, **env: str) -> Process:
     shell.script(SCRIPT, "train.py")
     (shell.folder / "marks").mkdir(exist_ok=True)
-    words = ["run", *(options or ("-n", "3", "--servers", "2")), "train.py", str(shell.folder / "marks")]
-    return shell.covey(*words, env={"COVEY_STRATEGY": LADDER} | env)
+    arguments = ["run", *(options or ("-n", "3", "--servers", "2")), "train.py", str(shell.folder / "marks")]
+    return shell.covey(*arguments, env={"COVEY_STRATEGY": LADDER} | env)
 
 
-def outcome(shell: Shell, run: Process, world: int = 3, word: str = "HASH") -> str:
+def final_hash(shell: Shell, run: Process, world: int = 3, word: str = "HASH") -> str:
     assert run.wait(LONG_S) == 0, f"{run.tail()}\n{shell.tails()}"
     found = {re.findall(rf"^{word} (\S+)$", shell.log(rank), re.MULTILINE)[-1] for rank in range(world)}
-    assert len(found) == 1, "the ranks differ from each other"
+    assert len(found) == 1, "the ranks have different hashes"
     return str(found.pop())
 
 
 @pytest.fixture(scope="session")
 def undisturbed_hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The hash of three ranks and two servers that nothing happens to."""
+    """The hash of an undisturbed run with three ranks and two servers."""
     for calm in shells(tmp_path_factory.mktemp("calm")):
-        yield outcome(calm, start(calm, KIND="hybrid"))
+        yield final_hash(calm, start(calm, KIND="hybrid"))
 
 
 def kill(shell: Shell, node: str) -> None:
-    """kill -9 of a node's newest life, "server_0" or "worker_2"."""
+    """Send SIGKILL to the newest incarnation of a node, "server_0" or "worker_2"."""
     os.kill(int(re.findall(r"^PID (\d+)$", shell.log(node), re.MULTILINE)[-1]), signal.SIGKILL)
 
 
 def held(shell: Shell, step: int) -> None:
-    until((shell.folder / "marks" / f"held-{step}").exists, f"rank 0 to be held in step {step}", story=shell.tails)
+    until((shell.folder / "marks" / f"held-{step}").exists, f"rank 0 to be held in step {step}", details=shell.tails)
 
 
 def go(shell: Shell, step: int) -> None:
@@ -142,50 +142,50 @@ def go(shell: Shell, step: int) -> None:
 
 
 @pytest.mark.long
-def test_served_and_reduced_training_agree(shell: Shell) -> None:
-    served = float(outcome(shell, start(shell), word="SUM"))
-    reduced = float(outcome(shell, start(shell, "-n", "3", KIND="none"), word="SUM"))
+def test_served_and_all_reduced_training_agree(shell: Shell) -> None:
+    served = float(final_hash(shell, start(shell), word="SUM"))
+    reduced = float(final_hash(shell, start(shell, "-n", "3", KIND="none"), word="SUM"))
     assert served == pytest.approx(reduced, rel=1e-5)
 
 
 @pytest.mark.long
-def test_servers_and_a_worker_die_and_the_bits_are_the_same(shell: Shell, undisturbed_hybrid: str) -> None:
+def test_training_is_bitwise_equal_after_death_of_servers_and_worker(shell: Shell, undisturbed_hybrid: str) -> None:
     run = start(shell, KIND="hybrid", HOLD="12", LATE="1")
     held(shell, 12)
-    kill(shell, "server_0")  # no server is special
+    kill(shell, "server_0")  # any server may die
     run.wait_for(r"recover-in-place of pserver:0 .* resumed\n")
     kill(shell, "server_1")
     run.wait_for(r"recover-in-place of pserver:1 .* resumed\n")
-    kill(shell, "worker_1")  # its gradients of this step are on the servers already, or not yet: both are right
-    shell.heard(1, r"PID", count=2)
+    kill(shell, "worker_1")  # its gradients of this step may be on the servers already or not
+    shell.wait_for_log(1, r"PID", count=2)
     go(shell, 12)
-    assert outcome(shell, run) == undisturbed_hybrid
+    assert final_hash(shell, run) == undisturbed_hybrid
 
 
-def test_servers_come_and_go_while_the_training_runs_and_the_bits_are_the_same(shell: Shell, undisturbed_hybrid: str) -> None:
-    run = start(shell, KIND="hybrid", HOLD="6,12,18", CACHE="100")  # nor does the cache change any
-    held(shell, 6)  # the other ranks' gradients of this step move with the rows they are for
-    asked = shell.ask("scale", "--servers", "4")
-    assert "operation 1: the number of parameter servers increases from 2 to 4, as requested" in asked.text()
-    shell.heard("scheduler", r"scale-out of servers \(requested\): .* resumed")
+def test_training_is_bitwise_equal_while_servers_scale(shell: Shell, undisturbed_hybrid: str) -> None:
+    run = start(shell, KIND="hybrid", HOLD="6,12,18", CACHE="100")  # the cache must not change the bits either
+    held(shell, 6)  # the gradients of the other ranks in this step move with their rows
+    query = shell.run_command("scale", "--servers", "4")
+    assert "operation 1: the number of parameter servers increases from 2 to 4, as requested" in query.text()
+    shell.wait_for_log("scheduler", r"scale-out of servers \(requested\): .* resumed")
     go(shell, 6)
     held(shell, 12)
     address = re.search(r"REST at (http://127\.0\.0\.1:\d+)", run.text())
     assert address is not None
     with httpx2.Client(base_url=address[1], trust_env=False, timeout=30) as rest:
         assert "is illegal" in rest.post("/scalein", json={"node_ids": ["7"]}).json()["error_message"]
-        asked = rest.post("/scalein", json={"node_ids": ["pserver:0", "2"]}).json()  # no server is special
-        assert asked["reason"] == "the number of parameter servers decreases from 4 to 2, as requested"
-        shell.heard("scheduler", r"scale-in of servers \(requested\): .* resumed")
-        assert rest.get(f"/operations/{asked['operation']}").json()["outcome"] == "resumed"
+        query = rest.post("/scalein", json={"node_ids": ["pserver:0", "2"]}).json()  # any server may leave
+        assert query["reason"] == "the number of parameter servers decreases from 4 to 2, as requested"
+        shell.wait_for_log("scheduler", r"scale-in of servers \(requested\): .* resumed")
+        assert rest.get(f"/operations/{query['operation']}").json()["outcome"] == "resumed"
         assert sorted(n["nodeId"] for n in rest.get("/nodes").json()["nodeIds"] if n["role"] == "PSERVER") == ["1", "3"]
         go(shell, 12)
         held(shell, 18)
         assert rest.post("/scaleout", json={"worker_num": 0, "server_num": 1}).json()["code"] == "0"
-        kill(shell, "server_3")  # a death meanwhile is folded in
-        shell.heard("scheduler", r"scale-out of servers \(requested\): .* resumed", count=2)
+        kill(shell, "server_3")  # a death during the scaling
+        shell.wait_for_log("scheduler", r"scale-out of servers \(requested\): .* resumed", count=2)
     go(shell, 18)
-    assert outcome(shell, run) == undisturbed_hybrid
+    assert final_hash(shell, run) == undisturbed_hybrid
 
 
 NODES = ("server_0", "server_1", "worker_0", "worker_1", "worker_2", "scheduler")
@@ -193,8 +193,8 @@ MOMENTS = (4, 10, 16, 22)
 
 
 @pytest.mark.parametrize("seed", [int(s) for s in os.environ.get("COVEY_SEEDS", "6").split(",")])
-def test_any_of_them_dies_at_any_moment_and_the_bits_are_the_same(shell: Shell, undisturbed_hybrid: str, seed: int) -> None:
-    """One server at a time: two who hold each other's copy would lose them."""
+def test_training_is_bitwise_equal_after_any_death_at_any_moment(shell: Shell, undisturbed_hybrid: str, seed: int) -> None:
+    """One server at a time: two servers with each other's replica would lose both."""
     chance = random.Random(seed)
     deaths: Counter[str] = Counter()
     run = start(shell, KIND="hybrid", CACHE="100", HOLD=",".join(map(str, (*MOMENTS, 27))))
@@ -207,27 +207,29 @@ def test_any_of_them_dies_at_any_moment_and_the_bits_are_the_same(shell: Shell, 
         deaths[node] += 1
         if node == "scheduler":
             os.kill(shell.scheduler_pid(), signal.SIGKILL)
-            shell.heard("scheduler", "cluster restored", count=deaths[node])
+            shell.wait_for_log("scheduler", "cluster restored", count=deaths[node])
         else:
             kill(shell, node)
         if node.startswith("server"):
             pattern = rf"recover-in-place of pserver:{node[-1]} .* resumed"
-            shell.heard("scheduler", pattern, count=deaths[node])
+            shell.wait_for_log("scheduler", pattern, count=deaths[node])
         elif node.startswith("worker"):
-            shell.heard(int(node[-1]), r"(?m)^PID", count=1 + deaths[node])
+            shell.wait_for_log(int(node[-1]), r"(?m)^PID", count=1 + deaths[node])
         go(shell, step)
     held(shell, 27)
     go(shell, 27)
-    assert outcome(shell, run) == undisturbed_hybrid, deaths
+    assert final_hash(shell, run) == undisturbed_hybrid, deaths
 
 
 @pytest.mark.long
-def test_a_model_whose_values_begin_on_the_servers(shell: Shell) -> None:
-    """Its table, on the meta device, is nowhere else."""
-    assert outcome(shell, start(shell, KIND="begin")) == outcome(shell, start(shell, "-n", "3", "--servers", "3", KIND="begin"))
+def test_model_initialized_on_servers_trains(shell: Shell) -> None:
+    """Its table is on the meta device, so only the servers have values."""
+    assert final_hash(shell, start(shell, KIND="begin")) == final_hash(
+        shell, start(shell, "-n", "3", "--servers", "3", KIND="begin")
+    )
 
 
-def test_nodes_that_would_serve_otherwise_are_refused(cluster: Cluster, tmp_path: Path) -> None:
+def test_nodes_with_other_serving_settings_are_refused(cluster: Cluster, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     cluster.env |= {"MS_SERVER_NUM": 1}
@@ -247,9 +249,7 @@ def test_nodes_that_would_serve_otherwise_are_refused(cluster: Cluster, tmp_path
         ("1", ["server_0", "server_1"], "were lost because the holder of their replica died as well"),
     ],
 )
-def test_where_rows_are_lost_all_start_anew_from_the_checkpoint(
-    shell: Shell, copies: str, dying: list[str], sentence: str
-) -> None:
+def test_lost_rows_restart_all_from_checkpoint(shell: Shell, copies: str, dying: list[str], sentence: str) -> None:
     env = {"SAVE": "1", "COVEY_PS_COPIES": copies}
     run = start(shell, HOLD="15", **env)
     held(shell, 15)
@@ -257,26 +257,26 @@ def test_where_rows_are_lost_all_start_anew_from_the_checkpoint(
         kill(shell, server)
     run.wait_for(f"{sentence}: all workers restart from the last checkpoint")
     go(shell, 15)
-    shell.heard(0, r"BEGINS at 10\n")
-    again = outcome(shell, run)
+    shell.wait_for_log(0, r"BEGINS at 10\n")
+    again = final_hash(shell, run)
     for old in (shell.folder / "marks" / "ckpt").rglob("*.json"):
         old.unlink()
-    assert outcome(shell, start(shell, **env)) == again
+    assert final_hash(shell, start(shell, **env)) == again
 
 
 @pytest.mark.parametrize("mode", ["async", "bounded:2"])
-def test_in_loose_modes_a_worker_dies_and_returns_to_its_step(shell: Shell, mode: str) -> None:
+def test_replacement_in_async_modes_resumes_at_its_step(shell: Shell, mode: str) -> None:
     run = start(shell, HOLD="5", COVEY_PS_MODE=mode)
     held(shell, 5)
     kill(shell, "worker_0")
-    shell.heard(0, r"BEGINS at 5\n")
+    shell.wait_for_log(0, r"BEGINS at 5\n")
     go(shell, 5)
     assert run.wait(LONG_S) == 0, run.tail()
     assert len(re.findall("^HASH", "".join(shell.log(rank) for rank in range(3)), re.MULTILINE)) == 3
 
 
 @pytest.mark.long
-def test_by_hand_with_one_worker_and_a_server_that_is_started_again(cluster: Cluster, tmp_path: Path) -> None:
+def test_manually_restarted_server_continues_with_one_worker(cluster: Cluster, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     marks = tmp_path / "marks"
@@ -288,7 +288,7 @@ def test_by_hand_with_one_worker_and_a_server_that_is_started_again(cluster: Clu
     server = cluster.node("MS_PSERVER", 0, script=script, args=[marks])
     cluster.node("MS_PSERVER", 1, script=script, args=[marks])
     worker = cluster.node("MS_WORKER", 0, script=script, args=[marks])
-    until((marks / "held-12").exists, "the worker to be held", story=cluster.tails)
+    until((marks / "held-12").exists, "the worker to be held", details=cluster.tails)
     server.kill()
     (marks / "go-12").touch()
     again = cluster.node("MS_PSERVER", 0, script=script, args=[marks], name="server-again")

@@ -1,4 +1,4 @@
-"""Iterable data sets: a replacement, and a training that resumes, read on where their predecessors were."""
+"""Iterable data sets: a replacement, and a resumed training, continue at the position of their predecessors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.processes import healing
 from tests.processes.command import Shell, shells
-from tests.processes.healing import outcome, train
+from tests.processes.healing import final_hash, train
 
 STREAM = """
 class River(torch.utils.data.IterableDataset):
@@ -54,37 +54,37 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.long
-def test_bitwise_equal_whoever_dies(shell: Shell, tmp_path: Path) -> None:
-    """Before positions were told, while they are, and after; then it resumes. Two loaders on each rank."""
+def test_stream_training_is_bitwise_equal_after_any_death(shell: Shell, tmp_path: Path) -> None:
+    """Deaths before, while and after positions are reported; then a resume. Two loaders on each rank."""
     for calm in shells(tmp_path / "calm"):
         train(calm, script=SCRIPT, LOADERS="2", STEPS="22")
-        undisturbed = outcome(calm)
+        undisturbed = final_hash(calm)
     deaths = "1:5:forward 2:9:reduction 0:11:between 1:16:telling 2:16:told 0:18:backward"
     train(shell, script=SCRIPT, LOADERS="2", FAULTS=deaths, STEPS="21")
     marks = {path.name for path in (shell.folder / "marks").iterdir() if path.is_file()}
-    assert marks == {death.replace(":", "-") for death in deaths.split()}, "every death has happened"
-    said = [shell.log(rank).count("each sample counts once as long as the world keeps its size") for rank in range(3)]
-    assert said == [1, 0, 0], "it is said once at the start"
+    assert marks == {death.replace(":", "-") for death in deaths.split()}, "not all faults were injected"
+    output = [shell.log(rank).count("each sample counts once as long as the world keeps its size") for rank in range(3)]
+    assert output == [1, 0, 0], "it must be logged once at the start"
     train(shell, script=SCRIPT, LOADERS="2", STEPS="22", SAYS="1")
-    assert outcome(shell) == undisturbed
+    assert final_hash(shell) == undisturbed
     assert re.findall(r"BEGINS at (\d+)", shell.log(0))[-1] == "20"
-    assert not re.findall(r"READS from 0$", shell.log(0), re.MULTILINE), "it did not read everything again"
+    assert not re.findall(r"READS from 0$", shell.log(0), re.MULTILINE), "it must not read everything again"
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.long
-def test_without_a_state_it_is_read_again(shell: Shell, tmp_path: Path) -> None:
+def test_stream_without_state_dict_is_read_again(shell: Shell, tmp_path: Path) -> None:
     for calm in shells(tmp_path / "calm"):
         train(calm, script=SCRIPT, STEPS="8")
-        undisturbed = outcome(calm)
+        undisturbed = final_hash(calm)
     train(shell, script=WITHOUT_STATE, FAULTS="1:5:forward 0:6:backward", STEPS="8", SAYS="1")
-    assert outcome(shell) == undisturbed
+    assert final_hash(shell) == undisturbed
     assert "the data set has no state_dict and load_state_dict" in shell.log(0)
     assert shell.log(1).count("READS from 0") == 2
 
 
 @pytest.mark.timeout(300)
-def test_a_smaller_world_reads_on(shell: Shell) -> None:
+def test_stream_continues_in_a_smaller_world(shell: Shell) -> None:
     train(shell, script=SCRIPT, FAULTS="1:5:forward", STEPS="18", COVEY_STRATEGY="retry,elastic-training,exit")
     assert "the world size is now 2" in shell.log("scheduler")
     found = [re.findall(r"^HASH (\w+)$", shell.log(process), re.MULTILINE) for process in (0, 2)]

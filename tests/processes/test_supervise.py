@@ -1,4 +1,4 @@
-"""COVEY_SUPERVISE=1: the first process of `python train.py` stays behind, and starts the worker again when it dies."""
+"""COVEY_SUPERVISE=1: the first process of `python train.py` becomes the supervisor, and restarts the worker when it dies."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def pid_of(worker: Process, life: int) -> int:
     return int(worker.wait_for(r"life pid=(\d+)", count=life)[1])
 
 
-@pytest.mark.parametrize(("before", "imports"), [("", 1), (THREAD, 4)], ids=["forked", "anew"])
-def test_a_worker_that_dies_is_started_again_in_place(cluster: Cluster, before: str, imports: int) -> None:
+@pytest.mark.parametrize(("before", "imports"), [("", 1), (THREAD, 4)], ids=["forked", "executed"])
+def test_dead_worker_is_restarted_in_place(cluster: Cluster, before: str, imports: int) -> None:
     workers = start(cluster, before=before)
     lives = [pid_of(worker, 1) for worker in workers]
     assert all(life != worker.pid for life, worker in zip(lives, workers, strict=True))
@@ -49,17 +49,17 @@ def test_a_worker_that_dies_is_started_again_in_place(cluster: Cluster, before: 
     pid_of(workers[0], 3)
     cluster.release()
     assert cluster.wait() == {"scheduler": 0, "worker-pod-0": 0, "worker-pod-1": 0}
-    assert workers[0].text().count("before init") == imports, "a fork has done what comes before covey.init() already"
+    assert workers[0].text().count("before init") == imports, "a fork must not repeat the code before covey.init()"
     assert workers[1].text().count("life pid") == 1
 
 
-def test_three_lives_without_a_step_are_enough(cluster: Cluster) -> None:
+def test_supervisor_stops_after_three_deaths_without_a_step(cluster: Cluster) -> None:
     workers = start(cluster, after="os.kill(os.getpid(), 9) if 'pod-0' in os.environ['MS_NODE_ID'] else None")
     assert workers[0].wait() == 137 and workers[0].text().count("life pid") == 3
     assert "3 in a row without a step" in workers[0].text()
 
 
-def test_steps_between_deaths_are_no_fruitless_lives(cluster: Cluster) -> None:
+def test_deaths_with_steps_in_between_are_not_counted(cluster: Cluster) -> None:
     counted = """
 number = covey.restart_count()
 covey.report(number, "train")
@@ -72,7 +72,7 @@ if "pod-0" in os.environ["MS_NODE_ID"] and number < 5:
     assert set(cluster.wait().values()) == {0}
 
 
-def test_the_supervisor_passes_a_request_to_go_on_and_starts_nothing_more(cluster: Cluster) -> None:
+def test_supervisor_forwards_sigterm_and_does_not_restart(cluster: Cluster) -> None:
     workers = start(cluster)
     life = pid_of(workers[0], 1)
     workers[0].signal(signal.SIGTERM)
@@ -80,14 +80,14 @@ def test_the_supervisor_passes_a_request_to_go_on_and_starts_nothing_more(cluste
     until(lambda: not Path(f"/proc/{life}").exists(), "the life to be gone")
 
 
-def test_a_life_dies_with_its_supervisor(cluster: Cluster) -> None:
+def test_child_dies_with_its_supervisor(cluster: Cluster) -> None:
     workers = start(cluster)
     life = pid_of(workers[0], 1)
     workers[0].kill()
     until(lambda: not Path(f"/proc/{life}").exists(), "the life to be gone")
 
 
-def test_a_refusal_is_the_last_life(cluster: Cluster) -> None:
+def test_refused_worker_is_not_restarted(cluster: Cluster) -> None:
     workers = start(cluster)
     pid_of(workers[1], 1)
     third = cluster.worker("pod-2", script=cluster.folder / "other.py")

@@ -1,6 +1,6 @@
-"""TaskD's flow with real processes: manager.py beside torchrun, whose workers covey keeps.
+"""TaskD's flow with real processes: manager.py beside torchrun, whose workers covey supervises.
 
-Deaths of workers and of the manager in the example are typed from its tutorial (test_walkthrough.py).
+Deaths of workers and of the manager in the example are tested by its tutorial (test_walkthrough.py).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tests.processes.fakes import fake_scheduler
 from tests.processes.harness import STAY, Process
 
 WORKERS = 3
-DEADLINE_S = 100.0  # for any one event: torch is imported by torchrun and by the template
+DEADLINE_S = 100.0  # for any one event: torchrun and the template import torch
 
-# The seed's file to the letter, with a number for each XX.
+# The file of MindSpore's guide, with a number for each XX.
 MANAGER = """\
 from taskd.api import init_taskd_manager, start_taskd_manager
 import os
@@ -35,12 +35,12 @@ start_taskd_manager()
 
 
 class Flow(Shell):
-    """A folder with manager.py, on a port of its own, and the compatible package on PYTHONPATH."""
+    """A directory with manager.py, its own port, and the compatible package on PYTHONPATH."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.script(MANAGER, "manager.py")
-        self.compat = self.ask("compat").text().strip()
+        self.compat = self.run_command("compat").text().strip()
         self.path = self.environ().get("PYTHONPATH")
         path = ":".join(filter(None, [self.compat, self.path]))
         self.env |= {"COVEY_TASKD_PORT": self.port, "MINDX_TASK_ID": "job7", "PYTHONPATH": path}
@@ -48,17 +48,17 @@ class Flow(Shell):
     def manager(self, **env: str | int | None) -> Process:
         return self.start([sys.executable, "manager.py"], name="manager", env=self.env | env)
 
-    def torchrun(self, *words: str, patched: bool = True, **env: str | int | None) -> Process:
-        """torchrun with the seed's line in its run.py, or as it is."""
+    def torchrun(self, *arguments: str, patched: bool = True, **env: str | int | None) -> Process:
+        """Start torchrun with the guide's line in its run.py, or unchanged."""
         if not patched:
-            return self.start(["torchrun", *words], env=self.env | env)
+            return self.start(["torchrun", *arguments], env=self.env | env)
         spec = importlib.util.find_spec("torch")
         assert spec is not None and spec.submodule_search_locations
         theirs = Path(spec.submodule_search_locations[0]) / "distributed" / "run.py"
-        line = "/import os/i import taskd.python.adaptor.patch"  # as the seed's Dockerfile has it
+        line = "/import os/i import taskd.python.adaptor.patch"  # as in the guide's Dockerfile
         copied = shutil.copy(theirs, self.folder / "run.py")
         assert self.run(["sed", "-i", line, copied]).code == 0
-        return self.start([sys.executable, copied, *words], name="torchrun", env=self.env | env)
+        return self.start([sys.executable, copied, *arguments], name="torchrun", env=self.env | env)
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def flow(tmp_path: Path) -> Iterator[Flow]:
         flow.end()
 
 
-# Its first life dies on rank 1; the others never end by themselves in theirs.
+# Its first process dies on rank 1; the others do not end by themselves.
 MORTAL = """
 import os, time
 {before}
@@ -83,7 +83,7 @@ while first:
 """
 
 
-def test_a_script_without_covey_is_started_anew(flow: Flow) -> None:
+def test_script_without_covey_is_restarted(flow: Flow) -> None:
     flow.script(MORTAL.format(before=""), "mortal.py")
     manager = flow.manager()
     run = flow.torchrun("--nproc_per_node", "3", "mortal.py")
@@ -94,17 +94,17 @@ def test_a_script_without_covey_is_started_anew(flow: Flow) -> None:
         assert f"rank {rank} restarts 1" in run.text()
 
 
-def test_torchruns_own_limit_of_restarts_holds(flow: Flow) -> None:
+def test_torchrun_limit_of_restarts_is_respected(flow: Flow) -> None:
     flow.script(MORTAL.format(before='os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"'), "mortal.py")
     manager = flow.manager()
     run = flow.torchrun("--nproc_per_node", "3", "--max_restarts", "1", "mortal.py")
     assert run.wait(DEADLINE_S) == 3, run.tail()
-    assert manager.wait() == 0  # the seed's manager.py does not look at the answer
+    assert manager.wait() == 0  # the guide's manager.py ignores the result
     assert "start_taskd_manager: the job job7 ended with code 3" in manager.text()
 
 
-def test_in_a_worker_of_torchruns_own_the_line_lets_init_find_the_manager(flow: Flow) -> None:
-    """torchrun restarts all, and they take their places again."""
+def test_init_in_torchrun_worker_finds_the_manager(flow: Flow) -> None:
+    """torchrun restarts all, and they get their ranks again."""
     before = "import taskd.python.adaptor.patch, covey; covey.init(); assert covey.get_group_size() == 3"
     flow.script(MORTAL.format(before=before), "mortal.py")
     manager = flow.manager()
@@ -115,7 +115,7 @@ def test_in_a_worker_of_torchruns_own_the_line_lets_init_find_the_manager(flow: 
     assert manager.text().count("returned: incarnation 2") == WORKERS, manager.tail()
 
 
-def test_with_taskd_off_a_worker_of_torchruns_own_is_refused(flow: Flow) -> None:
+def test_torchrun_worker_is_refused_if_taskd_is_off(flow: Flow) -> None:
     flow.script("import taskd.python.adaptor.patch, covey; covey.init(); print('groups of', covey.get_group_size())", "t.py")
     run = flow.torchrun("--nproc_per_node", "2", "t.py", TASKD_PROCESS_ENABLE="off")
     assert run.wait(DEADLINE_S) != 0, run.tail()
@@ -123,7 +123,7 @@ def test_with_taskd_off_a_worker_of_torchruns_own_is_refused(flow: Flow) -> None
     assert "groups of" not in run.text()
 
 
-# A worker with TaskD's calls, started by hand with the variables a launcher sets.
+# A worker with TaskD's calls, started by hand with the variables that a launcher sets.
 CALLS = (
     """
 import os
@@ -135,10 +135,10 @@ print("attached", start_taskd_worker(), flush=True)
 )
 
 
-def test_a_second_manager_watches_and_takes_the_place_of_the_first(flow: Flow) -> None:
+def test_second_manager_stands_by_and_replaces_the_first(flow: Flow) -> None:
     script = flow.script(CALLS, "calls.py")
-    words: list[str | Path] = [sys.executable, script, flow.go]
-    lonely = flow.run(words[:2], env=flow.env | {"RANK": 0, "WORLD_SIZE": 3})
+    arguments: list[str | Path] = [sys.executable, script, flow.go]
+    lonely = flow.run(arguments[:2], env=flow.env | {"RANK": 0, "WORLD_SIZE": 3})
     assert "attached False" in lonely.text() and "start manager.py there first" in lonely.text()
     assert lonely.code == 10 and "another launcher started this process (RANK=0, WORLD_SIZE=3)" in lonely.text(), lonely.tail()
 
@@ -146,7 +146,7 @@ def test_a_second_manager_watches_and_takes_the_place_of_the_first(flow: Flow) -
     first.wait_for("scheduler of cluster")
     second = flow.manager()
     second.wait_for("this manager only watches")
-    workers = [flow.start(words, name=f"w{rank}", env=flow.env | {"RANK": rank, "WORLD_SIZE": 3}) for rank in range(3)]
+    workers = [flow.start(arguments, name=f"w{rank}", env=flow.env | {"RANK": rank, "WORLD_SIZE": 3}) for rank in range(3)]
     for rank, worker in enumerate(workers):
         worker.wait_for(f"attached True\n(.*\n)*rank={rank} world=3")
     first.kill()
@@ -158,7 +158,7 @@ def test_a_second_manager_watches_and_takes_the_place_of_the_first(flow: Flow) -
     assert "ended: all 3 workers finished" in second.text()
 
 
-def test_a_port_that_is_not_coveys_is_a_sentence(flow: Flow) -> None:
+def test_port_of_another_program_is_a_one_line_error(flow: Flow) -> None:
     with socket.create_server(("127.0.0.1", flow.port)) as theirs:
         manager = flow.manager()
         theirs.accept()[0].sendall(b"220 mail.example.org ready\r\n" * 10)
@@ -175,12 +175,12 @@ def test_manager_refuses_a_scheduler_without_the_configured_secret(flow: Flow, v
     with fake_scheduler(flow.port) as fake:
         manager = flow.manager(MS_SCHED_HOST="127.0.0.1", MS_SCHED_PORT=flow.port, MS_TOPO_TIMEOUT=1800, **secret)
         assert manager.wait() == 0
-        assert not fake.heard and not fake.links()
+        assert not fake.messages and not fake.connection_count()
     [line] = manager.text().splitlines()
     assert f"start_taskd_manager: the scheduler at 127.0.0.1:{flow.port} does not require a join secret" in line
 
 
-def test_two_jobs_on_one_port_do_not_mix(flow: Flow) -> None:
+def test_two_jobs_on_one_port_are_kept_apart(flow: Flow) -> None:
     first = flow.manager()
     first.wait_for("scheduler of cluster")
     second = flow.manager(MINDX_TASK_ID="job8")

@@ -1,4 +1,4 @@
-"""The template: kept alive, left without what cannot be forked, and good for torch."""
+"""The template: restarts, modules that prevent forks, and torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import uvloop
-from tests.processes.child_helpers import HOME, Nursery, fifo, python, read_line
+from tests.processes.child_helpers import HOME, ChildRunner, fifo, python, read_line
 
 from covey.agent.children import Exit
 from covey.errors import CoveyError
@@ -22,15 +22,15 @@ TORCH = ["numpy", "torch", "torch._dynamo"]
 
 
 @pytest.fixture
-def nursery(tmp_path: Path) -> Iterator[Nursery]:
-    nursery = Nursery(tmp_path, fork=True, preload=[])
-    yield nursery
-    nursery.close()
+def child_runner(tmp_path: Path) -> Iterator[ChildRunner]:
+    child_runner = ChildRunner(tmp_path, fork=True, preload=[])
+    yield child_runner
+    child_runner.close()
 
 
-# -- kept alive ----------------------------------------------------------------------------------------------------
+# -- restarts ------------------------------------------------------------------------------------------------------
 
-# Tells that it runs, and ends with the code it is told.
+# Reports that it runs, and exits with the given code.
 OBEDIENT = """
     import sys
     open(sys.argv[1], "w").close()
@@ -39,51 +39,54 @@ OBEDIENT = """
 
 
 def module(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, source: str) -> str:
-    """A module that templates opened from now on can import."""
+    """Add a module that templates started from now on can import."""
     (folder / f"{name}.py").write_text(textwrap.dedent(source))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), HOME]))
     return name
 
 
-def test_killing_the_template_hurts_no_child(nursery: Nursery) -> None:
-    script = nursery.script(OBEDIENT)
-    began, orders = fifo(nursery, "began"), fifo(nursery, "orders")
-    pid = nursery.start("worker:0", script, began, orders)
-    assert read_line(began) == ""
-    first = nursery.children.template_pid
+def test_killed_template_does_not_affect_children(child_runner: ChildRunner) -> None:
+    script = child_runner.script(OBEDIENT)
+    started_at, orders = fifo(child_runner, "began"), fifo(child_runner, "orders")
+    pid = child_runner.start("worker:0", script, started_at, orders)
+    assert read_line(started_at) == ""
+    first = child_runner.children.template_pid
     os.kill(first, signal.SIGKILL)
-    assert nursery.run("worker:1", nursery.script("import os; print(os.getppid())", "parent.py")).said == f"{os.getpid()}\n"
-    assert nursery.children.template_pid not in (0, first)
+    assert (
+        child_runner.run("worker:1", child_runner.script("import os; print(os.getppid())", "parent.py")).output
+        == f"{os.getpid()}\n"
+    )
+    assert child_runner.children.template_pid not in (0, first)
     Path(orders).write_text("9")
-    assert nursery.result("worker:0").exit == Exit("worker:0", pid, 9, "exit code 9")
+    assert child_runner.result("worker:0").exit == Exit("worker:0", pid, 9, "exit code 9")
 
 
-def test_script_begins_as_child_of_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process between template and child exits late: the script must not see it as its parent."""
+def test_forked_script_is_a_child_of_the_agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The intermediate process exits late: the script must not have it as its parent."""
     late = """
         import os, time
         template = os.getpid()
         os.register_at_fork(after_in_parent=lambda: os.getpid() == template or time.sleep(0.3))
     """
-    nursery = Nursery(tmp_path, fork=True, preload=[module(monkeypatch, tmp_path, "late", late)])
-    assert nursery.run("worker:0", nursery.script("import os; print(os.getppid())")).said == f"{os.getpid()}\n"
-    nursery.close()
+    child_runner = ChildRunner(tmp_path, fork=True, preload=[module(monkeypatch, tmp_path, "late", late)])
+    assert child_runner.run("worker:0", child_runner.script("import os; print(os.getppid())")).output == f"{os.getpid()}\n"
+    child_runner.close()
 
 
-def test_a_template_that_always_fails_gives_way_to_exec(
+def test_template_that_always_fails_is_replaced_by_exec(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     name = module(monkeypatch, tmp_path, "deadly", "import os; print('last words', flush=True); os._exit(3)")
-    nursery = Nursery(tmp_path, fork=True, preload=[name])
-    script = nursery.script("import sys; print(sys.orig_argv[1])")
-    assert nursery.run("worker:0", script).said == "-u\n"
-    nursery.close()
-    said = [record.message for record in caplog.records if record.name == "covey.agent"]
-    assert sum("the template ended (exit code 3, after saying: last words)" in line for line in said) == 5
-    assert said[-1] == "the template failed 5 times: children are started by exec from now on"
+    child_runner = ChildRunner(tmp_path, fork=True, preload=[name])
+    script = child_runner.script("import sys; print(sys.orig_argv[1])")
+    assert child_runner.run("worker:0", script).output == "-u\n"
+    child_runner.close()
+    printed = [record.message for record in caplog.records if record.name == "covey.agent"]
+    assert sum("template exited (exit code 3; its output: last words)" in line for line in printed) == 5
+    assert printed[-1] == "template failed 5 times: workers are started by exec from now on"
 
 
-def test_modules_that_cannot_be_preloaded_are_left_to_the_children(
+def test_modules_that_cannot_be_preloaded_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "covey.agent")
@@ -99,33 +102,33 @@ def test_modules_that_cannot_be_preloaded_are_left_to_the_children(
     forking = module(monkeypatch, tmp_path, "forking", "import subprocess; it = subprocess.Popen(['sleep', '1000'])")
     broken = module(monkeypatch, tmp_path, "broken", "raise SystemExit('no licence')")
     good = module(monkeypatch, tmp_path, "good", "print('imported once')")
-    nursery = Nursery(tmp_path, fork=True, preload=[threaded, forking, "absent", broken, good])
-    script = nursery.script("""
+    child_runner = ChildRunner(tmp_path, fork=True, preload=[threaded, forking, "absent", broken, good])
+    script = child_runner.script("""
         import sys
         before = [name for name in ("threaded", "forking", "broken", "good", "wave") if name in sys.modules]
         import threaded, good
         print(before)
     """)
-    assert nursery.run("worker:0", script).said == "['good']\n"
-    nursery.do(nursery.children.preload(["good", "wave"]))
-    assert nursery.run("worker:0", script).said == "['good', 'wave']\n"
-    os.kill(nursery.children.template_pid, signal.SIGKILL)
-    assert nursery.run("worker:0", script).said == "['good', 'wave']\n"
-    nursery.close()
+    assert child_runner.run("worker:0", script).output == "['good']\n"
+    child_runner.run_async(child_runner.children.preload(["good", "wave"]))
+    assert child_runner.run("worker:0", script).output == "['good', 'wave']\n"
+    os.kill(child_runner.children.template_pid, signal.SIGKILL)
+    assert child_runner.run("worker:0", script).output == "['good', 'wave']\n"
+    child_runner.close()
     for expected in (
-        "importing threaded in the template is impossible, because it started 1 thread",
-        "importing forking in the template is impossible, because a process was started",
-        "the template goes on without absent, which cannot be imported (ModuleNotFoundError: No module named 'absent')",
-        "the template goes on without broken, which cannot be imported (SystemExit: no licence)",
-        "the template said: imported once",
+        "template does not import threaded, because it started 1 thread",
+        "template does not import forking, because a process was started",
+        "template continues without absent, which cannot be imported (ModuleNotFoundError: No module named 'absent')",
+        "template continues without broken, which cannot be imported (SystemExit: no licence)",
+        "template output: imported once",
     ):
         assert sum(expected in message for message in caplog.messages) >= 1, (expected, caplog.messages)
 
 
-def test_a_template_in_which_a_thread_appears_late_is_replaced(
+def test_template_with_late_thread_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As when a timer of some module fires: seen before the fork, not by a child that hangs."""
+    """As when a timer of a module fires: detected before the fork, not by a child that hangs."""
     late = module(
         monkeypatch,
         tmp_path,
@@ -138,21 +141,21 @@ def test_a_template_in_which_a_thread_appears_late_is_replaced(
         signal.signal(signal.SIGUSR1, begin)
     """,
     )
-    news = str(tmp_path / "news")
-    os.mkfifo(news)
-    monkeypatch.setenv("NEWS", news)
-    nursery = Nursery(tmp_path, fork=True, preload=[late])
-    script = nursery.script("import threading; print(threading.active_count())")
-    assert nursery.run("worker:0", script).said == "1\n"
-    os.kill(nursery.children.template_pid, signal.SIGUSR1)
-    assert read_line(news) == ""
-    assert nursery.run("worker:0", script).said == "1\n"
-    nursery.close()
+    notice = str(tmp_path / "news")
+    os.mkfifo(notice)
+    monkeypatch.setenv("NEWS", notice)
+    child_runner = ChildRunner(tmp_path, fork=True, preload=[late])
+    script = child_runner.script("import threading; print(threading.active_count())")
+    assert child_runner.run("worker:0", script).output == "1\n"
+    os.kill(child_runner.children.template_pid, signal.SIGUSR1)
+    assert read_line(notice) == ""
+    assert child_runner.run("worker:0", script).output == "1\n"
+    child_runner.close()
     assert any("cannot be forked any more (it started 1 thread)" in message for message in caplog.messages)
 
 
-def slow_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nursery:
-    """A nursery for whose template the module `slow` says that its import has begun, and waits until somebody lets it go on."""
+def slow_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ChildRunner:
+    """A child_runner whose template imports the module `slow`, which reports its import and waits until it is released."""
     for name in ("began", "go_on"):
         os.mkfifo(tmp_path / name)
     module(
@@ -164,98 +167,100 @@ def slow_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nursery:
         open("{tmp_path}/go_on").read()
     """,
     )
-    return Nursery(tmp_path, fork=True, preload=[])
+    return ChildRunner(tmp_path, fork=True, preload=[])
 
 
-async def begun(nursery: Nursery) -> asyncio.Future[None]:
-    """The import, when it is under way."""
-    importing = asyncio.ensure_future(nursery.children.preload(["slow"]))
-    assert await asyncio.to_thread(read_line, f"{nursery.folder}/began") == ""
+async def begun(child_runner: ChildRunner) -> asyncio.Future[None]:
+    """Return the import when it has begun."""
+    importing = asyncio.ensure_future(child_runner.children.preload(["slow"]))
+    assert await asyncio.to_thread(read_line, f"{child_runner.folder}/began") == ""
     return importing
 
 
-async def go_on(nursery: Nursery) -> None:
-    await asyncio.to_thread(lambda: open(f"{nursery.folder}/go_on", "w").close())
+async def go_on(child_runner: ChildRunner) -> None:
+    await asyncio.to_thread(lambda: open(f"{child_runner.folder}/go_on", "w").close())
 
 
-def test_a_start_waits_for_the_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nursery = slow_import(tmp_path, monkeypatch)
+def test_start_waits_for_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child_runner = slow_import(tmp_path, monkeypatch)
 
     async def start() -> None:
-        importing = await begun(nursery)
-        spec = nursery.spec("worker:0", nursery.script("import sys; print('slow' in sys.modules)"))
-        starting = asyncio.ensure_future(nursery.children.start(spec))
+        importing = await begun(child_runner)
+        spec = child_runner.spec("worker:0", child_runner.script("import sys; print('slow' in sys.modules)"))
+        starting = asyncio.ensure_future(child_runner.children.start(spec))
         await asyncio.sleep(0)
         assert not starting.done()
-        await go_on(nursery)
+        await go_on(child_runner)
         await asyncio.gather(importing, starting)
 
-    nursery.do(start())
-    assert nursery.result("worker:0").said == "True\n"
-    nursery.close()
+    child_runner.run_async(start())
+    assert child_runner.result("worker:0").output == "True\n"
+    child_runner.close()
 
 
-def test_a_cancelled_start_starts_nothing_and_disturbs_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nursery = slow_import(tmp_path, monkeypatch)
+def test_cancelled_start_starts_nothing_and_does_not_affect_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child_runner = slow_import(tmp_path, monkeypatch)
 
     async def give_up() -> None:
-        importing = await begun(nursery)
-        script = nursery.script("print('it runs')")
-        starting = asyncio.ensure_future(nursery.children.start(nursery.spec("worker:0", script)))
+        importing = await begun(child_runner)
+        script = child_runner.script("print('it runs')")
+        starting = asyncio.ensure_future(child_runner.children.start(child_runner.spec("worker:0", script)))
         await asyncio.sleep(0)
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
-        await go_on(nursery)
-        await asyncio.gather(importing, nursery.children.start(nursery.spec("worker:1", script)))
+        await go_on(child_runner)
+        await asyncio.gather(importing, child_runner.children.start(child_runner.spec("worker:1", script)))
 
-    nursery.do(give_up())
-    assert nursery.result("worker:1").said == "it runs\n"  # forked after the other, which would have run by now
-    assert nursery.log("worker:0") == ""
-    nursery.close()
-    assert list(nursery.exits) == ["worker:1"]
+    child_runner.run_async(give_up())
+    assert child_runner.result("worker:1").output == "it runs\n"  # forked after the other, which would have run by now
+    assert child_runner.log("worker:0") == ""
+    child_runner.close()
+    assert list(child_runner.exits) == ["worker:1"]
 
 
-def test_a_start_that_is_overtaken_by_the_end_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nursery = slow_import(tmp_path, monkeypatch)
+def test_start_during_close_raises_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child_runner = slow_import(tmp_path, monkeypatch)
 
     async def overtake() -> None:
-        importing = await begun(nursery)
-        starting = asyncio.ensure_future(nursery.children.start(nursery.spec("worker:0", nursery.script(""))))
+        importing = await begun(child_runner)
+        starting = asyncio.ensure_future(child_runner.children.start(child_runner.spec("worker:0", child_runner.script(""))))
         await asyncio.sleep(0)
-        await nursery.children.close()
+        await child_runner.children.close()
         await importing
-        with pytest.raises(CoveyError, match="worker:0 is not started: everything is being ended"):
+        with pytest.raises(CoveyError, match="worker:0 is not started: the agent is shutting down"):
             await starting
 
-    nursery.do(overtake())
-    nursery.close()
-    assert nursery.exits == {}
+    child_runner.run_async(overtake())
+    child_runner.close()
+    assert child_runner.exits == {}
 
 
-def test_uvloop_hears_of_deaths_too(tmp_path: Path) -> None:
-    nursery = Nursery(tmp_path, fork=True, preload=[], loop=uvloop.new_event_loop)
-    nursery.start_all(*(nursery.spec(f"worker:{n}", nursery.script(f"raise SystemExit({n})", f"{n}.py")) for n in range(8)))
-    assert [nursery.result(f"worker:{n}").exit.code for n in range(8)] == list(range(8))
-    nursery.close()
+def test_exits_are_reported_with_uvloop(tmp_path: Path) -> None:
+    child_runner = ChildRunner(tmp_path, fork=True, preload=[], loop=uvloop.new_event_loop)
+    child_runner.start_all(
+        *(child_runner.spec(f"worker:{n}", child_runner.script(f"raise SystemExit({n})", f"{n}.py")) for n in range(8))
+    )
+    assert [child_runner.result(f"worker:{n}").exit.code for n in range(8)] == list(range(8))
+    child_runner.close()
 
 
 # -- with torch ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def torch_nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    nursery = Nursery(tmp_path_factory.mktemp("torch"), fork=True, preload=TORCH)
-    yield nursery
-    nursery.close()
+def torch_child_runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ChildRunner]:
+    child_runner = ChildRunner(tmp_path_factory.mktemp("torch"), fork=True, preload=TORCH)
+    yield child_runner
+    child_runner.close()
 
 
-def test_child_with_an_optimizer_prints_what_python_prints(torch_nursery: Nursery) -> None:
+def test_child_with_optimizer_prints_the_same_as_python(torch_child_runner: ChildRunner) -> None:
     """torch's first optimizer imports triton in a CUDA build, and triton checks for leaks at the interpreter's end.
 
     The report is not printed; what C code writes to its stream `stderr`, such as the message of a crash, is.
     """
-    script = torch_nursery.script(
+    script = torch_child_runner.script(
         """
         import ctypes, torch
 
@@ -272,13 +277,13 @@ def test_child_with_an_optimizer_prints_what_python_prints(torch_nursery: Nurser
         """,
         "optimizer.py",
     )
-    result = torch_nursery.run("optimizer", script)
-    assert (result.exit.code, result.said) == (0, "stepped\ndestroyed\n")
+    result = torch_child_runner.run("optimizer", script)
+    assert (result.exit.code, result.output) == (0, "stepped\ndestroyed\n")
 
 
-def test_eight_torch_children_at_once(torch_nursery: Nursery) -> None:
-    """Each with random numbers of its own and the threads it would have had alone, in a template that never computed."""
-    script = torch_nursery.script(
+def test_eight_torch_children_start_concurrently(torch_child_runner: ChildRunner) -> None:
+    """Each with its own random numbers and the thread count of a single process, from a template that never computed."""
+    script = torch_child_runner.script(
         """
         import json, os, random, sys
         already = [name for name in ("torch", "torch._dynamo", "numpy") if name in sys.modules]
@@ -292,21 +297,21 @@ def test_eight_torch_children_at_once(torch_nursery: Nursery) -> None:
         "eight.py",
     )
     env = {key: value for key, value in os.environ.items() if not key.endswith("_NUM_THREADS")}
-    torch_nursery.start_all(
-        *(torch_nursery.spec(f"worker:{n}", script, env=env) for n in range(7)),
-        torch_nursery.spec("worker:7", script, env={**env, "OMP_NUM_THREADS": "1"}),
+    torch_child_runner.start_all(
+        *(torch_child_runner.spec(f"worker:{n}", script, env=env) for n in range(7)),
+        torch_child_runner.spec("worker:7", script, env={**env, "OMP_NUM_THREADS": "1"}),
     )
-    seen = [json.loads(torch_nursery.result(f"worker:{n}").said) for n in range(8)]
-    alone = json.loads(python(torch_nursery.folder, script, env=env)[1])
+    seen = [json.loads(torch_child_runner.result(f"worker:{n}").output) for n in range(8)]
+    alone = json.loads(python(torch_child_runner.folder, script, env=env)[1])
     assert all(child["already"] == ["torch", "torch._dynamo", "numpy"] for child in seen)
     assert len({seed for child in seen for seed in child["seeds"]}) == 8 * 4
     assert [child["threads"] for child in seen] == [alone["threads"]] * 7 + [1]
     assert [child["env"] for child in seen] == [{}] * 7 + [{"OMP_NUM_THREADS": "1"}]
 
 
-def test_torch_works_in_a_forked_child(torch_nursery: Nursery) -> None:
-    """What hangs or fails when the template has computed, or when the main module is not the child's own."""
-    matmul = torch_nursery.script(
+def test_torch_works_in_forked_child(torch_child_runner: ChildRunner) -> None:
+    """Code that hangs or fails if the template has computed, or if the main module is not the child's own."""
+    matmul = torch_child_runner.script(
         """
         import numpy, torch
         torch.set_num_threads(2)
@@ -322,7 +327,7 @@ def test_torch_works_in_a_forked_child(torch_nursery: Nursery) -> None:
     """,
         "matmul.py",
     )
-    loaders = torch_nursery.script(
+    loaders = torch_child_runner.script(
         """
         import io, pickle, torch
         from multiprocessing import get_context
@@ -352,12 +357,12 @@ def test_torch_works_in_a_forked_child(torch_nursery: Nursery) -> None:
     """,
         "loaders.py",
     )
-    torch_nursery.start_all(
-        torch_nursery.spec("matmul", matmul),
-        torch_nursery.spec("script", loaders),
-        torch_nursery.spec("module", "loaders", module=True),
+    torch_child_runner.start_all(
+        torch_child_runner.spec("matmul", matmul),
+        torch_child_runner.spec("script", loaders),
+        torch_child_runner.spec("module", "loaders", module=True),
     )
     expected = "fork [[0, 1, 4, 9], [16, 25, 36, 49]]\nspawn [[0, 1, 4, 9], [16, 25, 36, 49]]\n[2, 3]\n"
-    for name, said in (("matmul", "computed\n"), ("script", expected), ("module", expected)):
-        result = torch_nursery.result(name)
-        assert (result.exit.reason, result.said) == ("exit code 0", said)
+    for name, printed in (("matmul", "computed\n"), ("script", expected), ("module", expected)):
+        result = torch_child_runner.result(name)
+        assert (result.exit.reason, result.output) == ("exit code 0", printed)

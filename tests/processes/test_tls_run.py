@@ -1,4 +1,4 @@
-"""Clusters with TLS: from `covey tls init` to a training run, the seeds' way in code, and every way it can be refused."""
+"""Clusters with TLS: from `covey tls init` to a training run, MindSpore's settings in code, and all refusals."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from covey.transport.local_ca import make_authority
 
 PASSWORD = "what opens the p12"
 PASSWORDS = {"COVEY_TLS_SERVER_PASSWORD": PASSWORD, "COVEY_TLS_CLIENT_PASSWORD": PASSWORD}
-SOON_S = 60.0  # much less than the half hour for which a cluster may form
+SOON_S = 60.0  # much less than the half hour that formation may take
 
-# The seeds' way: everything about TLS is said in the script. "-" leaves it out.
+# MindSpore's way: the script sets everything about TLS. "-" leaves it out.
 RAW = """
 import pathlib, sys, time
 import covey
@@ -43,7 +43,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
 
 
 def certificates(shell: Shell, name: str = "tls") -> Path:
-    """The settings of a new authority."""
+    """Create a new authority; return its settings."""
     make_authority(shell.folder / name, names=["localhost", "127.0.0.1"], password=PASSWORD)
     return shell.folder / name / "config.json"
 
@@ -53,7 +53,7 @@ def raw(shell: Shell, role: str, config: Path | str, password: str = PASSWORD, n
 
 
 def finishes(shell: Shell, scheduler: Process, config: Path | str) -> None:
-    """The scheduler is as well as ever: two good workers come, work and go."""
+    """Assert that the scheduler still works: two valid workers join, run and exit."""
     workers = [raw(shell, "MS_WORKER", config, node_id=rank) for rank in (0, 1)]
     for rank, worker in enumerate(workers):
         worker.wait_for(f"rank={rank} world=2")
@@ -63,7 +63,7 @@ def finishes(shell: Shell, scheduler: Process, config: Path | str) -> None:
     assert "Traceback" not in scheduler.text(), scheduler.text()
 
 
-# -- trained ---------------------------------------------------------------------------------------------------------
+# -- training --------------------------------------------------------------------------------------------------------
 
 TRAINS = """
 import numpy as np
@@ -74,36 +74,36 @@ print("total", covey.all_reduce(np.ones(2)).tolist(), flush=True)
 """
 
 
-def test_from_tls_init_to_a_training_run(shell: Shell) -> None:
-    made = shell.ask("tls", "init", "certs", env={"COVEY_TLS_PASSWORD": PASSWORD})
+def test_tls_init_files_work_in_a_run(shell: Shell) -> None:
+    made = shell.run_command("tls", "init", "certs", env={"COVEY_TLS_PASSWORD": PASSWORD})
     assert made.code == 0, made.tail()
     assert "covey run --tls certs/config.json" in made.text()
-    again = shell.ask("tls", "init", "certs", "--password", "x")
-    assert again.code == 12 and "already holds ca.crt" in again.text()
+    again = shell.run_command("tls", "init", "certs", "--password", "x")
+    assert again.code == 12 and "already contains ca.crt" in again.text()
     shell.script(TRAINS, "t.py")
-    run = shell.ask("run", "-n", "3", "--tls", "certs/config.json", "t.py", env=PASSWORDS)
+    run = shell.run_command("run", "-n", "3", "--tls", "certs/config.json", "t.py", env=PASSWORDS)
     assert run.code == 0, run.tail()
     assert [shell.log(rank).splitlines()[-1] for rank in range(3)] == ["total [3.0, 3.0]"] * 3
     everything = run.text() + shell.log("scheduler") + "".join(shell.log(rank) for rank in range(3))
     assert PASSWORD not in everything
-    shell.nobody()
+    shell.assert_no_processes()
 
 
-def test_a_run_with_tls_is_not_readable_without(shell: Shell) -> None:
+def test_run_with_tls_refuses_plain_commands(shell: Shell) -> None:
     config = certificates(shell)
     run = shell.covey("run", "-n", "1", "--tls", config, shell.default, shell.go, env=PASSWORDS)
-    shell.heard(0, "rank=0")
+    shell.wait_for_log(0, "rank=0")
     entry = json.loads(next((shell.folder / "runtime" / "covey").glob("*.json")).read_text())
     worker = {"MS_ROLE": "MS_WORKER", "MS_SCHED_HOST": "127.0.0.1", "MS_SCHED_PORT": entry["address"].rpartition(":")[2]}
     worker |= {"MS_WORKER_NUM": "1", "COVEY_SECRET": entry["secret"]}
     plain = shell.start(["python", "raw.py", shell.go, "-", "-", "-"], name="plain", env=worker)
-    shell.heard("scheduler", r"connection from 127\.0\.0\.1 turned away: it does not speak TLS")
+    shell.wait_for_log("scheduler", r"connection from 127\.0\.0\.1 turned away: it does not use TLS")
     assert plain.text().count("rank=") == 0
     shell.release()
     assert run.wait() == 0, run.tail()
 
 
-def test_the_passwords_are_asked_for_at_a_terminal(shell: Shell) -> None:
+def test_passwords_are_prompted_at_a_terminal(shell: Shell) -> None:
     config = certificates(shell)
     terminal = Terminal()
     screen: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), terminal.theirs)
@@ -117,38 +117,38 @@ def test_the_passwords_are_asked_for_at_a_terminal(shell: Shell) -> None:
     terminal.close()
 
 
-def test_the_seeds_way(shell: Shell) -> None:
+def test_mindspore_tls_variables_work(shell: Shell) -> None:
     config = certificates(shell)
     scheduler = raw(shell, "MS_SCHED", config)
     finishes(shell, scheduler, config)
 
 
-def test_the_seeds_own_config_is_understood(shell: Shell) -> None:
-    """Its misspelt cipher is a warning, its list holds the connection at TLS 1.2, and its other keys are let be."""
+def test_mindspore_tls_config_is_accepted(shell: Shell) -> None:
+    """Its misspelled cipher is a warning, its list limits connections to TLS 1.2, and its other keys are ignored."""
     config = certificates(shell)
     suites = "ECDHE-R SA-AES128-GCM-SHA256:ECDHE-ECDSA-AES128-GCM-SHA256:ECDHE-RSA-AES256-GCM-SHA384"
     keys = json.loads(config.read_text()) | {"cipher_list": suites, "connection_num": 10000, "recovery": {"storage_type": 1}}
     config.write_text(json.dumps(keys))
     scheduler = raw(shell, "MS_SCHED", config)
-    scheduler.wait_for('cipher_list: "ECDHE-R SA-AES128-GCM-SHA256" is no TLS 1.2 suite')
+    scheduler.wait_for('cipher_list: "ECDHE-R SA-AES128-GCM-SHA256" is not a TLS 1.2 suite')
     finishes(shell, scheduler, config)
 
 
-# -- found at the start ----------------------------------------------------------------------------------------------
+# -- errors at the start ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("role", ["MS_WORKER", "MS_SCHED"])
 @pytest.mark.parametrize(
     ("case", "sentence"),
     [
-        ("password", r"(server|client)\.p12 does not open: the (server|client) password is wrong"),
+        ("password", r"cannot decrypt .*(server|client)\.p12: the (server|client) password is wrong"),
         ("expired", r"expired on \d{4}-\d\d-\d\d"),
         ("authority", r"was issued by .*, not by the authority in .*ca\.crt"),
         ("absent", r"cannot read the TLS settings .*absent\.json"),
         ("key", r"has an unknown key server_cert: did you mean server_cert_path\?"),
     ],
 )
-def test_what_cannot_work_is_one_sentence(shell: Shell, role: str, case: str, sentence: str) -> None:
+def test_invalid_tls_settings_are_a_one_line_error(shell: Shell, role: str, case: str, sentence: str) -> None:
     config, password = certificates(shell), PASSWORD
     if case == "password":
         password = "another"
@@ -171,51 +171,51 @@ def test_what_cannot_work_is_one_sentence(shell: Shell, role: str, case: str, se
     assert PASSWORD not in node.text() and "another" not in node.text()
 
 
-def test_a_run_with_a_wrong_password_starts_nothing(shell: Shell) -> None:
-    run = shell.ask("run", "-n", "1", "--tls", certificates(shell), shell.default)
+def test_run_with_wrong_password_starts_nothing(shell: Shell) -> None:
+    run = shell.run_command("run", "-n", "1", "--tls", certificates(shell), shell.default)
     assert run.code == 12, run.tail()
-    assert "p12 does not open" in run.text() and run.text().count("\n") == 1
-    shell.nobody()
+    assert "cannot decrypt " in run.text() and run.text().count("\n") == 1
+    shell.assert_no_processes()
 
 
-# -- found at the handshake ------------------------------------------------------------------------------------------
+# -- errors in the handshake -----------------------------------------------------------------------------------------
 
 
-def test_a_plain_worker_at_a_scheduler_with_tls(shell: Shell) -> None:
+def test_plain_worker_at_tls_scheduler_is_refused(shell: Shell) -> None:
     config = certificates(shell)
     scheduler = raw(shell, "MS_SCHED", config)
     worker = raw(shell, "MS_WORKER", "-")
-    scheduler.wait_for(r"connection from 127\.0\.0\.1 turned away: it does not speak TLS, and this side does")
+    scheduler.wait_for(r"connection from 127\.0\.0\.1 turned away: it does not use TLS, but this side does")
     worker.wait_for("TLS", deadline_s=SOON_S)
     assert "Traceback" not in worker.text() and "rank=" not in worker.text()
     worker.kill()
     finishes(shell, scheduler, config)
 
 
-def test_a_worker_with_tls_at_a_plain_scheduler(shell: Shell) -> None:
+def test_tls_worker_at_plain_scheduler_is_refused(shell: Shell) -> None:
     scheduler = raw(shell, "MS_SCHED", "-")
     worker = raw(shell, "MS_WORKER", certificates(shell))
-    scheduler.wait_for(r"connection from 127\.0\.0\.1 turned away: it speaks TLS, and this side does not")
-    worker.wait_for("does not speak TLS, and this side does", deadline_s=SOON_S)
+    scheduler.wait_for(r"connection from 127\.0\.0\.1 turned away: it uses TLS, but this side does not")
+    worker.wait_for("does not use TLS, but this side does", deadline_s=SOON_S)
     assert "Traceback" not in worker.text() and "rank=" not in worker.text()
     worker.kill()
     finishes(shell, scheduler, "-")
 
 
-def test_a_worker_of_another_authority(shell: Shell) -> None:
+def test_worker_of_other_authority_refuses_scheduler(shell: Shell) -> None:
     config = certificates(shell)
     scheduler = raw(shell, "MS_SCHED", config)
     worker = raw(shell, "MS_WORKER", certificates(shell, "other"))
-    # Each side sees the other's: the worker refuses the scheduler's certificate and hangs up.
-    worker.wait_for("comes from another authority than ours", deadline_s=SOON_S)
-    scheduler.wait_for(r"connection from 127\.0\.0\.1 turned away: (it does not know the authority|the other side cut)")
+    # Each side sees the other's certificate: the worker refuses the scheduler's and disconnects.
+    worker.wait_for("comes from another authority than this side's", deadline_s=SOON_S)
+    scheduler.wait_for(r"connection from 127\.0\.0\.1 turned away: (it does not have the authority|the other side closed)")
     assert "Traceback" not in worker.text() and "rank=" not in worker.text()
     worker.kill()
     finishes(shell, scheduler, config)
 
 
-def test_a_worker_whose_certificate_the_scheduler_does_not_believe(shell: Shell) -> None:
-    """The other way round: it trusts the scheduler's authority, but its own certificate is of another."""
+def test_scheduler_refuses_certificate_of_other_authority(shell: Shell) -> None:
+    """The reverse: the worker trusts the scheduler's authority, but its own certificate is of another."""
     config = certificates(shell)
     both = certificates(shell, "both")
     authority = (shell.folder / "tls" / "ca.crt").read_text() + (shell.folder / "both" / "ca.crt").read_text()
@@ -224,30 +224,30 @@ def test_a_worker_whose_certificate_the_scheduler_does_not_believe(shell: Shell)
     scheduler = raw(shell, "MS_SCHED", config)
     worker = raw(shell, "MS_WORKER", both)
     scheduler.wait_for(r"connection from 127\.0\.0\.1 turned away: .*(another authority|no revocation list)")
-    worker.wait_for("(refuses|does not know the authority of) our certificate", deadline_s=SOON_S)
+    worker.wait_for("(refuses|rejects|does not have the authority of) this side's certificate", deadline_s=SOON_S)
     assert "Traceback" not in worker.text() and "rank=" not in worker.text()
     worker.kill()
     finishes(shell, scheduler, config)
 
 
 @pytest.mark.parametrize("version", ["1.3", "1.2"])
-def test_a_revoked_worker(shell: Shell, version: str) -> None:
-    """It does not know that it is: its own list is an older one. With TLS 1.3 it is connected before it is refused."""
+def test_revoked_worker_is_refused(shell: Shell, version: str) -> None:
+    """Its own revocation list is older and does not contain it. With TLS 1.3 it is connected before it is refused."""
     config = certificates(shell)
     if version == "1.2":
         suites = {"cipher_list": "ECDHE-ECDSA-AES128-GCM-SHA256"}
         config.write_text(json.dumps(json.loads(config.read_text()) | suites))
     shutil.copytree(shell.folder / "tls", shell.folder / "revoked")
-    told = shell.ask("tls", "revoke", "tls", "tls/client.p12", env={"COVEY_TLS_PASSWORD": PASSWORD})
-    assert "tls/crl.pem lists it now" in told.text(), told.text()
-    # The scheduler needs no client certificate of its own, and the list now names the one in its folder.
+    result = shell.run_command("tls", "revoke", "tls", "tls/client.p12", env={"COVEY_TLS_PASSWORD": PASSWORD})
+    assert "tls/crl.pem lists it now" in result.text(), result.text()
+    # The scheduler needs no client certificate, and the list now contains the one in its directory.
     server_only = {key: value for key, value in json.loads(config.read_text()).items() if key != "client_cert_path"}
     config.write_text(json.dumps(server_only))
     scheduler = raw(shell, "MS_SCHED", config)
     worker = raw(shell, "MS_WORKER", shell.folder / "revoked" / "config.json")
     scheduler.wait_for(r"connection from 127\.0\.0\.1 turned away: its certificate is revoked")
-    worker.wait_for("refuses our certificate", deadline_s=SOON_S)
+    worker.wait_for("(refuses|rejects) this side's certificate", deadline_s=SOON_S)
     assert "Traceback" not in worker.text() + scheduler.text() and "rank=" not in worker.text()
     worker.kill()
-    asked = shell.ask("check", f"127.0.0.1:{shell.port}", env={"XDG_RUNTIME_DIR": str(shell.folder / "home")})
-    assert "TLS is expected there" in asked.text() and scheduler.alive, "it goes on"
+    query = shell.run_command("check", f"127.0.0.1:{shell.port}", env={"XDG_RUNTIME_DIR": str(shell.folder / "home")})
+    assert "TLS is expected there" in query.text() and scheduler.alive, "the scheduler must keep running"

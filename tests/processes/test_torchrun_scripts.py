@@ -1,4 +1,4 @@
-"""Scripts written for torchrun, unchanged, under `covey run` and torchrun's spellings."""
+"""Unchanged torchrun scripts under `covey run` and torchrun's option spellings."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.processes.command import SAY, Shell, shells
+from tests.processes.command import PRINT_JSON, Shell, shells
 from tests.processes.harness import free_port
 
-IMPORTS_S = 100.0  # several interpreters import torch, which on a busy machine takes its time
+IMPORTS_S = 100.0  # several interpreters import torch, which is slow on a busy machine
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def shell(tmp_path: Path) -> Iterator[Shell]:
     yield from shells(tmp_path)
 
 
-# -- the environment -------------------------------------------------------------------------------------------------
+# -- environment -----------------------------------------------------------------------------------------------------
 
 DUMP = """
 import json, os, pathlib, sys
@@ -28,18 +28,18 @@ folder = pathlib.Path(sys.argv[1])
 folder.mkdir(exist_ok=True)
 (folder / os.environ["RANK"]).write_text(json.dumps(dict(os.environ)))
 """
-# What a run has for itself: another name, place or number would do as well.
+# Specific to a run: any other name, path or number is valid.
 ITS_OWN = {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"}
 
 
-def test_the_environment_is_torchruns(shell: Shell) -> None:
-    """Key by key, against torchrun itself."""
+def test_environment_is_that_of_torchrun(shell: Shell) -> None:
+    """Compare each variable with torchrun itself."""
     shell.script(DUMP, "dump.py")
     words = ["--nproc-per-node", "2", "--max-restarts", "3", "--role", "trainer", "dump.py"]
     env = {"OMP_NUM_THREADS": None}
     theirs = shell.run(["torchrun", *words, "theirs"], env=env)
     assert theirs.code == 0, theirs.tail()
-    ours = shell.ask("run", *words, "ours", env=env)
+    ours = shell.run_command("run", *words, "ours", env=env)
     assert ours.code == 0, ours.tail()
     given = shell.environ(env)
     for rank in ("0", "1"):
@@ -49,7 +49,7 @@ def test_the_environment_is_torchruns(shell: Shell) -> None:
         set_there = {name: value for name, value in wanted.items() if name not in given}
         assert len(set_there) > 15, set_there
         assert sorted(set_there.keys() - found.keys()) == []
-        # There the agent holds the store by which the ranks meet, here rank 0 does: this is how torch is told.
+        # With torchrun the agent serves the store, here rank 0 does: torch reads this variable for it.
         assert (set_there.pop("TORCHELASTIC_USE_AGENT_STORE"), found["TORCHELASTIC_USE_AGENT_STORE"]) == ("True", "False")
         assert {name: found[name] for name in set_there.keys() - ITS_OWN} == {
             name: set_there[name] for name in set_there.keys() - ITS_OWN
@@ -85,7 +85,7 @@ def main():
     model = DistributedDataParallel(torch.nn.Linear(4, 1))
     print("FIRST", torch.cat([p.detach().reshape(-1) for p in model.parameters()]).tolist(), flush=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-    # The interpreters of spawned data workers cost seconds each, so only one rank has them.
+    # The interpreters of spawned data workers take seconds each, so only one rank has them.
     loading = {"num_workers": 2, "multiprocessing_context": "spawn" if rank == 0 else "fork"}
     loader = DataLoader(Numbers(), batch_size=4, sampler=DistributedSampler(Numbers(), shuffle=False), **loading)
     for inputs, targets in loader:
@@ -109,7 +109,7 @@ if __name__ == "__main__":
 
 
 def by_hand(parameters: list[float]) -> list[float]:
-    """The script's two steps over both ranks' samples at once: DistributedSampler deals out 0, 2, ... and 1, 3, ..."""
+    """Return the script's two steps over both ranks' samples: DistributedSampler assigns 0, 2, ... and 1, 3, ..."""
     *weights, bias = parameters
     for first in (0, 8):
         errors = {x: sum(weights) * x + bias - x for x in range(first, first + 8)}
@@ -120,17 +120,17 @@ def by_hand(parameters: list[float]) -> list[float]:
 
 
 @pytest.mark.long
-def test_ddp_with_data_workers_trains_as_by_hand(shell: Shell) -> None:
-    """Also: data workers, forked and spawned, which must find the main module's classes, and pickles of those."""
+def test_ddp_with_data_workers_trains_as_with_torchrun(shell: Shell) -> None:
+    """Data workers, forked and spawned, must find the main module's classes, and pickles of those."""
     shell.script(TRAIN, "train.py")
     run = shell.covey("run", "--standalone", "--nproc-per-node=2", "train.py")
     assert run.wait(IMPORTS_S) == 0, run.tail()
-    ours = [shell.heard(rank, r"WEIGHTS (.*)")[1] for rank in (0, 1)]
+    ours = [shell.wait_for_log(rank, r"WEIGHTS (.*)")[1] for rank in (0, 1)]
     assert ours[0] == ours[1]
-    first = json.loads(shell.heard(0, r"FIRST (.*)")[1])
+    first = json.loads(shell.wait_for_log(0, r"FIRST (.*)")[1])
     assert json.loads(ours[0]) == pytest.approx(by_hand(first), rel=1e-4)
     assert json.loads(ours[0]) != pytest.approx(first, rel=1e-4)
-    shell.nobody()
+    shell.assert_no_processes()
 
 
 LIVES = """
@@ -149,14 +149,14 @@ dist.barrier()
 """
 
 
-def test_all_are_started_again_until_it_works(shell: Shell) -> None:
+def test_all_workers_are_restarted_until_success(shell: Shell) -> None:
     shell.script(LIVES, "lives.py")
-    run = shell.ask("run", "--nproc-per-node", "3", "--max-restarts", "2", "lives.py")
+    run = shell.run_command("run", "--nproc-per-node", "3", "--max-restarts", "2", "lives.py")
     assert run.code == 0, run.tail()
     for rank in range(3):
         lives = [line for line in shell.log(rank).splitlines() if line.startswith("LIFE")]
         assert lives == [f"LIFE {life} of 2 total 3" for life in range(3)], shell.log(rank)
-    shell.nobody()
+    shell.assert_no_processes()
 
 
 # -- restarts, without torch -----------------------------------------------------------------------------------------
@@ -173,35 +173,35 @@ if life < int(sys.argv[1]):
 
 
 @pytest.mark.parametrize(("restarts", "failures", "code", "lives"), [(0, 1, 40, 1), (1, 2, 41, 2), (2, 2, 0, 3), (3, 1, 0, 2)])
-def test_restarts_are_counted(shell: Shell, restarts: int, failures: int, code: int, lives: int) -> None:
+def test_restarts_are_counted_up_to_the_limit(shell: Shell, restarts: int, failures: int, code: int, lives: int) -> None:
     shell.script(FAILS, "fails.py")
-    run = shell.ask("run", "-n", "2", f"--max-restarts={restarts}", "fails.py", str(failures), env={"COVEY_GRACE": 600})
+    run = shell.run_command("run", "-n", "2", f"--max-restarts={restarts}", "fails.py", str(failures), env={"COVEY_GRACE": 600})
     assert run.code == code, run.tail()
     assert [shell.log(rank).count("LIFE") for rank in (0, 1)] == [lives, lives]
     if code:
         assert f"first failure: rank 1 (worker:1) on {socket.gethostname()}: exit code {code}" in run.text()
-    shell.nobody()
+    shell.assert_no_processes()
 
 
-def test_a_restart_is_told_with_its_reason(shell: Shell) -> None:
-    """In the plain lines, too: nobody should have to find out from a log that two hours were done twice."""
+def test_restart_is_logged_with_its_reason(shell: Shell) -> None:
+    """The restart is in the plain output too, because it repeats work."""
     shell.script(FAILS, "fails.py")
-    run = shell.ask("run", "-n", "2", "--max-restarts", "1", "fails.py", "1")
+    run = shell.run_command("run", "-n", "2", "--max-restarts", "1", "fails.py", "1")
     assert run.code == 0, run.tail()
-    told = [line for line in run.text().splitlines() if "exit code 40" in line]
-    assert told, run.text()
-    assert "is unreachable" not in shell.log(0), "a rank that is started again has not lost its scheduler"
+    result = [line for line in run.text().splitlines() if "exit code 40" in line]
+    assert result, run.text()
+    assert "is unreachable" not in shell.log(0), "a restarted rank has not lost its scheduler"
 
 
-def test_the_default_is_torchruns_no_restart(shell: Shell) -> None:
+def test_default_is_no_restart_as_in_torchrun(shell: Shell) -> None:
     shell.script(FAILS, "fails.py")
-    run = shell.ask("run", "-n", "2", "fails.py", "1")
+    run = shell.run_command("run", "-n", "2", "fails.py", "1")
     assert run.code == 40, run.tail()
 
 
-# -- spellings -------------------------------------------------------------------------------------------------------
+# -- option spellings ------------------------------------------------------------------------------------------------
 
-PLACE = "import os, sys\n" + SAY.format(
+PLACE = "import os, sys\n" + PRINT_JSON.format(
     '[*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")), sys.argv[1:]]'
 )
 
@@ -221,16 +221,16 @@ PLACE = "import os, sys\n" + SAY.format(
     ],
     ids=lambda words: " ".join(words),
 )
-def test_torchruns_spellings(shell: Shell, words: list[str]) -> None:
+def test_torchrun_option_spellings_are_accepted(shell: Shell, words: list[str]) -> None:
     shell.script(PLACE, "t.py")
-    run = shell.ask("run", *words, "t" if "-m" in words else "t.py", "--nproc-per-node", "9")
+    run = shell.run_command("run", *words, "t" if "-m" in words else "t.py", "--nproc-per-node", "9")
     assert run.code == 0, run.tail()
-    assert [shell.says(rank) for rank in (0, 1)] == [[rank, 2, rank, 0, ["--nproc-per-node", "9"]] for rank in (0, 1)]
+    assert [shell.printed_json(rank) for rank in (0, 1)] == [[rank, 2, rank, 0, ["--nproc-per-node", "9"]] for rank in (0, 1)]
 
 
 @pytest.mark.parametrize("numbered", [True, False])
-def test_torchruns_two_nodes(shell: Shell, numbered: bool) -> None:
-    """--nnodes=2 with the static rendezvous, or with c10d's, where nobody has a number."""
+def test_two_nodes_start_with_torchrun_options(shell: Shell, numbered: bool) -> None:
+    """--nnodes=2 with the static rendezvous, or with c10d, which needs no node rank."""
     shell.script(PLACE, "t.py")
     port = free_port()
     runs = []
@@ -240,4 +240,6 @@ def test_torchruns_two_nodes(shell: Shell, numbered: bool) -> None:
             where = ["--node-rank", str(index), "--master-addr", "127.0.0.1", "--master-port", str(port)]
         runs.append(shell.covey("run", "--nnodes=2", "--nproc-per-node=2", *where, "t.py", name=f"node-{index}"))
     assert [run.wait() for run in runs] == [0, 0], shell.tails()
-    assert [shell.says(rank)[:2] + shell.says(rank)[3:4] for rank in range(4)] == [[rank, 4, rank // 2] for rank in range(4)]
+    assert [shell.printed_json(rank)[:2] + shell.printed_json(rank)[3:4] for rank in range(4)] == [
+        [rank, 4, rank // 2] for rank in range(4)
+    ]

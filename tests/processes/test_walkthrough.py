@@ -1,17 +1,18 @@
-"""Types what the documents show, from the first block of a page to the last, at terminals of real hosts.
+"""Types the console blocks of the documents, from the first of a page to the last, at terminals of real hosts.
 
     ```console
-    $ tail -F device/worker_0.log             `$ ` begins a command, `> ` goes on with it
+    $ tail -F device/worker_0.log             `$ ` begins a command, `> ` continues it
     ...                                       any lines
-    epoch: 9, step: 0, loss is 1.8            any number with a point will do, and any number of s or ms
-    rank ... is there                         in a line: anything
-    ^C                                        as soon as all of this was printed
+    epoch: 9, step: 0, loss is 1.8            any number with a point matches, and any number of s or ms
+    rank ... is there                         within a line: any text
+    ^C                                        Ctrl-C, when all of this was printed
     ```
 
-A command must print what is shown and nothing else, and end with 0. Where the next block is typed elsewhere it is left running,
-and may end with any code; with PAUSE it leaves the processors to the others. `console second` is another terminal of the same
-host, `console host 2` one of another. The hosts are network namespaces, so every port and address is the one in the text: host
-1 is 10.0.0.1, host 2 is 10.0.0.2. Each host has what a clone has, and both have one home folder.
+A command must print exactly what is shown, and exit with 0. If the next block is typed in another terminal, the command keeps
+running and may exit with any code; with the variable PAUSE, which makes examples use less CPU time. `console second` is another
+terminal of the same host, `console host 2` one of another host. The hosts are network namespaces, so every port and address is
+the one in the text: host 1 is 10.0.0.1, host 2 is 10.0.0.2. Each host has the files of a clone, and both have one home
+directory.
 """
 
 from __future__ import annotations
@@ -41,17 +42,17 @@ MEANT = {"lines": r"(?:.*\n)*?", "any": ".*", "number": r"\d+(?:\.\d+)?(?:e-?\d+
 
 
 class Command(NamedTuple):
-    """One, and what is shown below it."""
+    """A command and the output shown below it."""
 
     place: str
     typed: str
     shown: str
     interrupted: bool
-    left: bool = False  # it runs on while the next one is typed elsewhere
+    left: bool = False  # keeps running while the next one is typed in another terminal
 
 
 def commands(page: Path) -> list[Command]:
-    """What a page has to type."""
+    """The commands of a page."""
     found = []
     for block in blocks(page):
         if block.language == "console":
@@ -65,7 +66,7 @@ def commands(page: Path) -> list[Command]:
 
 
 def pattern(shown: str) -> re.Pattern[str]:
-    """What is shown, with what may vary in it."""
+    """Return a pattern for the shown output, with its variable parts."""
     parts, end = [], 0
     for found in VARIES.finditer(shown):
         parts += [re.escape(shown[end : found.start()]), MEANT[str(found.lastgroup)]]
@@ -74,11 +75,11 @@ def pattern(shown: str) -> re.Pattern[str]:
 
 
 class Terminal:
-    """A shell into which one command after the other is typed."""
+    """A shell into which commands are typed one after the other."""
 
     def __init__(self, processes: Processes, home: Path, place: str, on: list[str]) -> None:
         theirs, ours = os.pipe()
-        command = [*on, "bash", f"/dev/fd/{theirs}"]  # not its standard input, which commands would read from
+        command = [*on, "bash", f"/dev/fd/{theirs}"]  # not from its standard input, which commands would read
         self.process = processes.start(command, name=place.replace(" ", "-") or "first", cwd=home, pass_fds=[theirs])
         os.close(theirs)
         self._keys = os.fdopen(ours, "w")
@@ -92,7 +93,7 @@ class Terminal:
         self._keys.flush()
 
     def shown(self) -> bool:
-        """Whether the command has printed what it should."""
+        """Return whether the command has printed the shown output."""
         assert self.command
         printed, end, _ = self._printed()
         wanted = pattern(self.command.shown + "...\n" * self.command.interrupted)
@@ -101,7 +102,7 @@ class Terminal:
         return whole or wanted.match(printed) is not None
 
     def ended(self) -> bool:
-        """Whether the command has ended, and as it should; then the next can be typed."""
+        """Return whether the command has ended as expected, so that the next can be typed."""
         if self.command is None:
             return True
         _, end, code = self._printed()
@@ -113,11 +114,11 @@ class Terminal:
         return True
 
     def interrupt(self) -> None:
-        """Ctrl-C: what runs in front is the newest of the shell's children."""
+        """Send Ctrl-C to the newest child of the shell, which runs in the foreground."""
         psutil.Process(self.process.pid).children()[-1].send_signal(2)
 
     def _printed(self) -> tuple[str, int, str]:
-        """What the command has printed in whole lines; where its output ends, if it has ended; its code."""
+        """Return the complete lines of the command's output, the position of its end if it has ended, and its code."""
         text = self.process.text()[self._begin :]
         printed, mark, code = text.partition(ENDED)
         if mark and code.endswith("\n"):
@@ -133,7 +134,7 @@ def hosts() -> Iterator[Hosts]:
 
 
 def cloned(home: Path) -> Path:
-    """What lies in a clone after `make run`: .venv is that of the tests."""
+    """Copy what a clone has after `make run`, with the .venv of the tests."""
     home.mkdir()
     for name in CLONED:
         here = ROOT / name
@@ -150,7 +151,7 @@ TYPED = {str(page.relative_to(ROOT)): typed for page in PAGES if (typed := comma
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", TYPED)
-def test_a_page_does_what_it_says(page: str, tmp_path: Path, hosts: Hosts) -> None:
+def test_console_blocks_of_a_page_print_what_they_show(page: str, tmp_path: Path, hosts: Hosts) -> None:
     if any("curl " in command.typed for command in TYPED[page]):
         require(CURL)
     processes, terminals = Processes(tmp_path), dict[str, Terminal]()
@@ -178,13 +179,13 @@ def test_a_page_does_what_it_says(page: str, tmp_path: Path, hosts: Hosts) -> No
         processes.end()
 
 
-def run_first_script(page: str, folder: Path, *words: str) -> str:
-    """Run the first Python block of a page, exactly as it is printed, with these words in front; return its output."""
+def run_first_script(page: str, folder: Path, *arguments: str) -> str:
+    """Run the first Python block of a page, exactly as printed, with this prefix; return its output."""
     script = next(block.text for block in blocks(ROOT / page) if block.language == "python")
     (folder / "train.py").write_text(script)
     processes = Processes(folder)
     try:
-        process = processes.start([*words, "train.py"])
+        process = processes.start([*arguments, "train.py"])
         assert process.wait(DEADLINE_S) == 0, process.tail()
         return process.text()
     finally:
@@ -192,11 +193,11 @@ def run_first_script(page: str, folder: Path, *words: str) -> str:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/healing.md"])
-def test_the_first_script_of_a_page_runs_alone(page: str, tmp_path: Path) -> None:
+def test_first_script_of_a_page_runs_alone(page: str, tmp_path: Path) -> None:
     run_first_script(page, tmp_path, sys.executable)
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/healing.md"])
-def test_the_first_script_of_a_page_runs_with_four_workers(page: str, tmp_path: Path) -> None:
+def test_first_script_of_a_page_runs_with_four_workers(page: str, tmp_path: Path) -> None:
     text = run_first_script(page, tmp_path, "covey", "run", "-n", "4", "--log-dir", "logs")
     assert "covey: all 4 workers finished" in text

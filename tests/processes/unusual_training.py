@@ -1,7 +1,7 @@
-"""A training with all that is unusual about a program: for tests of what a replacement receives.
+"""A training with unusual modules, buffers and registered state, for tests of the state that a replacement receives.
 
 FAULTS="1:5:forward 2:7:evaluation" kills rank 1 in the forward pass of step 5 and rank 2 in step 7's evaluation, each once.
-WRITES=1 lets the program change a parameter before the optimizer steps, behind torch's back.
+WRITES=1 makes the script change a parameter directly before the optimizer's step.
 """
 
 SCRIPT = """
@@ -36,11 +36,11 @@ class Odd(nn.Module):
         self.fold = nn.Conv2d(2, 2, 3, padding=1).to(memory_format=torch.channels_last)
         self.register_buffer("scale", torch.full((8,), 0.5), persistent=False)
         self.register_buffer("mean", torch.zeros(8))
-        self.register_buffer("seen", None)                          # made at the first batch, larger with each epoch
+        self.register_buffer("seen", None)                          # created at the first batch, grows with each epoch
         self.late.requires_grad_(False)
 
     def forward(self, x):
-        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)      # another tensor each time
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)      # a new tensor each time
         x = (x.to(torch.complex64) @ self.turned).abs() + self.fold(x.view(-1, 2, 2, 2)).reshape(-1, 8)
         return self.last(self.tied(self.late(self.first(x * self.scale - self.mean)).relu()))
 
@@ -59,7 +59,7 @@ loop.register("losses", lambda: list(losses), lambda value: losses.__setitem__(s
 loop.register("smooth", smooth.state_dict, smooth.load_state_dict)
 loop.register("own", own.get_state, own.set_state)
 for epoch, batches in loop.epochs():
-    for group in optimizer.param_groups:                            # an epoch's beginning: a replacement comes by it, too
+    for group in optimizer.param_groups:                            # begin of an epoch: a replacement executes it too
         group["lr"] *= 0.9
     shift = covey.all_reduce(torch.tensor([float(epoch * covey.get_rank())]), "mean")
     fault("opening")
@@ -73,7 +73,7 @@ for epoch, batches in loop.epochs():
             model.first.bias.data.mul_(0.99)
         fault("forward")
         (loss / 2).backward()
-        if loop.step % 2:                                           # the gradients of two steps at once
+        if loop.step % 2:                                           # accumulates the gradients of two steps
             optimizer.step()
             optimizer.zero_grad()
             for mean, now in zip(smooth.parameters(), model.last.parameters()):
@@ -81,7 +81,7 @@ for epoch, batches in loop.epochs():
             fault("evaluation")
             losses.append(float(covey.all_reduce(smooth(x.detach()).sum().detach())))
         fault("between")
-assert model.unused.weight.grad is None, "nobody has a gradient of it"
+assert model.unused.weight.grad is None, "no rank has a gradient of it"
 losses.append(float(covey.all_reduce(torch.randn(1, generator=own) + torch.randn(1))))
 fault("after")
 losses.append(float(covey.all_reduce(torch.randn(1))))

@@ -1,7 +1,7 @@
 """atheris on one target of `tests.soak.fuzz`: `python -m tests.soak.atheris_bytes frames -max_total_time=60`.
 
-Run by the interpreter of an environment that has atheris (`make peers` makes one), with PYTHONPATH=src. libFuzzer's own options
-follow the target's name; a crash leaves its input in a file `crash-...` in the current folder.
+Needs the interpreter of an environment with atheris (`make peers` creates one), with PYTHONPATH=src. libFuzzer's own options
+follow the target's name; a crash leaves its input in a file `crash-...` in the current directory.
 """
 
 # mypy: ignore-errors

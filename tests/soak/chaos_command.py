@@ -1,4 +1,4 @@
-"""`covey chaos` as the soaks use it: their options, the verb itself, and its table."""
+"""`covey chaos` for the soak programs: options, command and table."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.processes.command import Shell, shells
 
 
 def parser(description: str | None, *, minutes: float, rate: str, faults: str) -> argparse.ArgumentParser:
-    """The options that every soak has, with its own values for those that are not given."""
+    """Add the options of every soak, with the given defaults."""
     found = argparse.ArgumentParser(description=description)
     found.add_argument("--minutes", type=float, default=minutes)
     found.add_argument("--rate", default=rate)
@@ -26,15 +26,15 @@ def parser(description: str | None, *, minutes: float, rate: str, faults: str) -
     return found
 
 
-def words(options: argparse.Namespace) -> list[str]:
-    """The same as options of `covey chaos`."""
+def chaos_arguments(options: argparse.Namespace) -> list[str]:
+    """Return the same values as options of `covey chaos`."""
     wanted = {"--rate": options.rate, "--faults": options.faults, "--seed": options.seed, "--for": f"{options.minutes}m"}
     return [str(word) for pair in wanted.items() for word in pair]
 
 
 @contextlib.contextmanager
 def ground() -> Iterator[Shell]:
-    """A shell in a folder of its own. Whatever it started ends with the soak, also where a signal ends that."""
+    """Yield a shell in its own directory; its processes end with the soak, also after a signal."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as folder, contextlib.contextmanager(shells)(Path(folder)) as shell:
@@ -42,16 +42,16 @@ def ground() -> Iterator[Shell]:
 
 
 def harm(shell: Shell, *words: str) -> dict[str, Any]:
-    """`covey chaos` to its end; what `--json` said."""
+    """Run `covey chaos` to its end; return its JSON."""
     command = [sys.executable, "-m", "covey.cli.main", "chaos", "--json", *words]
     done = subprocess.run(command, env=shell.environ(), stdout=subprocess.PIPE, timeout=3600)
-    assert done.returncode == 0, f"covey chaos ended with {done.returncode}: {done.stdout!r}\n{shell.tails()}"
+    assert done.returncode == 0, f"covey chaos exited with {done.returncode}: {done.stdout!r}\n{shell.tails()}"
     found: dict[str, Any] = json.loads(done.stdout)
     return found
 
 
 def table(found: dict[str, Any]) -> str:
-    """What happened, as a table for docs/proof.md."""
+    """Return the result as a table for docs/proof.md."""
     lines = ["| fault | times | answered by | unnoticed | median ms | worst ms |", "|---|---|---|---|---|---|"]
     for row in found["rows"]:
         rungs = ", ".join(f"{count} {rung}" for rung, count in sorted(row["rungs"].items())) or "-"

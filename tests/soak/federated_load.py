@@ -1,7 +1,7 @@
 """A federated cluster under load and `covey chaos`: `python -m tests.soak.federated_load --minutes 5`.
 
-Devices send updates everyone can compute, in every round, and check each model against the exact sum, bit for bit, while
-servers and the scheduler are killed, stopped and slowed.
+Devices send reproducible updates in every round and check each model against the exact sum, bit for bit, while servers and the
+scheduler are killed, stopped and slowed.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import time
 from typing import Any
 
 from tests.processes.command import Shell
-from tests.processes.federation import Crowd, Federation
-from tests.soak.chaos_command import ground, harm, parser, table, words
+from tests.processes.federation import DeviceGroup, Federation
+from tests.soak.chaos_command import chaos_arguments, ground, harm, parser, table
 
 SERVERS, DEVICES = 3, 8
 ROUNDS_MAX = 100_000
@@ -20,15 +20,15 @@ FAULTS = "kill,stop,slow,scheduler"
 
 
 def prove(shell: Shell, *chaos: str, servers: int = SERVERS, durability: str = "process") -> tuple[dict[str, Any], int]:
-    """What happened, and how many rounds were exact meanwhile. Fails at the first that was not."""
+    """Return the faults and the number of exact rounds. Fails at the first round that is not exact."""
     settings: dict[str, Any] = {"fl_iteration_num": ROUNDS_MAX, "update_model_time_window": 600_000, "durability": durability}
     federation = Federation(shell, servers, DEVICES, **settings)
-    crowd = Crowd(federation)
-    crowd.until_round(2)
+    devices = DeviceGroup(federation)
+    devices.until_round(2)
     found = harm(shell, "--master", f"127.0.0.1:{federation.scheduler}", *chaos)
-    rounds = max(crowd.rounds)
-    crowd.until_round(rounds + 2)  # it goes on
-    assert not crowd.wrong
+    rounds = max(devices.rounds)
+    devices.until_round(rounds + 2)  # rounds continue
+    assert not devices.wrong
     return found, rounds
 
 
@@ -38,10 +38,10 @@ def main() -> int:
     wanted.add_argument("--durability", default="process")
     options = wanted.parse_args()
     with ground() as shell:
-        began = time.monotonic()
-        found, rounds = prove(shell, *words(options), servers=options.servers, durability=options.durability)
+        started_at = time.monotonic()
+        found, rounds = prove(shell, *chaos_arguments(options), servers=options.servers, durability=options.durability)
         print(table(found))
-        took = time.monotonic() - began
+        took = time.monotonic() - started_at
         print(f"{found['strikes']} faults, {rounds} rounds of {DEVICES} devices, every sum exact; {took:.0f} s in all")
     return 0
 

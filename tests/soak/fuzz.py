@@ -1,11 +1,11 @@
-"""Bytes and messages that no peer of ours would send: `python -m tests.soak.fuzz --seconds 60 [--seed 1]`.
+"""Fuzzing with invalid bytes and messages: `python -m tests.soak.fuzz --seconds 60 [--seed 1]`.
 
-Whatever comes in must end in a typed refusal (`PeerError`, `UsageError`) or be taken; anything else raised is a defect.
+Every input must be accepted or refused with a typed error (`PeerError`, `UsageError`); any other exception is a defect.
 
-Bytes (frames, greetings, bodies of REST) are fuzzed by atheris where it is installed (`tests.soak.atheris_bytes`), guided by
-coverage; here they are drawn at random around valid ones. Messages at the scheduler's machine are fuzzed by a small engine of
-our own, because bytes drawn at random hardly ever make a valid message: it changes fields of valid ones, and keeps every
-sequence that reached a line of `covey.core` that none had reached before (`sys.settrace`).
+If atheris is installed, it fuzzes bytes (frames, handshakes, REST bodies), guided by coverage (`tests.soak.atheris_bytes`);
+here they are random changes of valid ones. Messages to the scheduler's machine are fuzzed by a small engine in this module,
+because random bytes are hardly ever a valid message: it changes fields of valid messages, and keeps every sequence that reaches
+a new line of `covey.core` (`sys.settrace`).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from covey.transport.handshake import ClientHandshake, ServerHandshake
 LINKS = 6
 LENGTH_MAX = 60  # events of one sequence
 HOST = Host("boot", "box", "10.0.0.1")
-Event = tuple[str, int, Message | None]  # what happened, over which link, and what was said
+Event = tuple[str, int, Message | None]  # kind, connection, message
 
 
 # -- bytes -----------------------------------------------------------------------------------------------------------
 
 
 def try_frames(data: bytes) -> None:
-    """Any bytes, in any pieces, at each of the four decoders."""
+    """Feed any bytes, in any pieces, to each of the four decoders."""
     decoders = (
         framing.from_node_decoder,
         framing.from_scheduler_decoder,
@@ -56,7 +56,7 @@ def try_frames(data: bytes) -> None:
 
 
 def try_greeting(data: bytes) -> None:
-    """Any bytes as the first words of the other side, with and without a secret."""
+    """Feed any bytes to both sides of the handshake, with and without a secret."""
     for secret in ("", "a secret"):
         for side in (ServerHandshake(secret, 1), ClientHandshake(secret)):
             with contextlib.suppress(PeerError):
@@ -68,7 +68,7 @@ def try_greeting(data: bytes) -> None:
 
 
 def try_bodies(data: bytes) -> None:
-    """Any bytes as the body of each request that has one."""
+    """Send any bytes as the body of each request that has one."""
     for read in (schemas.parse_scale_out, schemas.parse_scale_in, schemas.parse_stop_reason):
         with contextlib.suppress(UsageError):
             read(data)
@@ -78,15 +78,15 @@ BYTES: dict[str, Callable[[bytes], None]] = {"frames": try_frames, "greeting": t
 
 
 def corpus() -> list[bytes]:
-    """Valid beginnings of all kinds."""
-    said = [bytes([n % 4, 7]) + framing.encode_frame(message) for n, message in enumerate(valid())]
+    """Return valid inputs of all kinds."""
+    output = [bytes([n % 4, 7]) + framing.encode_frame(message) for n, message in enumerate(valid())]
     bodies = [b'{"worker_num": 2, "server_num": 0}', b'{"node_ids": ["1"]}', b'{"reason": "enough"}']
     nonce = "0" * 32
-    return [*said, *bodies, b"covey/2\n", f"covey/2\n{nonce} -\n".encode(), b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02"]
+    return [*output, *bodies, b"covey/2\n", f"covey/2\n{nonce} -\n".encode(), b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x02"]
 
 
 def mutate(data: bytes, draw: random.Random) -> bytes:
-    """A few bytes changed, taken away, put in or repeated."""
+    """Return the data with a few bytes changed, removed, inserted or repeated."""
     found = bytearray(data)
     for _ in range(draw.randint(1, 8)):
         at = draw.randint(0, len(found))
@@ -106,13 +106,13 @@ def mutate(data: bytes, draw: random.Random) -> bytes:
 
 
 def valid() -> list[Message]:
-    """One of each that the scheduler hears, as they come in a small cluster."""
+    """Return one message of each type that the scheduler receives, as in a small cluster."""
     wish = RegisterAgent("a0", "life-a0", HOST, 2, fingerprint={"MS_WORKER_NUM": "2", "MS_SERVER_NUM": "0"})
     worker = Register(Role.WORKER, "0", "life-0", HOST, dict(wish.fingerprint), incarnation=1)
-    heard = SchedulerMachine(
+    received = SchedulerMachine(
         ClusterSettings(2), cluster_id="c", job="", now=0.0
-    ).handled_messages  # the rest is the shell's affair
-    kinds = {kind: _example(kind) for kind in messages.FromNode.__args__ if kind in heard}
+    ).handled_messages  # the scheduler process handles the others
+    kinds = {kind: _example(kind) for kind in messages.FromNode.__args__ if kind in received}
     known = {RegisterAgent: wish, Register: worker, messages.Heartbeat: messages.Heartbeat(Progress(3, "train", True))}
     return list((kinds | known).values())
 
@@ -123,7 +123,7 @@ def _example(kind: type[Message]) -> Message:
 
 
 def _simple(kind: Any) -> Any:
-    """The plainest value of a type."""
+    """Return the simplest value of a type."""
     plainest: list[Any] = ["0", 0, 0.0, "worker", b"x", [], {}, True, msgspec.to_builtins(HOST), {"step": 1}]
     for value in plainest:
         with contextlib.suppress(msgspec.ValidationError):
@@ -133,7 +133,7 @@ def _simple(kind: Any) -> Any:
 
 
 def change(message: Message, draw: random.Random) -> Message:
-    """The same with one field, at any depth, of another value; as it is where that makes no message."""
+    """Return the message with one field, at any depth, changed; unchanged if the result is not a valid message."""
     names = [field.name for field in msgspec.structs.fields(type(message))]
     if not names:
         return message
@@ -150,7 +150,7 @@ def change(message: Message, draw: random.Random) -> Message:
 
 
 def story(draw: random.Random) -> list[Event]:
-    """A cluster of two that forms, and then anything."""
+    """Return the formation of a cluster of two, followed by random events."""
     known = valid()
     agent = next(message for message in known if isinstance(message, RegisterAgent))
     worker = next(message for message in known if isinstance(message, Register))
@@ -187,7 +187,8 @@ def vary(events: Sequence[Event], draw: random.Random) -> list[Event]:
 
 
 def play(events: Sequence[Event], settings: ClusterSettings) -> None:
-    """All of it at one machine, as its shell would say it: what goes over the wire is a message, and lost links are silent."""
+    """Pass all events to one machine, as the scheduler process does: messages are encoded and decoded, and lost connections
+    send nothing."""
     machine = SchedulerMachine(settings, cluster_id="c", job="", now=0.0)
     machine.step(JournalRead(()), 0.0)
     now, open_links = 0.0, set[int]()
@@ -212,7 +213,7 @@ SETTINGS = (
 
 
 class Reached:
-    """Lines of covey.core that were reached, ever and by the last input."""
+    """Lines of covey.core that were reached, in total and by the last input."""
 
     def __init__(self) -> None:
         self.all: set[tuple[str, int]] = set()
@@ -238,27 +239,27 @@ class Reached:
 
 
 def fuzz_machine(seed: int, seconds: float, rounds: int = 0) -> tuple[int, int]:
-    """Sequences of messages, for so long or so many; how many there were, and how many lines of the core were reached."""
+    """Run sequences of messages for a time or a number; return their count, and the number of reached lines of the core."""
     draw, reached = random.Random(seed), Reached()
-    kept: list[tuple[list[Event], ClusterSettings]] = [(story(draw), settings) for settings in SETTINGS for _ in range(4)]
+    stored: list[tuple[list[Event], ClusterSettings]] = [(story(draw), settings) for settings in SETTINGS for _ in range(4)]
     until, done = time.monotonic() + seconds, 0
     while (done < rounds) if rounds else (time.monotonic() < until):
-        events, settings = draw.choice(kept)
+        events, settings = draw.choice(stored)
         events = vary(events, draw)
         done += 1
         try:
             with reached:
                 play(events, settings)
         except Exception as problem:
-            told = "\n".join(f"  {what} over {link}: {message}" for what, link, message in events)
-            raise AssertionError(f"{problem!r} (fuzz seed {seed}, input {done})\n{told}\n{settings}") from problem
+            result = "\n".join(f"  {what} over {link}: {message}" for what, link, message in events)
+            raise AssertionError(f"{problem!r} (fuzz seed {seed}, input {done})\n{result}\n{settings}") from problem
         if reached.new:
-            kept.append((events, settings))
+            stored.append((events, settings))
     return done, len(reached.all)
 
 
 def fuzz_bytes(name: str, seed: int, rounds: int) -> None:
-    """Around valid bytes, at random: what is done where atheris is not installed."""
+    """Fuzz with random changes of valid bytes; used if atheris is not installed."""
     draw, seeds = random.Random(seed), corpus()
     for _ in range(rounds):
         BYTES[name](mutate(draw.choice(seeds), draw))

@@ -1,7 +1,7 @@
 """All mutants of one module in one process: `python -m tests.soak.mutant_loop MODULE SECONDS TEST...`, in a copy of the tree.
 
-mutmut makes the mutants, all into one file, where a word says which one is meant. Collecting the tests once and running them
-again for each mutant costs far less than a process for each: the core has no state but what a test makes.
+mutmut writes all mutants into one file, in which a variable selects the active one. Collecting the tests once and running them
+for each mutant is much faster than a process for each, and is possible because the core has no global state.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from mutmut.mutation.file_mutation import mutate_file_contents  # type: ignore[i
 from mutmut.mutation.trampoline import set_mutant_under_test  # type: ignore[import-not-found,unused-ignore]
 from mutmut.state import state  # type: ignore[import-not-found,unused-ignore]
 
-MUTANT_S = 5  # of a processor; a mutant that takes longer goes round in circles
+MUTANT_S = 5  # seconds of CPU time; a mutant that takes longer counts as an endless loop
 KEY = re.compile(r"\['(\S+__mutmut_\d+)'\] = ")
 
 
 class Endless(BaseException):
-    """Not to be caught by a test."""
+    """Not caught by tests, because it is not an Exception."""
 
 
 def _enough(signum: int, frame: FrameType | None) -> None:
@@ -36,11 +36,11 @@ def _enough(signum: int, frame: FrameType | None) -> None:
 
 
 class Loop:
-    """Instead of pytest's own: every mutant, with the tests that reach its function, until one fails."""
+    """Replacement for pytest's loop: runs, for every mutant, the tests that reach its function, until one fails."""
 
     def __init__(self, module: str, source: str, seconds: float) -> None:
         self.module, self.mutants, self.seconds = module, KEY.findall(source), seconds
-        random.Random(1).shuffle(self.mutants)  # where the time does not suffice, those that were tried are a fair sample
+        random.Random(1).shuffle(self.mutants)  # if the time is not sufficient, the tried ones are a fair sample
         functions = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.FunctionDef)]
         self.lines = {f.name: source.splitlines()[f.lineno : f.end_lineno] for f in functions}
 
@@ -66,7 +66,7 @@ class Loop:
         return True
 
     def _reached(self, items: list[pytest.Item]) -> dict[str, list[pytest.Item]]:
-        """By function: the tests that call it. All must pass without a mutant."""
+        """Return the tests that call each function; all must pass without a mutant."""
         found: dict[str, list[pytest.Item]] = defaultdict(list)
         set_mutant_under_test("stats")
         for item in items:

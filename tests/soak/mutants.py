@@ -1,7 +1,7 @@
 """Mutation testing of the core with mutmut: `python -m tests.soak.mutants [MODULE...]`, in a copy of the tree under `mutants/`.
 
-Each mutant is the core with one small change; a test that fails kills it. A mutant that survives is a change nobody would have
-noticed: either a test is missing, or the change makes no difference. `make peers` brings mutmut into an environment of its own.
+Each mutant is the core with one small change; a failing test kills it. If a mutant survives, either a test is missing, or the
+change makes no difference. `make peers` installs mutmut into its own environment.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ JOB = (
     *("test_job_plan", "test_pod_builder", "test_job_resize", "test_job_status"),
     *("test_plan_steps", "test_plan_builder", "test_scaling_states", "test_status_content"),
 )
-TESTS = {  # of each module: those that are about it
+TESTS = {  # tests of each module
     "incidents": ("test_incident_log",),
     "cluster.state": (
         "test_lifecycle",
@@ -82,13 +82,11 @@ TESTS = {  # of each module: those that are about it
     "jobs.status": JOB,
     "jobs.failure_policy": JOB,
 }
-SLOW = (
-    "not simulated and not dropouts and not never_two_believe"  # left out: what runs whole federations, or takes long otherwise
-)
+SLOW = "not simulated and not dropouts and not never_two_believe"  # left out: slow tests, and those that run whole federations
 
 
 def prepare() -> None:
-    """A copy of the tree, in which files may change."""
+    """Return a copy of the tree in which files may change."""
     shutil.rmtree(TREE, ignore_errors=True)
     TREE.mkdir()
     for name in ("src", "tests", "examples"):

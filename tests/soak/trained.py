@@ -1,8 +1,8 @@
 """A real training under `covey chaos`, against the same training undisturbed: `python -m tests.soak.trained --minutes 10`.
 
-Four ranks with everything that could make two runs differ (`tests.processes.healing`). The logs and checkpoints lie on a small
-file system of their own where that can be mounted, so that the disk can be filled. When the chaos is over the training is told
-its last step; its hash must then be that of a training of as many steps that nobody disturbed.
+Four ranks with all usual sources of differences between runs (`tests.processes.healing`). The logs and checkpoints are on their
+own small file system, if it can be mounted, so that the disk can be filled. When the chaos ends, the training gets its last
+step; its hash must then be that of an undisturbed training of as many steps.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 from tests.processes import healing
 from tests.processes.command import Shell, shells
 from tests.processes.harness import Process
-from tests.soak.chaos_command import harm, parser, table, words
+from tests.soak.chaos_command import chaos_arguments, harm, parser, table
 
 WORLD = 4
-PACE_S = 0.02  # of a step, beside what it computes
-SILENCE_S = 6  # shorter than the longest stop, longer than a busy machine takes to start a scheduler again
+PACE_S = 0.02  # seconds added to each step
+SILENCE_S = 6  # shorter than the longest stop, longer than the restart of a scheduler on a busy machine
 LONG_S = 600.0
 STEPS_MAX = 10**7
 MORE_STEPS = 60  # after the chaos
@@ -45,10 +45,10 @@ assert SCRIPT != healing.SCRIPT
 
 @contextlib.contextmanager
 def small_disk(folder: Path, megabytes: int = 64) -> Iterator[bool]:
-    """Mount a file system for what a run writes; yield False, and mount none, if this user may not."""
+    """Mount a file system for the output of a run; yield False, and mount none, if this user may not."""
     folder.mkdir(exist_ok=True)
-    words = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(folder)]
-    mounted = os.geteuid() == 0 and subprocess.run(words, capture_output=True).returncode == 0
+    arguments = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(folder)]
+    mounted = os.geteuid() == 0 and subprocess.run(arguments, capture_output=True).returncode == 0
     try:
         yield mounted
     finally:
@@ -57,27 +57,27 @@ def small_disk(folder: Path, megabytes: int = 64) -> Iterator[bool]:
 
 
 class Course(NamedTuple):
-    """How the training is run, in both lives."""
+    """Options of the training, for both runs."""
 
     world: int = WORLD
     spares: int = 0
-    loaders: int = 0  # processes that load each rank's data
+    loaders: int = 0  # data loader processes per rank
 
     def start(self, shell: Shell, marks: Path, *options: str, **env: str) -> Process:
         shell.script(SCRIPT, "train.py")
         spares = ["--spares", str(self.spares)] if self.spares else []
-        words = ["run", "-n", str(self.world), *spares, *options, "train.py", str(marks)]
-        return shell.covey(*words, env={"STEPS": str(STEPS_MAX), "LOADERS": str(self.loaders), **env})
+        arguments = ["run", "-n", str(self.world), *spares, *options, "train.py", str(marks)]
+        return shell.covey(*arguments, env={"STEPS": str(STEPS_MAX), "LOADERS": str(self.loaders), **env})
 
 
 def disturbed(shell: Shell, course: Course, silence_s: int, *chaos: str) -> tuple[dict[str, Any], int]:
-    """The training with faults until they are over; what `covey chaos --json` said, and its last step."""
+    """Run the training with faults until they end; return the JSON of `covey chaos`, and the last step."""
     marks = shell.logs / "marks"
     marks.mkdir()
     env = {"COVEY_STRATEGY": healing.LADDER, "PACE": str(PACE_S), "COVEY_FAULT_CLOCK": str(shell.folder / "clock")}
     run = course.start(shell, marks, "--node-timeout", str(silence_s), **env)
     for rank in range(course.world):
-        shell.heard(rank, "BEGINS at 0")
+        shell.wait_for_log(rank, "BEGINS at 0")
     found = harm(shell, *chaos)
     assert run.alive, f"the run ended under faults of seed {found['seed']}\n{run.tail()}"
     last = max(node["step"] for node in shell.nodes()) + MORE_STEPS
@@ -87,24 +87,24 @@ def disturbed(shell: Shell, course: Course, silence_s: int, *chaos: str) -> tupl
 
 
 def say_last(marks: Path, step: int) -> None:
-    """In one move: every rank sees all of it or nothing, and none has come that far."""
+    """Write the file atomically, before any rank reaches the last step."""
     (marks / "last.new").write_text(str(step))
     (marks / "last.new").rename(marks / "last")
 
 
 def undisturbed(shell: Shell, course: Course, last: int) -> str:
-    """The hash of the same training, alone."""
+    """Return the hash of the same training without faults."""
     shell.logs.mkdir(exist_ok=True)
     marks = shell.logs / "marks"
     marks.mkdir()
     say_last(marks, last)
     run = course.start(shell, marks)
     assert run.wait(LONG_S) == 0, run.tail()
-    return healing.outcome(shell, course.world)
+    return healing.final_hash(shell, course.world)
 
 
 def prove(folder: Path, silence_s: int, *chaos: str, course: Course = Course()) -> tuple[dict[str, Any], int]:  # noqa: B008
-    """Both trainings; what happened to the first, and their last step. Fails if their results differ by a bit."""
+    """Run both trainings; return the faults and the last step. Fails if the results differ by a bit."""
     hashes: list[str] = []
     found: dict[str, Any] = {}
     last = 0
@@ -113,7 +113,7 @@ def prove(folder: Path, silence_s: int, *chaos: str, course: Course = Course()) 
             with small_disk(shell.logs):
                 if name == "disturbed":
                     found, last = disturbed(shell, course, silence_s, *chaos)
-                    hashes.append(healing.outcome(shell, course.world))
+                    hashes.append(healing.final_hash(shell, course.world))
                 else:
                     hashes.append(undisturbed(shell, course, last))
     assert hashes[0] == hashes[1], f"the results differ after {found['strikes']} faults (seed {found['seed']})"
@@ -127,17 +127,17 @@ def main() -> int:
     wanted.add_argument("--loaders", type=int, default=0)
     options = wanted.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        began = time.monotonic()
+        started_at = time.monotonic()
         course = Course(options.world, options.spares, options.loaders)
-        found, last = prove(Path(folder), SILENCE_S, *words(options), course=course)
+        found, last = prove(Path(folder), SILENCE_S, *chaos_arguments(options), course=course)
         print(table(found))
         print("\n".join(f"  {count:4d}  {cause}" for cause, count in causes(found).most_common()))
-        print(f"{found['strikes']} faults, {last} steps, bitwise equal; {time.monotonic() - began:.0f} s in all")
+        print(f"{found['strikes']} faults, {last} steps, bitwise equal; {time.monotonic() - started_at:.0f} s in all")
     return 0
 
 
 def causes(found: dict[str, Any]) -> Counter[str]:
-    """Why there were recoveries, numbers left out."""
+    """Return the causes of the recoveries, without numbers."""
     return Counter(re.sub(r"\d+(\.\d+)?", "N", incident["cause"])[:100] for incident in found["recoveries"])
 
 

@@ -1,9 +1,9 @@
-"""The agent's shell: covey's process on a host, parent of its workers.
+"""The agent: covey's process on a host, parent of the workers there.
 
-It brings its workers to the scheduler as places to fill, starts what it is told to start, and says who ended and how. A
-`DesiredChildren` is what should run, not an order to run it: an agent that hears it again after a lost link has nothing to do,
-and one that hears of a newer generation ends what runs of the older one first. Its children speak to the scheduler through it
-(`relay`).
+The agent registers its host's slots, starts the children that the scheduler requests, and reports their exits.
+`DesiredChildren` is the complete list of children that should run. The agent compares it with the running ones, so a repeated
+message after a reconnect has no effect, and children superseded by a newer incarnation are killed before their successors
+start. The children's messages to the scheduler pass through the agent (`relay`).
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ from covey.template_process.import_recorder import RECORD_IMPORTS_VARIABLE, read
 from covey.template_process.protocol import ChildSpec, Exit
 from covey.transport import address
 
-IMPORT_RECORDING_S: Final = 5.0  # when a first life has imported what it will
-STACK_DUMP_S: Final = 1.0  # for writing stacks
+IMPORT_RECORDING_S: Final = 5.0  # delay after which the first worker's recorded imports are read
+STACK_DUMP_S: Final = 1.0  # limit for a hanging child to write its stacks into its log
 STACK_DUMP_POLL_S: Final = 0.03
 TAIL_LINES: Final = 20
-SOURCE_MAX: Final = 1 << 20  # bytes of a script that is kept
+SOURCE_MAX: Final = 1 << 20  # bytes; a larger script is read again by each incarnation
 TAIL_BYTES: Final = 16 * 1024
 LINE_MAX: Final = 500
 
 
 class AgentJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What this host is to run."""
+    """The job of one host: command, number of workers and servers, directories."""
 
     command: list[str]
-    world: int
-    slots: int
-    servers: int = 0  # parameter servers
+    world: int  # MS_WORKER_NUM, workers of all hosts
+    slots: int  # workers of this host
+    servers: int = 0  # parameter servers of this host
     max_restarts: int = NO_HOST_LIMIT
     first_rank: int = -1
     module: bool = False
@@ -76,13 +76,13 @@ class AgentJob(msgspec.Struct, frozen=True, kw_only=True):
     log_dir: str
     log_name: str = "worker"
     separate_stderr: bool = False
-    cores: dict[int, list[int]] = {}  # by local rank
+    cores: dict[int, list[int]] = {}  # CPU cores by local rank; empty: not bound
     job: str = ""
     role_name: str = "default"
 
 
 class RunOutcome(msgspec.Struct, frozen=True):
-    """How the run ended."""
+    """Outcome of the run on this host: exit code, reason, and the failure that caused it."""
 
     code: int
     reason: str
@@ -90,48 +90,49 @@ class RunOutcome(msgspec.Struct, frozen=True):
 
 
 class Agent:
-    """One host's part of a run. `run` returns when it is over and no process of it is left."""
+    """The agent of one host. `run` returns when the run has ended and all child processes have exited."""
 
-    def __init__(self, job: AgentJob, settings: Settings, door: SchedulerAddress, environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, job: AgentJob, settings: Settings, scheduler_address: SchedulerAddress, environ: Mapping[str, str]
+    ) -> None:
         self._job = job
         self._settings = settings
-        self._scheduler_address = door
+        self._scheduler_address = scheduler_address
         self._environ = environ
         self._children = Children(on_exit=self._on_child_exit, fork=job.fork, preload=job.preload)
-        self._template_importing = job.fork  # its template still imports
+        self._template_importing = job.fork
         self._runtime: NodeRuntime | None = None
         self._grace_s = settings.grace_s
-        self._running: dict[str, Assignment] = {}  # by the process's name; a spare's may have become a worker
-        self._exit_reports: list[ChildExited] = []  # of this generation; said again to a scheduler that was away
-        self._leave_reason = ""  # why this host left, if it did
+        self._running: dict[str, Assignment] = {}  # by process name; the assignment of a promoted spare is a worker's
+        self._exit_reports: list[ChildExited] = []  # of the current incarnations; resent after each registration
+        self._leave_reason = ""  # empty while this host has not left
         self._script_source = _read_script_source(job)
         self._temp_directory = TempDirectory("agent")
         self._relay = ChildRelay()
         self._recorded_imports_path = Path(self._temp_directory.name) / "imports"
-        self._pids: dict[str, int] = {}  # by the process's name, as in _running; the newest of each
-        self._script_errors: dict[
-            int, ScriptError
-        ] = {}  # by a worker's number: the newest uncaught exception of those that exited
+        self._pids: dict[str, int] = {}  # newest pid by process name, as in _running
+        # newest uncaught exception of an exited process, by worker number
+        self._script_errors: dict[int, ScriptError] = {}
         self._preload_task: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._started_incarnations: dict[str, int] = {}  # by the child's name: the newest incarnation that was started
-        self._desired_children: DesiredChildren | None = None  # the newest: what should run is a level, an older one is no news
+        self._started_incarnations: dict[str, int] = {}  # newest started incarnation by child name
+        self._desired_children: DesiredChildren | None = None  # the newest only: each message is complete
         self._desired_changed = asyncio.Event()
         self._outcome: asyncio.Future[RunOutcome] = asyncio.get_running_loop().create_future()
-        self._start_lock = asyncio.Lock()  # a process that is being born runs already, and must be asked to leave too
+        self._start_lock = asyncio.Lock()  # held during a start, so that a drain also signals a child that is just being forked
         self._is_leaving = False
-        self._draining_message: Draining | None = None  # said again to a scheduler that was away
-        self._log_read_tasks: list[asyncio.Task[None]] = []  # answers about logs under way
-        self.hosts_scheduler = False  # it goes with this host
+        self._draining_message: Draining | None = None  # resent after each registration
+        self._log_read_tasks: list[asyncio.Task[None]] = []
+        self.hosts_scheduler = False  # the scheduler is a child of this agent and leaves with the host
         self.on_start: Callable[[DesiredChildren], None] = lambda start: None
 
     async def prepare(self) -> None:
-        """Start what takes longest, before anything else is done."""
+        """Open the children and the relay; the template begins its imports, which are the longest part of a start."""
         await self._children.open()
         await self._relay.open(self._temp_directory.name)
 
     async def run(self) -> RunOutcome:
         settings, job = self._settings, self._job
-        wish = RegisterAgent(
+        registration = RegisterAgent(
             agent=uuid.uuid4().hex[:12],
             instance_id=uuid.uuid4().hex,
             host=host_identity.describe_host(settings.host_id, settings.worker_ip, settings.host_life),
@@ -147,12 +148,12 @@ class Agent:
             template_importing=self._template_importing,
         )
         self._runtime = NodeRuntime(
-            wish,
+            registration,
             make_node_settings(settings, self._scheduler_address),
             self._scheduler_address,
             deliver=self._on_scheduler_message,
             finished=self._on_membership_end,
-            beat=self._relay.take_heartbeats,
+            make_heartbeat=self._relay.take_heartbeats,
             relay=self._relay,
         )
         starter = asyncio.create_task(self._run_desired_children())
@@ -171,7 +172,7 @@ class Agent:
         return outcome
 
     async def _report_template_ready(self) -> None:
-        """A training that runs need not wait for what this host imports."""
+        """Send `TemplateReady` when the template's imports are complete; a resize does not wait for this host until then."""
         await self._children.preload(())
         if self._template_importing:
             self._template_importing = False
@@ -184,18 +185,18 @@ class Agent:
 
     @property
     def is_disconnected(self) -> bool:
-        """Whether no scheduler can be reached just now."""
+        """Whether the agent has no connection to a scheduler."""
         return self._runtime is not None and self._runtime.connection_fd() < 0
 
     def stop_cluster(self, reason: str) -> None:
-        """Ask the scheduler to end the whole cluster; if it cannot be asked, end this host's part."""
+        """Request the end of the whole cluster; if there is no connection to the scheduler, end this host's part only."""
         assert self._runtime is not None
         if not self._runtime.try_send(StopRequest(reason)):
             self.finish_run(RunOutcome(ExitCode.STOPPED, reason))
 
     def drain_host(self, number: int) -> None:
-        """This host is asked to go: its workers are asked first and have the grace period. One that finished its step hands its
-        rank over to another host, where there is one."""
+        """Leave the cluster after the signal `number`: pass it to the workers, and kill those still running after the grace
+        period. If another host has room, a worker that finished its step hands its rank over to it."""
         assert self._runtime is not None
         reason = f"the agent was asked to leave ({signal.Signals(number).name})"
         self._draining_message = Draining(reason, scheduler_leaves=self.hosts_scheduler)
@@ -211,16 +212,16 @@ class Agent:
         self._runtime.leave(128 + number, reason)
 
     def signal(self, number: int) -> None:
-        """To all workers of this host, and what they have started."""
+        """Send a signal to the process groups of all workers on this host."""
         self._children.signal_all(number)
 
     def kill_all(self) -> None:
-        """End everything at once, in no order (the second Ctrl-C)."""
-        self._grace_s = 0.0  # for a worker that is just being started
+        """Kill all children immediately (the second Ctrl-C) and finish the run."""
+        self._grace_s = 0.0  # a worker that is just being started gets none either
         self._children.signal_all(signal.SIGKILL)
         self.finish_run(RunOutcome(128 + signal.SIGINT, "interrupted twice: everything was killed"))
 
-    # -- what the scheduler says -------------------------------------------------------------------------------------
+    # -- messages of the scheduler -----------------------------------------------------------------------------------
 
     def _on_scheduler_message(self, message: FromScheduler) -> None:
         if isinstance(message, DesiredChildren):
@@ -228,7 +229,7 @@ class Agent:
             self._desired_children = message
             self._desired_changed.set()
         elif isinstance(message, Registered):
-            if self._draining_message is not None:  # before the ends of its workers, which are judged by it
+            if self._draining_message is not None:  # before the exits, because the scheduler judges them by it
                 self._send_to_scheduler(self._draining_message)
             if not self._template_importing:
                 self._send_to_scheduler(TemplateReady())
@@ -240,28 +241,28 @@ class Agent:
         elif isinstance(message, KillChild):
             for name, child in self._running.items():
                 if (child.role, child.node_id, child.incarnation) == (message.role, message.node_id, message.incarnation):
-                    log.warning("%s is killed, as asked", child.name)
+                    log.warning("killing %s: requested by the scheduler", child.name)
                     self._children.signal(name, signal.SIGKILL)
         elif isinstance(message, ReadLog):
             self._log_read_tasks.append(asyncio.create_task(self._read_log(message)))
             self._log_read_tasks = [task for task in self._log_read_tasks if not task.done()]
 
-    async def _read_log(self, asked: ReadLog) -> None:
-        """Only of its own children, and where this agent put it: no path comes from outside."""
+    async def _read_log(self, request: ReadLog) -> None:
+        """Reply with a chunk of a child's log. The path is computed here and never taken from the request."""
         assert self._runtime is not None
-        number = asked.node_id
-        if f"{asked.role}:{number}" not in self._started_incarnations or not number.isdecimal():
-            told = LogChunk(asked.request_number, failure=f"{asked.role}:{number} was never started on this host")
+        number = request.node_id
+        if f"{request.role}:{number}" not in self._started_incarnations or not number.isdecimal():
+            reply = LogChunk(request.request_number, failure=f"{request.role}:{number} was never started on this host")
         else:
-            told = await asyncio.to_thread(log_reader.read_log_chunk, self.log_path(int(number), asked.role), asked)
-        self._runtime.try_send(told)
+            reply = await asyncio.to_thread(log_reader.read_log_chunk, self.log_path(int(number), request.role), request)
+        self._runtime.try_send(reply)
 
     def _on_membership_end(self, finish: EndMembership) -> None:
         failure = finish.message.failure if isinstance(finish.message, ClusterEnded) else None
         self.finish_run(RunOutcome(finish.code, self._leave_reason or finish.reason, failure))
 
     def finish_run(self, outcome: RunOutcome) -> None:
-        """The run is over for this host; the first word counts."""
+        """End the run on this host with `outcome`. Calls after the first have no effect."""
         if not self._outcome.done():
             self._outcome.set_result(outcome)
 
@@ -281,32 +282,35 @@ class Agent:
             except CoveyError as error:
                 self._leave_with_error(error.exit_code, str(error))
             except OSError as error:
-                self._leave_with_error(ExitCode.DISK, f"a worker cannot be started: {explain_os_error(error)}")
-            except Exception as error:  # a bug: whoever waits for what this host should run must not wait for ever
-                self._leave_with_error(ExitCode.PEER_FAILED, f"nothing more can be started on this host: {error!r}")
+                self._leave_with_error(ExitCode.DISK, f"cannot start a worker: {explain_os_error(error)}")
+            except Exception as error:  # a bug: leave, so that the scheduler does not wait for this host's children
+                self._leave_with_error(ExitCode.PEER_FAILED, f"cannot start workers on this host: {error!r}")
                 raise
 
     def _leave_with_error(self, code: int, reason: str) -> None:
-        """This host's part is over, and the scheduler hears why: others may take over at once."""
+        """Leave the cluster and send the reason, so that other hosts can take over immediately."""
         assert self._runtime is not None
         self._leave_reason = reason
         self._runtime.leave(code, reason)
 
     async def _end_superseded_children(self, start: DesiredChildren) -> None:
-        """Lives that a newer incarnation replaces, or that nobody wants any more."""
+        """Kill the children that a newer incarnation replaces or that are not in `start` any more, after a dump of their
+        stacks."""
         wanted = {assignment.name: assignment.incarnation for assignment in start.assignments}
         running = self._running.items()
-        over = [name for name, child in running if wanted.get(child.name, child.incarnation + 1) > child.incarnation]
-        lives = {name: self._running.pop(name) for name in over}
-        self._exit_reports = [
-            said for said in self._exit_reports if wanted.get(f"{said.role}:{said.node_id}", 0) <= said.incarnation
+        superseded_names = [
+            name for name, child in running if wanted.get(child.name, child.incarnation + 1) > child.incarnation
         ]
-        if over:
-            await self._dump_stacks(lives)
-            await self._children.end(over, grace_s=0)  # nothing they do counts any more
+        superseded = {name: self._running.pop(name) for name in superseded_names}
+        self._exit_reports = [
+            report for report in self._exit_reports if wanted.get(f"{report.role}:{report.node_id}", 0) <= report.incarnation
+        ]
+        if superseded_names:
+            await self._dump_stacks(superseded)
+            await self._children.end(superseded_names, grace_s=0)
 
     def _adopt_promoted_spares(self, start: DesiredChildren) -> None:
-        """Spares that have become workers. One whose process was gone by then died as a worker."""
+        """Record spares that were promoted to workers. If a spare has exited already, report the exit of the worker."""
         for child in start.assignments:
             if not child.promoted_from or self._started_incarnations.get(child.name, 0) >= child.incarnation:
                 continue
@@ -315,36 +319,35 @@ class Agent:
                 self._running[child.promoted_from] = child
                 self._children.bind_to_cores(child.promoted_from, self._job.cores.get(child.local_rank, []))
             else:
-                said = [e for e in self._exit_reports if f"{e.role}:{e.node_id}.{e.incarnation}" == child.promoted_from]
+                reports = [e for e in self._exit_reports if f"{e.role}:{e.node_id}.{e.incarnation}" == child.promoted_from]
                 code, reason, error = (
-                    (said[-1].code, said[-1].reason, said[-1].error) if said else (ExitCode.PEER_FAILED, "", None)
+                    (reports[-1].code, reports[-1].reason, reports[-1].error) if reports else (ExitCode.PEER_FAILED, "", None)
                 )
-                reason = f"it was {child.promoted_from}, which was gone already ({reason or f'code {code}'})"
+                reason = f"{child.promoted_from} exited before it was promoted ({reason or f'code {code}'})"
                 self._report_child_exit(child, code or ExitCode.PEER_FAILED, reason, error)
 
-    async def _dump_stacks(self, lives: Mapping[str, Assignment]) -> None:
-        """Where a process that hangs is hanging belongs into its log; one that was stopped must run to say so."""
-        names = list(lives)
-        apart = self._job.separate_stderr
+    async def _dump_stacks(self, superseded: Mapping[str, Assignment]) -> None:
+        """Let each process write its stacks into its log, and wait until the logs no longer grow (at most `STACK_DUMP_S`). A
+        stopped process is continued, because it cannot write otherwise."""
+        names = list(superseded)
+        separate = self._job.separate_stderr
         paths = [
-            Path(self.error_log_path(a.node_number, a.role) if apart else self.log_path(a.node_number, a.role))
-            for a in lives.values()
+            Path(self.error_log_path(a.node_number, a.role) if separate else self.log_path(a.node_number, a.role))
+            for a in superseded.values()
         ]
         before = sizes = [_file_size(path) for path in paths]
         for name in names:
             self._children.signal(name, STACK_SIGNAL)
             self._children.signal(name, signal.SIGCONT)
-        for _ in range(
-            int(STACK_DUMP_S / STACK_DUMP_POLL_S)
-        ):  # nobody says when it is done: each log has grown, and grows no more
+        for _ in range(int(STACK_DUMP_S / STACK_DUMP_POLL_S)):  # the end of a dump is not signalled: poll the size of the logs
             await asyncio.sleep(STACK_DUMP_POLL_S)
             earlier, sizes = sizes, [_file_size(path) for path in paths]
-            silent = [name for name, size, begun in zip(names, sizes, before, strict=True) if size == begun]
+            silent = [name for name, size, initial in zip(names, sizes, before, strict=True) if size == initial]
             if sizes == earlier and not any(self._children.pid(name) for name in silent):
                 return
 
     async def _restore_relay_socket(self) -> None:
-        """Where what clears temporary folders has removed it, the next life has another to find its agent in."""
+        """Open another relay socket if the present one was removed, for example by a cleaner of temporary directories."""
         if not self._relay.has_socket:
             if not self._temp_directory.exists:
                 self._temp_directory = TempDirectory("agent")
@@ -355,13 +358,13 @@ class Agent:
         for assignment in start.assignments:
             if assignment.incarnation == 1 and assignment.name not in self._started_incarnations:
                 with open_outputs(self._make_child_spec(assignment, again=False)):
-                    pass  # emptied before anyone reads it: what an earlier run left there is not this one's
+                    pass  # truncate the log of an earlier run before it is displayed
         self.on_start(start)
         for assignment in start.assignments:
             name = assignment.name
             if self._is_leaving or self._started_incarnations.get(name, 0) >= assignment.incarnation:
                 continue
-            again = assignment.incarnation > 1  # its log goes on, also where the life before was another host's
+            again = assignment.incarnation > 1  # append to the log, even if the previous incarnation ran on another host
             self._started_incarnations[name] = assignment.incarnation
             spec = self._make_child_spec(assignment, again)
             self._running[spec.name] = assignment
@@ -387,7 +390,7 @@ class Agent:
             self._send_to_scheduler(ChildStarted(assignment.node_id, assignment.incarnation, pid, assignment.role))
 
     async def _preload_recorded_imports(self) -> None:
-        """What the first life has imported by now, the template imports too, for later ones."""
+        """Let the template import what the first worker has imported after `IMPORT_RECORDING_S`, for later incarnations."""
         await asyncio.sleep(IMPORT_RECORDING_S)
         await self._children.preload(read_recorded_imports(self._recorded_imports_path))
 
@@ -408,15 +411,16 @@ class Agent:
         )
 
     def log_path(self, number: int, role: Role = Role.WORKER) -> str:
-        """Where a child's output goes. `number` is its node id, the rank it had first: a child keeps its log when its rank
-        changes. Nobody rotates it."""
+        """Return the path of a child's output. `number` is its node id, which is its first rank: the path stays when the rank
+        changes. covey does not rotate the file."""
         return str(Path(self._job.log_dir) / f"{self._log_name(role)}_{number}.log")
 
     def _log_name(self, role: Role) -> str:
         return {Role.WORKER: self._job.log_name, Role.SPARE: "spare"}.get(role, "server")
 
     def _promoted_log_variables(self, separate: bool) -> dict[str, str]:
-        """Where a spare's output goes once it is a worker."""
+        """Return the variables that name a spare's output files after a promotion; `{}` in them stands for the worker's
+        number."""
         start = str(Path(self._job.log_dir) / self._job.log_name) + "_{}"
         return {SPARE_VARIABLE: f"{start}.log"} | ({SPARE_STDERR_VARIABLE: f"{start}.err.log"} if separate else {})
 
@@ -425,18 +429,18 @@ class Agent:
         return self._job.separate_stderr
 
     def error_log_path(self, number: int, role: Role = Role.WORKER) -> str:
-        """Where a child's stderr goes, if it is kept apart."""
+        """Return the path of a child's stderr. Used only if `separates_stderr`."""
         return self.log_path(number, role).removesuffix(".log") + ".err.log"
 
     def _on_child_exit(self, ended: Exit) -> None:
         error = exception_record.read_error(self._temp_directory.name, ended.pid)
         known = self._running.get(ended.name)
         if error is not None and known is not None and known.role is Role.WORKER:
-            self._script_errors[known.node_number] = error  # before the file is removed
+            self._script_errors[known.node_number] = error
         exception_record.remove_error(self._temp_directory.name, ended.pid)
         self._pids.pop(ended.name, None)
         if known is None:
-            return  # of a generation that is over
+            return  # superseded: the exit is not reported
         child, failed = self._running.pop(ended.name), ended.code != 0
         self._report_child_exit(child, ended.code, ended.reason if failed else "", error if failed else None)
 
@@ -451,37 +455,40 @@ class Agent:
     def _report_child_exit(self, child: Assignment, code: int, reason: str, error: ScriptError | None = None) -> None:
         path = self.log_path(child.node_number, child.role)
         tail = tail_lines(path) if code else []
-        said = ChildExited(child.node_id, child.incarnation, code, reason, tail, path, child.role, error)
-        self._exit_reports.append(said)
+        report = ChildExited(child.node_id, child.incarnation, code, reason, tail, path, child.role, error)
+        self._exit_reports.append(report)
         self._relay.flush_heartbeats()
-        self._send_to_scheduler(said)
+        self._send_to_scheduler(report)
 
     def _send_to_scheduler(self, message: TemplateReady | ChildStarted | ChildExited | Draining) -> None:
         assert self._runtime is not None
         if not self._runtime.try_send(message):
-            log.debug("the scheduler is away; it will be told later: %s", message)
+            log.debug("not connected to the scheduler, sent after the next registration: %s", message)
 
 
 def _read_script_source(job: AgentJob) -> bytes | None:
-    """The script as the run begins: who edits it meanwhile means the next run, and a later life must do what the others do."""
+    """Return the script as it is at the start of the run; None for a module, an unreadable or a larger file.
+
+    A replacement must run the same code as the other ranks, even if the user has edited the file since.
+    """
     path = Path(job.cwd, job.command[0])
     if job.module or not path.is_file() or path.stat().st_size > SOURCE_MAX:
         return None
     try:
         return path.read_bytes()
-    except OSError:  # who runs it says so
+    except OSError:  # running it reports the error
         return None
 
 
 def _file_size(path: Path) -> int:
     try:
         return path.stat().st_size
-    except OSError:  # removed by somebody: what is written there cannot be seen
+    except OSError:  # the file was removed
         return 0
 
 
 def tail_lines(path: str) -> list[str]:
-    """The end of a log, for the report of a failure."""
+    """Return the last lines of a log for a failure report: at most `TAIL_LINES`, each at most `LINE_MAX` characters."""
     try:
         with Path(path).open("rb") as file:
             file.seek(0, 2)

@@ -1,12 +1,12 @@
-"""The agent's relay: one link to the scheduler for all its children.
+"""The agent's relay: one connection to the scheduler for all children of the agent.
 
-A child connects to a socket in its agent's folder. What it says is carried to the scheduler at once, in an envelope with the
-number of its connection, and what it is told comes back the same way. Only beats are gathered: the newest of each child goes
-with the agent's own beat, or before it where a child's progress is news. A child that did not beat is left out, so that its
-silence is its own.
+A child connects to a Unix socket in the agent's directory. The relay forwards its messages to the scheduler immediately, in an
+envelope with the number of the child's connection, and the scheduler's messages back to the child. Only heartbeats are batched:
+the newest of each child is sent with the agent's own heartbeat, or earlier if the child's progress has changed. A child without
+a heartbeat is not in the batch, so its missed heartbeats are detected although the agent's arrive.
 
-Numbers belong to one link of the agent's. When that is lost every child is told, and registers anew on the next one.
-A child that sends what no child sends, or more than the scheduler takes, is cut off alone.
+The numbers are valid for one connection of the agent. When it is lost, the relay notifies every child, and each registers again
+on the next connection. A child that violates the protocol, or sends more than the scheduler can receive, is disconnected alone.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from covey.transport.connection import Connection, Listener
 from covey.transport.framing import from_child_decoder
 
 SOCKET_NAME: Final = "relay"
-UNSENT_MAX: Final = 16 * 1024 * 1024  # bytes that wait for the scheduler, before a child that says more is cut off
+UNSENT_MAX: Final = 16 * 1024 * 1024  # unsent bytes above which a child that sends more is disconnected
 NEVER: Final = float("-inf")
 
 
 class RelayUplink(Protocol):
-    """What the relay needs of the agent's own membership."""
+    """Interface of the agent's connection to the scheduler, as the relay uses it."""
 
     address: str
     silence_s: float
@@ -60,29 +60,30 @@ class RelayUplink(Protocol):
 
 
 class ChildConnection:
-    """One connection of a child. `number` is 0 until it has registered since the scheduler was reached."""
+    """One connection of a child. `number` is 0 until the child registers over the agent's present connection."""
 
     __slots__ = ("acknowledged_at", "connection", "last_sent_at", "number", "reported_progress")
 
-    def __init__(self, link: Connection) -> None:
-        self.connection = link
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
         self.number = 0
         self.reported_progress = Progress()
-        self.last_sent_at = NEVER  # when its newest sign of life went to the scheduler
-        self.acknowledged_at = NEVER  # when one went that surely arrived
+        self.last_sent_at = NEVER  # loop time at which its newest heartbeat or registration was sent
+        self.acknowledged_at = NEVER  # send time of its newest message that was acknowledged
 
     def update_acknowledged(self, acknowledged_at: float) -> None:
-        """Its newest sign of life has arrived if the scheduler's host acknowledged anything after it went."""
+        """Mark the newest message as acknowledged if the scheduler's host acknowledged anything sent at the same time or
+        later."""
         if acknowledged_at >= self.last_sent_at:
             self.acknowledged_at = self.last_sent_at
 
 
 class ChildRelay:
-    """The children's door to the scheduler. Everything here runs in the agent's loop."""
+    """The relay of one agent. All methods run in the agent's event loop."""
 
     def __init__(self) -> None:
-        self.socket_path = ""  # of its socket
-        self.host_count = 1  # that speak to the scheduler as this one does
+        self.socket_path = ""
+        self.host_count = 1  # hosts of the cluster; sets the interval of progress updates
         self._connections: dict[Connection, ChildConnection] = {}
         self._by_number: dict[int, ChildConnection] = {}
         self._last_number = 0
@@ -91,11 +92,11 @@ class ChildRelay:
         self._flush_timer: asyncio.TimerHandle | None = None
         self._uplink: RelayUplink | None = None
         self._scheduler_reachable = False
-        self._unreachable_reason = "the agent has not reached it yet"
+        self._unreachable_reason = "the agent has not connected to it yet"
         self._listeners: list[Listener] = []
 
     async def open(self, folder: str) -> None:
-        """Let children in. Only this user's processes can: the folder is the user's own."""
+        """Listen for children in `folder`, which only this user can access. Raises `UsageError` if the path is too long."""
         self.socket_path = f"{folder}/{SOCKET_NAME}"
         sock = socket.socket(socket.AF_UNIX)
         try:
@@ -103,7 +104,7 @@ class ChildRelay:
         except OSError as error:
             sock.close()
             raise UsageError(
-                f"workers cannot be given a socket at {self.socket_path} ({error}): set TMPDIR to a short path"
+                f"cannot listen for workers at {self.socket_path} ({error}): set TMPDIR to a shorter path"
             ) from None
         calls: dict[str, Any] = {
             "on_open": self._on_child_connected,
@@ -115,7 +116,7 @@ class ChildRelay:
 
     @property
     def has_socket(self) -> bool:
-        """Whether children find it: somebody may have removed it."""
+        """Whether the socket still exists in the file system."""
         return Path(self.socket_path).exists()
 
     def close(self) -> None:
@@ -123,17 +124,17 @@ class ChildRelay:
             listener.close()
         if self._flush_timer is not None:
             self._flush_timer.cancel()
-        for link in list(self._connections):
-            link.abort("the agent ended")
+        for connection in list(self._connections):
+            connection.abort("the agent ended")
         Path(self.socket_path).unlink(missing_ok=True)
 
-    # -- the agent's own link ----------------------------------------------------------------------------------------
+    # -- the agent's own connection ----------------------------------------------------------------------------------
 
     def on_scheduler_connected(self, uplink: RelayUplink) -> None:
-        """The scheduler is reached, and the agent has registered."""
+        """Notify the children that the agent is connected and registered; numbering starts over."""
         self._uplink, self._scheduler_reachable, self._last_number = uplink, True, 0
-        for caller in self._connections.values():
-            caller.connection.send(SchedulerReachable(uplink.address, uplink.silence_s))
+        for child in self._connections.values():
+            child.connection.send(SchedulerReachable(uplink.address, uplink.silence_s))
 
     def on_scheduler_lost(self, reason: str) -> None:
         self._unreachable_reason = reason
@@ -142,101 +143,102 @@ class ChildRelay:
         self._scheduler_reachable = False
         self._by_number.clear()
         self._pending_progress.clear()
-        for caller in self._connections.values():
-            caller.number, caller.reported_progress = 0, Progress()
-            caller.connection.send(SchedulerUnreachable(reason))
+        for child in self._connections.values():
+            child.number, child.reported_progress = 0, Progress()
+            child.connection.send(SchedulerUnreachable(reason))
 
     def forward_to_children(self, message: Any) -> bool:
-        """What came over the agent's link; whether it was for children alone."""
+        """Forward a message of the scheduler; return whether it was for children only."""
         if isinstance(message, ToChildrenEnvelope):
             for number in message.children:
                 if number in self._by_number:
                     self._by_number[number].connection.send(message.message)
         elif isinstance(message, DisconnectChild):
-            caller = self._remove_number(message.child)
-            if caller is not None:
-                caller.connection.close("the scheduler hung up")
+            child = self._remove_number(message.child)
+            if child is not None:
+                child.connection.close("the scheduler closed the connection")
         else:
             if isinstance(message, LeaderHeartbeat):
-                for caller in self._by_number.values():
-                    caller.connection.send(message)
+                for child in self._by_number.values():
+                    child.connection.send(message)
             return False
         return True
 
     # -- children ----------------------------------------------------------------------------------------------------
 
-    def _on_child_connected(self, link: Connection) -> None:
+    def _on_child_connected(self, connection: Connection) -> None:
         if len(self._connections) >= RELAYED_CONNECTIONS_MAX:
-            return link.abort(f"{RELAYED_CONNECTIONS_MAX} connections are open here")
-        self._connections[link] = ChildConnection(link)
+            return connection.abort(f"the agent has {RELAYED_CONNECTIONS_MAX} connections, which is the limit")
+        self._connections[connection] = ChildConnection(connection)
         if self._uplink is None or not self._scheduler_reachable:
-            return link.send(SchedulerUnreachable(self._unreachable_reason))
-        return link.send(SchedulerReachable(self._uplink.address, self._uplink.silence_s))
+            return connection.send(SchedulerUnreachable(self._unreachable_reason))
+        return connection.send(SchedulerReachable(self._uplink.address, self._uplink.silence_s))
 
-    def _on_child_message(self, link: Connection, message: FromChild | LastHeardRequest) -> None:
-        caller = self._connections.get(link)
-        if caller is None:  # cut off
+    def _on_child_message(self, connection: Connection, message: FromChild | LastHeardRequest) -> None:
+        child = self._connections.get(connection)
+        if child is None:  # disconnected
             return
         if isinstance(message, LastHeardRequest):
-            link.send(LastHeardReply(self._since_child_heard_s(caller)))
+            connection.send(LastHeardReply(self._since_child_heard_s(child)))
         elif isinstance(message, Register) and self._scheduler_reachable:
-            if not caller.number:
+            if not child.number:
                 self._last_number += 1
-                caller.number = self._last_number
-                self._by_number[caller.number] = caller
-            self._forward_to_scheduler(caller, message)
-            caller.last_sent_at = asyncio.get_running_loop().time()
-        elif not caller.number:
-            return  # said before it knew that the scheduler was lost: it will register, and say again what counts
+                child.number = self._last_number
+                self._by_number[child.number] = child
+            self._forward_to_scheduler(child, message)
+            child.last_sent_at = asyncio.get_running_loop().time()
+        elif not child.number:
+            return  # sent before the child received SchedulerUnreachable: it will register and resend what matters
         elif isinstance(message, Heartbeat):
-            self._on_heartbeat(caller, message.progress)
+            self._on_heartbeat(child, message.progress)
         else:
-            self._forward_to_scheduler(caller, message)
+            self._forward_to_scheduler(child, message)
 
-    def _forward_to_scheduler(self, caller: ChildConnection, message: FromChild) -> None:
+    def _forward_to_scheduler(self, child: ChildConnection, message: FromChild) -> None:
         assert self._uplink is not None
         if self._uplink.unsent_bytes() > UNSENT_MAX:
-            return self._disconnect_child(caller, f"it says more than the scheduler takes: {UNSENT_MAX} bytes wait")
-        self._uplink.try_send(FromChildEnvelope(caller.number, message))
+            return self._disconnect_child(child, f"more than {UNSENT_MAX} bytes are waiting to be sent to the scheduler")
+        self._uplink.try_send(FromChildEnvelope(child.number, message))
         return None
 
-    def _disconnect_child(self, caller: ChildConnection, reason: str) -> None:
-        log.warning("a worker's connection is closed: %s", reason)
-        caller.connection.abort(reason)
-        self._on_child_disconnected(caller.connection, reason)
+    def _disconnect_child(self, child: ChildConnection, reason: str) -> None:
+        log.warning("worker connection closed: %s", reason)
+        child.connection.abort(reason)
+        self._on_child_disconnected(child.connection, reason)
 
-    def _on_child_disconnected(self, link: Connection, reason: str) -> None:
-        caller = self._connections.pop(link, None)
-        if link.violated_protocol:
-            log.warning("a connection to the agent was closed: %s", reason)
-        if caller is not None and caller.number:
+    def _on_child_disconnected(self, connection: Connection, reason: str) -> None:
+        child = self._connections.pop(connection, None)
+        if connection.violated_protocol:
+            log.warning("connection to the agent closed: %s", reason)
+        if child is not None and child.number:
             assert self._uplink is not None
-            self._uplink.try_send(ChildDisconnected(caller.number, reason))
-            self._remove_number(caller.number)
+            self._uplink.try_send(ChildDisconnected(child.number, reason))
+            self._remove_number(child.number)
 
     def _remove_number(self, number: int) -> ChildConnection | None:
         self._pending_progress.pop(number, None)
-        caller = self._by_number.pop(number, None)
-        if caller is not None:
-            caller.number = 0
-        return caller
+        child = self._by_number.pop(number, None)
+        if child is not None:
+            child.number = 0
+        return child
 
-    # -- beats -------------------------------------------------------------------------------------------------------
+    # -- heartbeats --------------------------------------------------------------------------------------------------
 
-    def _on_heartbeat(self, caller: ChildConnection, progress: Progress) -> None:
-        """Keep it for the next word to the scheduler. A loop that has begun changes what a death is answered with, so that is
-        said at once."""
-        self._pending_progress[caller.number] = progress
-        if progress.in_loop and not caller.reported_progress.in_loop:
+    def _on_heartbeat(self, child: ChildConnection, progress: Progress) -> None:
+        """Queue the progress for the next batch. The start of a loop is sent immediately, because it changes how the scheduler
+        handles a failure."""
+        self._pending_progress[child.number] = progress
+        if progress.in_loop and not child.reported_progress.in_loop:
             self.flush_heartbeats()
-        elif progress != caller.reported_progress and self._flush_timer is None:
+        elif progress != child.reported_progress and self._flush_timer is None:
             loop = asyncio.get_running_loop()
             self._flush_timer = loop.call_at(
                 max(loop.time(), self._flushed_at + progress_interval_s(self.host_count)), self.flush_heartbeats
             )
 
     def flush_heartbeats(self) -> None:
-        """Say what has been gathered now, as before the news of a death, which is judged by how far everyone was."""
+        """Send the queued progress now; called before an exit report, because the scheduler judges a failure by all ranks'
+        progress."""
         if self._flush_timer is not None:
             self._flush_timer.cancel()
             self._flush_timer = None
@@ -245,27 +247,27 @@ class ChildRelay:
             self._uplink.try_send(self.take_heartbeats())
 
     def take_heartbeats(self) -> RelayedHeartbeats:
-        """The agent's beat, with those of its children that beat since the last."""
+        """Return the agent's heartbeat with those that children sent since the last call, and clear the queue."""
         assert self._uplink is not None
         now = asyncio.get_running_loop().time()
         acknowledged_at = now - self._uplink.since_last_heard_s()
-        said, self._pending_progress = self._pending_progress, {}
-        for number, progress in said.items():
-            caller = self._by_number[number]
-            caller.update_acknowledged(acknowledged_at)
-            caller.reported_progress, caller.last_sent_at = progress, now
-        return RelayedHeartbeats(said)
+        heartbeats, self._pending_progress = self._pending_progress, {}
+        for number, progress in heartbeats.items():
+            child = self._by_number[number]
+            child.update_acknowledged(acknowledged_at)
+            child.reported_progress, child.last_sent_at = progress, now
+        return RelayedHeartbeats(heartbeats)
 
-    # -- whether a child's place is surely its own -------------------------------------------------------------------
+    # -- last contact of a child -------------------------------------------------------------------------------------
 
-    def _since_child_heard_s(self, caller: ChildConnection) -> float:
-        """How long ago this child, and not only its agent, was last surely heard. Where no scheduler is, nobody can have given
-        its place away since."""
+    def _since_child_heard_s(self, child: ChildConnection) -> float:
+        """Return the seconds since the scheduler's host last acknowledged a message of this child, not only of its agent. If no
+        scheduler listens, time since the last contact is not counted, because no scheduler can have reassigned the rank."""
         now = asyncio.get_running_loop().time()
         if self._uplink is None:
             return float("inf")
-        if caller.number:
-            caller.update_acknowledged(now - self._uplink.since_last_heard_s())
-        elif self._uplink.no_listener and caller.acknowledged_at > NEVER:
-            caller.acknowledged_at = max(caller.acknowledged_at, now - self._uplink.since_last_heard_s())
-        return now - caller.acknowledged_at
+        if child.number:
+            child.update_acknowledged(now - self._uplink.since_last_heard_s())
+        elif self._uplink.no_listener and child.acknowledged_at > NEVER:
+            child.acknowledged_at = max(child.acknowledged_at, now - self._uplink.since_last_heard_s())
+        return now - child.acknowledged_at

@@ -1,8 +1,8 @@
-"""The scheduler as a child of the agent on its host: started, watched, and started again from its journal if it dies. Its
-standbys, where there are some, are such children too: which of them leads is theirs to agree on.
+"""The scheduler and its standbys as child processes of the agent: start, watch, and restart from the journal after a crash.
+The schedulers elect the leader among themselves.
 
-The agent keeps the listening sockets open, so while the scheduler is away its nodes' connections wait at the door instead of
-being refused, and nobody else can take the port.
+The agent keeps the listening sockets open. During a restart, new connections therefore wait in the backlog instead of being
+refused, and no other process can bind the port.
 """
 
 from __future__ import annotations
@@ -25,18 +25,19 @@ from covey.runtime.listeners import ListeningSockets
 from covey.runtime.process_variables import HANDOFF_VARIABLE, SchedulerHandoff
 from covey.runtime.restart_backoff import RestartBackoff
 
-RESTART_DELAYS_S: Final = (0.0,) * 5  # five restarts without a minute of life between them
+RESTART_DELAYS_S: Final = (0.0,) * 5  # five immediate restarts; the count starts over after STABLE_AFTER_S of running
 STABLE_AFTER_S: Final = 60.0
-LAST_LINE_MAX: Final = 2000  # bytes of its log's last line
-# Interrupted while it imports, it ends as other programs do, without the story of an import.
+NO_LOG_OUTPUT: Final = "no log output"
+LAST_LINE_MAX: Final = 2000  # bytes read from the end of its log
+# SIGINT during the imports ends the process without a traceback.
 START_PROGRAM: Final = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); from covey.scheduler.main import main; main()"
 )
 
 
 class SchedulerSupervisor:
-    """The scheduler and its standbys. `over` says whether their end is expected; `gave_up` is called when the last of them
-    cannot be kept alive."""
+    """The scheduler and its standbys, `count` processes. `over` returns whether an exit is expected; `gave_up` is called with a
+    code and a reason when the last of them is not restarted any more."""
 
     def __init__(
         self,
@@ -51,9 +52,9 @@ class SchedulerSupervisor:
         over: Callable[[], bool],
         gave_up: Callable[[int, str], None],
     ) -> None:
-        self._sockets = sockets  # held open for those who are started again
+        self._sockets = sockets  # kept open for restarted processes
         self._on_give_up = gave_up
-        kept = SchedulerHandoff(
+        handoff = SchedulerHandoff(
             socket_fds=([sock.fileno() for sock in sockets.cluster], [sock.fileno() for sock in sockets.management]),
             journal_folder=journal,
             log_dir=str(log_path.parent),
@@ -62,43 +63,44 @@ class SchedulerSupervisor:
             agent_pid=os.getpid(),
         )
         paths = [log_path, *(log_path.with_name(f"{log_path.stem}_{number}.log") for number in range(1, count))]
-        self._processes = [SchedulerProcess(kept, environ, path, over, self._on_process_lost) for path in paths]
+        self._processes = [SchedulerProcess(handoff, environ, path, over, self._on_process_lost) for path in paths]
         self._remaining = count
 
     async def start(self) -> None:
-        """Start them and watch them from now on."""
+        """Start and watch all processes."""
         for process in self._processes:
             await process.start()
 
     async def stop(self, wait_s: float) -> None:
-        """The cluster has ended: let them go by themselves, then make them."""
+        """Send SIGINT to all processes after the end of the cluster, and kill those that still run after `wait_s` seconds."""
         await asyncio.gather(*(process.stop(wait_s) for process in self._processes))
 
     def signal(self, number: int) -> None:
-        """To each that lives."""
+        """Send a signal to each running process."""
         for process in self._processes:
             process.signal(number)
 
     def _on_process_lost(self, code: int, reason: str) -> None:
         self._remaining -= 1
         if self._remaining:
-            log.warning("%s; %d of its standbys are left", reason, self._remaining)
+            log.warning("%s; %d standbys remain", reason, self._remaining)
         else:
             self._on_give_up(code, reason)
 
 
 class SchedulerProcess:
-    """`over` says whether its end is expected; `gave_up` is called when it cannot be kept alive."""
+    """One scheduler process. `over` returns whether its exit is expected; `gave_up` is called with a code and a reason when it
+    is not restarted any more."""
 
     def __init__(
         self,
-        kept: SchedulerHandoff,
+        handoff: SchedulerHandoff,
         environ: Mapping[str, str],
         log_path: Path,
         over: Callable[[], bool],
         gave_up: Callable[[int, str], None],
     ) -> None:
-        self._handoff = kept
+        self._handoff = handoff
         self._environ = environ
         self._log_path = log_path
         self._is_end_expected = over
@@ -107,18 +109,18 @@ class SchedulerProcess:
         self._watch_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start it and watch it from now on."""
+        """Start and watch the process, with an empty log."""
         self._log_path.unlink(missing_ok=True)
         await self._spawn()
         self._watch_task = asyncio.create_task(self._watch())
 
     async def stop(self, wait_s: float) -> None:
-        """The cluster has ended: let it go by itself, then make it."""
+        """Send SIGINT after the end of the cluster, and kill the process if it still runs after `wait_s` seconds."""
         if self._watch_task is not None:
             self._watch_task.cancel()
         if self._process is None or self._process.returncode is not None:
             return
-        self.signal(signal.SIGINT)  # says nothing new to one whose cluster has ended
+        self.signal(signal.SIGINT)  # without effect if its cluster has ended: it exits by itself
         try:
             await asyncio.wait_for(self._process.wait(), wait_s)
         except TimeoutError:
@@ -126,7 +128,7 @@ class SchedulerProcess:
             await self._process.wait()
 
     def signal(self, number: int) -> None:
-        """Nothing happens to one that is over."""
+        """Send a signal; no effect if the process has exited."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
@@ -144,17 +146,17 @@ class SchedulerProcess:
                 stdout=output,
                 stderr=output,
                 pass_fds=[number for group in self._handoff.socket_fds for number in group],
-                process_group=0,  # Ctrl-C is the agent's to hear; the session stays, by which it knows its own from orphans
+                process_group=0,  # the agent handles Ctrl-C; same session: Children does not treat it as an orphan
             )
         finally:
             os.close(output)
 
     def _read_last_line(self) -> str:
-        """Its own sentence, without the time in front of it."""
+        """Return the message in the last line of its log, without the time."""
         with contextlib.suppress(OSError):
             *_, line = self._log_path.read_bytes()[-LAST_LINE_MAX:].decode(errors="replace").splitlines() or [""]
-            return line.partition(" covey scheduler: ")[2] or line or "it said nothing"
-        return "it said nothing"
+            return line.partition(" covey scheduler: ")[2] or line or NO_LOG_OUTPUT
+        return NO_LOG_OUTPUT
 
     async def _watch(self) -> None:
         loop = asyncio.get_running_loop()
@@ -165,22 +167,22 @@ class SchedulerProcess:
             code = await self._process.wait()
             if self._is_end_expected():
                 return None
-            if code == 0:  # the cluster has ended well, and this agent, stopped for a while, has not heard it
-                return self._on_give_up(0, "the cluster ended while this process was stopped")
-            if code > 0 and code in list(ExitCode):  # one of our own: it said why it cannot run
+            if code == 0:  # the cluster succeeded while this agent was suspended
+                return self._on_give_up(0, "the cluster ended while this process was suspended")
+            if code > 0 and code in list(ExitCode):  # a restart would fail again; the log has the reason
                 return self._on_give_up(
-                    code, f"the scheduler ended with code {code}: {self._read_last_line()} ({self._log_path})"
+                    code, f"the scheduler exited with code {code}: {self._read_last_line()} ({self._log_path})"
                 )
-            word = signal.Signals(-code).name if code < 0 else f"code {code}"
+            cause = signal.Signals(-code).name if code < 0 else f"code {code}"
             if backoff.record_exit(loop.time() - started) is None:
                 return self._on_give_up(
-                    ExitCode.SCHEDULER_LOST, f"the scheduler died {backoff.exits} times ({word}): see {self._log_path}"
+                    ExitCode.SCHEDULER_LOST, f"the scheduler died {backoff.exits} times ({cause}): see {self._log_path}"
                 )
-            log.warning("the scheduler ended (%s) and is started again from its journal", word)
+            log.warning("the scheduler died (%s): restarting it from its journal", cause)
             try:
                 await self._spawn()
             except OSError as error:
                 return self._on_give_up(
                     ExitCode.SCHEDULER_LOST,
-                    f"the scheduler ended ({word}) and cannot be started again: {explain_os_error(error)}",
+                    f"the scheduler died ({cause}) and cannot be restarted: {explain_os_error(error)}",
                 )

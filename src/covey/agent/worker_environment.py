@@ -1,4 +1,4 @@
-"""The environment of a worker: torchrun's variables and MindSpore's, both complete, so either kind of script is at home."""
+"""Environment variables of a worker: the complete sets of torchrun and of MindSpore, so that scripts of both kinds run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from covey.runtime.process_variables import (
     SPARE_VARIABLE,
 )
 
-# What a worker is told of its place and a run would read.
+# Variables of a worker that a nested `covey run` would read as its own settings.
 CLUSTER_VARIABLES: Final = (
     *("MS_ROLE", "MS_NODE_ID", "MS_SCHED_HOST", "MS_SCHED_PORT", "MS_WORKER_NUM", "MS_SERVER_NUM", "COVEY_WORKER_MAX"),
     *(AGENT_VARIABLE, INCARNATION_VARIABLE, SPARE_VARIABLE, SPARE_STDERR_VARIABLE),
@@ -24,7 +24,8 @@ CLUSTER_VARIABLES: Final = (
 
 
 def drop_cluster_variables(environ: MutableMapping[str, str]) -> None:
-    """A run that a worker of another run starts is one of its own, and no host that comes too late to the other."""
+    """Remove the variables inherited from an enclosing worker, so that a nested run does not register with the outer
+    cluster."""
     if AGENT_VARIABLE in environ:
         for name in CLUSTER_VARIABLES:
             environ.pop(name, None)
@@ -34,7 +35,7 @@ def make_worker_environment(
     base: Mapping[str, str],
     start: DesiredChildren,
     assignment: Assignment,
-    door: SchedulerAddress,
+    scheduler_address: SchedulerAddress,
     *,
     worker_num: int,
     job: str,
@@ -42,12 +43,12 @@ def make_worker_environment(
     folder: str,
     relay: str,
 ) -> dict[str, str]:
-    """What one worker wakes up with. `base` is the agent's own environment and what the options added to it."""
-    found = {name: value for name, value in base.items() if name != "COVEY_TLS_SERVER_PASSWORD"}  # the scheduler's alone
+    """Return the environment of one worker. `base` is the agent's environment with the variables that options have added."""
+    env = {name: value for name, value in base.items() if name != "COVEY_TLS_SERVER_PASSWORD"}  # for the scheduler only
     rank, world, local = str(assignment.rank), str(start.world), str(assignment.local_rank)
     if start.local_world > 1:
-        found.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: several ranks share the cores
-    found.update(
+        env.setdefault("OMP_NUM_THREADS", "1")  # as torchrun: several ranks share the cores
+    env.update(
         # torchrun's
         RANK=rank,
         WORLD_SIZE=world,
@@ -66,22 +67,22 @@ def make_worker_environment(
         TORCHELASTIC_USE_AGENT_STORE="False",
         TORCHELASTIC_ERROR_FILE=f"{folder}/attempt_{start.restarts}/{local}/error.json",
         TORCHELASTIC_SIGNALS_TO_HANDLE="SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-        TORCH_NCCL_ASYNC_ERROR_HANDLING=found.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        TORCH_NCCL_ASYNC_ERROR_HANDLING=env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         # MindSpore's
         MS_ROLE="MS_PSERVER" if assignment.role is Role.PSERVER else "MS_WORKER",
-        MS_SCHED_HOST=door.name if door.standby_addresses else door.host,
-        MS_SCHED_PORT=str(door.port),
-        MS_WORKER_NUM=str(worker_num),  # what was asked for at the start; the world may have changed since
+        MS_SCHED_HOST=scheduler_address.name if scheduler_address.standby_addresses else scheduler_address.host,
+        MS_SCHED_PORT=str(scheduler_address.port),
+        MS_WORKER_NUM=str(worker_num),  # the configured number; the world size may have changed since
         MS_NODE_ID=assignment.node_id,
         RANK_ID=rank,
         RANK_SIZE=world,
         DEVICE_ID=local,
-        # ours
-        **{INCARNATION_VARIABLE: str(assignment.incarnation), AGENT_VARIABLE: f"{door.name}@{relay}"},
+        # covey's
+        **{INCARNATION_VARIABLE: str(assignment.incarnation), AGENT_VARIABLE: f"{scheduler_address.name}@{relay}"},
     )
     if assignment.role is Role.SPARE:
         for name in RANK_VARIABLES:
-            found.pop(name, None)
-    if door.secret_required:
-        found["COVEY_SECRET"] = door.secret
-    return found
+            env.pop(name, None)
+    if scheduler_address.secret_required:
+        env["COVEY_SECRET"] = scheduler_address.secret
+    return env

@@ -1,4 +1,4 @@
-"""What the processes of a cluster share: node runtimes, listeners, log access, Linux calls.
+"""Shared parts of the processes of a cluster: node runtimes, listeners, log access, Linux calls.
 
 `node_runtime`       event loop around a node's state machine, with a connection of its own
 `relayed_runtime`    the same for a child of an agent, through the agent's relay
@@ -15,6 +15,6 @@
 `exception_record`   description of the exception that ended a script
 `fault_injection`    faults of `covey chaos`: kill, stop, slow, cut, fill the disk, shift the clock
 `lifeline`           kills a child's process group when the agent dies
-`restart_backoff`    when a child process that exits early is restarted, and when its parent gives up
+`restart_backoff`    when a child process that exits early is restarted, and when it is not restarted any more
 `linux`              prctl: parent-death signal, subreaper, process title
 """

@@ -1,4 +1,4 @@
-"""What lets a process into a cluster: the join secret and the TLS identities, found from the settings."""
+"""Credentials of a process for its cluster: join secret and TLS contexts, loaded from the settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from covey.transport import tls
 
 
 class Credentials(NamedTuple):
-    """Ready to use by either side."""
+    """Join secret and TLS contexts of one process; a side without TLS has no context."""
 
     secret: str = ""
     server_context: ssl.SSLContext | None = None
@@ -30,17 +30,17 @@ class Credentials(NamedTuple):
 
 
 def load_credentials(settings: Settings, *, listens_at: str = "", reaches: str = "") -> Credentials:
-    """For a scheduler that `listens_at` an address, or a node that `reaches` one.
+    """Load the credentials of a scheduler that listens at `listens_at`, or of a node that connects to `reaches`.
 
-    Beyond loopback there must be a secret; whoever comes first makes it, so that the order of start does not matter. On
-    loopback a scheduler requires a secret if one is configured.
+    Beyond loopback a secret is required. The first process creates it, so that the start order does not matter. On loopback a
+    scheduler requires a secret only if one is configured. Raises `UsageError` if the TLS configuration lacks a certificate.
     """
-    where = listens_at or reaches
-    beyond = bool(where) and not is_loopback(where)
+    host = listens_at or reaches
+    beyond_loopback = bool(host) and not is_loopback(host)
     configured = bool(settings.secret or settings.secret_file)
     join_secret = ""
-    if configured or beyond or not listens_at:
-        join_secret = secret.load_join_secret(settings.secret, settings.secret_file, make=beyond)
+    if configured or beyond_loopback or not listens_at:
+        join_secret = secret.load_join_secret(settings.secret, settings.secret_file, make=beyond_loopback)
     if not settings.tls_config and not ps_context.get_ps_context("enable_ssl"):
         return Credentials(join_secret, secret_configured=configured)
     config = settings.tls_config or str(ps_context.get_ps_context("config_file_path"))
@@ -55,9 +55,9 @@ def load_credentials(settings: Settings, *, listens_at: str = "", reaches: str =
     for warning in contexts.warnings:
         log.warning("%s", warning)
     if listens_at and contexts.server is None:
-        raise tls.tls_error(f"{config} names no server_cert_path, and a scheduler with TLS needs one")
+        raise tls.tls_error(f"{config} has no server_cert_path: a scheduler with TLS needs one")
     if not listens_at and contexts.client is None:
-        raise tls.tls_error(f"{config} names no client_cert_path, and a node of a cluster with TLS needs one")
-    if beyond and listens_at:
-        log.warning("the control link is encrypted; the tensors that gloo exchanges between workers are not")
+        raise tls.tls_error(f"{config} has no client_cert_path: a node of a cluster with TLS needs one")
+    if beyond_loopback and listens_at:
+        log.warning("control connections are encrypted; the tensors that gloo exchanges between workers are not")
     return Credentials(join_secret, contexts.server, contexts.client, configured)

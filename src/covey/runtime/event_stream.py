@@ -1,4 +1,4 @@
-"""The scheduler's story as others hear it: kept, answered from, and told on to those who follow it."""
+"""The scheduler's event log and its subscribers: stores events, answers requests, sends new events to followers."""
 
 from __future__ import annotations
 
@@ -15,44 +15,48 @@ SUBSCRIBERS_MAX = 64
 
 
 class EventStream:
-    """One per scheduler."""
+    """Event log of one scheduler with at most `SUBSCRIBERS_MAX` subscribers."""
 
     def __init__(self) -> None:
         self.event_log = EventLog()
-        self._subscriptions: dict[Connection, EventsRequest] = {}  # who follows, and what they have not heard yet
+        self._subscriptions: dict[Connection, EventsRequest] = {}  # `after` of each is the newest event sent
 
     @property
     def subscribers(self) -> list[Connection]:
         return list(self._subscriptions)
 
-    def append_event(self, news: PublishEvent) -> Event:
-        """Log it and keep it."""
-        log_event(news)
-        return self.event_log.add(news, wall_time())
+    def append_event(self, effect: PublishEvent) -> Event:
+        """Log an event and add it to the event log."""
+        log_event(effect)
+        return self.event_log.add(effect, wall_time())
 
-    def handle_events_request(self, link: Connection, asked: EventsRequest) -> None:
-        """Tell what is known; and from now on the rest."""
-        if asked.follow and len(self._subscriptions) >= SUBSCRIBERS_MAX:
-            link.send(Refused(f"{SUBSCRIBERS_MAX} others follow this story already: end one of them, or ask without following"))
+    def handle_events_request(self, connection: Connection, request: EventsRequest) -> None:
+        """Send the requested events and, if `follow` is set, subscribe the connection; `Refused` if there are too many."""
+        if request.follow and len(self._subscriptions) >= SUBSCRIBERS_MAX:
+            connection.send(
+                Refused(
+                    f"{SUBSCRIBERS_MAX} clients follow the event log already: end one of them, or request it without following"
+                )
+            )
             return
-        self._send_events(link, asked, even_nothing=True)
-        if asked.follow:
-            self._update_subscription(link, asked)
+        self._send_events(connection, request, even_empty=True)
+        if request.follow:
+            self._update_subscription(connection, request)
 
     def notify_subscribers(self) -> None:
-        """Those who follow hear what is new."""
-        for link, asked in list(self._subscriptions.items()):
-            self._send_events(link, asked, even_nothing=False)
-            self._update_subscription(link, asked)
+        """Send each subscriber the events since its last reply."""
+        for connection, request in list(self._subscriptions.items()):
+            self._send_events(connection, request, even_empty=False)
+            self._update_subscription(connection, request)
 
-    def remove_subscriber(self, link: Connection) -> None:
-        self._subscriptions.pop(link, None)
+    def remove_subscriber(self, connection: Connection) -> None:
+        self._subscriptions.pop(connection, None)
 
-    def _send_events(self, link: Connection, asked: EventsRequest, *, even_nothing: bool) -> None:
-        events = self.event_log.events_after(asked.after, asked.node)
-        if events or even_nothing:
-            link.send(EventsReply(msgspec.json.encode(events)))
+    def _send_events(self, connection: Connection, request: EventsRequest, *, even_empty: bool) -> None:
+        events = self.event_log.events_after(request.after, request.node)
+        if events or even_empty:
+            connection.send(EventsReply(msgspec.json.encode(events)))
 
-    def _update_subscription(self, link: Connection, asked: EventsRequest) -> None:
+    def _update_subscription(self, connection: Connection, request: EventsRequest) -> None:
         newest = self.event_log.events_after(limit=1)
-        self._subscriptions[link] = msgspec.structs.replace(asked, after=newest[-1].at if newest else asked.after)
+        self._subscriptions[connection] = msgspec.structs.replace(request, after=newest[-1].at if newest else request.after)

@@ -1,8 +1,8 @@
 """Description of the uncaught exception that ends a script, and its way to the agent.
 
-The end of a log need not show it: exit handlers, destructors and libraries print after the traceback. So the process describes
-its exception itself, when it is raised, in a file of the agent's folder that has the process's number. Without an agent the
-description goes to the scheduler in `Leave`.
+The end of a log may not show it, because exit handlers, destructors and libraries print after the traceback. The process
+therefore writes the description itself, when the exception is raised, to a file in the agent's directory that is named by its
+pid. Without an agent the description is sent to the scheduler in `Leave`.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ INSTALL_FOLDERS: Final = {"site-packages", "dist-packages"}
 def describe(
     error: BaseException, trace: TracebackType | None, progress: Progress | None = None, *, loop: bool = False
 ) -> ScriptError | None:
-    """Return the description of an exception that ends the script; None for `SystemExit` and Ctrl-C, which are no errors of it.
+    """Return the description of an exception that ends the script; None for `SystemExit` and Ctrl-C, which are not errors.
 
-    An error of covey is described in its one sentence. `progress` is what the script reported last, `loop`
-    whether a covey.Loop did so.
+    An error of covey is described by its message alone. `progress` is the script's last report, `loop` whether a covey.Loop
+    sent it.
     """
     if isinstance(error, SystemExit | KeyboardInterrupt):
         return None
@@ -56,27 +56,31 @@ def describe(
 
 
 def replace_surrogates(text: str) -> str:
-    """Return the text without the surrogates that file names of other encodings bring: no message can carry them."""
+    """Return the text with surrogates replaced by "?". They come from file names that are not UTF-8 and cannot be encoded."""
     return text.encode("utf-8", "replace").decode()
 
 
 def write_error(folder: str | Path, error: ScriptError) -> None:
-    """Write the description for the agent; the first one counts. If it cannot be written, the agent reports the log's end."""
+    """Write the description for the agent unless one exists. If the write fails, the agent reports the end of the log
+    instead."""
     with contextlib.suppress(OSError), (Path(folder) / _file_name(os.getpid())).open("xb") as file:
         file.write(msgspec.json.encode(error))
 
 
 def read_error(folder: str | Path, pid: int) -> ScriptError | None:
-    """Return what process `pid` wrote; None if there is nothing, or nothing whole."""
+    """Return the description that process `pid` wrote; None if there is none or it is incomplete."""
     try:
         with (Path(folder) / _file_name(pid)).open("rb") as file:
             return msgspec.json.decode(file.read(FILE_MAX), type=ScriptError)
-    except (OSError, msgspec.MsgspecError):  # it raised none; or the disk was full, or it was killed meanwhile
+    except (
+        OSError,
+        msgspec.MsgspecError,
+    ):  # no exception was raised, the disk was full, or the process was killed while writing
         return None
 
 
 def remove_error(folder: str | Path, pid: int) -> None:
-    """Remove what process `pid` wrote, because another process may get its number."""
+    """Remove the description of process `pid`, because the pid may be reused."""
     with contextlib.suppress(OSError):
         (Path(folder) / _file_name(pid)).unlink(missing_ok=True)
 
@@ -88,7 +92,7 @@ def _file_name(pid: int) -> str:
 def _exception_text(error: BaseException) -> str:
     try:
         return replace_surrogates(str(error))
-    except Exception:  # of the class's own __str__
+    except Exception:  # raised by the class's own __str__
         return "<exception str() failed>"
 
 
@@ -98,7 +102,7 @@ def _exception_name(kind: type[BaseException]) -> str:
 
 
 def _script_location(error: BaseException, trace: TracebackType | None) -> str:
-    """Return "file:line" of the innermost frame of the script's own code, or of all if none is; "" without a frame."""
+    """Return "file:line" of the innermost frame in the script's own code, else of the innermost frame; "" without a frame."""
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     steps = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(trace)]

@@ -1,4 +1,4 @@
-"""The report of the first failure: what a person needs before opening any log."""
+"""Text report of the first failure of a cluster."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from covey.core.types import Failure
 
 
 def group_ranks_by_state(others: list[str]) -> list[str]:
-    """Ranks that were doing the same, in one line: "ranks 0, 1, 3 on host: alive, step 7"."""
-    same: dict[str, list[str]] = {}
+    """Return one line per distinct state: "ranks 0, 1, 3 on host: alive, step 7"."""
+    by_state: dict[str, list[str]] = {}
     for line in others:
-        who, _, doing = line.removeprefix("rank ").partition(" ")
-        same.setdefault(doing, []).append(who)
-    return [f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} {doing}" for doing, ranks in same.items()]
+        rank, _, state = line.removeprefix("rank ").partition(" ")
+        by_state.setdefault(state, []).append(rank)
+    return [f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} {state}" for state, ranks in by_state.items()]
 
 
 def describe_failure(failure: Failure, *, traceback_is_above: bool = False) -> list[str]:
-    """Return the report: the node that failed first, how, its exception or else the end of its log, what the others did.
+    """Return the lines of the report: the node that failed first and the reason, its exception or else the end of its log, and
+    the state of the other ranks at that moment.
 
-    `traceback_is_above`: the reader has seen it already, so it is not repeated.
+    `traceback_is_above`: the traceback is on the terminal already and is not repeated.
     """
     lines = [f"first failure: rank {failure.rank} ({failure.role}:{failure.node_id}) on {failure.host}: {failure.reason}"]
     if failure.error is not None and traceback_is_above:

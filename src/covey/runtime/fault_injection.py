@@ -1,7 +1,8 @@
-"""Faults done to processes of this host, each as a context: what was done is undone when it ends, however it ends.
+"""Faults of `covey chaos` on processes of this host. Every fault that lasts is undone when its context ends, also by an
+exception.
 
-Only processes of one run are touched: children of its keepers, each a `covey run` or `covey federated up` of this user, held by
-a pidfd from before they were looked at, so that a number that is used again by somebody else, another run too, is never hit.
+Only children of the given supervisors are touched; each supervisor is a `covey run` or `covey federated up` of this user. A
+pidfd is opened before the parent of a process is checked, so that a reused pid is never hit.
 """
 
 from __future__ import annotations
@@ -23,28 +24,28 @@ import psutil
 from covey.errors import UsageError
 from covey.wall_clock import FAULT_CLOCK_VARIABLE
 
-PIDFD_GETFD: Final = 438  # the system call; Python has no word for it
-SLOW_ON_S: Final = 0.02  # of every tenth of a second
+PIDFD_GETFD: Final = 438  # number of the system call, which Python does not wrap
+SLOW_ON_S: Final = 0.02  # seconds running, then SLOW_OFF_S stopped
 SLOW_OFF_S: Final = 0.08
-FILLABLE_DISK_MAX: Final = 1 << 30  # a file system that is larger is not ours to fill
+FILLABLE_DISK_MAX: Final = 1 << 30  # bytes; larger file systems are not filled
 FILL_CHUNK: Final = 1 << 20
 FILLER_FILE: Final = ".covey-chaos-fills-this-disk"
 SUPERVISOR_COMMANDS: Final = ("run", "federated")
 
 
 class ProcessGone(Exception):
-    """The process is not there any more, or is not one of a run."""
+    """The process has exited, or is not a child of the run."""
 
 
 def find_supervisor(pid: int) -> psutil.Process:
-    """The `covey run` or `covey federated up` whose child a process is. Raises `ProcessGone`."""
+    """Return the `covey run` or `covey federated up` that is the parent of a process. Raises `ProcessGone` if there is none."""
     try:
         parent = psutil.Process(pid).parent()
         if parent is not None and parent.uids().real == os.getuid() and _is_supervisor_command(parent.cmdline()):
             return parent
     except psutil.Error as error:
-        raise ProcessGone(f"process {pid} is gone") from error
-    raise ProcessGone(f"process {pid} is no child of a covey run of yours")
+        raise ProcessGone(f"process {pid} has exited") from error
+    raise ProcessGone(f"process {pid} is not a child of a covey run of this user")
 
 
 def _is_supervisor_command(command: list[str]) -> bool:
@@ -54,10 +55,10 @@ def _is_supervisor_command(command: list[str]) -> bool:
     )
 
 
-def find_template_pid(keeper: psutil.Process) -> int:
-    """The template of an agent; 0 if there is none just now."""
+def find_template_pid(supervisor: psutil.Process) -> int:
+    """Return the pid of an agent's template; 0 if there is none."""
     with contextlib.suppress(psutil.Error):
-        for child in keeper.children():
+        for child in supervisor.children():
             with contextlib.suppress(psutil.Error):
                 if "covey: template" in child.cmdline():
                     return child.pid
@@ -65,28 +66,28 @@ def find_template_pid(keeper: psutil.Process) -> int:
 
 
 @contextlib.contextmanager
-def open_pidfd(pid: int, keepers: Collection[psutil.Process]) -> Iterator[int]:
-    """A pidfd of a process that one of these keeps. Raises `ProcessGone`."""
+def open_pidfd(pid: int, supervisors: Collection[psutil.Process]) -> Iterator[int]:
+    """Yield a pidfd of a child of one of these supervisors. Raises `ProcessGone`."""
     try:
         descriptor = os.pidfd_open(pid)
     except OSError as error:
-        raise ProcessGone(f"process {pid} is gone") from error
+        raise ProcessGone(f"process {pid} has exited") from error
     try:
-        if find_supervisor(pid) not in keepers:
-            raise ProcessGone(f"process {pid} is of another run")
+        if find_supervisor(pid) not in supervisors:
+            raise ProcessGone(f"process {pid} belongs to another run")
         yield descriptor
     finally:
         os.close(descriptor)
 
 
-def kill_process(pid: int, keepers: Collection[psutil.Process]) -> None:
-    with open_pidfd(pid, keepers) as process:
+def kill_process(pid: int, supervisors: Collection[psutil.Process]) -> None:
+    with open_pidfd(pid, supervisors) as process:
         _send_signal(process, signal.SIGKILL)
 
 
-async def suspend_process(pid: int, keepers: Collection[psutil.Process], for_s: float) -> None:
-    """It stands still; if covey has it killed meanwhile, so be it."""
-    with open_pidfd(pid, keepers) as process:
+async def suspend_process(pid: int, supervisors: Collection[psutil.Process], for_s: float) -> None:
+    """Stop a process for `for_s` seconds. covey may kill it before it is continued."""
+    with open_pidfd(pid, supervisors) as process:
         _send_signal(process, signal.SIGSTOP)
         try:
             await asyncio.sleep(for_s)
@@ -94,11 +95,11 @@ async def suspend_process(pid: int, keepers: Collection[psutil.Process], for_s: 
             _send_signal(process, signal.SIGCONT)
 
 
-async def slow_process(pid: int, keepers: Collection[psutil.Process], for_s: float) -> None:
-    """It runs a fifth of the time."""
+async def slow_process(pid: int, supervisors: Collection[psutil.Process], for_s: float) -> None:
+    """Let a process run only a fifth of the time, for `for_s` seconds."""
     loop = asyncio.get_running_loop()
     until = loop.time() + for_s
-    with open_pidfd(pid, keepers) as process:
+    with open_pidfd(pid, supervisors) as process:
         try:
             while loop.time() < until:
                 _send_signal(process, signal.SIGSTOP)
@@ -109,41 +110,40 @@ async def slow_process(pid: int, keepers: Collection[psutil.Process], for_s: flo
             _send_signal(process, signal.SIGCONT)
 
 
-def cut_connections(pid: int, keepers: Collection[psutil.Process]) -> int:
-    """Break its established connections over TCP, as a network that fails does; how many there were."""
+def cut_connections(pid: int, supervisors: Collection[psutil.Process]) -> int:
+    """Shut down the established TCP connections of a process, as a failing network does; return their number."""
     count = 0
-    with open_pidfd(pid, keepers) as process:
+    with open_pidfd(pid, supervisors) as process:
         for descriptor in _list_connection_fds(pid):
             copied = _copy_fd(process, descriptor)
             if copied < 0:
-                continue  # closed meanwhile
+                continue  # closed since it was listed
             try:
-                link = socket.socket(fileno=copied)
-            except OSError:  # its number is another file's by now
+                connection = socket.socket(fileno=copied)
+            except OSError:  # the descriptor was reused for another file
                 os.close(copied)
                 continue
-            with link, contextlib.suppress(OSError):
-                link.shutdown(socket.SHUT_RDWR)
+            with connection, contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
                 count += 1
     return count
 
 
-def cut_blocker(pid: int, keepers: Collection[psutil.Process]) -> str:
-    """Why a process's connections cannot be cut from here; "" if they can."""
-    with open_pidfd(pid, keepers) as process:
+def cut_blocker(pid: int, supervisors: Collection[psutil.Process]) -> str:
+    """Return why the connections of a process cannot be cut; "" if they can."""
+    with open_pidfd(pid, supervisors) as process:
         copied = _copy_fd(process, 0)
         if copied >= 0:
             os.close(copied)
             return ""
     return (
-        "the kernel does not let another process's sockets be taken (pidfd_getfd): run it as root, or allow it with"
-        " kernel.yama.ptrace_scope=0"
+        "the kernel denies access to sockets of another process (pidfd_getfd): run as root, or set kernel.yama.ptrace_scope=0"
     )
 
 
 @contextlib.contextmanager
 def fill_disk(folder: Path) -> Iterator[None]:
-    """Not one byte more can be written where a folder lies."""
+    """Fill the file system of `folder` to the last byte, and free it when the context ends."""
     filler = folder / FILLER_FILE
     try:
         with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
@@ -157,36 +157,36 @@ def fill_disk(folder: Path) -> Iterator[None]:
 
 
 def fill_disk_blocker(folder: Path) -> str:
-    """Why the file system of a folder may not be filled; "" if it may."""
+    """Return why the file system of a directory may not be filled; "" if it may."""
     try:
         total = shutil.disk_usage(folder).total
     except OSError as error:
-        return f"the log folder {folder} cannot be seen from here ({error.strerror})"
+        return f"cannot read the log directory {folder} ({error.strerror})"
     if total <= FILLABLE_DISK_MAX:
         return ""
     return (
-        f"{folder} lies on a disk of {total >> 20} MB, which others use too: give the run a small file system for its logs and"
+        f"{folder} is on a file system of {total >> 20} MB, which is shared: give the run a small file system for its logs and"
         f" checkpoints first (mount -t tmpfs -o size=64m none {folder})"
     )
 
 
 def find_clock_file(pid: int) -> Path:
-    """The file by which a run's wall clock can be changed. Raises `UsageError` where it cannot."""
+    """Return the file that shifts a run's wall clock. Raises `UsageError` if the run was started without one."""
     try:
         named = psutil.Process(pid).environ().get(FAULT_CLOCK_VARIABLE, "")
     except psutil.Error as error:
-        raise UsageError(f"the environment of process {pid} cannot be read: {error}") from error
+        raise UsageError(f"cannot read the environment of process {pid}: {error}") from error
     if not named:
         raise UsageError(
-            f"the clock of single processes can only jump where they were told to look for it: start the run with"
-            f" {FAULT_CLOCK_VARIABLE}=FILE, or leave clock out of --faults"
+            f"the clock of this run cannot be shifted: start the run with {FAULT_CLOCK_VARIABLE}=FILE, or remove clock from"
+            " --faults"
         )
     return Path(named)
 
 
 @contextlib.contextmanager
 def shift_clock(file: Path, jump_s: float) -> Iterator[None]:
-    """The wall clock of a run is wrong by so many seconds."""
+    """Shift the wall clock of a run by `jump_s` seconds until the context ends."""
     file.write_text(f"{jump_s:.3f}")
     try:
         yield
@@ -201,10 +201,10 @@ def _send_signal(process: int, number: signal.Signals) -> None:
 
 def _list_connection_fds(pid: int) -> list[int]:
     try:
-        found = psutil.Process(pid).net_connections("tcp")
+        connections = psutil.Process(pid).net_connections("tcp")
     except psutil.Error as error:
-        raise ProcessGone(f"process {pid} is gone") from error
-    return [link.fd for link in found if link.status == psutil.CONN_ESTABLISHED and link.fd >= 0]
+        raise ProcessGone(f"process {pid} has exited") from error
+    return [connection.fd for connection in connections if connection.status == psutil.CONN_ESTABLISHED and connection.fd >= 0]
 
 
 def _copy_fd(process: int, descriptor: int) -> int:

@@ -1,14 +1,14 @@
-"""The lifeline: no child outlives its agent, however the agent ends.
+"""The lifeline: a pipe by which the kernel kills a child's process group when its agent exits, for whatever reason.
 
-The agent holds the only write end of a pipe, the child the read end. The child asks the kernel to send SIGKILL to its whole
-process group when something happens on that pipe. Nothing is ever written, so the one thing that can happen is that the
-agent is gone (or lets go of the child). No thread and no polling, and it goes on through exec. The wish belongs to the open
-pipe, not to the process, so every child has a pipe of its own.
+The agent holds the only write end of a pipe, the child the read end. The child configures the read end (O_ASYNC, F_SETSIG) so
+that the kernel sends SIGKILL to its process group on any event. Nothing is ever written, so the only event is that the write
+end was closed: by the exit of the agent, or by `Lifeline.close`. This needs no thread and no polling, and survives exec. The
+setting belongs to the open file description, so every child has its own pipe.
 
-What it cannot reach is a descendant that made itself a session of its own, and a child that closed every descriptor it has.
+Not reached are descendants in a session of their own, and a child that has closed all its descriptors.
 
-Run as a program, this file is the start of a child by exec: it ties the lifeline and becomes the command. It must work
-without site-packages, so it imports the standard library only.
+Run as a program, this file is the first stage of a child started by exec: it binds the lifeline and executes the command. It
+must work without site-packages, so it imports the standard library only.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ import select
 import signal
 import sys
 
-# Shell scripts use the descriptors 3 to 9 as they like, and shells themselves those from 10 on.
+# Shell scripts use the descriptors 3 to 9, and shells those from 10 on.
 LOWEST_FD = 64
 
 
 class Lifeline:
-    """The agent's end. Closing it kills the child's process group."""
+    """The agent's end of the pipe. `close` kills the child's process group."""
 
     def __init__(self) -> None:
         self.read_end, self._write_end = os.pipe()
 
     def close_read_end(self) -> None:
-        """The child has its end now: ours would do no harm, but it is one descriptor per child."""
+        """Close the agent's copy of the read end after the child has inherited it, to save a descriptor per child."""
         if self.read_end >= 0:
             os.close(self.read_end)
             self.read_end = -1
@@ -44,9 +44,12 @@ class Lifeline:
 
 
 def bind_to_agent(read_end: int) -> None:
-    """Called in the child, when it leads its own process group: from here on it dies with the agent."""
+    """Bind the calling process group to the agent: the kernel kills it when the agent exits, or now if the agent has exited.
+
+    Must be called in the child after it has become a group leader.
+    """
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    fd = fcntl.fcntl(read_end, fcntl.F_DUPFD, min(LOWEST_FD, allowed // 2))  # without close-on-exec: exec must not cut the line
+    fd = fcntl.fcntl(read_end, fcntl.F_DUPFD, min(LOWEST_FD, allowed // 2))  # without close-on-exec: stays open over exec
     os.close(read_end)
     fcntl.fcntl(fd, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGKILL)
@@ -56,29 +59,29 @@ def bind_to_agent(read_end: int) -> None:
 
 
 def has_agent_exited(fd: int) -> bool:
-    """Whether the agent was gone before the kernel had been asked."""
-    line = select.poll()
-    line.register(fd, select.POLLIN)
-    return bool(line.poll(0))
+    """Return whether the agent exited before the signal was configured."""
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 def bind_to_cores(cores: list[int]) -> str:
-    """Bind this process to `cores`; the answer is a sentence where that is impossible."""
+    """Bind this process to `cores`; return an error message if that fails, else ""."""
     if cores:
         try:
             os.sched_setaffinity(0, cores)
         except (OSError, ValueError) as error:
-            return f"covey: cannot bind to the cores {cores} ({error}): choose among {sorted(os.sched_getaffinity(0))}"
+            return f"covey: cannot bind to the cores {cores} ({error}): choose from {sorted(os.sched_getaffinity(0))}"
     return ""
 
 
 def main(read_end: str, cores: str, *command: str) -> int:
-    """Tie the lifeline and become the command; return only where that fails, with the code a shell would give."""
+    """Bind the lifeline and execute the command; return only if that fails, with the code that a shell uses."""
     bind_to_agent(int(read_end))
-    if sentence := bind_to_cores([int(core) for core in cores.split(",") if core]):
-        sys.stderr.write(sentence + "\n")
+    if message := bind_to_cores([int(core) for core in cores.split(",") if core]):
+        sys.stderr.write(message + "\n")
         return 10
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # ignored by this interpreter, and exec would keep that
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and exec would preserve that
         signal.signal(number, signal.SIG_DFL)
     try:
         os.execvp(command[0], command)

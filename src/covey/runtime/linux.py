@@ -1,4 +1,4 @@
-"""What Python has no word for: who dies with whom, who inherits orphans, whose parent or connection it is, what `ps` shows."""
+"""Linux functions that Python lacks: parent-death signal, subreaper, child pids, connection owners, process title."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """SIGKILL this process when its parent ends; at once, if that has happened already."""
+    """Let the kernel kill this process when its parent exits; kill it now if the parent is not `parent` any more."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def set_subreaper(wanted: bool) -> None:
-    """Whether the orphans among this process's descendants become its children, instead of init's."""
+    """Set whether orphaned descendants become children of this process instead of init."""
     _prctl(PR_SET_CHILD_SUBREAPER, int(wanted))
 
 
 def list_child_pids() -> list[int]:
-    """The pids of this process's children, the dead included that nobody has waited for."""
+    """Return the pids of this process's children, including exited ones that were not reaped."""
     lists = list(Path("/proc/self/task").glob("*/children"))
-    if not lists:  # a kernel built without them: read every process there is
-        import psutil  # here, since the template imports this file and pays for each import
+    if not lists:  # a kernel without these files: read all processes
+        import psutil  # imported here, because the template imports this module and each import takes time
 
         return [process.pid for process in psutil.Process().children()]
     pids: list[int] = []
     for path in lists:
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended has none
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has exited
             pids += map(int, path.read_text().split())
     return pids
 
 
 def list_thread_ids(pid: int) -> list[int]:
-    """The threads of a process, none if it is gone."""
+    """Return the thread ids of a process; [] if it has exited."""
     return [int(path.name) for path in Path(f"/proc/{pid}/task").glob("*")]
 
 
@@ -70,7 +70,7 @@ def find_connection_owner(client: tuple[str, int], server: tuple[str, int], work
     children = _children_by_parent() if socket_name else {}
     for worker in workers if socket_name else ():
         family = [worker]
-        for pid in family:  # grows meanwhile
+        for pid in family:  # the list grows in the loop
             if _has_socket_open(pid, socket_name):
                 return worker
             family += children.pop(pid, ())
@@ -104,24 +104,24 @@ def _children_by_parent() -> dict[int, list[int]]:
     """Return the pids of the children of each process of the host."""
     found: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended meanwhile
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # exited since it was listed
             parent = int((folder / "stat").read_text(errors="replace").rpartition(")")[2].split()[1])
             found.setdefault(parent, []).append(int(folder.name))
     return found
 
 
 def _has_socket_open(pid: int, socket_name: str) -> bool:
-    """Return whether a process has this socket open; False if it is gone or may not be read."""
+    """Return whether a process has this socket open; False if it has exited or cannot be read."""
     with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
         for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            with contextlib.suppress(FileNotFoundError):  # closed since it was listed
                 if str(descriptor.readlink()) == socket_name:
                     return True
     return False
 
 
 def set_process_title(argv: Sequence[str]) -> None:
-    """Let `ps` and `pkill -f` see this command, as far as it fits in the place of the one the process was started with."""
+    """Set the command that `ps` and `pkill -f` show; it is cut to the length of the original one."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = (int(fields[n - 2]) for n in (_ARG_START, _ARG_START + 1))
     room = end - start

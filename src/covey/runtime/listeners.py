@@ -1,4 +1,4 @@
-"""Where a scheduler listens, the cluster's port and the REST port, and how many it may hold open."""
+"""Listening sockets of a scheduler, for the cluster port and the REST port, and the limit of open files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from covey.transport import address
 
 
 class ListeningSockets(msgspec.Struct, frozen=True):
-    """Where the cluster and the REST API listen; no REST sockets: it is off."""
+    """Bound sockets of the cluster port and of the REST port; no REST sockets if REST is off."""
 
     cluster: list[socket.socket]
     management: list[socket.socket]
@@ -32,13 +32,16 @@ class ListeningSockets(msgspec.Struct, frozen=True):
 
 
 def bind_scheduler_ports(settings: Settings, *, manage_given: bool, what: str = "MS_SCHED_HOST") -> ListeningSockets:
-    """Listen at the scheduler's host and port (`what` says which), and at the REST port on loopback and on the same host."""
+    """Bind the cluster port, and the REST port on loopback and on the same host. `what` names the address in error messages."""
     cluster, host = bind_cluster_port(settings, what)
     return ListeningSockets(cluster, bind_management_port(settings.manage_port, host, strict=manage_given))
 
 
 def bind_cluster_port(settings: Settings, what: str = "MS_SCHED_HOST") -> tuple[list[socket.socket], str]:
-    """Where there are several addresses it is the first that is this host's and free. Returns the host too."""
+    """Bind the first configured address that is local and free; return the sockets and the host.
+
+    A name that has no address of this host, such as a Kubernetes service, is bound at all addresses. Raises `UsageError`.
+    """
     addresses = address.split_list(settings.sched_host, settings.sched_port)
     for number, (host, port) in enumerate(addresses, start=1):
         try:
@@ -49,39 +52,42 @@ def bind_cluster_port(settings: Settings, what: str = "MS_SCHED_HOST") -> tuple[
                 continue
             if not isinstance(error, address.AddressNotLocal) or address.ip_version(host) is not None:
                 raise
-    log.warning("the name %s belongs to no address of this host (a service?): listening at all addresses", host)
+    log.warning("the name %s is not an address of this host (a service?): listening at all addresses", host)
     return address.listen("0.0.0.0", port, what), "0.0.0.0"
 
 
 def bind_management_port(port: int, host: str, *, strict: bool) -> list[socket.socket]:
-    """The REST port: always on loopback, and on the cluster's own address if that is another one."""
+    """Bind the REST port on loopback, and on the cluster's address if that is another one; [] if `port` is 0.
+
+    A port in use raises `UsageError` if `strict`; else a free port is used.
+    """
     if port == 0:
         return []
     try:
-        found = address.listen("127.0.0.1", max(port, 0), "MS_SCHED_MANAGE_PORT")
+        sockets = address.listen("127.0.0.1", max(port, 0), "MS_SCHED_MANAGE_PORT")
     except UsageError as error:
         if strict:
             raise
-        log.warning("%s; the REST port was not given by you, so a free one is used", error)
+        log.warning("%s; MS_SCHED_MANAGE_PORT is not set, so a free port is used", error)
         return bind_management_port(-1, host, strict=True)
-    port = found[0].getsockname()[1]
+    port = sockets[0].getsockname()[1]
     if host in ("0.0.0.0", "::"):
-        found[0].close()
+        sockets[0].close()
         return address.listen(host, port, "MS_SCHED_MANAGE_PORT")
     if not is_loopback(host) or (host.startswith("127.") and host != "127.0.0.1"):
-        found += address.listen(host, port, "MS_SCHED_MANAGE_PORT")
-    return found
+        sockets += address.listen(host, port, "MS_SCHED_MANAGE_PORT")
+    return sockets
 
 
 def describe_management_port(sockets: ListeningSockets, *, tls: bool) -> str:
-    """Where the REST port is, for the first line a person reads."""
+    """Return the REST URL for the first line of the output; "" if REST is off."""
     if not sockets.management:
         return ""
     return f", REST at {'https' if tls else 'http'}://127.0.0.1:{sockets.manage_port}"
 
 
 def raise_file_limit() -> None:
-    """One descriptor per node: take as many as the system allows."""
+    """Raise the limit of open files to the hard limit, because the scheduler needs a descriptor per node."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,6 +1,6 @@
-"""A piece of a log: whole lines from a byte on, or those of them that have a text. Bounded, whatever the file holds.
+"""Bounded reads of log files: complete lines from a byte offset, or those of them that contain a text.
 
-The scheduler asks, the agent that keeps the file answers.
+The scheduler sends the requests, and the agent that has the file replies.
 """
 
 from __future__ import annotations
@@ -15,72 +15,74 @@ from covey.core.messages import LOG_CHUNK_BYTES_MAX, LogChunk, ReadLog
 from covey.errors import ExitCode, PeerError
 from covey.transport.connection import Connection
 
-SCAN_MAX: Final = 8 << 20  # bytes looked through for one answer
-REQUESTS_MAX: Final = 32  # at once
+SCAN_MAX: Final = 8 << 20  # bytes searched for one reply
+REQUESTS_MAX: Final = 32  # pending at the same time
 REPLY_TIMEOUT_S: Final = 10.0
 
 
 class LogRequests:
-    """Those of one scheduler that are under way."""
+    """Pending log requests of one scheduler."""
 
     def __init__(self) -> None:
-        self._pending_requests: dict[int, tuple[Connection, asyncio.Future[LogChunk]]] = {}  # whom, and for the answer
+        # by number: the agent's connection, and the reply
+        self._pending_requests: dict[int, tuple[Connection, asyncio.Future[LogChunk]]] = {}
         self._last_number = 0
 
-    async def request_chunk(self, link: Connection, host: str, question: ReadLog) -> LogChunk:
-        """The answer of the agent on a host; the question's number is given here. Raises `PeerError` where there is none."""
+    async def request_chunk(self, connection: Connection, host: str, request: ReadLog) -> LogChunk:
+        """Send a request to the agent on `host` and return its reply; assigns the request number. Raises `PeerError` if the
+        reply is an error or does not arrive within `REPLY_TIMEOUT_S`."""
         if len(self._pending_requests) >= REQUESTS_MAX:
-            raise PeerError(f"{REQUESTS_MAX} questions about logs are under way: ask again", ExitCode.REFUSED)
+            raise PeerError(f"{REQUESTS_MAX} log requests are pending: retry later", ExitCode.REFUSED)
         self._last_number += 1
-        number, told = self._last_number, asyncio.get_running_loop().create_future()
-        self._pending_requests[number] = (link, told)
+        number, reply_future = self._last_number, asyncio.get_running_loop().create_future()
+        self._pending_requests[number] = (connection, reply_future)
         try:
-            link.send(msgspec.structs.replace(question, request_number=number))
+            connection.send(msgspec.structs.replace(request, request_number=number))
             async with asyncio.timeout(REPLY_TIMEOUT_S):
-                answer: LogChunk = await told
+                reply: LogChunk = await reply_future
         except TimeoutError:
             raise PeerError(f"the agent on {host} did not answer within {REPLY_TIMEOUT_S:g} s", ExitCode.REFUSED) from None
         finally:
             del self._pending_requests[number]
-        if answer.failure:
-            raise PeerError(answer.failure, ExitCode.REFUSED)
-        return answer
+        if reply.failure:
+            raise PeerError(reply.failure, ExitCode.REFUSED)
+        return reply
 
-    def on_chunk(self, link: Connection, answer: LogChunk) -> None:
-        """What an agent says; who was not asked is not believed."""
-        asked, waiting = self._pending_requests.get(answer.request_number, (None, None))
-        if asked is link and waiting is not None and not waiting.done():
-            waiting.set_result(answer)
+    def on_chunk(self, connection: Connection, reply: LogChunk) -> None:
+        """Complete the pending request; a reply from another connection than the requested one is ignored."""
+        expected, reply_future = self._pending_requests.get(reply.request_number, (None, None))
+        if expected is connection and reply_future is not None and not reply_future.done():
+            reply_future.set_result(reply)
 
 
-def read_log_chunk(path: str, asked: ReadLog) -> LogChunk:
-    """What `asked` wants of this file. A line that is not complete yet is left for the next question."""
+def read_log_chunk(path: str, request: ReadLog) -> LogChunk:
+    """Return the requested chunk of a file. An incomplete last line is left for the next request."""
     try:
         with Path(path).open("rb") as file:
             size = file.seek(0, 2)
-            start = max(0, size + asked.start) if asked.start < 0 else min(asked.start, size)
+            start = max(0, size + request.start) if request.start < 0 else min(request.start, size)
             file.seek(start)
-            text = file.read(SCAN_MAX if asked.search_text else LOG_CHUNK_BYTES_MAX)
+            text = file.read(SCAN_MAX if request.search_text else LOG_CHUNK_BYTES_MAX)
     except OSError as error:
-        return LogChunk(asked.request_number, failure=f"its log {path} cannot be read: {error.strerror}")
-    if asked.start < 0 and start:  # not in the middle of a line
+        return LogChunk(request.request_number, failure=f"cannot read the log {path}: {error.strerror}")
+    if request.start < 0 and start:  # do not begin within a line
         cut = text.find(b"\n") + 1
         start, text = start + cut, text[cut:]
-    if len(text) < LOG_CHUNK_BYTES_MAX or b"\n" in text:  # a longer line is cut where it must be
+    if len(text) < LOG_CHUNK_BYTES_MAX or b"\n" in text:  # a line longer than a chunk is split
         text = text[: text.rfind(b"\n") + 1]
-    if not asked.search_text:
-        return LogChunk(asked.request_number, text, start, start + len(text), size)
-    return _select_matching_lines(asked, text, start, size)
+    if not request.search_text:
+        return LogChunk(request.request_number, text, start, start + len(text), size)
+    return _select_matching_lines(request, text, start, size)
 
 
-def _select_matching_lines(asked: ReadLog, text: bytes, start: int, size: int) -> LogChunk:
-    wanted, found, room, end = asked.search_text.lower(), bytearray(), LOG_CHUNK_BYTES_MAX, start
+def _select_matching_lines(request: ReadLog, text: bytes, start: int, size: int) -> LogChunk:
+    wanted, matching, room, end = request.search_text.lower(), bytearray(), LOG_CHUNK_BYTES_MAX, start
     for line in text.splitlines(keepends=True):
         if wanted in line.decode("utf-8", "replace").lower():
-            kept = line[:LOG_CHUNK_BYTES_MAX]
-            if len(kept) > room:
+            shown = line[:LOG_CHUNK_BYTES_MAX]
+            if len(shown) > room:
                 break
-            found += kept
-            room -= len(kept)
+            matching += shown
+            room -= len(shown)
         end += len(line)
-    return LogChunk(asked.request_number, bytes(found), start, end, size)
+    return LogChunk(request.request_number, bytes(matching), start, end, size)

@@ -1,7 +1,8 @@
-"""What a child of an agent prints lies in a file of ours. Where its disk is full, what is printed is lost, not the child.
+"""Standard output of an agent's child that survives a full disk.
 
-A program does not expect `print` to fail, and one that trains for days must not end because its log has no room. How much was
-lost is said in the log as soon as it takes something again. What a program writes by other means (os.write, C) is its own.
+The output goes to a log file. If its disk is full, the output is dropped and `print` does not fail, because a long training
+must not end for lack of log space. The number of dropped bytes is logged when the disk has room again. Output by other means
+(os.write, C) is not covered.
 """
 
 from __future__ import annotations
@@ -15,18 +16,16 @@ DISK_FULL_ERRNOS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class LogStream(io.FileIO):
-    """A file that takes everything, and keeps what there is room for."""
+    """A file whose writes always succeed; bytes are dropped while the disk is full."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "w", closefd=False)
-        self._lost_bytes = 0  # bytes
+        self._lost_bytes = 0
 
     def write(self, data: bytes, /) -> int:  # type: ignore[override]
         try:
             if self._lost_bytes:
-                super().write(
-                    b"covey: %d bytes that were printed here are lost: there was no room for them\n" % self._lost_bytes
-                )
+                super().write(b"covey: %d bytes of output were lost here: the disk was full\n" % self._lost_bytes)
                 self._lost_bytes = 0
             return super().write(data)
         except OSError as error:
@@ -38,7 +37,7 @@ class LogStream(io.FileIO):
 
 
 def install_log_streams() -> None:
-    """Let stdout and stderr of this process be such files, unless the program has put something else there."""
+    """Replace stdout and stderr of this process by `LogStream`s, unless the program has replaced them already."""
     sys.stdout, sys.stderr = _wrap_stream(sys.stdout), _wrap_stream(sys.stderr)
 
 

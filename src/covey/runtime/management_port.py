@@ -1,5 +1,5 @@
-"""The management port, beside whatever a process does. What it imports takes longer than forming a small cluster: a thread
-does that, and nobody waits for it."""
+"""The REST port of a process. Its imports take longer than the formation of a small cluster, so they run on a thread and do not
+delay the process."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @contextlib.asynccontextmanager
 async def serve_management_port(
-    make: Callable[[], Any], sockets: list[socket.socket], guard: Credentials
+    make: Callable[[], Any], sockets: list[socket.socket], auth: Credentials
 ) -> AsyncIterator[None]:
-    """Serve what `make` returns, an application, while the body runs. Without sockets the port is off."""
+    """Serve the application that `make` returns while the body runs; without sockets nothing is served."""
     if not sockets:
         yield
         return
-    serving = asyncio.create_task(_serve_app(make, sockets, guard))
+    serving = asyncio.create_task(_serve_app(make, sockets, auth))
     try:
         yield
     finally:
@@ -33,13 +33,13 @@ async def serve_management_port(
             await serving
 
 
-async def _serve_app(make: Callable[[], Any], sockets: list[socket.socket], guard: Credentials) -> None:
+async def _serve_app(make: Callable[[], Any], sockets: list[socket.socket], auth: Credentials) -> None:
     app, server_type = await asyncio.to_thread(lambda: (make(), _import_http_server()))
-    server = server_type(app, sockets, guard.server_context)
+    server = server_type(app, sockets, auth.server_context)
     try:
         await server.start()
     except OSError as error:
-        log.error("the REST port cannot be served (%s): the cluster goes on without it", error)
+        log.error("cannot serve the REST port (%s): the cluster continues without it", error)
         return
     try:
         await asyncio.Event().wait()

@@ -1,6 +1,6 @@
-"""Runs a node's machine in an event loop: the shell shared by workers and agents.
+"""Event loop around the state machine of a node, for workers and agents with their own connection to the scheduler.
 
-Here a node has a link of its own to the scheduler; `child_runtime` is for those that have an agent.
+`relayed_runtime` is the variant for children of an agent.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from covey.transport import address
 from covey.transport.connection import Connection, NoListenerError, connect
 
 TIMER_MAX_S: Final = 3600.0
-HEARTBEATS_PER_TIMEOUT: Final = 4  # at least so many beats fit into the silence after which a node is dead
+HEARTBEATS_PER_TIMEOUT: Final = 4  # heartbeats per node timeout, at least
 PROGRESS_INTERVAL_MIN_S: Final = 0.5  # shortest time between two progress reports of one sender
 PROGRESS_REPORTS_PER_S: Final = 500  # limit of all senders together
 
@@ -40,21 +40,20 @@ class RelayCallbacks(Protocol):
     def on_scheduler_connected(self, uplink: NodeRuntime) -> None: ...
     def on_scheduler_lost(self, reason: str) -> None: ...
     def forward_to_children(self, message: Any) -> bool:
-        """Forward a message of the scheduler; return whether it was for children alone."""
+        """Forward a message of the scheduler; return whether it was for children only."""
 
 
 class SchedulerAddress(msgspec.Struct, frozen=True):
-    """Where the scheduler is and what opens it; `others` are where its standbys are."""
+    """Addresses of the scheduler and its standbys, and the credentials for them."""
 
     host: str
     port: int
     secret: str = ""
-    secret_required: bool = (
-        False  # the secret was configured, or made for this run: a scheduler that does not require it is refused
-    )
+    # the secret was configured, or made for this run: a scheduler that does not require it is refused
+    secret_required: bool = False
     ssl_context: Any = None  # ssl.SSLContext | None: msgspec has no schema for it
     standby_addresses: tuple[tuple[str, int], ...] = ()
-    relay_path: str = ""  # the socket of this process's agent, through which it speaks
+    relay_path: str = ""  # socket of this process's agent; empty: connect directly
 
     @property
     def addresses(self) -> list[tuple[str, int]]:
@@ -65,68 +64,71 @@ class SchedulerAddress(msgspec.Struct, frozen=True):
         return ",".join(address.join_host_port(host, port) for host, port in self.addresses)
 
 
-def make_node_settings(settings: Settings, door: SchedulerAddress) -> NodeSettings:
-    """What a node's machine needs of the effective settings. Whoever shortens the silence allowed shortens the beat with it.
-    A child beats twice as often, since what it says waits for its agent's beat."""
+def make_node_settings(settings: Settings, scheduler_address: SchedulerAddress) -> NodeSettings:
+    """Return the node machine's part of the effective settings.
+
+    The heartbeat interval is at most a quarter of the shortest timeout; for a child of an agent an eighth, because its
+    heartbeat waits for the agent's.
+    """
     limits = [limit for limit in (settings.node_timeout_s, settings.stuck_s) if limit > 0]
-    often = min(limits, default=float("inf")) / (HEARTBEATS_PER_TIMEOUT * (2 if door.relay_path else 1))
+    interval_s = min(limits, default=float("inf")) / (HEARTBEATS_PER_TIMEOUT * (2 if scheduler_address.relay_path else 1))
     return NodeSettings(
-        address=door.name,
+        address=scheduler_address.name,
         topo_timeout_s=settings.topo_timeout_s,
         node_timeout_s=settings.node_timeout_s,
         receive_timeout_s=settings.receive_timeout_s,
-        retry_lower_s=min(settings.retry_lower_s, often),
-        retry_upper_s=min(settings.retry_upper_s, often),
+        retry_lower_s=min(settings.retry_lower_s, interval_s),
+        retry_upper_s=min(settings.retry_upper_s, interval_s),
         recovery=settings.recovery or settings.uses_leader_election,
         heartbeats_enabled=not settings.disable_heartbeat,
     )
 
 
 class NodeRuntime:
-    """Carries facts to a `NodeMachine` and its wishes to a link. Everything here runs in one loop."""
+    """Passes events to a `NodeMachine` and carries out its effects. All methods run in one event loop."""
 
     def __init__(
         self,
-        wish: Register | RegisterAgent,
+        registration: Register | RegisterAgent,
         settings: NodeSettings,
-        door: SchedulerAddress,
+        scheduler_address: SchedulerAddress,
         *,
         deliver: Callable[[FromScheduler], None],
         finished: Callable[[EndMembership], None],
-        beat: Callable[[], Heartbeat | RelayedHeartbeats],
+        make_heartbeat: Callable[[], Heartbeat | RelayedHeartbeats],
         relay: RelayCallbacks | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._scheduler_address = door
-        self._connect_attempts = 0  # so far: each to the next address
-        self._leader_token = 0  # the highest of a leader that this node has heard of
+        self._scheduler_address = scheduler_address
+        self._connect_attempts = 0  # attempt n uses address n modulo their number
+        self._leader_token = 0  # highest fencing token of a leader so far
         self._deliver = deliver
         self._on_membership_end = finished
-        self._make_heartbeat = beat
+        self._make_heartbeat = make_heartbeat
         self._relay = relay
         self._connection: Connection | None = None
-        self.silence_s = -1.0  # of the scheduler, at most, as it said itself
-        self.no_listener = False  # the last call was answered: nobody listens there
-        self._last_contact_at = self._loop.time()  # when the scheduler, or its host, last let this node hear anything
+        self.silence_s = -1.0  # seconds without a message after which the scheduler is considered lost; negative: no limit
+        self.no_listener = False  # the last connection attempt was refused: no process listens on the port
+        self._last_contact_at = self._loop.time()  # loop time of the last message or refusal from the scheduler's host
         self._timer: asyncio.TimerHandle | None = None
         self._connect_task: asyncio.Task[None] | None = None
-        self.address = wish.host.address  # by which others reach this node: MS_WORKER_IP, else that of the link
-        self._has_fixed_address = bool(wish.host.address)
-        # The module's generator belongs to the program, which draws from it in the same process.
-        self._machine = NodeMachine(wish, settings, jitter=random.Random().random, now=self._loop.time())
+        self.address = registration.host.address  # MS_WORKER_IP, else the local address of the connection
+        self._has_fixed_address = bool(registration.host.address)
+        # The random module's generator belongs to the script, which runs in the same process.
+        self._machine = NodeMachine(registration, settings, jitter=random.Random().random, now=self._loop.time())
         self._step_machine(Tick())
 
     @property
     def registration(self) -> Register | RegisterAgent:
-        """The registration as it stands: identity, and what the cluster gave."""
+        """The present registration: identity, and what the cluster has assigned."""
         return self._machine.registration
 
     def leave(self, code: int = 0, reason: str = "", error: ScriptError | None = None) -> None:
-        """Say goodbye; `finished` follows."""
+        """Request to leave the cluster; `finished` is called later."""
         self._step_machine(LeaveRequested(code, reason, error))
 
     def try_send(self, message: Message) -> bool:
-        """Send to the scheduler if it can be reached now."""
+        """Send a message to the scheduler; return False if there is no connection."""
         if self._connection is None:
             return False
         self._connection.send(message)
@@ -134,25 +136,25 @@ class NodeRuntime:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the scheduler can be reached now."""
+        """Whether there is a connection to the scheduler."""
         return self._connection is not None
 
     def unsent_bytes(self) -> int:
-        """Bytes that wait for the scheduler to read."""
+        """Return the number of bytes queued for the scheduler."""
         return self._connection.unsent_bytes() if self._connection is not None else 0
 
     async def query_since_last_heard_s(self) -> float:
-        """`unheard_s`, by whoever knows it."""
+        """Return `since_last_heard_s`; the relayed runtime queries its agent for it."""
         return self.since_last_heard_s()
 
     def since_last_heard_s(self) -> float:
-        """How long ago the scheduler's host was last known to hear this node. One that says nobody listens there counts: only a
-        scheduler that lives can give this node's place away."""
+        """Return the seconds since the scheduler's host last replied to or acknowledged this node. A refused connection counts
+        as a reply, because only a running scheduler can reassign the rank."""
         silent = self._loop.time() - self._last_contact_at
         return min(silent, self._connection.since_last_ack_s()) if self._connection is not None else silent
 
     def connection_fd(self) -> int:
-        """The link's file descriptor, -1 if there is none: a forked child must close it."""
+        """Return the file descriptor of the connection, which a forked child must close; -1 if there is none."""
         return self._connection.fileno() if self._connection is not None else -1
 
     def _step_machine(self, event: NodeEvent) -> None:
@@ -180,9 +182,9 @@ class NodeRuntime:
             self._on_membership_end(effect)
 
     def _disconnect(self) -> None:
-        link, self._connection = self._connection, None
-        if link is not None:
-            link.close()
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
         self._notify_relay_lost("closed by this side")
 
     def _notify_relay_lost(self, reason: str) -> None:
@@ -190,15 +192,15 @@ class NodeRuntime:
             self._relay.on_scheduler_lost(reason)
 
     async def _connect(self) -> None:
-        door = self._scheduler_address
-        host, port = door.addresses[self._connect_attempts % len(door.addresses)]
+        scheduler_address = self._scheduler_address
+        host, port = scheduler_address.addresses[self._connect_attempts % len(scheduler_address.addresses)]
         try:
             await connect(
                 host,
                 port,
-                door.secret,
-                door.ssl_context,
-                insist=door.secret_required,
+                scheduler_address.secret,
+                scheduler_address.ssl_context,
+                insist=scheduler_address.secret_required,
                 on_open=self._on_connected,
                 on_message=self._on_message,
                 on_close=self._on_connection_closed,
@@ -211,38 +213,40 @@ class NodeRuntime:
             self._notify_relay_lost(str(error))
             self._step_machine(ConnectionLost(str(error)))
 
-    def _on_connected(self, link: Connection) -> None:
-        if link.leader_token < self._leader_token:
-            return link.abort(f"it leads by token {link.leader_token}, and another by {self._leader_token} has been heard of")
-        self._leader_token, self.silence_s = link.leader_token, link.silence_s
-        self._connection = link
+    def _on_connected(self, connection: Connection) -> None:
+        if connection.leader_token < self._leader_token:
+            return connection.abort(
+                f"its fencing token {connection.leader_token} is older than {self._leader_token} of another leader"
+            )
+        self._leader_token, self.silence_s = connection.leader_token, connection.silence_s
+        self._connection = connection
         self.no_listener = False
         if not self._has_fixed_address:
-            self.address = link.local_address()
+            self.address = connection.local_address()
         self._step_machine(Connected(self.silence_s))
         if self._relay is not None:
             self._relay.on_scheduler_connected(self)
         return None
 
-    def _on_message(self, link: Connection, message: Any) -> None:
-        if link is self._connection:
+    def _on_message(self, connection: Connection, message: Any) -> None:
+        if connection is self._connection:
             self._last_contact_at = self._loop.time()
             if self._relay is None or not self._relay.forward_to_children(message):
                 self._step_machine(MessageReceived(message))
 
-    def _on_connection_closed(self, link: Connection, reason: str) -> None:
-        if link.peer_requires_no_secret:
+    def _on_connection_closed(self, connection: Connection, reason: str) -> None:
+        if connection.peer_requires_no_secret:
             self._step_machine(SchedulerRefused(reason))
-        elif link.refused_by_peer:
+        elif connection.refused_by_peer:
             self._step_machine(MessageReceived(Refused(reason)))
-        elif link is self._connection or self._connection is None:
+        elif connection is self._connection or self._connection is None:
             self._connection = None
             self._connect_attempts += 1
             self._notify_relay_lost(reason)
             self._step_machine(ConnectionLost(reason))
 
     def _with_address(self, message: Message) -> Message:
-        """Registrations carry the address by which the scheduler was reached, unless MS_WORKER_IP names one."""
+        """Return the message; a registration gets this node's address, which is known only after the connection is made."""
         if isinstance(message, Register | RegisterAgent):
             host = msgspec.structs.replace(message.host, address=self.address)
             return msgspec.structs.replace(message, host=host)

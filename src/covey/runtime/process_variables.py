@@ -1,4 +1,4 @@
-"""Names that a process of covey and the processes it starts agree on: environment variables, a signal, the scheduler's handoff.
+"""Interface between a process of covey and its children: environment variables, a signal, and the scheduler's handoff.
 
 The parent and the child belong to different packages, which import this module and not each other.
 """
@@ -13,9 +13,9 @@ import msgspec
 from covey.core.restart_limits import MAX_RESTARTS
 
 AGENT_VARIABLE: Final = "COVEY_AGENT"  # in an agent's child: SCHEDULER@SOCKET, the scheduler's address and the relay's path
-INCARNATION_VARIABLE: Final = "COVEY_INCARNATION"  # in an agent's child: its incarnation, from 0
+INCARNATION_VARIABLE: Final = "COVEY_INCARNATION"  # in an agent's child: its incarnation, from 1
 SPARE_VARIABLE: Final = "COVEY_PROMOTED_LOG"  # in a spare: log of the worker it becomes; "{}" stands for the node id
-SPARE_STDERR_VARIABLE: Final = "COVEY_PROMOTED_STDERR"  # in a spare: the same for stderr, if that has a file of its own
+SPARE_STDERR_VARIABLE: Final = "COVEY_PROMOTED_STDERR"  # in a spare: the same for stderr, if it has its own file
 PROGRESS_FD_VARIABLE: Final = "COVEY_SUPERVISED"  # in a supervised script: descriptor into which it writes its newest step
 HANDOFF_VARIABLE: Final = "COVEY_KEPT"  # in an agent's scheduler: a `SchedulerHandoff` as JSON
 RANK_VARIABLES: Final = ("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK", "RANK_ID", "DEVICE_ID")  # unset in a spare

@@ -1,4 +1,4 @@
-"""Runs the machine of a process that has an agent: its words go through the agent's link, and so does the news of that link."""
+"""Runtime of a node that is a child of an agent: its messages pass through the agent's connection to the scheduler."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from covey.errors import PeerError
 from covey.runtime.node_runtime import NodeRuntime
 from covey.transport.connection import Connection, connect_to_agent
 
-AGENT_REPLY_TIMEOUT_S: Final = 1.0  # for the agent's answer to one question
+AGENT_REPLY_TIMEOUT_S: Final = 1.0  # limit for the agent's reply
 
 
 class RelayedRuntime(NodeRuntime):
-    """The connection to the agent lasts; over it the agent says when the scheduler is reached, and when it is not."""
+    """A runtime with a lasting connection to the agent, which reports when it is connected to the scheduler and when not."""
 
     _scheduler_reachable = False
-    _last_heard_requested_at: float | None = None  # of the oldest question that is open
+    _last_heard_requested_at: float | None = None  # loop time of the oldest pending request
     _last_heard_replied: asyncio.Event | None = None
 
     @property
@@ -30,7 +30,8 @@ class RelayedRuntime(NodeRuntime):
         return self._scheduler_reachable and super().try_send(message)
 
     async def query_since_last_heard_s(self) -> float:
-        """Only the agent knows what the scheduler's host acknowledged. While it is silent, nothing is sure."""
+        """Return the seconds since the scheduler's host last acknowledged this process. The agent has that information; if it
+        does not reply in time, the last known contact is used."""
         if self._connection is not None:
             if self._last_heard_requested_at is None:
                 self._last_heard_requested_at, self._last_heard_replied = self._loop.time(), asyncio.Event()
@@ -42,7 +43,7 @@ class RelayedRuntime(NodeRuntime):
 
     async def _connect(self) -> None:
         if self._connection is not None:
-            return  # the agent calls for all of its children
+            return  # the agent reconnects to the scheduler for all its children
         calls = {"on_open": self._on_connected, "on_message": self._on_message, "on_close": self._on_connection_closed}
         try:
             await connect_to_agent(self._scheduler_address.relay_path, **calls)
@@ -53,11 +54,11 @@ class RelayedRuntime(NodeRuntime):
         self._scheduler_reachable, self._last_heard_requested_at = False, None
         super()._disconnect()
 
-    def _on_connected(self, link: Connection) -> None:
-        self._connection = link
+    def _on_connected(self, connection: Connection) -> None:
+        self._connection = connection
 
-    def _on_message(self, link: Connection, message: Any) -> None:
-        if link is not self._connection:
+    def _on_message(self, connection: Connection, message: Any) -> None:
+        if connection is not self._connection:
             return
         if isinstance(message, SchedulerReachable):
             self._scheduler_reachable = True
@@ -72,13 +73,13 @@ class RelayedRuntime(NodeRuntime):
         else:
             self._step_machine(MessageReceived(message))
 
-    def _on_last_heard_reply(self, answer: LastHeardReply) -> None:
+    def _on_last_heard_reply(self, reply: LastHeardReply) -> None:
         if self._last_heard_requested_at is not None and self._last_heard_replied is not None:
-            self._last_contact_at = max(self._last_contact_at, self._last_heard_requested_at - answer.age_s)
+            self._last_contact_at = max(self._last_contact_at, self._last_heard_requested_at - reply.age_s)
             self._last_heard_requested_at = None
             self._last_heard_replied.set()
 
-    def _on_connection_closed(self, link: Connection, reason: str) -> None:
-        if link is self._connection:
+    def _on_connection_closed(self, connection: Connection, reason: str) -> None:
+        if connection is self._connection:
             self._scheduler_reachable, self._last_heard_requested_at = False, None
-        super()._on_connection_closed(link, reason)
+        super()._on_connection_closed(connection, reason)

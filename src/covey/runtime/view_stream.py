@@ -1,4 +1,4 @@
-"""Who looks at a cluster: shown it once or, where they follow, whenever it has changed."""
+"""Replies to view requests, and updates for the clients that follow the view."""
 
 from __future__ import annotations
 
@@ -13,44 +13,44 @@ from covey.core.messages import Refused, ViewReply, ViewRequest
 from covey.transport.connection import Connection
 
 SUBSCRIBERS_MAX: Final = 64
-VIEW_TIME_SHARE: Final = 0.05  # of the scheduler's time, for those who follow the view of a large cluster
+VIEW_TIME_SHARE: Final = 0.05  # share of the scheduler's time for updates without a change; limits the cost in a large cluster
 
 
 class ViewStream:
-    """One per scheduler, which lends its `view`."""
+    """Subscribers to one scheduler's view, at most `SUBSCRIBERS_MAX`."""
 
     def __init__(self, view: Callable[[], ClusterView]) -> None:
-        self.subscribers: dict[int, Connection] = {}  # of those who follow
+        self.subscribers: dict[int, Connection] = {}  # by connection id
         self._view = view
-        self._next_update_at = 0.0  # not before this are they told again, unless there is news
+        self._next_update_at = 0.0  # time.monotonic() of the next update without a change
 
-    def handle_view_request(self, link: Connection, ask: ViewRequest) -> None:
-        """Show the cluster; and from now on again."""
-        if ask.follow and len(self.subscribers) >= SUBSCRIBERS_MAX:
-            link.send(
-                Refused(f"{SUBSCRIBERS_MAX} others follow this cluster already: end one of them, or ask without following")
+    def handle_view_request(self, connection: Connection, request: ViewRequest) -> None:
+        """Send the view and, if `follow` is set, subscribe the connection; `Refused` if there are too many."""
+        if request.follow and len(self.subscribers) >= SUBSCRIBERS_MAX:
+            connection.send(
+                Refused(f"{SUBSCRIBERS_MAX} clients follow the view already: end one of them, or request it without following")
             )
             return
-        link.send(self._make_view_reply())
-        if ask.follow:
-            self.subscribers[link.id] = link
+        connection.send(self._make_view_reply())
+        if request.follow:
+            self.subscribers[connection.id] = connection
 
     def notify_subscribers(self) -> None:
-        """There is news: those who follow see it now."""
+        """Send the view to all subscribers now."""
         if self.subscribers:
-            began = time.monotonic()
-            told = self._make_view_reply()
-            for link in list(self.subscribers.values()):
-                link.send(told)
-            self._next_update_at = time.monotonic() + (time.monotonic() - began) / VIEW_TIME_SHARE
+            started_at = time.monotonic()
+            reply = self._make_view_reply()
+            for connection in list(self.subscribers.values()):
+                connection.send(reply)
+            self._next_update_at = time.monotonic() + (time.monotonic() - started_at) / VIEW_TIME_SHARE
 
     def notify_if_due(self) -> None:
-        """Without news: as often as the time allows that may be spent on it."""
+        """Send the view to all subscribers if the next update is due, which depends on the time that the last one took."""
         if time.monotonic() >= self._next_update_at:
             self.notify_subscribers()
 
-    def remove_subscriber(self, link: Connection) -> None:
-        self.subscribers.pop(link.id, None)
+    def remove_subscriber(self, connection: Connection) -> None:
+        self.subscribers.pop(connection.id, None)
 
     def _make_view_reply(self) -> ViewReply:
         return ViewReply(msgspec.json.encode(self._view()))

@@ -1,7 +1,7 @@
-"""The scheduler's lines: whom it can speak to, by number. A line is a link, or a child's way through its agent's link.
+"""The scheduler's connections by number: direct connections, and relayed connections of children through their agent's.
 
-The machine knows numbers only, so a child behind an agent is to it what a node with a link of its own is. One message for
-several children of one agent, wished for in a row, goes out once.
+The state machine uses only the numbers, so it does not distinguish the two kinds. Consecutive sends of one message object to
+children of the same agent are merged into one envelope.
 """
 
 from __future__ import annotations
@@ -26,68 +26,71 @@ AGENT_HEARTBEAT: Final = Heartbeat()
 
 
 class RelayedConnections:
-    """The children behind one link: the line of each, by the agent's own number for it."""
+    """Relayed connections of one agent: their numbers, by the agent's own numbers for its children."""
 
     __slots__ = ("newest_child", "numbers_by_child")
 
     def __init__(self) -> None:
         self.numbers_by_child: dict[int, int] = {}
-        self.newest_child = 0  # numbers go upwards: one that is not above this and has no line is over
+        self.newest_child = 0  # the agent numbers its children upwards: a lower number without a connection is closed
 
 
 class ConnectionTable:
-    """All lines that are open."""
+    """All open connections."""
 
     def __init__(self) -> None:
         self.direct_connections: dict[int, Connection] = {}
-        self._relayed_by_agent: dict[int, RelayedConnections] = {}  # by the agent's line
-        self._child_routes: dict[int, tuple[int, int]] = {}  # by the child's line: its agent's, and the agent's number for it
+        self._relayed_by_agent: dict[int, RelayedConnections] = {}  # by the number of the agent's connection
+        self._child_routes: dict[
+            int, tuple[int, int]
+        ] = {}  # number of the agent's connection, and the agent's number for the child
         self._last_number = 0
-        self._pending_envelope: tuple[int, Any, list[int]] | None = None  # the agent's line, what is to be told, to whom
+        self._pending_envelope: tuple[int, Any, list[int]] | None = None  # agent's connection, message, children
 
-    def open(self, link: Connection) -> None:
-        """A link was made: give it its number."""
-        link.id = self._next_number()
-        self.direct_connections[link.id] = link
+    def open(self, connection: Connection) -> None:
+        """Add a direct connection and assign its number."""
+        connection.id = self._next_number()
+        self.direct_connections[connection.id] = connection
 
-    def on_connection_lost(self, link: Connection) -> list[int]:
-        """A link was lost: the lines that are lost with it, those behind it first."""
-        del self.direct_connections[link.id]
-        behind = self._relayed_by_agent.pop(link.id, RelayedConnections())
-        for line in behind.numbers_by_child.values():
-            del self._child_routes[line]
-        return [*behind.numbers_by_child.values(), link.id]
+    def on_connection_lost(self, connection: Connection) -> list[int]:
+        """Remove a direct connection and the ones relayed over it; return their numbers, the relayed ones first."""
+        del self.direct_connections[connection.id]
+        relayed = self._relayed_by_agent.pop(connection.id, RelayedConnections())
+        for number in relayed.numbers_by_child.values():
+            del self._child_routes[number]
+        return [*relayed.numbers_by_child.values(), connection.id]
 
-    def filter_open(self, lines: set[int]) -> set[int]:
-        return {line for line in lines if line in self.direct_connections or line in self._child_routes}
+    def filter_open(self, numbers: set[int]) -> set[int]:
+        return {number for number in numbers if number in self.direct_connections or number in self._child_routes}
 
     def split_agent_message(
-        self, link: Connection, said: FromChildEnvelope | ChildDisconnected | RelayedHeartbeats
+        self, connection: Connection, message: FromChildEnvelope | ChildDisconnected | RelayedHeartbeats
     ) -> Iterator[MessageReceived | ConnectionLost]:
-        """What an agent's word is, line by line. Raises `PeerError` for what no agent says."""
-        behind = self._relayed_by_agent.setdefault(link.id, RelayedConnections())
-        if isinstance(said, RelayedHeartbeats):
-            yield MessageReceived(AGENT_HEARTBEAT, link.id)
-            for child, progress in said.children.items():
-                if child in behind.numbers_by_child:
-                    yield MessageReceived(Heartbeat(progress), behind.numbers_by_child[child])
-        elif isinstance(said, ChildDisconnected):
-            if said.child in behind.numbers_by_child:
-                yield ConnectionLost(said.reason, self._remove_child(behind, said.child))
-        elif said.child in behind.numbers_by_child:
-            yield MessageReceived(said.message, behind.numbers_by_child[said.child])
-        elif said.child > behind.newest_child:
-            if len(behind.numbers_by_child) >= RELAYED_CONNECTIONS_MAX:
-                raise PeerError(f"an agent speaks for more than {RELAYED_CONNECTIONS_MAX} connections")
-            behind.newest_child = said.child
-            line = behind.numbers_by_child[said.child] = self._next_number()
-            self._child_routes[line] = (link.id, said.child)
-            yield MessageReceived(said.message, line)
+        """Yield the events that a message of an agent contains, each with its connection's number. Messages of closed relayed
+        connections are dropped. Raises `PeerError` if the agent relays more than `RELAYED_CONNECTIONS_MAX` connections."""
+        relayed = self._relayed_by_agent.setdefault(connection.id, RelayedConnections())
+        if isinstance(message, RelayedHeartbeats):
+            yield MessageReceived(AGENT_HEARTBEAT, connection.id)
+            for child, progress in message.children.items():
+                if child in relayed.numbers_by_child:
+                    yield MessageReceived(Heartbeat(progress), relayed.numbers_by_child[child])
+        elif isinstance(message, ChildDisconnected):
+            if message.child in relayed.numbers_by_child:
+                yield ConnectionLost(message.reason, self._remove_child(relayed, message.child))
+        elif message.child in relayed.numbers_by_child:
+            yield MessageReceived(message.message, relayed.numbers_by_child[message.child])
+        elif message.child > relayed.newest_child:
+            if len(relayed.numbers_by_child) >= RELAYED_CONNECTIONS_MAX:
+                raise PeerError(f"the agent relays more than {RELAYED_CONNECTIONS_MAX} connections")
+            relayed.newest_child = message.child
+            number = relayed.numbers_by_child[message.child] = self._next_number()
+            self._child_routes[number] = (connection.id, message.child)
+            yield MessageReceived(message.message, number)
 
-    def send(self, line: int, message: Any) -> bool:
-        """Say something over a line; False if it is not open. For a child it may wait until the next `flush`."""
-        if line in self._child_routes:
-            agent, child = self._child_routes[line]
+    def send(self, number: int, message: Any) -> bool:
+        """Send a message; return False if the connection is not open. A message to a child may be delayed until `flush`."""
+        if number in self._child_routes:
+            agent, child = self._child_routes[number]
             if (
                 self._pending_envelope is not None
                 and self._pending_envelope[0] == agent
@@ -98,34 +101,34 @@ class ConnectionTable:
                 self.flush()
                 self._pending_envelope = (agent, message, [child])
             return True
-        if line in self.direct_connections:
+        if number in self.direct_connections:
             self.flush()
-            self.direct_connections[line].send(message)
+            self.direct_connections[number].send(message)
             return True
         return False
 
-    def close(self, line: int) -> None:
-        """Close a line once what was sent has left."""
+    def close(self, number: int) -> None:
+        """Close a connection after the messages sent on it."""
         self.flush()
-        if line in self._child_routes:
-            agent, child = self._child_routes[line]
+        if number in self._child_routes:
+            agent, child = self._child_routes[number]
             self._remove_child(self._relayed_by_agent[agent], child)
             self.direct_connections[agent].send(DisconnectChild(child))
-        elif line in self.direct_connections:
-            self.direct_connections[line].close()
+        elif number in self.direct_connections:
+            self.direct_connections[number].close()
 
     def flush(self) -> None:
-        """Send what waits."""
+        """Send the pending envelope."""
         if self._pending_envelope is not None:
             agent, message, children = self._pending_envelope
             self._pending_envelope = None
             if agent in self.direct_connections:
                 self.direct_connections[agent].send(ToChildrenEnvelope(children, message))
 
-    def _remove_child(self, behind: RelayedConnections, child: int) -> int:
-        line = behind.numbers_by_child.pop(child)
-        del self._child_routes[line]
-        return line
+    def _remove_child(self, relayed: RelayedConnections, child: int) -> int:
+        number = relayed.numbers_by_child.pop(child)
+        del self._child_routes[number]
+        return number
 
     def _next_number(self) -> int:
         self._last_number += 1

@@ -1,8 +1,7 @@
-"""What a scheduler decides is made durable, and only while it leads.
+"""Journal commits of a scheduler, made only while it leads.
 
-When the disk refuses, the commit is tried again every second. Where there are standbys, whether this scheduler leads is asked
-before each commit and after it; one that no longer does steps down: its links are closed, and what it still wished for is not
-done.
+A failed write is retried every second. If there are standbys, the lease is checked before and after each commit. A scheduler
+that lost it raises `SteppedDown`: it closes its connections and discards its pending effects.
 """
 
 from __future__ import annotations
@@ -24,15 +23,16 @@ LEASE_NOT_RENEWED: Final = "the lease could not be renewed in time"
 
 
 class LeaderTerm(msgspec.Struct, frozen=True):
-    """How long this scheduler leads, where there are standbys: then nodes hear that it is there within `silence_s`."""
+    """A leader's term. If there are standbys, the leader sends heartbeats to its nodes, more often than every `silence_s`
+    seconds."""
 
-    token: int = 0
+    token: int = 0  # fencing token; 0: no standbys
     leads: Callable[[], bool] = lambda: True
-    silence_s: float = -1.0
+    silence_s: float = -1.0  # seconds after which a node connects to another scheduler; negative: never
 
 
 class LeadershipHandedOver(Exception):
-    """This scheduler was asked to go, and ends with `code`; its cluster goes on, led by another."""
+    """This scheduler exits on request, with `code`. Its cluster continues under another scheduler."""
 
     def __init__(self, code: int) -> None:
         super().__init__()
@@ -40,19 +40,20 @@ class LeadershipHandedOver(Exception):
 
 
 class SteppedDown(Exception):
-    """This scheduler no longer leads; another does, or will."""
+    """This scheduler no longer leads."""
 
 
 class JournalCommits:
-    """The journal of one term; without a journal, the term alone."""
+    """Commits to the journal during one term. Without a journal only the term is checked."""
 
     def __init__(self, journal: Journal | CasJournal | None, term: LeaderTerm) -> None:
         self._journal = journal
         self._term = term
-        self.write_blocker = ""  # why nothing can be written now
+        self.write_blocker = ""  # why the last write failed; empty after a successful one
 
     async def commit(self, records: list[Any]) -> None:
-        """Returns when the records are durable and this scheduler leads."""
+        """Write the records and return when they are durable. Retries a failed write; raises `SteppedDown` if the lease is
+        lost."""
         while True:
             self._check_leads()
             try:
@@ -68,13 +69,13 @@ class JournalCommits:
             self._check_leads()
             if self.write_blocker:
                 self.write_blocker = ""
-                log.warning("the journal can be written again: what waited is carried out now")
+                log.warning("journal writable again: the pending effects are carried out now")
             return
 
     def rewrite_if_removed(self) -> None:
-        """A journal that was removed is written anew before somebody needs it."""
+        """Rewrite a journal file that was removed, before a restart needs it."""
         if isinstance(self._journal, Journal):
-            with contextlib.suppress(StoreError):  # the next commit says so
+            with contextlib.suppress(StoreError):  # the next commit reports it
                 self._journal.rewrite_if_removed()
 
     async def write(self, records: list[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Keeps a candidate for the lease going, beside the scheduler that acts while it leads."""
+"""Lease of a scheduler with standbys: acquire it, renew it beside the running scheduler, and release it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from covey.storage.cas_store import CasStore, FileCasStore
 from covey.storage.cluster_registry import process_start_time
 
 LEASE_KEY: Final = "lease"
-STORE_CALLS_PER_LEASE: Final = 4  # of the store that fit into a duration: a leader can miss one and still renew in time
-FILE_POLL_S: Final = 0.1  # how often a file is looked at: cheap, and its holder's death shows at once
-STORE_POLL_MAX_S: Final = 1.0  # at most, for any other store: a lease that was given back is found soon
+STORE_CALLS_PER_LEASE: Final = 4  # limit of a store call: a quarter of the lease, so that one can fail before the lease expires
+FILE_POLL_S: Final = 0.1  # a read is cheap, and shows that the holder has exited
+STORE_POLL_MAX_S: Final = 1.0  # longest poll interval of any other store: finds a released lease
 
 
 class StandbyClusterEnded(Exception):
-    """The cluster that this standby stood by for has ended, with `code`."""
+    """The cluster of this standby has ended, with `code`."""
 
     def __init__(self, code: int) -> None:
         super().__init__()
@@ -34,51 +34,52 @@ class StandbyClusterEnded(Exception):
 
 
 class LeaseKeeper:
-    """One scheduler's part in the lease. `where` is its REST port, for who asks another, `cluster` where it and its standbys
-    are."""
+    """A scheduler's candidacy for the lease. `where` is the URL of its REST port, to which standbys redirect clients; `cluster`
+    the addresses of all schedulers of the cluster."""
 
-    def __init__(self, cells: CasStore, *, where: str, cluster: str = "", duration_s: float) -> None:
-        self.predecessor = ""  # who led before this one
-        self._cas_store = cells
+    def __init__(self, cas_store: CasStore, *, where: str, cluster: str = "", duration_s: float) -> None:
+        self.predecessor = ""  # holder name of the previous leader; empty if unknown
+        self._cas_store = cas_store
         self._holder_name = (
             f"{host_identity.compute_host_id()}/{os.getpid()}/{process_start_time(os.getpid())}/{secrets.token_hex(4)}"
         )
         self._candidate = Candidate(self._holder_name, where, cluster=cluster, duration_s=duration_s, now=time.monotonic())
         self._store_timeout_s = duration_s / STORE_CALLS_PER_LEASE
         self._version = 0
-        self._last_leader = ""  # whom this one has seen lead
+        self._last_leader = ""  # holder name of the newest other leader
         self._last_warning = ""
-        self._lease_checked = asyncio.Event()  # set after each look or write
+        self._lease_checked = asyncio.Event()  # set after each read or write
         self._renewal_task: asyncio.Task[None] | None = None
 
     @property
     def leader_url(self) -> str:
-        """The leader's REST port, as far as it is known here."""
-        seen = self._candidate.last_record
-        return seen.where if seen.holder else ""
+        """URL of the leader's REST port as last read; empty if no scheduler holds the lease."""
+        record = self._candidate.last_record
+        return record.where if record.holder else ""
 
     def leads(self, token: int) -> bool:
-        """Whether this process may act now by this token: it may have lost it and won another before anyone asked. The clock is
-        read anew: a loop's own may be as old as its last stop."""
+        """Return whether this process leads under `token`; it may have lost that lease and acquired another since. Reads the
+        clock directly, because the loop's time can be stale after a suspension."""
         return self._candidate.token == token and self._candidate.is_leader(time.monotonic())
 
     async def wait_until_leader(self) -> int:
-        """Wait until this one leads; returns its token. Raises `StandbyClusterEnded` if the cluster ends first."""
+        """Wait until this scheduler leads and return its fencing token. Raises `StandbyClusterEnded` if the cluster ends first,
+        and `UsageError` if the lease belongs to another cluster."""
         self._renewal_task = self._renewal_task or asyncio.create_task(self._keep_lease())
-        said = False
+        logged = False
         while not self._candidate.is_leader(time.monotonic()):
-            seen = self._candidate.last_record
+            record = self._candidate.last_record
             if self._candidate.has_ended:
-                raise StandbyClusterEnded(seen.code)
+                raise StandbyClusterEnded(record.code)
             if self._candidate.other_cluster:
                 raise UsageError(
-                    f"the lease is held by another cluster, the one at {self._candidate.other_cluster}:"
-                    " give each its own MS_RECOVERY_PATH, or its own COVEY_LEASE",
+                    f"the lease belongs to another cluster, at {self._candidate.other_cluster}:"
+                    " give each cluster its own MS_RECOVERY_PATH or COVEY_LEASE",
                     ExitCode.BAD_JOURNAL,
                 )
-            if seen.holder and not said:
-                said = True
-                log.info("another scheduler leads: this one stands by")
+            if record.holder and not logged:
+                logged = True
+                log.info("standing by: another scheduler leads")
             self._lease_checked.clear()
             waiting = asyncio.create_task(self._lease_checked.wait())
             await asyncio.wait({waiting, self._renewal_task}, return_when=asyncio.FIRST_COMPLETED)
@@ -89,40 +90,40 @@ class LeaseKeeper:
         return self._candidate.token
 
     def raise_token(self, token: int) -> None:
-        """Somebody has led by this token, and ours is lower: let go, and win by a higher one if nobody leads."""
+        """Release the lease, because `token` of another leader is higher; a later acquisition uses a higher token."""
         self._candidate.raise_token(token)
 
     async def record_cluster_end(self, code: int) -> None:
-        """The cluster has ended with this code, for all who stand by too."""
+        """Release the lease and record in it that the cluster ended with `code`, so that the standbys exit too."""
         await self._release_lease(over=True, code=code)
 
     async def hand_over_lease(self) -> None:
-        """This process goes, and another may lead at once."""
+        """Release the lease, so that a standby can lead immediately."""
         await self._release_lease()
 
-    async def _release_lease(self, **last: bool | int) -> None:
+    async def _release_lease(self, **fields: bool | int) -> None:
         if self._renewal_task is not None:
             self._renewal_task.cancel()
             await asyncio.gather(self._renewal_task, return_exceptions=True)
-        wish = self._candidate.release_lease()
-        if wish is not None:
-            with contextlib.suppress(StoreError, TimeoutError):  # then it runs out by itself
+        action = self._candidate.release_lease()
+        if action is not None:
+            with contextlib.suppress(StoreError, TimeoutError):  # the lease then expires
                 async with asyncio.timeout(self._store_timeout_s):
                     await self._cas_store.put(
-                        LEASE_KEY, _encode_lease(msgspec.structs.replace(wish.record, **last)), self._version
+                        LEASE_KEY, _encode_lease(msgspec.structs.replace(action.record, **fields)), self._version
                     )
         await self._cas_store.close()
 
     async def _keep_lease(self) -> None:
         while True:
-            wish = self._candidate.next_action(time.monotonic())
+            action = self._candidate.next_action(time.monotonic())
             try:
                 async with asyncio.timeout(self._store_timeout_s):
-                    await (self._read_lease() if isinstance(wish, ReadLease) else self._write_lease(wish))
+                    await (self._read_lease() if isinstance(action, ReadLease) else self._write_lease(action))
                 self._last_warning = ""
             except TimeoutError:
                 self._candidate.on_store_failed()
-                self._warn_once(f"the store of the lease does not answer within {self._store_timeout_s:g} s")
+                self._warn_once(f"the lease store did not answer within {self._store_timeout_s:g} s")
             except StoreError as error:
                 self._candidate.on_store_failed()
                 self._warn_once(str(error))
@@ -134,39 +135,41 @@ class LeaseKeeper:
 
     async def _read_lease(self) -> None:
         value, self._version = await self._cas_store.get(LEASE_KEY)
-        cell = _decode_lease(value)
-        if cell.holder and cell.holder != self._holder_name:
-            self._last_leader = cell.holder
-            if has_holder_exited(cell.holder):
-                cell = msgspec.structs.replace(cell, holder="")
-        self._candidate.on_lease_read(cell, time.monotonic())
+        record = _decode_lease(value)
+        if record.holder and record.holder != self._holder_name:
+            self._last_leader = record.holder
+            if has_holder_exited(record.holder):
+                record = msgspec.structs.replace(record, holder="")
+        self._candidate.on_lease_read(record, time.monotonic())
 
-    async def _write_lease(self, wish: WriteLease) -> None:
-        version = await self._cas_store.put(LEASE_KEY, _encode_lease(wish.record), self._version)
-        self._candidate.on_lease_written(wish.record, version is not None)
+    async def _write_lease(self, action: WriteLease) -> None:
+        version = await self._cas_store.put(LEASE_KEY, _encode_lease(action.record), self._version)
+        self._candidate.on_lease_written(action.record, version is not None)
         self._version = version or self._version
 
-    def _warn_once(self, sentence: str) -> None:
-        if sentence != self._last_warning:
-            log.warning("%s; training goes on, but nobody leads until it can be reached again", sentence)
-        self._last_warning = sentence
+    def _warn_once(self, message: str) -> None:
+        if message != self._last_warning:
+            log.warning("%s: training continues, but no scheduler leads until the lease store answers", message)
+        self._last_warning = message
 
 
 def has_holder_exited(holder: str) -> bool:
-    """Whether a holder was a process of this host that has ended."""
-    found = _parse_local_holder(holder)
-    return found is not None and process_start_time(found[0]) != found[1]
+    """Return whether `holder` was a process on this host and has exited."""
+    process = _parse_local_holder(holder)
+    return process is not None and process_start_time(process[0]) != process[1]
 
 
 def kill_predecessor(holder: str) -> bool:
-    """Kill the scheduler that led before, if it still runs on this host: it could not renew its lease in time, so nothing it
-    does may count, and it holds what its successor needs. Returns whether there was one."""
-    found = _parse_local_holder(holder)
-    if found is None or process_start_time(found[0]) != found[1]:
+    """Kill the previous leader if it still runs on this host; return whether it did.
+
+    It did not renew its lease in time, so it must not act any more, and it holds the port or journal that its successor needs.
+    """
+    process = _parse_local_holder(holder)
+    if process is None or process_start_time(process[0]) != process[1]:
         return False
     with contextlib.suppress(ProcessLookupError):
-        os.kill(found[0], signal.SIGKILL)
-    log.warning("the scheduler that led before (process %d) is stopped or stuck, and was killed", found[0])
+        os.kill(process[0], signal.SIGKILL)
+    log.warning("killed the previous leader (process %d): it was stopped or stuck and its lease expired", process[0])
     return True
 
 
@@ -175,12 +178,12 @@ def _parse_local_holder(holder: str) -> tuple[int, float] | None:
     return (int(pid), float(started)) if where == host_identity.compute_host_id() and pid.isdigit() else None
 
 
-def _encode_lease(cell: LeaseRecord) -> bytes:
-    return msgspec.json.encode(cell)
+def _encode_lease(record: LeaseRecord) -> bytes:
+    return msgspec.json.encode(record)
 
 
 def _decode_lease(value: bytes) -> LeaseRecord:
     try:
         return msgspec.json.decode(value, type=LeaseRecord) if value else LeaseRecord()
     except msgspec.MsgspecError as error:
-        raise StoreError(f"the lease is damaged ({error}): remove it while no scheduler runs") from None
+        raise StoreError(f"the lease is damaged ({error}): stop all schedulers and remove it") from None

@@ -1,6 +1,6 @@
-"""A scheduler as a process, from the settings alone: `office` has what it is made from.
+"""Entry points of the scheduler process.
 
-`main` is what an agent starts; `covey.init()` calls `run_scheduler` in a process whose role is MS_SCHED.
+An agent starts `main`; `covey.init()` calls `run_scheduler_and_exit` in a process whose role is MS_SCHED.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from covey.settings import LoadedSettings, check_manual_settings, load_settings
 def run_scheduler(
     loaded: LoadedSettings, *, sockets: ListeningSockets | None = None, kept: SchedulerHandoff | None = None
 ) -> int:
-    """Run a scheduler until its cluster has ended; returns the code to end with. `kept`: it is an agent's child."""
+    """Run a scheduler until its cluster has ended; return the exit code. `kept` is set if an agent started the process."""
     raise_file_limit()
-    office = SchedulerService(loaded, sockets, kept)
+    service = SchedulerService(loaded, sockets, kept)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(office.stand_by() if loaded.settings.uses_leader_election else office.serve())
+        return runner.run(service.stand_by() if loaded.settings.uses_leader_election else service.serve())
 
 
 def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
     try:
         import uvloop
-    except ImportError:  # an accelerator, never required
+    except ImportError:  # optional
         return None
     return uvloop.Loop
 
 
 def run_scheduler_and_exit(loaded: LoadedSettings) -> None:
-    """The role MS_SCHED of `covey.init()`: serve, and never return to the training code."""
+    """Run the role MS_SCHED of `covey.init()`; never returns to the training code."""
     configure_logging(loaded.settings, "scheduler")
     try:
         check_manual_settings(loaded.settings)
@@ -58,7 +58,7 @@ def run_scheduler_and_exit(loaded: LoadedSettings) -> None:
 
 
 def main() -> None:
-    """The scheduler of `covey run`."""
+    """Run the scheduler of `covey run`, with the sockets and settings that its agent passes."""
     kept = msgspec.json.decode(os.environ.pop(HANDOFF_VARIABLE), type=SchedulerHandoff)
     if kept.agent_pid:
         linux.die_with_parent(kept.agent_pid)

@@ -1,9 +1,8 @@
-"""The scheduler's shell: sockets, journal and clock around `core.machine.Machine`.
+"""The scheduler process: sockets, journal and clock around `core.cluster.scheduler_machine.SchedulerMachine`.
 
-One loop, one turn at a time: what arrived is stepped through the machine, its wishes are collected, and at the end of the turn
-the records are committed in one transaction before anything is sent. When the disk refuses, nothing new is promised: wishes
-wait in order, and beats go on.
-What a turn promises is made durable by `commits`, which knows whether this scheduler leads.
+Each received message is passed to the machine, and the resulting effects are queued. The records of all queued effects are
+committed in one transaction (`journal_commits`) before any message is sent. While the journal is not writable, the effects wait
+in order, and heartbeats are still received.
 """
 
 from __future__ import annotations
@@ -61,14 +60,14 @@ from covey.wall_clock import wall_time
 TICK_S: Final = 0.25
 PENDING_EFFECTS_MAX: Final = 1_000_000
 OWNER_LOOKUP_INTERVAL_S: Final = 1.0  # seconds between two lookups of a connection's owner
-UNAUTHENTICATED_LOGGED_MAX: Final = 1000  # different ones; the rest are counted
+UNAUTHENTICATED_LOGGED_MAX: Final = 1000  # distinct (address, reason) pairs that are logged; the rest are only counted
 SHUTDOWN_GRACE_S: Final = 5.0
-LEADER_HEARTBEATS_PER_SILENCE: Final = 4  # in the silence after which nodes look for another leader
-COMMIT_TIMEOUT_S: Final = 10.0  # how long an answer may wait for what it promises to be durable
+LEADER_HEARTBEATS_PER_SILENCE: Final = 4  # heartbeats sent within `silence_s`, after which nodes look for another leader
+COMMIT_TIMEOUT_S: Final = 10.0  # how long a reply may wait for its effects to be durable
 
 
 class SchedulerInfo(msgspec.Struct, frozen=True):
-    """What the scheduler is called and where it can be found: for views and the registry."""
+    """Name, addresses and directories of a scheduler, for views and the registry."""
 
     address: str
     host: str
@@ -80,12 +79,12 @@ class SchedulerInfo(msgspec.Struct, frozen=True):
 
 
 class Scheduler:
-    """One cluster's scheduler. `run` returns the code the process should end with. Raises `SteppedDown`."""
+    """The scheduler of one cluster. `run` returns the cluster's end; it raises `SteppedDown` when the lease is lost."""
 
     def __init__(
         self,
         settings: ClusterSettings,
-        place: SchedulerInfo,
+        info: SchedulerInfo,
         *,
         cluster_id: str,
         secret: str = "",
@@ -93,7 +92,7 @@ class Scheduler:
         journal: Journal | CasJournal | None = None,
         term: LeaderTerm | None = None,
     ) -> None:
-        self.info = place
+        self.info = info
         self.cluster_id = cluster_id
         self._settings = settings
         self._secret = secret
@@ -106,14 +105,14 @@ class Scheduler:
         self._log_requests = LogRequests()
         self._view_stream = ViewStream(self.view)
         self._event_stream = EventStream()
-        self._end_notified: set[int] = set()  # links whose nodes were told that the cluster ended
+        self._end_notified: set[int] = set()  # connections on which `ClusterEnded` was sent
         self._pending_effects: collections.deque[SchedulerEffect] = collections.deque()
         self._effects_task: asyncio.Task[None] | None = None
         self._notified_state = (Phase.FORMING, 0)
         self._unauthenticated_count = 0
-        self._logged_peers: set[tuple[str, str]] = set()  # whom we told about, and why
+        self._logged_peers: set[tuple[str, str]] = set()  # logged (address, reason) pairs
         self._owner_looked_up_at = -OWNER_LOOKUP_INTERVAL_S
-        self._owner_lookup: asyncio.Task[None] | None = None  # of a connection's owner
+        self._owner_lookup: asyncio.Task[None] | None = None
         self._started_at = wall_time()
         self._ended: asyncio.Future[EndCluster] | None = None
         self._machine: SchedulerMachine | None = None
@@ -124,7 +123,10 @@ class Scheduler:
         return self._machine
 
     async def run(self, sockets: list[socket.socket]) -> EndCluster:
-        """Serve until the cluster has ended."""
+        """Serve until the cluster has ended and its nodes have disconnected; return the end.
+
+        Raises `SteppedDown` or `LeadershipHandedOver`, and any error after which the scheduler must not continue.
+        """
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
         self._machine = SchedulerMachine(
@@ -155,18 +157,18 @@ class Scheduler:
             if self._owner_lookup is not None:
                 self._owner_lookup.cancel()
             listener.close()
-            for link in list(self._connections.direct_connections.values()):
-                link.abort("the scheduler ended")
+            for connection in list(self._connections.direct_connections.values()):
+                connection.abort("the scheduler ended")
         return end
 
     def exit_process(self, code: int) -> None:
-        """End this process, and nothing else."""
+        """Exit with `code` and leave the cluster running."""
         if not self._term.token:
             exit_now(code)
         self._fail(LeadershipHandedOver(code))
 
     def stop(self, reason: str) -> None:
-        """End the cluster in order."""
+        """End the cluster gracefully."""
         self._step(MessageReceived(StopRequest(reason)))
 
     async def submit_request(self, request: ScaleRequest | KillRequest | StopRequest) -> ScaleAccepted | RequestAccepted:
@@ -182,51 +184,58 @@ class Scheduler:
         return reply
 
     async def read_log(self, node: str, start: int, find: str) -> LogChunk:
-        """A piece of what a node has printed, from the agent that keeps it. Raises `PeerError` where there is none."""
+        """Return a chunk of a node's log, read by its agent. Raises `PeerError` if the node is unknown or has no connected
+        agent."""
         member = next((m for m in self.machine.cluster.members.values() if m.name == node), None)
         agent = self.machine.cluster.agents.get(member.agent) if member is not None else None
         if member is None:
-            raise PeerError(f"there is no node {node[:100]!r}: GET /nodes lists them", ExitCode.REFUSED)
+            raise PeerError(f"node {node[:100]!r} does not exist: GET /nodes lists the nodes", ExitCode.REFUSED)
         if agent is None or agent.connection not in self._connections.direct_connections:
-            raise PeerError(f"no agent is there that keeps {node}, so its output is where you sent it", ExitCode.REFUSED)
-        asked = ReadLog(0, member.node_id, member.role, start, find)
+            raise PeerError(f"no connected agent keeps the log of {node}: look for its output on its host", ExitCode.REFUSED)
+        request = ReadLog(0, member.node_id, member.role, start, find)
         return await self._log_requests.request_chunk(
-            self._connections.direct_connections[agent.connection], member.host.name, asked
+            self._connections.direct_connections[agent.connection], member.host.name, request
         )
 
     async def _wait_until_committed(self) -> None:
-        """Wait until all that was decided is durable."""
+        """Wait until all queued effects are durable. Raises `StoreError` after `COMMIT_TIMEOUT_S`."""
         turn = self._effects_task
         if turn is None:
             return self._check_active()
         await asyncio.wait({turn}, timeout=COMMIT_TIMEOUT_S)
         if not turn.done():
             raise StoreError(
-                "it is decided, but cannot be written down yet, and may be lost: "
-                f"{self._commits.write_blocker or 'the store is slow'}"
+                "the request was accepted, but is not durable yet and may be lost: "
+                f"{self._commits.write_blocker or 'the journal is slow'}"
             )
         return self._check_active()
 
     def _check_active(self) -> None:
-        """Who acts no longer hears nobody, so it must not answer either."""
+        """Raise `StoreError` if this scheduler no longer processes events, so that it never answers a request it did not
+        handle."""
         if not self._is_active:
-            raise StoreError("this scheduler leads no longer: ask the one that does whether it was heard, and ask again if not")
+            raise StoreError(
+                "this scheduler no longer leads: check at the leader whether the request took effect, and repeat it if not"
+            )
 
     async def report_host_gone(self, life: str, reason: str) -> None:
-        """A life of a host is over: nobody of it is waited for, or let in again. Raises `StoreError` where that may be lost."""
+        """Declare the host instance `life` permanently gone: its nodes are dead and are not admitted again.
+
+        Returns when that is durable; raises `StoreError` if it may be lost.
+        """
         self._check_active()
         self._step(HostGone(life, reason))
         await self._wait_until_committed()
 
     def view(self) -> ClusterView:
-        """The cluster as it is now."""
-        place = self.info
+        """Return the present view of the cluster."""
+        info = self.info
         me = NodeView(
             role=Role.SCHEDULER,
-            node_id=place.node_id,
+            node_id=info.node_id,
             rank=0,
-            host=place.host,
-            address=place.address,
+            host=info.host,
+            address=info.address,
             state="alive",
             alive=True,
             pid=os.getpid(),
@@ -239,54 +248,54 @@ class Scheduler:
             wall=wall_time(),
             now=asyncio.get_running_loop().time(),
             incidents=self.machine.incidents,
-            address=place.address,
-            manage_port=place.manage_port,
-            log_dir=place.log_dir,
+            address=info.address,
+            manage_port=info.manage_port,
+            log_dir=info.log_dir,
             counters=self.machine.counters | strangers,
             gauges={"links": float(len(self._connections.direct_connections))},
         )
 
     @property
     def event_log(self) -> EventLog:
-        """What happened so far."""
+        """Event log of the cluster."""
         return self._event_stream.event_log
 
     def console_details(self) -> dict[str, Any]:
-        """What the console shows besides."""
+        """Return what the console shows in addition to the view."""
         return {"kind": "training"}
 
     def recoveries(self) -> list[Incident]:
-        """Every recovery that is kept, oldest first."""
+        """Return the recorded incidents, oldest first."""
         return self.machine.incidents.records
 
-    # -- facts in ----------------------------------------------------------------------------------------------------
+    # -- events ------------------------------------------------------------------------------------------------------
 
-    def _on_connection_opened(self, link: Connection) -> None:
-        self._connections.open(link)
+    def _on_connection_opened(self, connection: Connection) -> None:
+        self._connections.open(connection)
 
-    def _on_message(self, link: Connection, message: Any) -> None:
-        if not self._term.leads():  # it was stopped, and wakes up with this: even a look at it would be old
+    def _on_message(self, connection: Connection, message: Any) -> None:
+        if not self._term.leads():  # the lease expired while this process was suspended: even a read would be stale
             self._fail(SteppedDown(LEASE_NOT_RENEWED))
         elif isinstance(message, ViewRequest):
-            self._view_stream.handle_view_request(link, message)
+            self._view_stream.handle_view_request(connection, message)
         elif isinstance(message, EventsRequest):
-            self._event_stream.handle_events_request(link, message)
+            self._event_stream.handle_events_request(connection, message)
         elif isinstance(message, LogChunk):
-            self._log_requests.on_chunk(link, message)
+            self._log_requests.on_chunk(connection, message)
         elif isinstance(message, FromChildEnvelope | ChildDisconnected | RelayedHeartbeats):
-            for event in self._connections.split_agent_message(link, message):
+            for event in self._connections.split_agent_message(connection, message):
                 self._step(event)
         else:
-            self._step(MessageReceived(message, link.id))
+            self._step(MessageReceived(message, connection.id))
 
-    def _on_connection_closed(self, link: Connection, reason: str) -> None:
-        if not link.id:
-            return self._on_unauthenticated_peer(link, reason)
-        self._view_stream.remove_subscriber(link)
-        self._event_stream.remove_subscriber(link)
-        if link.violated_protocol:
-            self._on_unauthenticated_peer(link, reason)
-        for number in self._connections.on_connection_lost(link):
+    def _on_connection_closed(self, connection: Connection, reason: str) -> None:
+        if not connection.id:
+            return self._on_unauthenticated_peer(connection, reason)
+        self._view_stream.remove_subscriber(connection)
+        self._event_stream.remove_subscriber(connection)
+        if connection.violated_protocol:
+            self._on_unauthenticated_peer(connection, reason)
+        for number in self._connections.on_connection_lost(connection):
             self._step(ConnectionLost(reason, number))
         return None
 
@@ -298,7 +307,7 @@ class Scheduler:
                 self._commits.rewrite_if_removed()
                 self._step(Tick())
                 self._view_stream.notify_if_due()
-        except Exception as error:  # a bug: a cluster over which nobody keeps watch would wait for ever
+        except Exception as error:  # a bug: without ticks no timeout would ever expire
             self._fail(error)
 
     def _send_leader_heartbeat(self) -> None:
@@ -310,7 +319,7 @@ class Scheduler:
         ):
             self._leader_heartbeat_at = time.monotonic()
             for number in self.machine.list_connections():
-                if number in self._connections.direct_connections:  # an agent tells its children
+                if number in self._connections.direct_connections:  # agents forward it to their children
                     self._connections.direct_connections[number].send(LeaderHeartbeat())
 
     def _step(self, event: SchedulerEvent) -> list[SchedulerEffect]:
@@ -332,7 +341,8 @@ class Scheduler:
 
     @property
     def _is_active(self) -> bool:
-        """Not once it was asked to go, or failed: the links it then closes itself are nobody's death."""
+        """Whether events are processed: false after a failure or `exit_process`, because the scheduler then closes connections
+        itself, and their loss is not a failure of a node."""
         ended = self._ended
         return ended is None or not ended.done() or (not ended.cancelled() and ended.exception() is None)
 
@@ -341,17 +351,17 @@ class Scheduler:
         if not self._ended.done():
             self._ended.set_exception(error)
 
-    # -- wishes out --------------------------------------------------------------------------------------------------
+    # -- effects -----------------------------------------------------------------------------------------------------
 
     async def _apply_pending_effects(self) -> None:
-        """Until no wish is left: what must be durable first, then the rest, in order."""
+        """Carry out the queued effects in order, each turn after a commit of its records, until the queue is empty."""
         try:
             while self._pending_effects:
                 turn = list(self._pending_effects)
-                await self._commits.commit([wish.record for wish in turn if isinstance(wish, Persist)])
-                for wish in turn:
+                await self._commits.commit([effect.record for effect in turn if isinstance(effect, Persist)])
+                for effect in turn:
                     self._pending_effects.popleft()
-                    self._apply_effect(wish)
+                    self._apply_effect(effect)
                 self._connections.flush()
                 self._notify_on_change()
                 self._event_stream.notify_subscribers()
@@ -361,65 +371,70 @@ class Scheduler:
             self._effects_task = None
 
     def _notify_on_change(self) -> None:
-        """What people must not miss is told at once, the rest at the next tick."""
-        news = (self.machine.cluster.phase, self.machine.cluster.generation)
-        if news != self._notified_state:
-            self._notified_state = news
+        """Send the view to its subscribers immediately if phase or generation changed; other changes wait for the next tick."""
+        state = (self.machine.cluster.phase, self.machine.cluster.generation)
+        if state != self._notified_state:
+            self._notified_state = state
             self._view_stream.notify_subscribers()
 
-    def _apply_effect(self, wish: SchedulerEffect) -> None:
-        if isinstance(wish, Send):
-            if self._connections.send(wish.connection, wish.message) and isinstance(wish.message, ClusterEnded):
-                self._end_notified.add(wish.connection)
-        elif isinstance(wish, Close):
-            self._connections.close(wish.connection)
-        elif isinstance(wish, PublishEvent):
-            event = self._event_stream.append_event(wish)
+    def _apply_effect(self, effect: SchedulerEffect) -> None:
+        if isinstance(effect, Send):
+            if self._connections.send(effect.connection, effect.message) and isinstance(effect.message, ClusterEnded):
+                self._end_notified.add(effect.connection)
+        elif isinstance(effect, Close):
+            self._connections.close(effect.connection)
+        elif isinstance(effect, PublishEvent):
+            event = self._event_stream.append_event(effect)
             if self._journal is not None:
                 self._journal.append_event(event)
-        elif isinstance(wish, EndCluster):
+        elif isinstance(effect, EndCluster):
             assert self._ended is not None
             if not self._ended.done():
-                self._ended.set_result(wish)
+                self._ended.set_result(effect)
 
     async def _await_disconnects(self, end: EndCluster) -> None:
-        """Members and agents have been told: give them the time to end, then close."""
+        """Wait until members and agents, to which the end was sent, have disconnected, or the grace period is over."""
         if end.failure is not None:
             for line in describe_failure(end.failure):
                 log.error("%s", line)
         self._view_stream.notify_subscribers()
         deadline = asyncio.get_running_loop().time() + self._settings.grace_s + SHUTDOWN_GRACE_S
         while self._end_notified and asyncio.get_running_loop().time() < deadline:
-            for link in (*self._event_stream.subscribers, *self._view_stream.subscribers.values()):
-                link.close("the cluster ended")
+            for connection in (*self._event_stream.subscribers, *self._view_stream.subscribers.values()):
+                connection.close("the cluster ended")
             await asyncio.sleep(0.01)
             self._end_notified = self._connections.filter_open(self._end_notified)
 
     async def _record_end_delivered(self) -> None:
-        """Nobody needs to be told the end by a scheduler that comes after this one. If it cannot be written, one more will."""
+        """Record that the end was delivered, so that a restarted scheduler does not deliver it again. A failed write is
+        logged."""
         record = self.machine.cluster.record()
         if self._journal is None or record.ended is None:
             return
-        told = msgspec.structs.replace(record, ended=msgspec.structs.replace(record.ended, told=True))
+        delivered = msgspec.structs.replace(record, ended=msgspec.structs.replace(record.ended, told=True))
         try:
-            await self._commits.write([told])
+            await self._commits.write([delivered])
         except StoreError as error:
             log.warning("%s", error)
 
-    def _on_mindspore_connection(self, link: Connection) -> None:
+    def _on_mindspore_connection(self, connection: Connection) -> None:
         """Find out whether a worker of this cluster speaks MindSpore's protocol to this port, and tell the machine.
 
-        Anyone who reaches the port can send these bytes, so they alone end nothing. They count if the other end of the
-        connection is open in a process of a worker that an agent started on this host, or in a child of it: only the run
-        itself, or a user who could kill it, can bring that about. Workers on other hosts cannot be looked at from here, but
-        those on this one run the same script.
+        Any process that reaches the port can send these bytes, so they alone have no effect. They are relevant only if the
+        other end of the connection is open in a process of a worker that an agent started on this host, or in a child of it:
+        only the run itself, or a user who could kill it, can cause that. Workers on other hosts cannot be checked from here,
+        but those on this one run the same script.
 
         At most one lookup runs at a time, in a thread. Until it ends, a copy of the descriptor keeps the connection open,
         because the client closes its end when this side does.
         """
         now = time.monotonic()
         busy = self._owner_lookup is not None and not self._owner_lookup.done()
-        if link.local_address() != link.peer_address or busy or now - self._owner_looked_up_at < OWNER_LOOKUP_INTERVAL_S:
+        if (
+            connection.local_address() != connection.peer_address
+            or busy
+            or now - self._owner_looked_up_at < OWNER_LOOKUP_INTERVAL_S
+        ):
             return
         workers = {
             member.pid: member.name
@@ -427,8 +442,8 @@ class Scheduler:
             if member.agent and member.is_present and member.pid and member.host.id == self.info.host_id
         }
         self._owner_looked_up_at = now
-        client, server = (link.peer_address, link.peer_port), (link.local_address(), link.local_port())
-        held = os.dup(link.fileno())
+        client, server = (connection.peer_address, connection.peer_port), (connection.local_address(), connection.local_port())
+        held = os.dup(connection.fileno())
         self._owner_lookup = asyncio.get_running_loop().create_task(self._look_up_owner(client, server, workers))
         self._owner_lookup.add_done_callback(lambda _: os.close(held))
 
@@ -444,26 +459,26 @@ class Scheduler:
         if pid:
             self._step(MindSporeDetected(workers[pid]))
 
-    def _on_unauthenticated_peer(self, link: Connection, reason: str) -> None:
-        """Somebody who never became a peer: say so once, and go on."""
+    def _on_unauthenticated_peer(self, connection: Connection, reason: str) -> None:
+        """Count a peer that was not admitted, and log it once per address and reason."""
         self._unauthenticated_count += 1
-        if (link.peer_address, reason) not in self._logged_peers and len(self._logged_peers) < UNAUTHENTICATED_LOGGED_MAX:
-            self._logged_peers.add((link.peer_address, reason))
-            log_event(PublishEvent(f"connection from {link.peer_address}", "turned away", reason, Level.WARNING))
+        if (connection.peer_address, reason) not in self._logged_peers and len(self._logged_peers) < UNAUTHENTICATED_LOGGED_MAX:
+            self._logged_peers.add((connection.peer_address, reason))
+            log_event(PublishEvent(f"connection from {connection.peer_address}", "turned away", reason, Level.WARNING))
 
 
 def exit_now(code: int) -> None:
-    """End this process without returning to the program: it must never run training code in the scheduler's place."""
-    with contextlib.suppress(OSError):  # its log's disk may be full
+    """End this process immediately. It must never return to the script, which would run training code in the scheduler."""
+    with contextlib.suppress(OSError):  # the disk of its log may be full
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
 
 
 def on_signal(scheduler: Scheduler, number: int, comes_back: bool) -> None:
-    """SIGINT ends the cluster; so does SIGTERM, unless this process comes back: then it goes alone."""
+    """Handle a signal: SIGINT ends the cluster. SIGTERM does too, unless this process can be restarted: then it exits alone."""
     name = signal.Signals(number).name
     if number == signal.SIGTERM and comes_back and not scheduler.machine.cluster.has_ended:
-        log.warning("%s: the scheduler goes, its cluster goes on; start it again with the same variables", name)
+        log.warning("%s: the scheduler exits and its cluster continues; restart it with the same variables", name)
         return scheduler.exit_process(128 + number)
     return scheduler.stop(f"the scheduler received {name}")

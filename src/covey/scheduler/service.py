@@ -1,4 +1,4 @@
-"""A scheduler from the settings: its sockets, journal, REST port and registry entry, for as long as it leads."""
+"""A scheduler built from the settings: sockets, journal, REST port and registry entry, each for as long as it leads."""
 
 from __future__ import annotations
 
@@ -43,28 +43,28 @@ from covey.storage.cas_store import CasStore, FileCasStore, open_cas_store
 from covey.storage.journal import FencedError, Journal, open_journal
 from covey.transport import address
 
-PORT_RELEASE_TIMEOUT_S = 10.0  # the kernel has to let go of a port whose holder was killed
+PORT_RELEASE_TIMEOUT_S = 10.0  # limit for the kernel to release the port of a killed process
 
 
 class SchedulerService:
-    """What a scheduler is made from, each time this process becomes one."""
+    """Builds and runs a scheduler, once per term if there are standbys."""
 
-    def __init__(self, loaded: LoadedSettings, sockets: ListeningSockets | None, kept: SchedulerHandoff | None) -> None:
+    def __init__(self, loaded: LoadedSettings, sockets: ListeningSockets | None, handoff: SchedulerHandoff | None) -> None:
         settings = loaded.settings
         self._settings = settings
         self._settings_table = settings_table(loaded)
         self._manage_port_given = loaded.origins.get("manage_port") != "default"
         self._sockets = sockets
-        self._handoff = kept
-        job = settings.job or (kept.default_job if kept is not None else "") or str(Path(sys.argv[0]).resolve())
-        self._job = job.encode(errors="backslashreplace").decode()  # a path may be bytes that are no text
+        self._handoff = handoff
+        job = settings.job or (handoff.default_job if handoff is not None else "") or str(Path(sys.argv[0]).resolve())
+        self._job = job.encode(errors="backslashreplace").decode()  # a path may not be valid UTF-8
         given = settings.recovery_path if settings.recovery or settings.lease else ""
-        self._journal_folder = kept.journal_folder if kept is not None else given
+        self._journal_folder = handoff.journal_folder if handoff is not None else given
         self._cluster_id = uuid.uuid4().hex[:12]
         self._rest_token = settings.token
 
     async def serve(self) -> int:
-        """The only scheduler of its cluster."""
+        """Run the only scheduler of a cluster; return the exit code."""
         sockets = self._sockets or bind_scheduler_ports(self._settings, manage_given=self._manage_port_given)
         journal = self._open_local_journal() if self._journal_folder else None
         try:
@@ -75,53 +75,59 @@ class SchedulerService:
         return end.code
 
     async def stand_by(self) -> int:
-        """One of several schedulers: wait until this one leads, act while it does, and wait again."""
-        cells = open_cas_store(
+        """Run one of several schedulers: wait for the lease, lead while it lasts, and wait again. Return the exit code when the
+        cluster ends or this process hands over."""
+        cas_store = open_cas_store(
             choose_lease_store(self._settings, self._journal_folder),
             folder=self._journal_folder,
             job=self._job,
             factories={"kubernetes": _open_kubernetes_store},
         )
-        manage = self._sockets.management if self._sockets is not None else self._bind_management_port()
-        leading = LeaseKeeper(
-            cells, where=self._management_url(manage), cluster=self._join_addresses(), duration_s=self._settings.lease_s
+        management_sockets = self._sockets.management if self._sockets is not None else self._bind_management_port()
+        lease_keeper = LeaseKeeper(
+            cas_store,
+            where=self._management_url(management_sockets),
+            cluster=self._join_addresses(),
+            duration_s=self._settings.lease_s,
         )
         while True:
             for number in _exit_signals():
                 asyncio.get_running_loop().add_signal_handler(number, exit_now, 128 + number)
             try:
-                async with self._serve_leader_redirect(manage, leading):
-                    token = await leading.wait_until_leader()
-                log.info("this scheduler leads, by token %d", token)
-                end = await self._run_as_leader(cells, leading, manage, token)
+                async with self._serve_leader_redirect(management_sockets, lease_keeper):
+                    token = await lease_keeper.wait_until_leader()
+                log.info("this scheduler leads, with fencing token %d", token)
+                end = await self._run_as_leader(cas_store, lease_keeper, management_sockets, token)
             except SteppedDown as error:
-                log.warning("%s: this scheduler leads no longer, and stands by", error)
-            except LeadershipHandedOver as asked:
-                await leading.hand_over_lease()
-                return asked.code
-            except StandbyClusterEnded as over:
-                log.info("the cluster has ended: this scheduler need not stand by any more")
-                return over.code
+                log.warning("%s: this scheduler steps down and stands by", error)
+            except LeadershipHandedOver as handed_over:
+                await lease_keeper.hand_over_lease()
+                return handed_over.code
+            except StandbyClusterEnded as ended:
+                log.info("the cluster has ended: this standby exits")
+                return ended.code
             else:
-                await leading.record_cluster_end(end.code)
+                await lease_keeper.record_cluster_end(end.code)
                 return end.code
 
     async def _run_as_leader(
-        self, cells: CasStore, leading: LeaseKeeper, manage: list[socket.socket], token: int
+        self, cas_store: CasStore, lease_keeper: LeaseKeeper, management_sockets: list[socket.socket], token: int
     ) -> EndCluster:
-        found = self._sockets.cluster if self._sockets is not None else await self._bind_cluster_port(leading.predecessor)
-        sockets = ListeningSockets(_duplicate_sockets(found), _duplicate_sockets(manage))
+        cluster_sockets = (
+            self._sockets.cluster if self._sockets is not None else await self._bind_cluster_port(lease_keeper.predecessor)
+        )
+        sockets = ListeningSockets(_duplicate_sockets(cluster_sockets), _duplicate_sockets(management_sockets))
         try:
-            journal = await self._open_leader_journal(cells, leading, token)
+            journal = await self._open_leader_journal(cas_store, lease_keeper, token)
         except FencedError as error:
-            leading.raise_token(error.newest_token)
+            lease_keeper.raise_token(error.newest_token)
             raise SteppedDown(str(error)) from None
         try:
-            leads = functools.partial(leading.leads, token)
+            leads = functools.partial(lease_keeper.leads, token)
             return await self._run_scheduler(sockets, journal, LeaderTerm(token, leads, self._settings.lease_s))
         finally:
             journal.close()
-            for sock in (*sockets.cluster, *sockets.management, *(found if self._sockets is None else ())):
+            for sock in (*sockets.cluster, *sockets.management, *(cluster_sockets if self._sockets is None else ())):
                 sock.close()
 
     async def _bind_cluster_port(self, predecessor: str) -> list[socket.socket]:
@@ -140,7 +146,8 @@ class SchedulerService:
             await asyncio.sleep(0.1)
 
     def _bind_management_port(self) -> list[socket.socket]:
-        """At once, since a standby answers there too. A port that another scheduler of this host has is no reason to fail."""
+        """Bind the REST port at the start, because a standby answers there too. A port that is in use is not an error: another
+        scheduler on this host may have it."""
         return bind_management_port(self._settings.manage_port, self._find_own_host(), strict=False)
 
     def _find_own_host(self) -> str:
@@ -148,49 +155,52 @@ class SchedulerService:
         return next((host for host in hosts if address.is_local(host)), hosts[0])
 
     def _join_addresses(self) -> str:
-        """Where the schedulers of this cluster are, by which each of them knows the others from strangers."""
+        """Return the sorted addresses of all schedulers of this cluster, by which a lease of another cluster is recognized."""
         if self._sockets is not None and "," not in self._settings.sched_host:
             return self._sockets.address
-        found = address.split_list(self._settings.sched_host, self._settings.sched_port)
-        return ",".join(sorted(address.join_host_port(host, port) for host, port in found))
+        addresses = address.split_list(self._settings.sched_host, self._settings.sched_port)
+        return ",".join(sorted(address.join_host_port(host, port) for host, port in addresses))
 
-    def _management_url(self, manage: list[socket.socket]) -> str:
-        """This scheduler's REST port, for those who ask another."""
-        if not manage:
+    def _management_url(self, management_sockets: list[socket.socket]) -> str:
+        """Return the URL of this scheduler's REST port, to which standbys redirect; empty if it has none."""
+        if not management_sockets:
             return ""
         scheme = "https" if self._settings.tls_config else "http"
-        return f"{scheme}://{address.join_host_port(self._find_own_host(), int(manage[0].getsockname()[1]))}"
+        return f"{scheme}://{address.join_host_port(self._find_own_host(), int(management_sockets[0].getsockname()[1]))}"
 
     @contextlib.asynccontextmanager
-    async def _serve_leader_redirect(self, manage: list[socket.socket], leading: LeaseKeeper) -> AsyncIterator[None]:
-        """While this one stands by, its REST port says where the leader's is. One that both share is the leader's alone."""
-        if not manage or self._sockets is not None:
+    async def _serve_leader_redirect(
+        self, management_sockets: list[socket.socket], lease_keeper: LeaseKeeper
+    ) -> AsyncIterator[None]:
+        """Redirect REST clients to the leader while this scheduler stands by. A port inherited from the agent is shared with
+        the leader, so it is not served here."""
+        if not management_sockets or self._sockets is not None:
             yield
             return
-        guard = credentials.load_credentials(self._settings, listens_at=self._find_own_host())
-        async with serve_management_port(lambda: _make_standby_app(leading), _duplicate_sockets(manage), guard):
+        auth = credentials.load_credentials(self._settings, listens_at=self._find_own_host())
+        async with serve_management_port(lambda: _make_standby_app(lease_keeper), _duplicate_sockets(management_sockets), auth):
             yield
 
-    async def _open_leader_journal(self, cells: CasStore, leading: LeaseKeeper, token: int) -> Journal | CasJournal:
-        """A store that does not answer now is waited for as long as this one leads: it is no reason for a standby to end."""
-        settings, follows = self._settings, bool(leading.predecessor)
-        if isinstance(cells, FileCasStore):
+    async def _open_leader_journal(self, cas_store: CasStore, lease_keeper: LeaseKeeper, token: int) -> Journal | CasJournal:
+        """Open the journal of the new term. A store that does not answer is retried for as long as this scheduler leads."""
+        settings, follows = self._settings, bool(lease_keeper.predecessor)
+        if isinstance(cas_store, FileCasStore):
             try:
                 return self._open_local_journal(token, follows=follows)
             except StoreError as error:
-                if isinstance(error, FencedError) or not kill_predecessor(leading.predecessor):
+                if isinstance(error, FencedError) or not kill_predecessor(lease_keeper.predecessor):
                     raise
                 return self._open_local_journal(token, follows=follows)
         size = {"worker_num": settings.worker_num, "server_num": settings.server_num}
         while True:
             try:
-                return await open_cas_journal(cells, token=token, job=self._job, follows=follows, **size)
+                return await open_cas_journal(cas_store, token=token, job=self._job, follows=follows, **size)
             except StoreError as error:
                 if isinstance(error, FencedError) or error.exit_code is ExitCode.BAD_JOURNAL:
                     raise
-                if not leading.leads(token):
+                if not lease_keeper.leads(token):
                     raise SteppedDown(str(error)) from None
-                log.warning("%s; the journal is tried again", error)
+                log.warning("%s: retrying to open the journal", error)
                 await asyncio.sleep(RETRY_DISK_S)
 
     def _open_local_journal(self, token: int = 0, *, follows: bool = False) -> Journal:
@@ -200,56 +210,56 @@ class SchedulerService:
     async def _run_scheduler(
         self, sockets: ListeningSockets, journal: Journal | CasJournal | None, term: LeaderTerm | None
     ) -> EndCluster:
-        settings, kept = self._settings, self._handoff
-        guard = credentials.load_credentials(settings, listens_at=address.split_host_port(sockets.address)[0])
-        self._rest_token = self._rest_token or _derive_rest_token(guard.secret)
-        place = SchedulerInfo(
+        settings, handoff = self._settings, self._handoff
+        auth = credentials.load_credentials(settings, listens_at=address.split_host_port(sockets.address)[0])
+        self._rest_token = self._rest_token or _derive_rest_token(auth.secret)
+        info = SchedulerInfo(
             address=sockets.address,
             host=socket.gethostname(),
             host_id=host_identity.describe_host(settings.host_id, "").id,
             node_id=settings.node_id or "sched",
             manage_port=sockets.manage_port,
-            log_dir=kept.log_dir if kept is not None else "",
+            log_dir=handoff.log_dir if handoff is not None else "",
             job=self._job,
         )
         scheduler = Scheduler(
             make_cluster_settings(
                 settings,
-                kept.max_restarts if kept is not None else MAX_RESTARTS,
-                agents_return=kept is None or kept.agents_return,
+                handoff.max_restarts if handoff is not None else MAX_RESTARTS,
+                agents_return=handoff is None or handoff.agents_return,
             ),
-            place,
+            info,
             cluster_id=self._cluster_id,
-            secret=guard.secret,
-            context=guard.server_context,
+            secret=auth.secret,
+            context=auth.server_context,
             journal=journal,
             term=term,
         )
         loop = asyncio.get_running_loop()
-        comes_back = settings.recovery or kept is not None or term is not None
+        restartable = settings.recovery or handoff is not None or term is not None
         for number in _exit_signals():
-            loop.add_signal_handler(number, on_signal, scheduler, number, comes_back)
+            loop.add_signal_handler(number, on_signal, scheduler, number, restartable)
         serving = loop.create_task(scheduler.run(sockets.cluster))
-        await asyncio.sleep(0)  # let it take over the journal: the cluster id may come from there
-        entry = self._register_cluster(scheduler, sockets, guard)
-        manage = describe_management_port(sockets, tls=guard.uses_tls)
-        log.info("scheduler of cluster %s at %s%s", scheduler.cluster_id, sockets.address, manage)
+        await asyncio.sleep(0)  # let it read the journal, which may contain the cluster id
+        entry = self._register_cluster(scheduler, sockets, auth)
+        rest_port = describe_management_port(sockets, tls=auth.uses_tls)
+        log.info("scheduler of cluster %s at %s%s", scheduler.cluster_id, sockets.address, rest_port)
         app = functools.partial(_make_training_app, scheduler, self._rest_token, self._settings_table)
-        async with serve_management_port(app, sockets.management, guard):
+        async with serve_management_port(app, sockets.management, auth):
             try:
                 return await serving
             finally:
                 entry.unlink(missing_ok=True)
 
-    def _register_cluster(self, scheduler: Scheduler, sockets: ListeningSockets, guard: credentials.Credentials) -> Path:
-        """Into the registry, where commands on this host find their cluster."""
+    def _register_cluster(self, scheduler: Scheduler, sockets: ListeningSockets, auth: credentials.Credentials) -> Path:
+        """Add the cluster to the registry, in which commands on this host find it; return the path of the entry."""
         return cluster_registry.register_cluster(
             cluster_registry.RegistryEntry(
                 cluster_id=scheduler.cluster_id,
                 address=sockets.address,
                 pid=os.getpid(),
                 created=cluster_registry.process_start_time(os.getpid()),
-                secret=guard.secret,
+                secret=auth.secret,
                 token=self._rest_token,
                 manage=address.join_host_port("127.0.0.1", sockets.manage_port) if sockets.management else "",
                 job=scheduler.info.job,
@@ -268,11 +278,11 @@ def _open_kubernetes_store(name: str) -> CasStore:
 
 
 def choose_lease_store(settings: Settings, folder: str) -> str:
-    """Where several schedulers agree who leads: what COVEY_LEASE says, else the journal's folder."""
+    """Return the lease store: COVEY_LEASE, or `file` if a journal directory is set. Raises `UsageError` if there is neither."""
     store = settings.lease or ("file" if folder else "")
     if not store or (store.startswith("file") and not folder):
         raise UsageError(
-            "several schedulers must agree who leads: set COVEY_LEASE=etcd://HOST:PORT, or, where they share a disk,"
+            "several schedulers need a lease store: set COVEY_LEASE=etcd://HOST:PORT, or, if they share a disk,"
             " COVEY_LEASE=file and MS_RECOVERY_PATH"
         )
     return store
@@ -281,7 +291,7 @@ def choose_lease_store(settings: Settings, folder: str) -> str:
 def make_cluster_settings(
     settings: Settings, max_restarts: int = MAX_RESTARTS, *, agents_return: bool = True
 ) -> ClusterSettings:
-    """What the core needs of the effective settings."""
+    """Return the core's part of the effective settings."""
     return ClusterSettings(
         worker_num=settings.worker_num,
         server_num=settings.server_num,
@@ -306,12 +316,13 @@ def make_cluster_settings(
 
 
 def _derive_rest_token(secret: str) -> str:
-    """The REST port's token. Made of the secret, without giving it away, so that all schedulers of a cluster have the same."""
+    """Return the token of the REST port: derived from the secret by HMAC, so that all schedulers of a cluster use the same one,
+    or random if there is no secret."""
     return hmac.digest(secret.encode(), b"covey REST", "sha256").hex()[:32] if secret else secrets.token_urlsafe(24)
 
 
 def _exit_signals() -> tuple[signal.Signals, ...]:
-    """Those that end a scheduler; in a thread they belong to the program that runs it there."""
+    """Return the signals that end a scheduler; none if it runs in a thread, where the program handles them."""
     return (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
 
 
@@ -321,12 +332,12 @@ def _make_training_app(scheduler: Scheduler, token: str, settings: list[tuple[st
     return training_api.make_app(scheduler, token=token, settings=settings)
 
 
-def _make_standby_app(leading: LeaseKeeper) -> Any:
+def _make_standby_app(lease_keeper: LeaseKeeper) -> Any:
     from covey.management import standby_api
 
-    return standby_api.make_app(lambda: leading.leader_url)
+    return standby_api.make_app(lambda: lease_keeper.leader_url)
 
 
 def _duplicate_sockets(sockets: list[socket.socket]) -> list[socket.socket]:
-    """Descriptors of the same sockets: what is closed when a scheduler steps down is needed when it leads again."""
+    """Return duplicates, which are closed when the scheduler steps down; the originals are needed for its next term."""
     return [sock.dup() for sock in sockets]

@@ -1,4 +1,4 @@
-"""What must outlive a process. The core decides when to write (`Persist`).
+"""Storage that outlives a process. The core decides when to write (`Persist`).
 
 `journal`            the scheduler's journal, in SQLite
 `cas_journal`        the same in one compare-and-swap value, for several schedulers

@@ -1,9 +1,9 @@
-"""The journal of a scheduler whose successor may be on another host: one cell, which holds all records.
+"""The journal of a scheduler whose successor may be on another host: one compare-and-swap value with all records.
 
-What the members know of themselves is not enough to go on from: nobody could speak for one that died together with the
-scheduler, nor for budgets and sizes that were asked for. So the successor reads what the leader promised, as it would from
-`journal`, and the members confirm it as they re-attach. A cell is written whole, which is why this is for clusters of some
-thousand nodes; the story is kept as its last lines.
+The members alone cannot restore the cluster: they have no information about members that died together with the scheduler,
+about restart budgets, or about requested sizes. The successor therefore reads the leader's records, as from `journal`, and the
+members confirm them when they re-attach. Every commit writes the whole value, so this suits clusters of up to some thousand
+nodes. Of the event log only the last `EVENTS_MAX` events are kept.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class _Header(msgspec.Struct):
 
 
 class _JournalContents(msgspec.Struct):
-    """All of it."""
+    """The stored value. `story` is the event log: time, node, event, reason, level."""
 
     token: int
     records: dict[str, Record]
@@ -41,28 +41,28 @@ class _JournalContents(msgspec.Struct):
 
 
 class CasJournal:
-    """Open one with `open_cas_journal`. It belongs to the leader with this token until another takes it."""
+    """A journal, opened by `open_cas_journal`. It belongs to the leader with its token until another leader opens it."""
 
-    def __init__(self, cells: CasStore, page: _JournalContents, version: int) -> None:
-        self._store = cells
-        self._contents = page
-        self._events = deque(page.story, maxlen=EVENTS_MAX)
+    def __init__(self, store: CasStore, contents: _JournalContents, version: int) -> None:
+        self._store = store
+        self._contents = contents
+        self._events = deque(contents.story, maxlen=EVENTS_MAX)
         self._version = version
 
     def read(self) -> tuple[Record, ...]:
-        """Everything the scheduler knew."""
+        """Return all records."""
         return tuple(self._contents.records.values())
 
     def append_event(self, event: Event) -> None:
-        """Add an event to the story; it is written with the next commit."""
+        """Add an event to the event log; it is written with the next commit."""
         self._events.append((event.at, event.node, event.what, event.reason, str(event.level)))
 
     def read_events(self, limit: int = EVENTS_MAX) -> list[tuple[float, str, str, str, str]]:
-        """The newest events, oldest first."""
+        """Return the newest events, oldest first."""
         return list(self._events)[-limit:]
 
     async def commit(self, records: Iterable[Record] = ()) -> None:
-        """Make records (and the story so far) durable. Raises `StoreError`, and `FencedError` where another leads."""
+        """Make records and the event log durable. Raises `StoreError`, or `FencedError` if another scheduler leads."""
         self._contents.records |= {record_key(record): record for record in records}
         self._contents.story = list(self._events)
         packed = zlib.compress(msgspec.msgpack.encode(self._contents), 1)
@@ -72,41 +72,44 @@ class CasJournal:
         self._version = version
 
     async def _resolve_conflict(self) -> int:
-        """A write whose answer was lost looks like somebody else's: what is there says whose it is."""
+        """Write again after a version conflict; return the new version. The conflict may be caused by an own write whose reply
+        was lost: the token in the stored value decides. Raises `FencedError` if it is another leader's."""
         value, version = await self._store.get(JOURNAL_KEY)
-        found = _decode_contents(value)
-        if found.token != self._contents.token:
-            raise FencedError(found.token, self._contents.token)
+        stored = _decode_contents(value)
+        if stored.token != self._contents.token:
+            raise FencedError(stored.token, self._contents.token)
         self._version = version
         return await self._retry_write()
 
     async def _retry_write(self) -> int:
         version = await self._store.put(JOURNAL_KEY, zlib.compress(msgspec.msgpack.encode(self._contents), 1), self._version)
         if version is None:
-            raise StoreError("the journal's cell changes while it is written: it is tried again")
+            raise StoreError("the shared journal was changed during a write: the write is retried")
         return version
 
     def close(self) -> None:
-        """The cells are their opener's to close."""
+        """Do nothing: the store belongs to the caller of `open_cas_journal`."""
 
 
 async def open_cas_journal(
-    cells: CasStore, *, token: int, job: str, worker_num: int, server_num: int, follows: bool = False
+    store: CasStore, *, token: int, job: str, worker_num: int, server_num: int, follows: bool = False
 ) -> CasJournal:
-    """Take the journal over for the leader with this token: from now on its predecessors cannot write. `follows`: as in
-    `open_journal`."""
-    value, version = await cells.get(JOURNAL_KEY)
-    page = _decode_contents(value) if value else _JournalContents(0, {}, [], FORMAT)
-    kept = page.records.get("cluster")
-    if page.token > token:
-        raise FencedError(page.token, token)
-    if isinstance(kept, ClusterRecord):
-        if may_start_new_cluster(kept, follows=follows):
-            page = _JournalContents(token, {}, [], FORMAT)
+    """Open the journal for the leader with `token`; earlier leaders cannot write from now on. `follows` as in `open_journal`.
+
+    Raises `FencedError` if a newer leader has opened it, and `StoreError`.
+    """
+    value, version = await store.get(JOURNAL_KEY)
+    contents = _decode_contents(value) if value else _JournalContents(0, {}, [], FORMAT)
+    cluster = contents.records.get("cluster")
+    if contents.token > token:
+        raise FencedError(contents.token, token)
+    if isinstance(cluster, ClusterRecord):
+        if may_start_new_cluster(cluster, follows=follows):
+            contents = _JournalContents(token, {}, [], FORMAT)
         else:
-            check_job(kept, "the shared journal", job=job, worker_num=worker_num, server_num=server_num)
-    page.token = token
-    journal = CasJournal(cells, page, version)
+            check_job(cluster, "the shared journal", job=job, worker_num=worker_num, server_num=server_num)
+    contents.token = token
+    journal = CasJournal(store, contents, version)
     await journal.commit()
     return journal
 
@@ -119,5 +122,5 @@ def _decode_contents(value: bytes) -> _JournalContents:
             raise other_format_error("the shared journal", found)
         return msgspec.msgpack.decode(packed, type=_JournalContents)
     except (zlib.error, msgspec.MsgspecError) as error:
-        sentence = f"the shared journal is damaged ({error}): remove it while no scheduler runs"
-        raise StoreError(sentence, ExitCode.BAD_JOURNAL) from None
+        message = f"the shared journal is damaged ({error}): stop all schedulers and remove it"
+        raise StoreError(message, ExitCode.BAD_JOURNAL) from None

@@ -1,8 +1,8 @@
-"""Cells: named values that several processes may change, each change only in the place of the version it was made from.
+"""Compare-and-swap stores: named values with versions; a write succeeds only if the version is unchanged.
 
-On one host, or on a disk that several hosts share, a cell is a file. Between hosts it is a key of etcd, spoken to
-through its JSON gateway: two requests are all that is needed, so there is no client library. (`kubernetes.cas_store` keeps them
-in Kubernetes.) Who cannot reach its store gets a `StoreError`, and does not know whether its last write arrived.
+On one host, or on a disk that several hosts share, a value is a file. Between hosts it is a key of etcd, accessed by its JSON
+gateway: two kinds of request are sufficient, so no client library is needed. `kubernetes.cas_store` uses Kubernetes. If a store
+cannot be reached, `StoreError` is raised, and it is unknown whether the last write was applied.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ import msgspec
 from covey.atomic_file import write_synced
 from covey.errors import StoreError, UsageError
 
-ETCD_TIMEOUT_S: Final = 2.0  # of one request
-OLD_VERSIONS_MAX: Final = 8  # that may have been left behind by somebody who ended in between
-ETCD_VALUE_MAX: Final = 1_000_000  # bytes; etcd takes a request of 1.5 MiB, in base64
+ETCD_TIMEOUT_S: Final = 2.0  # limit of one request
+OLD_VERSIONS_MAX: Final = 8  # removed after a write: a writer that was killed may have left some behind
+ETCD_VALUE_MAX: Final = 1_000_000  # bytes; etcd accepts requests of 1.5 MiB, and the value is sent as base64
 
 
 class CasStore(Protocol):
-    """A store of cells. The version of a cell that is not there is 0."""
+    """A store of versioned values. The version of a missing value is 0. Methods raise `StoreError`."""
 
     async def get(self, key: str) -> tuple[bytes, int]:
-        """A cell's value and its version."""
+        """Return a value and its version."""
 
     async def put(self, key: str, value: bytes, version: int) -> int | None:
-        """Change a cell from a version; returns the new one, or None if it is not that version any more."""
+        """Write a value if its version is `version`; return the new version, or None if the version has changed."""
 
     async def close(self) -> None: ...
 
 
 class FileCasStore:
-    """Cells in a folder, a file per version: its name can be taken once, and no lock is held by somebody who is stopped."""
+    """Values in a directory, one file per version. A file name can be created only once, so no lock is needed that a stopped
+    process could hold."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder)
-        self._writer_id = secrets.token_hex(8)  # not the process's number: two hosts, or containers, may have the same
+        self._writer_id = secrets.token_hex(8)  # not the pid: two hosts or containers may have the same
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -51,7 +52,7 @@ class FileCasStore:
     async def get(self, key: str) -> tuple[bytes, int]:
         try:
             while version := self._newest_version(key):
-                with contextlib.suppress(FileNotFoundError):  # a newer one came, and this one was removed
+                with contextlib.suppress(FileNotFoundError):  # a newer version was written, and this one was removed
                     return self._version_path(key, version).read_bytes(), version
         except OSError as error:
             raise self._folder_error(error) from None
@@ -70,20 +71,20 @@ class FileCasStore:
         return version + 1 if done else None
 
     async def close(self) -> None:
-        """Nothing is held between two calls."""
+        """Do nothing: no resource is held between calls."""
 
     def _claim_version(self, draft: Path, key: str, version: int) -> bool:
-        """Give the draft the next version's name. A version that came and went long ago leaves its name free again, for one who
-        was stopped meanwhile: but then there is a newer one."""
+        """Link the draft as the next version; return False if that version exists. The name of an old version is free again
+        after its removal, which a writer that was suspended could use: the second check for a newer version detects that."""
         if self._newest_version(key) != version:
             return False
-        mine = self._version_path(key, version + 1)
+        new_path = self._version_path(key, version + 1)
         try:
-            mine.hardlink_to(draft)
+            new_path.hardlink_to(draft)
         except FileExistsError:
             return False
         if self._newest_version(key) > version + 1:
-            mine.unlink()
+            new_path.unlink()
             return False
         for old in range(max(1, version - OLD_VERSIONS_MAX), version + 1):
             self._version_path(key, old).unlink(missing_ok=True)
@@ -97,35 +98,39 @@ class FileCasStore:
         return self._folder / f"{key}.{version}"
 
     def _folder_error(self, error: OSError) -> StoreError:
-        return StoreError(f"the lease in {self._folder} cannot be read or written ({error.strerror}): make the folder usable")
+        return StoreError(
+            f"cannot read or write the lease in {self._folder} ({error.strerror}): check the directory and its permissions"
+        )
 
 
 class EtcdCasStore:
-    """Cells as keys of etcd, below a prefix."""
+    """Values as keys of etcd, below a prefix."""
 
     def __init__(self, url: str, prefix: str) -> None:
-        import httpx2  # takes longer to import than a small cluster to form, and only this store needs it
+        import httpx2  # imported here: a slow import that only this store needs
 
         self._url = url
         self._prefix = prefix
         self._client = httpx2.AsyncClient(base_url=url, timeout=ETCD_TIMEOUT_S, trust_env=False)
         self._http_error = httpx2.HTTPError
-        self._newest_revision = 0  # the store's revision: each change makes it higher
+        self._newest_revision = 0  # the store's revision, which increases with each change
         self._data_loss_reason = ""
 
     async def get(self, key: str) -> tuple[bytes, int]:
-        answer = await self._post("range", {"key": self._encode_key(key)})
-        found = answer.get("kvs") or [{}]
-        return base64.b64decode(found[0].get("value", "")), int(found[0].get("mod_revision", 0))
+        decoded = await self._post("range", {"key": self._encode_key(key)})
+        entries = decoded.get("kvs") or [{}]
+        return base64.b64decode(entries[0].get("value", "")), int(entries[0].get("mod_revision", 0))
 
     async def put(self, key: str, value: bytes, version: int) -> int | None:
         if len(value) > ETCD_VALUE_MAX:
-            raise StoreError(f"{key} has {len(value)} bytes, and etcd takes {ETCD_VALUE_MAX}: this cluster is too large for it")
+            raise StoreError(
+                f"{key} has {len(value)} bytes, the limit for etcd is {ETCD_VALUE_MAX}: the cluster is too large for this store"
+            )
         name, encoded = self._encode_key(key), base64.b64encode(value).decode()
         compare = {"key": name, "target": "MOD", "result": "EQUAL", "mod_revision": str(version)}
         change = {"request_put": {"key": name, "value": encoded}}
-        answer = await self._post("txn", {"compare": [compare], "success": [change]})
-        return int(answer["header"]["revision"]) if answer.get("succeeded") else None
+        decoded = await self._post("txn", {"compare": [compare], "success": [change]})
+        return int(decoded["header"]["revision"]) if decoded.get("succeeded") else None
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -134,25 +139,25 @@ class EtcdCasStore:
         return base64.b64encode(f"{self._prefix}/{key}".encode()).decode()
 
     async def _post(self, what: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        known = self._newest_revision  # answers to questions under way at once may come in any order
+        revision_before = self._newest_revision  # replies to concurrent requests may arrive in any order
         try:
             reply = await self._client.post(f"/v3/kv/{what}", content=msgspec.json.encode(body))
-            answer = msgspec.json.decode(reply.content)
+            decoded = msgspec.json.decode(reply.content)
         except (self._http_error, msgspec.MsgspecError) as error:
-            why = str(error) or type(error).__name__
-            raise StoreError(f"etcd at {self._url} does not answer as it should ({why}): check that it runs") from None
-        if reply.status_code != 200 or not isinstance(answer, dict):
-            raise StoreError(f"etcd at {self._url} refused: {str(answer)[:200]}")
-        self._check_revision(int((answer.get("header") or {}).get("revision", 0)), known)
-        return answer
+            cause = str(error) or type(error).__name__
+            raise StoreError(f"no valid answer from etcd at {self._url} ({cause}): check that it is running") from None
+        if reply.status_code != 200 or not isinstance(decoded, dict):
+            raise StoreError(f"etcd at {self._url} refused the request: {str(decoded)[:200]}")
+        self._check_revision(int((decoded.get("header") or {}).get("revision", 0)), revision_before)
+        return decoded
 
-    def _check_revision(self, revision: int, known: int) -> None:
-        """A store that was emptied, or set back to a copy, has forgotten who leads and what was promised. Whoever saw that it
-        knew more believes it no longer, even when it has grown again."""
-        if revision < known and not self._data_loss_reason:
+    def _check_revision(self, revision: int, revision_before: int) -> None:
+        """Raise `StoreError` if etcd's revision decreased (wiped, or restored from a backup): its lease and journal are stale.
+        The error is permanent for this process."""
+        if revision < revision_before and not self._data_loss_reason:
             self._data_loss_reason = (
-                f"etcd at {self._url} has lost data (it was at revision {known}, and then at {revision}):"
-                " put it back and start the schedulers again, or end the cluster"
+                f"etcd at {self._url} has lost data (its revision decreased from {revision_before} to {revision}):"
+                " restore it and restart the schedulers, or end the cluster"
             )
         if self._data_loss_reason:
             raise StoreError(self._data_loss_reason)
@@ -174,4 +179,4 @@ def open_cas_store(
         return EtcdCasStore(f"{'https' if scheme == 'etcds' else 'http'}://{authority}", prefix or f"covey/{job}")
     if factories is not None and scheme in factories:
         return factories[scheme](rest)
-    raise UsageError(f"COVEY_LEASE={where} is no store: file, etcd://HOST:PORT or kubernetes://NAME is")
+    raise UsageError(f"COVEY_LEASE={where} is invalid: expected file, etcd://HOST:PORT or kubernetes://NAME")

@@ -1,7 +1,7 @@
-"""The clusters this user runs on this host, so that `covey status` finds them without being told where.
+"""Registry of the user's running clusters on this host, in which commands such as `covey status` find them.
 
-One small file per scheduler, readable by its owner only: it holds the secret and the token that let a command in. A file
-whose process is gone is removed by whoever reads it.
+There is one small file per scheduler, readable by its owner only, because it contains the secret and the REST token. A reader
+removes files whose process has exited.
 """
 
 from __future__ import annotations
@@ -19,23 +19,26 @@ from covey.errors import StoreError
 
 
 class RegistryEntry(msgspec.Struct, frozen=True):
-    """How to reach one running cluster."""
+    """Addresses and credentials of one running cluster."""
 
     cluster_id: str
     address: str  # HOST:PORT of the scheduler
     pid: int
-    created: float  # when that process started: a reused pid is not the same process
+    created: float  # start time of the process, to detect a reused pid
     secret: str = ""
     token: str = ""
     manage: str = ""  # HOST:PORT of the REST API
     job: str = ""
     log_dir: str = ""
-    journal: str = ""  # the folder of its journal
-    tls: str = ""  # the TLS config file, where the cluster uses one
+    journal: str = ""  # directory of its journal
+    tls: str = ""  # TLS config file; empty: no TLS
 
 
 def registry_folder(*, make: bool) -> Path:
-    """Where the entries lie: the user's runtime folder, else one of their own under the temporary folder."""
+    """Return the directory of the entries: below XDG_RUNTIME_DIR, else a per-user one in the temporary directory.
+
+    Raises `StoreError` if it is not usable or belongs to another user.
+    """
     base = os.environ.get("XDG_RUNTIME_DIR")
     try:
         path = Path(base) / "covey" if base and Path(base).is_dir() else Path(tempfile.gettempdir()) / f"covey-{os.getuid()}"
@@ -50,20 +53,20 @@ def registry_folder(*, make: bool) -> Path:
 
 
 def register_cluster(entry: RegistryEntry) -> Path:
-    """Write an entry in one move, in the place of those of the schedulers that led this cluster before."""
+    """Write an entry atomically, remove those of the cluster's earlier schedulers, and return its path. Raises `StoreError`."""
     for other in running_clusters():
         if other.cluster_id == entry.cluster_id and other.pid != entry.pid:
             _entry_path(other.pid).unlink(missing_ok=True)
     path = _entry_path(entry.pid)
     try:
-        write_atomically(path, msgspec.json.encode(entry), mode=0o600, durable=False)  # its process ends with the power
+        write_atomically(path, msgspec.json.encode(entry), mode=0o600, durable=False)  # useless after a power cut anyway
     except OSError as error:
         raise _registry_error(error) from None
     return path
 
 
 def _registry_error(error: OSError) -> StoreError:
-    return StoreError(f"clusters cannot be noted down ({error}): set XDG_RUNTIME_DIR to a folder of yours")
+    return StoreError(f"cannot write the cluster registry ({error}): set XDG_RUNTIME_DIR to a writable directory")
 
 
 def _entry_path(pid: int) -> Path:
@@ -71,20 +74,20 @@ def _entry_path(pid: int) -> Path:
 
 
 def running_clusters() -> list[RegistryEntry]:
-    """This user's clusters on this host, oldest first."""
-    found: list[RegistryEntry] = []
+    """Return this user's clusters on this host, oldest first, and remove stale entries."""
+    entries: list[RegistryEntry] = []
     for path in registry_folder(make=False).glob("*.json"):
         with contextlib.suppress(OSError, msgspec.MsgspecError):
             entry = msgspec.json.decode(path.read_bytes(), type=RegistryEntry)
             if process_start_time(entry.pid) == entry.created:
-                found.append(entry)
+                entries.append(entry)
             else:
                 path.unlink(missing_ok=True)
-    return sorted(found, key=lambda entry: entry.created)
+    return sorted(entries, key=lambda entry: entry.created)
 
 
 def process_start_time(pid: int) -> float:
-    """When a process started; 0 if there is none."""
+    """Return the start time of a process in seconds since the epoch; 0 if it has exited."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         return process.create_time() if process.status() != psutil.STATUS_ZOMBIE else 0.0

@@ -1,7 +1,7 @@
-"""The join secret: what a node must know to enter a cluster that listens beyond loopback.
+"""The join secret, which a node needs to join a cluster that listens beyond loopback.
 
-It comes from COVEY_SECRET, else from the file named by COVEY_SECRET_FILE, else from this user's own secret file, which is
-made on first use. Hosts that share a home folder share it; on others, copy the file or set the variable.
+It comes from COVEY_SECRET, else from the file named by COVEY_SECRET_FILE, else from the user's secret file, which is created on
+first use. Hosts that share a home directory share that file; on other hosts, copy the file or set the variable.
 """
 
 from __future__ import annotations
@@ -14,25 +14,28 @@ from covey.errors import StoreError, UsageError
 
 
 def user_secret_path() -> Path:
-    """This user's own secret file."""
+    """Return the path of the user's secret file."""
     base = os.environ.get("XDG_CONFIG_HOME")
     return (Path(base) if base else Path.home() / ".config") / "covey" / "secret"
 
 
 def load_join_secret(secret: str, secret_file: str, *, make: bool) -> str:
-    """The secret to use, "" if there is none. With `make`, this user's file is created when nothing else is there."""
+    """Return the secret; "" if there is none. With `make`, the user's file is created if no secret exists.
+
+    Raises `UsageError` for an unusable file and `StoreError` if none can be created.
+    """
     if secret:
         return secret
     if secret_file:
         return _read_secret(Path(secret_file))
     try:
         path = user_secret_path()
-        there = path.exists()
-    except (OSError, RuntimeError) as error:  # a home of somebody else, or none
+        exists = path.exists()
+    except (OSError, RuntimeError) as error:  # the home directory is not readable, or there is none
         if not make:
             return ""
-        raise StoreError(f"this user has no folder for a secret ({error}): set COVEY_SECRET, or HOME") from None
-    if not there:
+        raise StoreError(f"no directory for the user's secret file ({error}): set COVEY_SECRET or HOME") from None
+    if not exists:
         if not make:
             return ""
         _create_secret(path)
@@ -44,11 +47,11 @@ def _read_secret(path: Path) -> str:
         mode = path.stat().st_mode
         text = path.read_text().strip()
     except OSError as error:
-        raise UsageError(f"the secret file {path} cannot be read: {error.strerror}") from None
+        raise UsageError(f"cannot read the secret file {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise UsageError(f"the secret file {path} is not text: write one line into it, the same on every host") from None
+        raise UsageError(f"the secret file {path} is not valid UTF-8: write one line into it, the same on every host") from None
     if mode & 0o077:
-        raise UsageError(f"the secret file {path} can be read by others: chmod 600 {path}")
+        raise UsageError(f"the secret file {path} is readable by other users: chmod 600 {path}")
     if not text:
         raise UsageError(f"the secret file {path} is empty: write one line into it, the same on every host")
     return text
@@ -62,10 +65,10 @@ def _create_secret(path: Path) -> None:
         with os.fdopen(descriptor, "w") as file:
             file.write(secrets.token_hex(32) + "\n")
         try:
-            os.link(temporary, path)  # fails if another process was first: then its secret stands
+            os.link(temporary, path)  # fails if another process was first: its secret is then used
         except FileExistsError:
             pass
         finally:
             temporary.unlink()
     except OSError as error:
-        raise StoreError(f"no secret file can be made at {path} ({error.strerror}): set COVEY_SECRET") from None
+        raise StoreError(f"cannot create the secret file {path} ({error.strerror}): set COVEY_SECRET") from None

@@ -1,10 +1,10 @@
-"""The scheduler's journal: what a restarted scheduler must know, and the story people may read.
+"""The scheduler's journal in SQLite: the records that a restarted scheduler reads, and the event log.
 
-SQLite, synchronous: a commit that returned survives kill -9 and a power cut. All of it lies in one file, which a write-ahead
-log would not give: a lost second file would take back what was promised. The last record per place is kept; the story is a
-bounded list of events. One process holds a journal at a time (a lock beside it); where there are standbys they share the
-lock, and the newest leader's token decides. A journal is created whole under another name and renamed, so an empty or cut
-file is damage, never a beginning.
+A commit that returned survives kill -9 and a power cut. The journal is one file. SQLite's write-ahead log is not used, because
+the loss of its second file would lose commits. The journal keeps the last record per key and the last `EVENTS_MAX` events. One
+process uses a journal at a time, enforced by a lock file beside it. Schedulers with standbys share the lock, and the highest
+fencing token decides. A journal is created completely under another name and then renamed, so an empty or truncated file is
+always damage.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from covey.core.types import AgentRecord, ClusterRecord, MemberRecord, Phase, Re
 from covey.errors import ExitCode, StoreError
 
 FORMAT = 2
-EVENTS_MAX = 100_000  # events kept
+EVENTS_MAX = 100_000
 _SCHEMA = f"""
 create table facts (key text primary key, value blob not null) without rowid;
 create table story (seq integer primary key, at real, node text, what text, reason text, level text);
@@ -39,15 +39,16 @@ _decode = msgspec.msgpack.Decoder(Record).decode
 
 
 class FencedError(StoreError):
-    """Another scheduler leads, or has led since, by the token `newest`: what this one wants to write comes too late."""
+    """A newer leader with the fencing token `newest` has written the journal; this scheduler must not write any more."""
 
     def __init__(self, newest: int, token: int) -> None:
-        super().__init__(f"another scheduler leads, with token {newest}: this one's is {token}")
+        super().__init__(f"another scheduler leads, with fencing token {newest}: this one has {token}")
         self.newest_token = newest
 
 
 class Journal:
-    """Open one with `open_journal`. It is held by a lock, and, where several schedulers share that, by the leader's token."""
+    """A journal, opened by `open_journal`. It is protected by a lock and, if several schedulers share it, by the leader's
+    token."""
 
     def __init__(self, path: Path, lock: int, database: sqlite3.Connection) -> None:
         self.path = path
@@ -57,25 +58,26 @@ class Journal:
         self._pending_events: list[tuple[float, str, str, str, str]] = []
 
     def claim_token(self, token: int) -> None:
-        """From now on only the leader with this token writes."""
+        """Store the leader's token; earlier leaders cannot write from now on. Raises `FencedError` if a higher one is
+        stored."""
         self._token = token
         self.commit()
 
     def read(self) -> tuple[Record, ...]:
-        """Everything the scheduler knew."""
+        """Return all records. Raises `StoreError` if the journal is damaged."""
         try:
             return tuple(_decode(value) for (value,) in self._database.execute("select value from facts order by key"))
         except (sqlite3.Error, msgspec.MsgspecError) as error:
             raise _damaged_error(self.path, error) from None
 
     def append_event(self, event: Event) -> None:
-        """Add an event to the story; it is written with the next commit."""
+        """Add an event to the event log; it is written with the next commit."""
         if len(self._pending_events) < EVENTS_MAX:
             self._pending_events.append((event.at, event.node, event.what, event.reason, str(event.level)))
 
     def rewrite_if_removed(self) -> None:
-        """Write the journal anew where somebody has removed it, as what clears temporary folders does with a file that nobody
-        has touched for days. Raises `StoreError`. Not with a token: another scheduler may have done so, or begun a new one."""
+        """Write the journal again if its file was removed, for example by a cleaner of temporary files. Raises `StoreError`.
+        Does nothing for a leader with a token, because another scheduler may have rewritten or replaced the journal."""
         if self._token or self.path.exists():
             return
         try:
@@ -88,13 +90,15 @@ class Journal:
                 os.close(lock)
                 raise
         except (OSError, sqlite3.Error) as error:
-            raise StoreError(f"the journal {self.path} was removed and cannot be written anew ({error})") from None
+            raise StoreError(
+                f"the journal {self.path} was removed and cannot be written again ({error}): make its directory writable"
+            ) from None
         self._database.close()
         os.close(self._lock_fd)
         self._lock_fd, self._database = lock, database
 
     def commit(self, records: Iterable[Record] = ()) -> None:
-        """Make records (and the story so far) durable. Raises `StoreError`; nothing of this commit is then written."""
+        """Make records and the event log durable, in one transaction. Raises `StoreError`; nothing is written in that case."""
         self.rewrite_if_removed()
         database = self._database
         try:
@@ -114,12 +118,13 @@ class Journal:
             with contextlib.suppress(sqlite3.Error):
                 database.execute("rollback")
             raise StoreError(
-                f"the journal {self.path} cannot be written ({error}): free the disk or make it writable;"
-                " until then nothing new is promised"
+                f"cannot write the journal {self.path} ({error}): free the disk or make it writable;"
+                " until then no change takes effect"
             ) from None
 
     def _check_token(self) -> None:
-        """Inside the transaction, so that nobody can be stopped between looking and writing."""
+        """Raise `FencedError` if a higher token is stored. Runs inside the transaction, so that no other write comes in
+        between."""
         if not self._token:
             return
         newest = self._database.execute("pragma application_id").fetchone()[0]
@@ -130,15 +135,15 @@ class Journal:
             self._database.execute(f"pragma application_id = {self._token:d}")
 
     def read_events(self, limit: int = 1000) -> list[tuple[float, str, str, str, str]]:
-        """The newest events, oldest first."""
+        """Return the newest events, oldest first."""
         rows = self._database.execute(
             "select at, node, what, reason, level from story order by seq desc limit ?", (limit,)
         ).fetchall()
         return rows[::-1]
 
     def close(self) -> None:
-        """Write what is left of the story and let go."""
-        with contextlib.suppress(StoreError):  # the story is for people; a full disk at the end loses only its last lines
+        """Write the pending events and close the database and the lock."""
+        with contextlib.suppress(StoreError):  # the event log is informational: with a full disk only its last events are lost
             if self._pending_events:
                 self.commit()
         self._database.close()
@@ -148,8 +153,12 @@ class Journal:
 def open_journal(
     folder: str | os.PathLike[str], *, job: str, worker_num: int, server_num: int, token: int = 0, follows: bool = False
 ) -> Journal:
-    """The journal of this job in a folder, created if there is none. Refuses another job's, and a damaged one. `token`: of the
-    leader who opens it, where several schedulers share it; `follows`: another led before."""
+    """Open the journal of a job in a directory; create it if there is none.
+
+    `token` is the fencing token if several schedulers share the journal, else 0; `follows`: another scheduler led before. The
+    journal of a cluster that has ended is renamed, and a new one is created (see `may_start_new_cluster`). Raises `StoreError`,
+    also for a damaged journal and for that of another job.
+    """
     path = Path(folder) / "scheduler.journal"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -157,9 +166,9 @@ def open_journal(
         if not path.exists():
             _create_journal(path)
     except OSError as error:
-        raise StoreError(f"the folder {folder} for the journal is not usable: {error.strerror}") from None
+        raise StoreError(f"cannot use the journal directory {folder}: {error.strerror}") from None
     except sqlite3.Error as error:
-        raise StoreError(f"no journal can be made in {folder}: {error}") from None
+        raise StoreError(f"cannot create a journal in {folder}: {error}") from None
     journal = Journal(path, lock, _open_database(path))
     if token:
         try:
@@ -167,42 +176,46 @@ def open_journal(
         except StoreError:
             journal.close()
             raise
-    kept = next((r for r in journal.read() if isinstance(r, ClusterRecord)), None)
-    if kept is None:
+    cluster = next((r for r in journal.read() if isinstance(r, ClusterRecord)), None)
+    if cluster is None:
         return journal
-    if may_start_new_cluster(kept, follows=follows):
+    if may_start_new_cluster(cluster, follows=follows):
         journal.close()
-        path.rename(path.with_name(f"{path.name}.{kept.cluster_id}"))
+        path.rename(path.with_name(f"{path.name}.{cluster.cluster_id}"))
         return open_journal(folder, job=job, worker_num=worker_num, server_num=server_num, token=token)
     try:
-        check_job(kept, f"the journal {path}", job=job, worker_num=worker_num, server_num=server_num)
+        check_job(cluster, f"the journal {path}", job=job, worker_num=worker_num, server_num=server_num)
     except StoreError:
         journal.close()
         raise
     return journal
 
 
-def may_start_new_cluster(kept: ClusterRecord, *, follows: bool) -> bool:
-    """Whether the next cluster may begin: this one has ended, and everyone was told. Who `follows` a leader that was lost ends
-    what that one led, and begins nothing."""
-    return kept.phase is Phase.ENDED and not follows and (kept.ended is None or kept.ended.told)
+def may_start_new_cluster(cluster: ClusterRecord, *, follows: bool) -> bool:
+    """Return whether a new cluster may replace the recorded one: it has ended, and its end was delivered to all members. A
+    scheduler that `follows` a lost leader must deliver the end instead."""
+    return cluster.phase is Phase.ENDED and not follows and (cluster.ended is None or cluster.ended.told)
 
 
-def check_job(kept: ClusterRecord, where: str, *, job: str, worker_num: int, server_num: int) -> None:
-    """A journal of another job, or of a cluster of another size, is not taken over."""
-    ours = {"job": job, "MS_WORKER_NUM": worker_num, "MS_SERVER_NUM": server_num}
-    theirs = {"job": kept.job, "MS_WORKER_NUM": kept.worker_num, "MS_SERVER_NUM": kept.server_num}
-    differences = [f"{name} is {theirs[name]} there and {ours[name]} here" for name in ours if ours[name] != theirs[name]]
+def check_job(cluster: ClusterRecord, where: str, *, job: str, worker_num: int, server_num: int) -> None:
+    """Raise `StoreError` if the recorded cluster has another job name or size. `where` names the journal in the message."""
+    configured = {"job": job, "MS_WORKER_NUM": worker_num, "MS_SERVER_NUM": server_num}
+    recorded = {"job": cluster.job, "MS_WORKER_NUM": cluster.worker_num, "MS_SERVER_NUM": cluster.server_num}
+    differences = [
+        f"{name} is {recorded[name]} there and {configured[name]} here"
+        for name in configured
+        if configured[name] != recorded[name]
+    ]
     if differences:
         raise StoreError(
             f"{where} belongs to another job ({'; '.join(differences)}):"
-            " set MS_RECOVERY_PATH to another folder, or move the journal away",
+            " set MS_RECOVERY_PATH to another directory, or move the journal away",
             ExitCode.BAD_JOURNAL,
         )
 
 
 def has_resumable_journal(folder: Path, job: str) -> bool:
-    """Whether a cluster of this job that has not ended can be taken up there. Nothing is changed by looking."""
+    """Return whether the directory has a journal of this job whose cluster has not ended. Does not change the journal."""
     path = folder / "scheduler.journal"
     try:
         if not path.exists() or path.stat().st_size == 0:
@@ -211,7 +224,7 @@ def has_resumable_journal(folder: Path, job: str) -> bool:
         with contextlib.closing(database):
             records = [_decode(value) for (value,) in database.execute("select value from facts where key = 'cluster'")]
     except sqlite3.OperationalError as error:
-        return error.sqlite_errorcode == sqlite3.SQLITE_READONLY_ROLLBACK  # its writer was killed in the middle of a commit
+        return error.sqlite_errorcode == sqlite3.SQLITE_READONLY_ROLLBACK  # its writer was killed during a commit
     except (OSError, sqlite3.Error, msgspec.MsgspecError):
         return False
     return any(isinstance(r, ClusterRecord) and r.job == job and r.phase is not Phase.ENDED for r in records)
@@ -227,15 +240,18 @@ def record_key(record: Record) -> str:
 
 
 def _acquire_lock(path: Path, *, shared: bool) -> int:
-    """Hold the lock beside the journal; the kernel lets go of it when this process ends. Leaders share it: one that is stopped
-    must not keep its successor out, but a scheduler without standbys knows nothing of tokens."""
+    """Acquire the lock file beside the journal and return its descriptor; the kernel releases it when the process exits.
+
+    Schedulers with standbys share the lock, because a stopped leader must not block its successor; the token protects the
+    journal. A scheduler without standbys has no token and locks exclusively. Raises `StoreError` if the lock is held.
+    """
     lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except OSError:
         os.close(lock)
         raise StoreError(
-            f"another scheduler holds the journal {path}: end it, or set MS_RECOVERY_PATH to another folder",
+            f"another scheduler uses the journal {path}: end it, or set MS_RECOVERY_PATH to another directory",
             ExitCode.BAD_JOURNAL,
         ) from None
     return lock
@@ -265,8 +281,8 @@ def _open_database(path: Path) -> sqlite3.Connection:
 
 
 def _check_journal(path: Path) -> None:
-    """Judge a journal without touching it: one that is refused must stay as it was. If its last writer was killed in the middle
-    of a commit, that has to be taken back before anything can be read: then a copy is judged."""
+    """Check a journal without changing it, because a refused journal must stay as it is. If its last writer was killed during a
+    commit, SQLite must roll that back before it can read, so a copy is checked."""
     try:
         _check_database(path, "ro")
     except sqlite3.OperationalError as error:
@@ -300,6 +316,6 @@ def other_format_error(journal: str, version: int) -> StoreError:
     return StoreError(sentence, ExitCode.BAD_JOURNAL)
 
 
-def _damaged_error(path: Path, why: object) -> StoreError:
-    sentence = f"the journal {path} is damaged ({why}): move it away to start a new cluster; it was not changed"
-    return StoreError(sentence, ExitCode.BAD_JOURNAL)
+def _damaged_error(path: Path, cause: object) -> StoreError:
+    message = f"the journal {path} is damaged ({cause}): move it away to start a new cluster; it was not changed"
+    return StoreError(message, ExitCode.BAD_JOURNAL)

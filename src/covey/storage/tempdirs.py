@@ -1,7 +1,7 @@
-"""Folders that a run makes for itself under the temporary folder, and what becomes of those whose run was killed.
+"""Temporary directories of a run, and the removal of those that killed runs have left behind.
 
-A run removes its folders as it ends. A run that was killed could not: the next one of this user that ends on this host does.
-That a folder is in use is known by a lock on a file in it, which the kernel lets go of with the process.
+A run removes its directories when it ends. Those of a killed run are removed by the next run of the same user that ends on this
+host. A lock on a file in the directory shows that it is in use; the kernel releases the lock when the process exits.
 """
 
 from __future__ import annotations
@@ -21,23 +21,25 @@ LOCK_FILE: Final = "in-use"
 
 
 class TempDirectory:
-    """A folder of this process. It goes with `close`, or with the process unless that is killed."""
+    """A temporary directory, removed by `close` or at the exit of the process, unless it is killed. Raises `StoreError`."""
 
     def __init__(self, what: str) -> None:
         try:
             self.name = tempfile.mkdtemp(prefix=f"covey-{what}-")
-            made = Path(self.name) / "new"
-            lock = os.open(made, os.O_RDWR | os.O_CREAT, 0o600)
+            unlocked_path = Path(self.name) / "new"
+            lock = os.open(unlocked_path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
-            raise StoreError(f"no temporary folder can be made ({error}): set TMPDIR to one that can be written to") from None
-        with contextlib.suppress(OSError):  # a file system without locks: then nobody gets this one, and nobody clears up
+            raise StoreError(f"cannot create a temporary directory ({error}): set TMPDIR to a writable directory") from None
+        with contextlib.suppress(
+            OSError
+        ):  # a file system without locks: the directory is not removed if this process is killed
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        made.rename(Path(self.name) / LOCK_FILE)  # not before it is locked: who finds it unlocked may remove it
+        unlocked_path.rename(Path(self.name) / LOCK_FILE)  # after locking, because another run may remove an unlocked directory
         self._finalizer = weakref.finalize(self, _remove_folder, self.name, lock)
 
     @property
     def exists(self) -> bool:
-        """Not after somebody has cleared the temporary folder."""
+        """Whether the directory still exists; a cleaner of temporary files may have removed it."""
         return Path(self.name).exists()
 
     def close(self) -> None:
@@ -51,9 +53,9 @@ def _remove_folder(name: str, lock: int) -> None:
 
 
 def remove_abandoned_folders() -> None:
-    """Remove what killed runs of this user have left behind."""
+    """Remove the directories that killed runs of this user have left behind."""
     for path in Path(tempfile.gettempdir()).glob(f"covey-*/{LOCK_FILE}"):
-        with contextlib.suppress(OSError):  # another run was faster, or it is in use, or another user's
+        with contextlib.suppress(OSError):  # removed by another run, in use, or another user's
             lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
             try:
                 if os.fstat(lock).st_uid == path.parent.lstat().st_uid == os.getuid():

@@ -1,10 +1,9 @@
-"""What happens in a forked child until the user's first line, so that the user's code wakes up in a fresh interpreter.
+"""Set-up of a forked child before the script's first line, so that the script runs as in a fresh interpreter.
 
-The template has imported much and decided a little: thread counts, random states, the main module. Each of these is made here
-what it would be, had `python script.py` been typed. What libraries did while they were imported stays, their exit handlers
-and signal handlers included: their import in the child would have done the same, and the template has none of its own. The
-end, too, is the interpreter's own (threads joined, exit handlers run, files flushed, SystemExit read), since nothing of
-the template is left on the stack that could go on.
+The state that the template has set (thread counts, random states, the main module) is set here to what `python script.py` would
+have. The effects of imports stay, including exit and signal handlers, because an import in the child would have the same
+effects and the template has no handlers of its own. The child ends like any interpreter (threads joined, exit handlers run,
+files flushed, SystemExit evaluated), because no frame of the template that could continue is left on the stack.
 """
 
 from __future__ import annotations
@@ -26,19 +25,18 @@ from covey.template_process.import_recorder import RECORD_IMPORTS_VARIABLE, Impo
 from covey.template_process.protocol import ChildSpec
 from covey.template_process.thread_counts import restore_threads
 
-GLOO_THREAD_END_S = 0.1
-NANOBIND_KEY_PREFIX = (
-    "__nb_internals_v17_system_libstdcpp_"  # the key of nanobind's internal data in the interpreter, with their version
-)
-LEAK_WARNINGS_OFFSET = 0x1F8  # where the flag print_leak_warnings is in that version of nanobind's nb_internals
-_template_modules: list[str] = []  # by the template, before this child was forked
+GLOO_THREAD_END_S = 0.1  # pause in which a gloo thread can finish
+# Key of nanobind's internal data in the interpreter, with its version.
+NANOBIND_KEY_PREFIX = "__nb_internals_v17_system_libstdcpp_"
+LEAK_WARNINGS_OFFSET = 0x1F8  # offset of the flag print_leak_warnings in nb_internals of that version
+_template_modules: list[str] = []  # imported by the template before the fork
 
 
 def run(spec: ChildSpec) -> None:
-    """Become the process that the spec describes and run its code; raise what ends it."""
+    """Set up the process as the spec says and run its code. Raises the exception that ends it, `SystemExit` included."""
     pid = os.getpid()
-    known = {*sys.stdlib_module_names, "__main__", "__mp_main__"}
-    _template_modules[:] = [name for name in sys.modules if name.partition(".")[0] not in known]
+    excluded = {*sys.stdlib_module_names, "__main__", "__mp_main__"}
+    _template_modules[:] = [name for name in sys.modules if name.partition(".")[0] not in excluded]
     restore_process(spec)
     restore_libraries()
     restore_interpreter(spec)
@@ -50,36 +48,36 @@ def run(spec: ChildSpec) -> None:
         )
         exec(code, main.__dict__)
     except SystemExit as end:
-        if ending := sys.modules.get("covey.worker.process_exit"):
-            ending.note_exit(end.code)
+        if process_exit := sys.modules.get("covey.worker.process_exit"):
+            process_exit.note_exit(end.code)
         raise
     except BaseException as error:
-        begin = trim_traceback(error)
+        first_frame = trim_traceback(error)
         describe = (sys.modules.get("covey.worker.process_exit") or exception_record).describe
-        described = describe(error, begin) if spec.error_folder and os.getpid() == pid else None
+        described = describe(error, first_frame) if spec.error_folder and os.getpid() == pid else None
         if described is not None:
             exception_record.write_error(spec.error_folder, described)
         raise
 
 
 def restore_process(spec: ChildSpec) -> None:
-    # An agent in the background has SIGINT ignored by its shell; who sends one to a child means it.
+    # The shell of a background agent ignores SIGINT; a signal to a child is intended.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(spec.env)
     time.tzset()
-    if sentence := lifeline.bind_to_cores(spec.cores):
-        script_loader.exit_with_message(sentence, ExitCode.BAD_SETTING)
+    if message := lifeline.bind_to_cores(spec.cores):
+        script_loader.exit_with_message(message, ExitCode.BAD_SETTING)
     try:
         os.chdir(spec.cwd)
     except OSError as error:
         script_loader.exit_with_message(
-            f"covey: cannot work in the folder {spec.cwd!r}: {error.strerror}", ExitCode.BAD_SETTING
+            f"covey: cannot change to the directory {spec.cwd!r}: {error.strerror}", ExitCode.BAD_SETTING
         )
 
 
 def restore_libraries() -> None:
-    """Only those that are loaded: the rest finds the right environment when it comes."""
+    """Reset the loaded libraries; others read the environment when they are imported."""
     if random := sys.modules.get("random"):
         random.seed()
     if numpy_random := sys.modules.get("numpy.random"):
@@ -95,7 +93,7 @@ def restore_libraries() -> None:
 
 
 def restore_interpreter(spec: ChildSpec) -> None:
-    install_log_streams()  # and line by line, as an unbuffered log would be
+    install_log_streams()  # line-buffered
     flags = ["-m"] if spec.module else []
     sys.argv = [*(flags or spec.argv[:1]), *spec.argv[1:]]
     sys.orig_argv = [sys.executable, *flags, *spec.argv]
@@ -108,15 +106,15 @@ def restore_interpreter(spec: ChildSpec) -> None:
 
 
 def skip_module_teardown() -> None:
-    """Spare the interpreter, at its end, the taking apart of what the template had imported.
+    """Skip the teardown of the template's modules at the end of the interpreter.
 
-    It would free every object of every module: for torch 0.2 s of computing, and a private copy of all the memory that was
-    shared until then. The interpreter begins its end by setting each module to None. Here it finds that done for these, and
-    what they hold has one reference too many to be freed. Must be the last of the exit handlers.
+    The teardown would free every object of every module. For torch this takes 0.2 s of CPU time and makes a private copy of all
+    memory that was shared until then. The interpreter begins its end by setting each module to None. This is done here for
+    these modules, with one additional reference that keeps their contents alive. Must be the last of the exit handlers.
     """
     if "torch.distributed" in sys.modules:
-        # Freeing a group joins gloo's thread with the interpreter locked; one that has just finished its last work may
-        # still need the interpreter to let go of it, and both would wait for ever. Let it finish first.
+        # Freeing a group joins gloo's thread while the interpreter lock is held. A thread that has just finished its last work
+        # may still need that lock, which would be a deadlock. Let it finish first.
         time.sleep(GLOO_THREAD_END_S)
     modules = [sys.modules.get(name) for name in _template_modules]
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(modules))
@@ -125,11 +123,11 @@ def skip_module_teardown() -> None:
 
 
 def silence_leak_checks() -> None:
-    """Keep nanobind from reporting the objects set aside as leaks (27 lines for triton, which torch's CUDA build imports).
+    """Keep nanobind from reporting the objects kept alive as leaks (27 lines for triton, which torch's CUDA build imports).
 
-    Freeing them instead costs each worker 1.1 s of computing. nanobind checks after the interpreter's end unless a flag in its
-    internal data is false. Only C++ has a function that sets it, so it is set in memory here. Internal data of another version
-    are left alone: then the report is printed. All other output to stderr is unchanged.
+    Freeing them would take 1.1 s of CPU time per worker. nanobind checks after the interpreter's end unless a flag in its
+    internal data is false. Only a C++ function can set it, so the flag is changed in memory here. Internal data of another
+    version is not changed; the report is then printed. All other output to stderr is unchanged.
     """
     api = ctypes.pythonapi
     api.PyInterpreterState_Get.restype = api.PyCapsule_GetPointer.restype = ctypes.c_void_p
@@ -138,18 +136,18 @@ def silence_leak_checks() -> None:
     for capsule in [value for name, value in extensions.items() if str(name).startswith(NANOBIND_KEY_PREFIX)]:
         internals = api.PyCapsule_GetPointer(ctypes.py_object(capsule), b"nb_internals")
         flags = (ctypes.c_uint8 * 2).from_address(internals + LEAK_WARNINGS_OFFSET)
-        if bytes(flags) == b"\1\1":  # print_leak_warnings and its neighbour, which is true by default too
+        if bytes(flags) == b"\1\1":  # print_leak_warnings and the next flag, which is also true by default
             flags[0] = 0
 
 
 def trim_traceback(error: BaseException) -> TracebackType | None:
-    """Let the interpreter print this error without the frames that led to the user's code; return the others."""
-    begin = error.__traceback__
-    while begin is not None and _is_covey_frame(begin):
-        begin = begin.tb_next
-    print_it = sys.excepthook
-    sys.excepthook = lambda kind, value, _: print_it(kind, value.with_traceback(begin), begin)
-    return begin
+    """Remove the frames before the script's code from the printed traceback; return the remaining ones."""
+    first_frame = error.__traceback__
+    while first_frame is not None and _is_covey_frame(first_frame):
+        first_frame = first_frame.tb_next
+    print_exception = sys.excepthook
+    sys.excepthook = lambda kind, value, _: print_exception(kind, value.with_traceback(first_frame), first_frame)
+    return first_frame
 
 
 def _is_covey_frame(step: TracebackType) -> bool:

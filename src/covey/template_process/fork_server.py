@@ -1,11 +1,11 @@
-"""The template: a process that has imported and never computed, from which an agent's workers are forked.
+"""The template process: it has imported modules and never computed, and an agent's workers are forked from it.
 
-It is a small server on a socket to its agent: one order, one reply, nothing in between. To be forked safely it must be the
-only thread of its process and have no process of its own, so it looks before every fork, and after every import to know the
-culprit. A child is forked twice: the one in between ends at once, which makes the agent the child's parent. So the agent
-learns every exit by itself, and the death of the template touches nobody.
+It serves requests on a socket to its agent, each with one reply. A safe fork requires that the process has a single thread and
+no children. This is checked before every fork, and after every import, to identify the module that prevents forks. A child is
+forked twice, and the intermediate process exits immediately, so the agent becomes the child's parent. The agent therefore reaps
+every worker itself, and the exit of the template does not affect them.
 
-In the child, `serve` returns: the template's stack is unwound and the interpreter's own end is the child's end.
+In the child, `serve` returns: the template's stack is unwound, and the child ends like any interpreter.
 """
 
 from __future__ import annotations
@@ -39,36 +39,36 @@ from covey.template_process.protocol import (
     decode_spec,
 )
 
-# Set before anything is imported: numpy starts its pool of threads at import. The child gets its own values back.
+# Set before any import, because numpy starts its thread pool at import. The child's own values are restored.
 SINGLE_THREAD_VARIABLES = {
     f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "BLIS", "VECLIB_MAXIMUM")
 }
 FDS_MAX = 4
-PID_SIZE = 8  # bytes; any other length is a reason in words
-THREAD_END_S = 0.5  # a thread that was joined may be visible a moment longer
+PID_SIZE = 8  # bytes of a pid; a report of any other length is an error message
+THREAD_END_S = 0.5  # a joined thread may be visible in /proc a little longer
 
 
 def main(fd: int, parent: int) -> None:
-    """The whole life of the template, and of each child forked from it."""
+    """Run the template, and each child forked from it."""
     linux.die_with_parent(parent)
     linux.set_process_title(["covey: template"])
-    atexit.register(child_bootstrap.skip_module_teardown)  # first to come, last to run
+    atexit.register(child_bootstrap.skip_module_teardown)  # registered first, so it runs last
     spec = serve(socket.socket(fileno=fd))
     if spec is not None:
         child_bootstrap.run(spec)
 
 
 def serve(agent: socket.socket) -> ChildSpec | None:
-    """Obey until the agent hangs up (None); in a child, return what it is to become."""
+    """Serve requests until the agent closes the socket, then return None. In a forked child, return its spec."""
     while True:
         packet, fds, _, _ = socket.recv_fds(agent, PACKET_MAX, FDS_MAX)
         if not packet:
             return None
-        order: TemplateRequest = msgspec.msgpack.decode(packet, type=TemplateRequest)
+        request: TemplateRequest = msgspec.msgpack.decode(packet, type=TemplateRequest)
         reply: TemplateReply | ChildSpec
-        if isinstance(order, Import):
-            reply = import_modules(order.names)
-            _flush_output()  # the agent logs the output of the imports when it has the reply
+        if isinstance(request, Import):
+            reply = import_modules(request.names)
+            _flush_output()  # the agent logs the output of the imports after the reply
         else:
             reply = fork_child(agent, fds)
         if isinstance(reply, ChildSpec):
@@ -79,14 +79,14 @@ def serve(agent: socket.socket) -> ChildSpec | None:
 
 
 def import_modules(names: Sequence[str]) -> Imported:
-    """Import each; stop at the first that leaves a thread or a process behind."""
+    """Import each module; stop at the first that leaves a thread or a process behind."""
     failed: dict[str, str] = {}
     for name in names:
         try:
             importlib.import_module(name)
         except (KeyboardInterrupt, MemoryError):
             raise
-        except BaseException as error:  # a module may end in any way, sys.exit() included
+        except BaseException as error:  # a module may raise anything, including SystemExit
             failed[name] = f"{type(error).__name__}: {error}"[:REASON_MAX]
         if reason := fork_blocker():
             return Imported(failed, name, reason)
@@ -96,10 +96,10 @@ def import_modules(names: Sequence[str]) -> Imported:
 
 
 def fork_blocker() -> str:
-    """Why this process cannot be forked now: it is not alone. Empty when it is."""
-    patience = time.monotonic() + THREAD_END_S
+    """Return why this process cannot be forked safely (other threads or children); "" if it can."""
+    deadline = time.monotonic() + THREAD_END_S
     while (threads := len(os.listdir("/proc/self/task"))) > 1:  # noqa: PTH208
-        if time.monotonic() > patience:
+        if time.monotonic() > deadline:
             return f"it started {count_noun(threads - 1, 'thread')}"
         time.sleep(0.005)
     try:
@@ -110,13 +110,13 @@ def fork_blocker() -> str:
 
 
 def fork_child(agent: socket.socket, fds: Sequence[int]) -> Forked | NotForked | ChildSpec:
-    """In the template the reply; in the child what it is to become."""
+    """Fork a child. Return the reply in the template, and the spec in the child."""
     if reason := fork_blocker():
         return NotForked(reason, template_unusable=True)
-    data, line, *outputs = fds
+    data, lifeline_fd, *outputs = fds
     size = os.fstat(data).st_size
     if size > SPEC_MAX:
-        return NotForked(f"its description of {size} bytes exceeds {SPEC_MAX}")
+        return NotForked(f"its description has {size} bytes, the limit is {SPEC_MAX}")
     spec = decode_spec(os.pread(data, size, 0))
     gc.collect()
     gc.freeze()
@@ -124,26 +124,26 @@ def fork_child(agent: socket.socket, fds: Sequence[int]) -> Forked | NotForked |
     inbox, outbox = os.pipe()
     adopted, gate = os.pipe()  # closed by the template once the agent is the child's parent
     try:
-        between = os.fork()
+        intermediate_pid = os.fork()
     except OSError as error:
         for fd in (inbox, outbox, adopted, gate):
             os.close(fd)
         return NotForked(f"{error.strerror}: is a limit on processes or memory reached?")
-    if between == 0:
+    if intermediate_pid == 0:
         os.close(gate)
-        _finish_double_fork(agent, inbox, outbox, data, line, outputs)
+        _finish_double_fork(agent, inbox, outbox, data, lifeline_fd, outputs)
         os.read(adopted, 1)
         os.close(adopted)
         return spec
     os.close(outbox)
     os.close(adopted)
-    os.waitpid(between, 0)
+    os.waitpid(intermediate_pid, 0)
     os.close(gate)
-    said = os.read(inbox, REASON_MAX)
+    report = os.read(inbox, REASON_MAX)
     os.close(inbox)
-    if len(said) == PID_SIZE:
-        return Forked(int.from_bytes(said, "little"))
-    return NotForked(said.decode(errors="replace").strip() or "the child was killed at birth")
+    if len(report) == PID_SIZE:
+        return Forked(int.from_bytes(report, "little"))
+    return NotForked(report.decode(errors="replace").strip() or "the child was killed during the fork")
 
 
 def _flush_output() -> None:
@@ -151,10 +151,12 @@ def _flush_output() -> None:
     sys.stderr.flush()
 
 
-def _finish_double_fork(agent: socket.socket, inbox: int, outbox: int, data: int, line: int, outputs: Sequence[int]) -> None:
-    """Fork the child from the process in between, and let only the child return.
+def _finish_double_fork(
+    agent: socket.socket, inbox: int, outbox: int, data: int, lifeline_fd: int, outputs: Sequence[int]
+) -> None:
+    """Fork the child from the intermediate process; return in the child only.
 
-    Whatever goes wrong ends the process here: there must never be a second template.
+    Any error ends the process here, so that there is never a second template.
     """
     try:
         if os.fork() != 0:
@@ -162,7 +164,7 @@ def _finish_double_fork(agent: socket.socket, inbox: int, outbox: int, data: int
         agent.close()
         os.close(inbox)
         os.close(data)
-        _set_up_child(line, outputs)
+        _set_up_child(lifeline_fd, outputs)
         os.write(outbox, os.getpid().to_bytes(PID_SIZE, "little"))
         os.close(outbox)
     except BaseException as error:
@@ -170,10 +172,10 @@ def _finish_double_fork(agent: socket.socket, inbox: int, outbox: int, data: int
         os._exit(1)
 
 
-def _set_up_child(line: int, outputs: Sequence[int]) -> None:
-    """Become somebody of its own: session, lifeline, outputs. The agent hears of the child only after this."""
+def _set_up_child(lifeline_fd: int, outputs: Sequence[int]) -> None:
+    """Set up session, lifeline and outputs of the child, before its pid is reported to the agent."""
     os.setsid()
-    lifeline.bind_to_agent(line)
+    lifeline.bind_to_agent(lifeline_fd)
     os.dup2(outputs[0], 1)
     os.dup2(outputs[-1], 2)
     for fd in outputs:
@@ -181,14 +183,14 @@ def _set_up_child(line: int, outputs: Sequence[int]) -> None:
 
 
 def build_command(fd: int) -> list[str]:
-    """How the agent starts a template that will speak on `fd`.
+    """Return the command by which the agent starts a template that serves `fd`.
 
-    Not with -m: that would put the current folder on the path of every child. The trailing blanks are the room in which
-    `show_command` writes the children's commands.
+    It does not use -m, which would add the current directory to the path of every child. The trailing blanks reserve space in
+    which `set_process_title` writes the children's commands.
     """
-    home = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[2])
     start = (
-        f"import sys; sys.path[:] = [p for p in sys.path if p]; {home!r} in sys.path or sys.path.append({home!r}); "
+        f"import sys; sys.path[:] = [p for p in sys.path if p]; {root!r} in sys.path or sys.path.append({root!r}); "
         f"from covey.template_process.fork_server import main; main({fd}, {os.getpid()})"
     )
     return [sys.executable, "-c", start, " " * 1000]

@@ -1,7 +1,7 @@
-"""What a first life imports, a later one should find imported: names noted in the child, for the template.
+"""Records the modules that the first worker imports, so that the template imports them for later workers.
 
-Only what the template had not imported is noted, by a finder that finds nothing. Of these, the installed modules are imported
-ahead; the program's own are not, because importing them is running the program.
+A finder that never finds anything records the modules that the template has not imported. Of these, the template imports the
+installed ones; the program's own modules are not imported, because an import would run the program.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from pathlib import Path
 from types import ModuleType
 from typing import Final
 
-RECORD_IMPORTS_VARIABLE: Final = "COVEY_LEARN"  # the file in which a child notes what it imports
+RECORD_IMPORTS_VARIABLE: Final = "COVEY_LEARN"  # file to which a child appends the names of its imports
 RECORDED_IMPORTS_MAX: Final = 500
 
 
 class ImportRecorder:
-    """A finder that only listens."""
+    """A finder that records names and finds nothing."""
 
     def __init__(self, path: str) -> None:
         self._path = path
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        with contextlib.suppress(OSError):  # the folder is gone
-            notes = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-            try:  # not kept open: a program that closes all there is would find its own file under this number next
-                os.write(notes, name.encode() + b"\n")
+        with contextlib.suppress(OSError):  # the directory was removed
+            record_fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            try:  # not kept open: after a program closed all descriptors, this number could be one of its own files
+                os.write(record_fd, name.encode() + b"\n")
             finally:
-                os.close(notes)
+                os.close(record_fd)
         return None
 
 
 def read_recorded_imports(path: Path) -> list[str]:
-    """The installed modules among those noted, in the order of their import."""
+    """Return the installed modules among the recorded ones, in the order of import."""
     if not path.exists():
         return []
     names = list(dict.fromkeys(path.read_text().split()))
@@ -46,9 +46,9 @@ def read_recorded_imports(path: Path) -> list[str]:
 
 
 def _is_installed(top: str) -> bool:
-    """Part of Python or of an installed package, as opposed to a file of the program."""
+    """Return whether a module belongs to Python or to an installed package."""
     spec = importlib.util.find_spec(top) if top.isidentifier() else None
     if spec is None or top == "__main__":
         return False
-    places = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    return spec.origin in ("built-in", "frozen") or str(spec.origin).startswith(places)
+    library_paths = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    return spec.origin in ("built-in", "frozen") or str(spec.origin).startswith(library_paths)

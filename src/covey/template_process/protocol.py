@@ -1,6 +1,6 @@
-"""What a child is, how it ended, and the words between the agent and its template.
+"""Messages between the agent and its template, the description of a child, and its exit.
 
-Everything here is data: the agent, the template and the forked child all read it, so it imports nothing that costs time.
+The agent, the template and the forked child import this module, so it has no slow imports.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 SPEC_MAX = 16 << 20  # bytes of one encoded ChildSpec; environments of some 100 KB are common
-PACKET_MAX = 64 << 10  # bytes of one order or reply, which the socket carries in one piece
+PACKET_MAX = 64 << 10  # bytes of one request or reply, which is one packet
 REASON_MAX = 500  # characters of one reason inside a reply
 
 Reason = Annotated[str, Meta(max_length=REASON_MAX)]
@@ -21,46 +21,44 @@ ModuleName = Annotated[str, Meta(max_length=200)]
 
 
 class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """A process to start: what to run, and the whole world it wakes up in."""
+    """A process to start: its command, environment, directory and outputs."""
 
-    name: str  # "worker:3", unique among the living
+    name: str  # "worker:3", unique among running children
     argv: list[str]  # argv[0] is the script, the module (`module`) or the program (not `python`)
     module: bool = False  # python -m
     python: bool = True  # False: argv is any command
-    env: dict[str, str]  # the complete environment, not an addition
+    env: dict[str, str]  # the complete environment
     cwd: str
-    log: str  # takes stdout, and stderr unless `log_err` is given; its folder exists
+    log: str  # file of stdout, and of stderr unless `log_err` is set
     log_err: str = ""
-    append: bool = False  # to the log of an earlier life
-    cores: list[int] = []  # bound to these; empty: to none in particular
-    error_folder: str = ""  # folder in which a forked child describes the exception that ends it; "": nowhere
-    script_source: bytes | None = (
-        None  # of the script, where it counts and not what lies there now; only for a child that is forked
-    )
+    append: bool = False  # append to the log of an earlier incarnation
+    cores: list[int] = []  # bound to these; empty: not bound
+    error_folder: str = ""  # directory to which a forked child writes the exception that ends it; "": none
+    script_source: bytes | None = None  # source to run instead of the present file; for forked children only
 
 
 class Exit(msgspec.Struct, frozen=True):
-    """How a child ended."""
+    """Exit of a child."""
 
     name: str
     pid: int
-    code: int  # as a shell says it: 128 + n for signal n
+    code: int  # as in a shell: 128 + n for signal n
     reason: str  # "exit code 3", "killed by SIGKILL"
 
 
 def exit_from_status(name: str, pid: int, status: int) -> Exit:
-    """`status` as os.waitstatus_to_exitcode gives it: negative for a signal."""
+    """Return the exit for a status of os.waitstatus_to_exitcode, which is negative for a signal."""
     if status >= 0:
         return Exit(name, pid, status, f"exit code {status}")
     try:
-        word = signal.Signals(-status).name
+        signal_name = signal.Signals(-status).name
     except ValueError:
-        word = f"signal {-status}"
-    return Exit(name, pid, 128 - status, f"killed by {word}")
+        signal_name = f"signal {-status}"
+    return Exit(name, pid, 128 - status, f"killed by {signal_name}")
 
 
 def encode_spec(spec: ChildSpec) -> bytes:
-    """JSON, because it alone carries what Linux allows in names and values: bytes that are not text."""
+    """Return the spec as JSON, which can represent the surrogates of names and values that are not UTF-8."""
     return json.dumps(msgspec.to_builtins(spec)).encode()
 
 
@@ -68,24 +66,25 @@ def decode_spec(data: bytes) -> ChildSpec:
     return msgspec.convert(json.loads(data), ChildSpec)
 
 
-# -- said by the agent -----------------------------------------------------------------------------------------------
+# -- requests of the agent -------------------------------------------------------------------------------------------
 
 
 class Import(msgspec.Struct, frozen=True, tag=True):
-    """Import these, in this order."""
+    """Request to import these modules, in this order."""
 
     names: list[ModuleName]
 
 
 class Fork(msgspec.Struct, frozen=True, tag=True):
-    """Fork a child. With it come descriptors: the encoded spec, its lifeline, its stdout, and its stderr where that differs."""
+    """Request to fork a child. Its descriptors: the encoded spec, the lifeline, stdout, and stderr if that is another file."""
 
 
-# -- said by the template: exactly one reply to each order -----------------------------------------------------------
+# -- replies of the template: exactly one to each request ------------------------------------------------------------
 
 
 class Imported(msgspec.Struct, frozen=True, tag=True):
-    """Done. `failed` says why a module is not there; `culprit` began a thread or process, so nothing can be forked now."""
+    """Result of an import. `failed` maps modules to reasons; `blocking_module` started a thread or process, which prevents
+    forks."""
 
     failed: dict[ModuleName, Reason] = {}
     blocking_module: ModuleName = ""
@@ -93,13 +92,13 @@ class Imported(msgspec.Struct, frozen=True, tag=True):
 
 
 class Forked(msgspec.Struct, frozen=True, tag=True):
-    """The child leads its own session and hangs on its lifeline. Its parent is the agent already."""
+    """The child runs in its own session, bound to its lifeline, with the agent as its parent."""
 
     pid: int
 
 
 class NotForked(msgspec.Struct, frozen=True, tag=True):
-    """No child, and why. `spoiled`: and there never will be one from this template."""
+    """The fork failed. `template_unusable`: this template cannot be forked any more."""
 
     reason: Reason
     template_unusable: bool = False

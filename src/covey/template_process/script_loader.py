@@ -1,7 +1,4 @@
-"""From a script's path or a module's name to a main module and its code, as `python` itself finds them.
-
-What cannot be found ends in the words and with the code that python has for it.
-"""
+"""Loads a script or module as `__main__`, as `python` does, with Python's own error messages and exit codes."""
 
 from __future__ import annotations
 
@@ -15,19 +12,21 @@ from types import CodeType, ModuleType
 from typing import NoReturn
 
 
-def exit_with_message(sentence: str, code: int) -> NoReturn:
-    """A sentence into the log, and the end of the child."""
-    sys.stderr.write(sentence + "\n")
+def exit_with_message(message: str, code: int) -> NoReturn:
+    """Write a message to stderr and exit with `code`."""
+    sys.stderr.write(message + "\n")
     raise SystemExit(int(code))
 
 
 def load_script(script: str, source: bytes | None = None) -> tuple[ModuleType, CodeType]:
-    """`python script`, where the script may also be a folder or a zip file with a __main__.py in it. `source`: what was in it
-    when that counted."""
+    """Return main module and code of `python script`; the script may be a directory or zip file with a __main__.py.
+
+    `source` replaces the contents of the file. Exits with Python's message if the script cannot be loaded.
+    """
     path = str(Path.cwd() / script)
-    if (inside := PathFinder.find_spec("__main__", [path])) is not None:
+    if (inner_spec := PathFinder.find_spec("__main__", [path])) is not None:
         sys.path.insert(0, path)
-        return _main_from_spec(inside)
+        return _main_from_spec(inner_spec)
     try:
         source = Path(path).read_bytes() if source is None else source
     except IsADirectoryError:
@@ -40,22 +39,25 @@ def load_script(script: str, source: bytes | None = None) -> tuple[ModuleType, C
 
 
 def load_module(name: str) -> tuple[ModuleType, CodeType]:
-    """`python -m name`, where the name may also be a package with a __main__ in it."""
+    """Return main module and code of `python -m name`; the name may be a package with a __main__.
+
+    Exits with Python's message if the module cannot be loaded.
+    """
     if name.startswith("."):
         exit_with_message(f"{sys.executable}: Relative module names not supported", 1)
     _prepend_path(os.getcwd())  # noqa: PTH109 (sys.path holds strings)
-    found = _find_module_spec(name)
-    if found is None:
+    spec = _find_module_spec(name)
+    if spec is None:
         exit_with_message(f"{sys.executable}: No module named {name}", 1)
-    if found.submodule_search_locations is not None:
-        found = _find_module_spec(f"{name}.__main__")
-        if found is None:
+    if spec.submodule_search_locations is not None:
+        spec = _find_module_spec(f"{name}.__main__")
+        if spec is None:
             exit_with_message(
                 f"{sys.executable}: No module named {name}.__main__; {name!r} is a package and cannot be directly executed",
                 1,
             )
-    loaded = _main_from_spec(found)
-    sys.argv[0] = str(found.origin)
+    loaded = _main_from_spec(spec)
+    sys.argv[0] = str(spec.origin)
     return loaded
 
 
@@ -64,7 +66,7 @@ def _find_module_spec(name: str) -> ModuleSpec | None:
         return importlib.util.find_spec(name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise  # the package is there, and its own code misses something
+            raise  # the package exists, and its own code lacks a module
         exit_with_message(
             f"{sys.executable}: Error while finding module specification for {name!r} ({_format_error(error)})", 1
         )
@@ -78,26 +80,26 @@ def _format_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _main_from_spec(found: ModuleSpec) -> tuple[ModuleType, CodeType]:
-    get_code = getattr(found.loader, "get_code", None)
-    code = get_code(found.name) if get_code else None
+def _main_from_spec(spec: ModuleSpec) -> tuple[ModuleType, CodeType]:
+    get_code = getattr(spec.loader, "get_code", None)
+    code = get_code(spec.name) if get_code else None
     if code is None:
-        exit_with_message(f"{sys.executable}: No code object available for {found.name}", 1)
+        exit_with_message(f"{sys.executable}: No code object available for {spec.name}", 1)
     main = _make_main_module(
-        __file__=found.origin,
-        __cached__=found.cached,
-        __loader__=found.loader,
-        __package__=found.parent,
-        __spec__=found,  # by this, multiprocessing's spawned processes import the module again and not a file
+        __file__=spec.origin,
+        __cached__=spec.cached,
+        __loader__=spec.loader,
+        __package__=spec.parent,
+        __spec__=spec,  # spawned processes of multiprocessing import the module by this
     )
     return main, code
 
 
 def _make_main_module(**attributes: object) -> ModuleType:
-    """A main module of the child's own.
+    """Create the child's main module under both names and return it.
 
-    Under both names: multiprocessing, imported by the template, has made `__mp_main__` the template's main module, where the
-    classes of the user's script could not be found. The template's is kept, since its code is still on the stack.
+    multiprocessing, imported by the template, has set `__mp_main__` to the template's main module, in which the classes of the
+    script would not be found. The template's module is kept, because its code is still on the stack.
     """
     main = ModuleType("__main__")
     main.__dict__.update(__builtins__=builtins, __annotations__={}, **attributes)

@@ -1,7 +1,7 @@
-"""How many threads a forked child computes with: as many as its libraries would have chosen in an interpreter of their own.
+"""Thread counts of a forked child: the counts that its libraries would choose in a fresh interpreter.
 
-The template loads them with one thread each, because a pool of threads does not survive a fork. By then they have read their
-environment and will not read it again, so the child repeats their choice and tells them.
+The template loads the libraries with one thread each, because a thread pool does not survive a fork. They read their
+environment only once, so the child computes their choice and sets it explicitly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OPENBLAS_SETTERS = (
 
 
 def requested_threads(env: Mapping[str, str], *variables: str) -> int:
-    """The first of these that holds a count, or 0. "4,2" is OpenMP's way to say 4, and 2 below that."""
+    """Return the count in the first variable that has one, or 0. For OpenMP's nested levels ("4,2") this is the outer count."""
     for variable in variables:
         first = env.get(variable, "").split(",")[0].strip()
         if first.isdecimal() and int(first) > 0:
@@ -31,7 +31,7 @@ def requested_threads(env: Mapping[str, str], *variables: str) -> int:
 
 
 def torch_threads(env: Mapping[str, str], cpus: int, cores: int, *, mkl: bool) -> int:
-    """torch takes OpenMP's count; with MKL it takes MKL's, which is never more than there are physical cores."""
+    """Return torch's choice: OpenMP's count; with MKL, MKL's count, limited to the physical cores."""
     if mkl:
         return min(requested_threads(env, "MKL_NUM_THREADS", "OMP_NUM_THREADS") or cores, cores)
     return requested_threads(env, "OMP_NUM_THREADS") or cpus
@@ -42,7 +42,7 @@ def openblas_threads(env: Mapping[str, str], cpus: int) -> int:
 
 
 def physical_cores(cpus: Iterable[int]) -> int:
-    """How many cores these logical processors are; where the kernel does not say, each is one."""
+    """Return the number of physical cores of these logical processors; if the kernel does not report it, each counts as one."""
     cores = set()
     for cpu in cpus:
         try:
@@ -54,7 +54,7 @@ def physical_cores(cpus: Iterable[int]) -> int:
 
 
 def restore_threads() -> None:
-    """Tell the libraries that are loaded; the others will read the environment for themselves."""
+    """Set the thread counts of the loaded libraries; others read the environment when they are imported."""
     cpus = os.sched_getaffinity(0)
     if torch := sys.modules.get("torch"):
         count = torch_threads(os.environ, len(cpus), physical_cores(cpus), mkl=torch.backends.mkl.is_available())

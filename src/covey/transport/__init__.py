@@ -1,9 +1,9 @@
-"""Bytes to messages and back. The meaning of a message is decided in `covey.core`.
+"""Conversion of bytes to messages and back. `covey.core` decides what a message means.
 
-`address`        host and port; who owns a port that is taken
+`address`        host and port; the process that owns a port in use
 `framing`        length-prefixed frames
 `handshake`      first lines of a connection: version, cluster, join secret
-`connection`     a TCP connection that carries both
+`connection`     a TCP connection with handshake and frames
 `token_server`   threaded port of a rank or a parameter server, which requires a token
 `tls`            TLS contexts, and explained handshake errors
 `tls_files`      certificates and keys on disk

@@ -1,4 +1,4 @@
-"""Addresses: where to listen, who holds a port, which family a name belongs to."""
+"""Host and port: parse, listen, and find the process that owns a port in use."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ import psutil
 from covey.errors import ExitCode, UsageError
 
 BACKLOG = 4096
-QUOTED_MAX = 80  # characters of what was said that a sentence repeats
+QUOTED_MAX = 80  # characters of the input that an error message quotes
 
 
 def ip_version(host: str) -> int | None:
-    """4 or 6 for an address, None for a name."""
+    """Return 4 or 6 for an IP address, None for a name."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host.partition("%")[0]).version
     return None
 
 
 def strip_brackets(host: str) -> str:
-    """A host without the brackets an IPv6 address may wear."""
+    """Return the host without the brackets of an IPv6 address."""
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
 def join_host_port(host: str, port: int) -> str:
-    """HOST:PORT, IPv6 in brackets."""
+    """Return HOST:PORT, with brackets around an IPv6 address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def split_host_port(text: str, default_port: int = 0) -> tuple[str, int]:
-    """The parts of HOST:PORT, [IPv6]:PORT, or a host alone."""
+    """Return host and port of HOST:PORT, [IPv6]:PORT, or a host alone. Raises `UsageError`."""
     host, port_text = text, ""
     if text.startswith("["):
         host, _, rest = text[1:].partition("]")
@@ -42,40 +42,41 @@ def split_host_port(text: str, default_port: int = 0) -> tuple[str, int]:
     elif text.count(":") == 1:
         host, _, port_text = text.partition(":")
     try:
-        host.encode("idna")  # as it will be to ask for its address
+        host.encode("idna")  # as name resolution does
     except UnicodeError:
-        raise UsageError(f"{text[:QUOTED_MAX]} is not an address: no host can have that name") from None
+        raise UsageError(f"{text[:QUOTED_MAX]} is not an address: the host name is invalid") from None
     if not port_text:
         return host, default_port
     if not re.fullmatch("[0-9]{1,5}", port_text) or not 0 < int(port_text) < 65536:
-        raise UsageError(f"{text[:QUOTED_MAX]} is not an address: HOST:PORT is, with a port from 1 to 65535")
+        raise UsageError(f"{text[:QUOTED_MAX]} is not an address: expected HOST:PORT with a port from 1 to 65535")
     return host, int(port_text)
 
 
 def split_list(hosts: str, port: int) -> list[tuple[str, int]]:
-    """The addresses in a list such as MS_SCHED_HOST's: HOST,HOST or HOST:PORT,HOST:PORT."""
+    """Return the addresses in a list such as MS_SCHED_HOST: HOST,HOST or HOST:PORT,HOST:PORT."""
     if "," not in hosts:
         return [(strip_brackets(hosts), port)]
-    return [split_host_port(one.strip(), port) for one in hosts.split(",")]
+    return [split_host_port(item.strip(), port) for item in hosts.split(",")]
 
 
 class AddressNotLocal(UsageError):
-    """The address to listen at belongs to another host."""
+    """The address to listen at is not an address of this host."""
 
 
 def listen(host: str, port: int, what: str) -> list[socket.socket]:
-    """Bound, listening sockets for a host name or address; port 0 chooses a free one.
+    """Return listening sockets for a host name or address; port 0 chooses a free port.
 
-    `what` names the setting the address came from, for the sentence. Raises `AddressNotLocal` if the address is not ours.
+    `what` names the setting of the address in error messages. Raises `UsageError`; `AddressNotLocal` if the address is not
+    local.
     """
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
         raise UsageError(
-            f"{what}={host} cannot be resolved ({error.strerror}): give an address or a name that resolves"
+            f"cannot resolve {what}={host} ({error.strerror}): set it to an address or a name that resolves"
         ) from None
     sockets: list[socket.socket] = []
-    for kind, _, _, _, address in dict.fromkeys(found):
+    for kind, _, _, _, address in dict.fromkeys(addresses):
         if sockets:
             address = (address[0], sockets[0].getsockname()[1], *address[2:])
         sock = socket.socket(kind, socket.SOCK_STREAM)
@@ -88,7 +89,7 @@ def listen(host: str, port: int, what: str) -> list[socket.socket]:
         except OSError as error:
             sock.close()
             if sockets and error.errno != errno.EADDRINUSE:
-                continue  # a name with several addresses: one of them is enough
+                continue  # a name with several addresses: one is enough
             for other in sockets:
                 other.close()
             raise _listen_error(error, host, port, what) from None
@@ -98,7 +99,7 @@ def listen(host: str, port: int, what: str) -> list[socket.socket]:
 
 
 def is_local(host: str) -> bool:
-    """Whether one can listen at this host, be it a name or an address."""
+    """Return whether this host can listen at a name or address."""
     try:
         for sock in listen(host, 0, "address"):
             sock.close()
@@ -118,18 +119,18 @@ def _listen_error(error: OSError, host: str, port: int, what: str) -> UsageError
 
 
 def describe_port_owner(port: int) -> str:
-    """Who listens on a port, as far as this user may know: " by python train.py (process 123)", or nothing."""
+    """Return the process that listens on a port as " by python train.py (process 123)"; "" if this user may not see it."""
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
-            at = connection.laddr
-            if connection.status == psutil.CONN_LISTEN and at and at.port == port and connection.pid:
+            local = connection.laddr
+            if connection.status == psutil.CONN_LISTEN and local and local.port == port and connection.pid:
                 command = " ".join(" ".join(psutil.Process(connection.pid).cmdline()).split())[:80]
                 return f" by {command} (process {connection.pid})"
     return ""
 
 
 def find_free_port(host: str) -> int:
-    """A port that is free now. Someone else may take it before it is used: prefer handing over a bound socket."""
+    """Return a free port. Another process may bind it before it is used: prefer passing a bound socket."""
     kind = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(kind, socket.SOCK_STREAM) as sock:
         sock.bind((host, 0))

@@ -1,8 +1,9 @@
-"""One connection between a node and its scheduler, over TCP, with or without TLS; or between a child and its agent.
+"""A connection between a node and its scheduler, over TCP with or without TLS, or between a child and its agent.
 
-A link greets, then carries messages both ways until one side closes. It reports what happened by three calls and decides
-nothing. Limits: the greeting must be over in `HANDSHAKE_TIMEOUT_S`, and a peer that does not read what it is sent is cut off.
-Where too many connect and say nothing, the oldest of them makes room: those keep nobody else out.
+After a handshake it carries messages in both directions until one side closes it. It reports to its owner by three callbacks
+and makes no decisions. Limits: the handshake must be complete within `HANDSHAKE_TIMEOUT_S`, and a peer that does not read is
+disconnected when `WRITE_BUFFER_MAX` bytes are queued. If too many peers connect without sending anything, the oldest of them is
+closed, so that they do not keep other peers out.
 """
 
 from __future__ import annotations
@@ -30,52 +31,49 @@ from covey.transport.handshake import ClientHandshake, HandshakeError, SecretNot
 from covey.wall_clock import wall_time
 
 HANDSHAKE_TIMEOUT_S: Final = 10.0
-FIRST_BYTES_TIMEOUT_S: Final = (
-    1.0  # for a caller's first bytes, after which it is greeted all the same; covey's nodes send theirs at once
-)
+# The server sends its first line after the client's first bytes, or after this time; covey's nodes send theirs immediately.
+FIRST_BYTES_TIMEOUT_S: Final = 1.0
 CONNECT_TIMEOUT_S: Final = 10.0
-TLS_HANDSHAKES_MAX: Final = 2000  # TLS handshakes under way at once; further callers are closed and call again
-UNAUTHENTICATED_MAX: Final = 2 * BACKLOG  # a whole queue of the kernel's is accepted before anybody's first word is read
-WRITE_BUFFER_MAX: Final = 64 * 1024 * 1024  # bytes waiting for a peer that does not read
+TLS_HANDSHAKES_MAX: Final = 2000  # concurrent TLS handshakes; further clients are closed and retry
+UNAUTHENTICATED_MAX: Final = 2 * BACKLOG  # more than a full backlog, which is accepted before the first bytes are read
+WRITE_BUFFER_MAX: Final = 64 * 1024 * 1024  # bytes queued for a peer that does not read
 
-TOO_MANY_UNAUTHENTICATED: Final = "too many connect, and it said nothing yet"
-TCP_INFO_LAST_ACK: Final = slice(
-    56, 60
-)  # of the kernel's tcp_info: milliseconds since the other side last acknowledged anything
+TOO_MANY_UNAUTHENTICATED: Final = "too many connections, and it has not sent anything"
+TCP_INFO_LAST_ACK: Final = slice(56, 60)  # field of the kernel's tcp_info: milliseconds since the last acknowledgement
 
 
 T = TypeVar("T")
 
 
 class UnauthenticatedPeers(Generic[T]):
-    """Those who connected and never said a word, the oldest first."""
+    """Peers that connected and have not sent anything, the oldest first."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit  # 0: nobody is counted
+        self._limit = limit  # 0: no limit
         self._peers: dict[T, None] = {}
 
-    def add_and_evict(self, one: T) -> T | None:
-        """Whoever has to make room for this one."""
+    def add_and_evict(self, peer: T) -> T | None:
+        """Add a peer; return the oldest one if the limit is exceeded, else None."""
         if not self._limit:
             return None
-        self._peers[one] = None
+        self._peers[peer] = None
         if len(self._peers) <= self._limit:
             return None
         oldest = next(iter(self._peers))
         self.remove(oldest)
         return oldest
 
-    def remove(self, one: T) -> None:
-        self._peers.pop(one, None)
+    def remove(self, peer: T) -> None:
+        self._peers.pop(peer, None)
 
 
 class NoListenerError(PeerError):
-    """The other host answered: no scheduler is there."""
+    """The host refused the connection: no process listens on the port."""
 
 
 class Connection(asyncio.Protocol):
-    """Both ends. `on_open`, `on_message` and `on_close` are called in the loop, in that order. `on_mindspore` is called for a
-    peer that speaks MindSpore's protocol, while the connection is still open."""
+    """One end of a connection. `on_open`, `on_message` and `on_close` are called in the event loop, in that order.
+    `on_mindspore` is called for a peer that uses MindSpore's protocol, while the connection is still open."""
 
     __slots__ = (
         "_frame_decoder",
@@ -102,38 +100,34 @@ class Connection(asyncio.Protocol):
 
     def __init__(
         self,
-        greeting: ServerHandshake | ClientHandshake,
+        handshake: ServerHandshake | ClientHandshake,
         decoder: msgspec.msgpack.Decoder[Any],
         *,
         on_open: Callable[[Connection], None],
         on_message: Callable[[Connection, Any], None],
         on_close: Callable[[Connection, str], None],
-        on_mindspore: Callable[[Connection], None] = lambda link: None,
+        on_mindspore: Callable[[Connection], None] = lambda connection: None,
     ) -> None:
         self.id = 0
-        self.scheduler_clock = 0.0  # at a node: the scheduler's wall clock when it greeted
-        self.leader_token = 0  # at a node: the scheduler's, as its leader
-        self.silence_s = -1.0  # at a node: of the scheduler, after which another one is looked for
+        self.scheduler_clock = 0.0  # at a node: the scheduler's wall clock during the handshake
+        self.leader_token = 0  # at a node: the scheduler's fencing token
+        self.silence_s = -1.0  # at a node: seconds without a message after which the scheduler is lost; negative: no limit
         self.peer_address = ""
-        self.peer_port = 0  # of the other side
-        self.unauthenticated_peers: UnauthenticatedPeers[Connection] = UnauthenticatedPeers(
-            0
-        )  # at a listener: all that never said a word
+        self.peer_port = 0
+        self.unauthenticated_peers: UnauthenticatedPeers[Connection] = UnauthenticatedPeers(0)  # shared by a listener's
         self.close_reason = ""
-        self.violated_protocol = False  # it sent what no peer sends
-        self.refused_by_peer = False  # the other side will not have us, now or later
-        self.peer_requires_no_secret = False  # this side refuses the other, which does not require the join secret
+        self.violated_protocol = False  # the peer sent something invalid
+        self.refused_by_peer = False  # the peer refuses this process permanently
+        self.peer_requires_no_secret = False  # this side refused the peer, which does not require the join secret
         self.on_open = on_open
         self.on_message = on_message
         self.on_close = on_close
         self.on_mindspore = on_mindspore
-        self._handshake: ServerHandshake | ClientHandshake | None = greeting
+        self._handshake: ServerHandshake | ClientHandshake | None = handshake
         self._frame_decoder = FrameDecoder(decoder)
         self._transport: asyncio.Transport | None = None
         self._handshake_timer: asyncio.TimerHandle | None = None
-        self._hello_timer: asyncio.TimerHandle | None = (
-            None  # at a listener: its greeting, for `FIRST_BYTES_TIMEOUT_S` or until the caller speaks
-        )
+        self._hello_timer: asyncio.TimerHandle | None = None  # at a listener: delays its first line
 
     @property
     def has_finished_handshake(self) -> bool:
@@ -157,19 +151,20 @@ class Connection(asyncio.Protocol):
         return self._send_hello() if self._hello_timer is None else None
 
     def _send_hello(self) -> None:
-        """Send the greeting's first line."""
+        """Send the first line of the handshake."""
         if self._hello_timer is not None:
             self._hello_timer.cancel()
             self._hello_timer = None
         assert self._handshake is not None
         if isinstance(self._handshake, ClientHandshake) and self.peer_port and not is_loopback(self.peer_address):
-            self._handshake.insist()  # every listener beyond loopback requires a secret, also if none was configured
+            self._handshake.insist()  # every listener beyond loopback requires a secret, even if none was configured
         self._write(self._handshake.first_line())
 
     def _abort_self_connection(self, sock: Any) -> None:
-        """A call to a free port of the outgoing range can be answered by its own socket, and must not keep the port busy."""
+        """Abort a connection of a socket to itself, which can happen for a free port of the ephemeral range. Linger is off, so
+        that the port is free immediately."""
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.abort("nobody listens there")
+        self.abort("no process listens there")
 
     def data_received(self, data: bytes) -> None:
         self.unauthenticated_peers.remove(self)
@@ -195,70 +190,69 @@ class Connection(asyncio.Protocol):
         self.on_close(self, reason)
 
     def send(self, message: Message) -> None:
-        """Queue a message. On a closed link it is dropped: the loss has been or will be reported."""
+        """Queue a message. On a closed connection it is dropped; `on_close` reports the loss."""
         self._write(encode_frame(message))
 
     def close(self, reason: str = "closed by this side") -> None:
-        """Close once what was sent has left."""
+        """Close after the queued messages are sent."""
         self.close_reason = self.close_reason or reason
         if self._transport is not None:
             self._transport.close()
 
     def abort(self, reason: str) -> None:
-        """Close now."""
+        """Close immediately and drop the queued messages."""
         self.close_reason = self.close_reason or reason
         if self._transport is not None:
             self._transport.abort()
 
     def fileno(self) -> int:
-        """The socket's descriptor, or -1 once closed."""
-        found = self._transport.get_extra_info("socket") if self._transport is not None else None
-        return found.fileno() if found is not None else -1
+        """Return the socket's descriptor; -1 if closed."""
+        sock = self._transport.get_extra_info("socket") if self._transport is not None else None
+        return sock.fileno() if sock is not None else -1
 
     def unsent_bytes(self) -> int:
-        """Bytes that wait for the other side to read."""
+        """Return the number of queued bytes."""
         return self._transport.get_write_buffer_size() if self._transport is not None else 0
 
     def since_last_ack_s(self) -> float:
-        """How long ago the other side's kernel last acknowledged what was sent."""
+        """Return the seconds since the peer's kernel last acknowledged data. Raises `OSError` on a closed connection."""
         with socket.socket(fileno=os.dup(self.fileno())) as sock:
-            told = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_LAST_ACK.stop)
-        return int.from_bytes(told[TCP_INFO_LAST_ACK], sys.byteorder) / 1000
+            info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_LAST_ACK.stop)
+        return int.from_bytes(info[TCP_INFO_LAST_ACK], sys.byteorder) / 1000
 
     def local_address(self) -> str:
-        """The address by which this side reached the other: the one its peers can use."""
+        """Return the local address of the connection, by which the peer reaches this host."""
         assert self._transport is not None
         return str(self._transport.get_extra_info("sockname")[0])
 
     def local_port(self) -> int:
-        """The port at this side."""
         assert self._transport is not None
         return int(self._transport.get_extra_info("sockname")[1])
 
     def _continue_handshake(self, data: bytes) -> bytes:
-        greeting = self._handshake
-        if isinstance(greeting, ServerHandshake):
+        handshake = self._handshake
+        if isinstance(handshake, ServerHandshake):
             if is_mindspore(data):
                 self.on_mindspore(self)
             elif self._hello_timer is not None:
                 self._send_hello()
-            done = greeting.feed(data, wall_time())
+            done = handshake.feed(data, wall_time())
             if done is None:
                 return b""
             reply, rest = done
             self._write(reply)
         else:
-            assert greeting is not None
-            reply, after = greeting.feed(data)
+            assert handshake is not None
+            reply, after = handshake.feed(data)
             if reply:
                 self._write(reply)
             if after is None:
                 return b""
             rest = after
             self.scheduler_clock, self.leader_token, self.silence_s = (
-                greeting.scheduler_clock,
-                greeting.leader_token,
-                greeting.silence_s,
+                handshake.scheduler_clock,
+                handshake.leader_token,
+                handshake.silence_s,
             )
         if self._handshake_timer is not None:
             self._handshake_timer.cancel()
@@ -270,26 +264,26 @@ class Connection(asyncio.Protocol):
     def _describe_loss(self, exc: Exception | None) -> str:
         encrypted = self._transport is not None and self._transport.get_extra_info("ssl_object") is not None
         if exc is None and self._handshake is not None and encrypted:
-            return tls.explain_connection_error(EOFError(), connecting=True)  # how TLS 1.3 shows that a certificate was refused
+            return tls.explain_connection_error(EOFError(), connecting=True)  # TLS 1.3 reports a refused certificate like this
         reason = tls.explain_connection_error(exc, connecting=False) if exc else "closed by the other side"
         if self._handshake is None:
             return reason
         hint = ": it may expect TLS" if isinstance(self._handshake, ClientHandshake) and not encrypted else ""
-        return f"{reason} before the greeting was over{hint}"
+        return f"{reason} during the handshake{hint}"
 
     def _on_handshake_timeout(self) -> None:
-        self.abort(f"it did not greet within {HANDSHAKE_TIMEOUT_S:g} s")
+        self.abort(f"no handshake within {HANDSHAKE_TIMEOUT_S:g} s")
 
     def _write(self, data: bytes) -> None:
         if self._transport is None or self._transport.is_closing():
             return
         self._transport.write(data)
         if self._transport.get_write_buffer_size() > WRITE_BUFFER_MAX:
-            self.abort(f"it does not read: {WRITE_BUFFER_MAX} bytes wait for it")
+            self.abort(f"it does not read: more than {WRITE_BUFFER_MAX} bytes are queued")
 
 
 def set_tcp_options(sock: Any) -> None:
-    """Small messages leave at once, and a peer whose host vanished is noticed by the kernel."""
+    """Disable Nagle's algorithm, and set keepalive and timeouts (10 to 30 s) by which the kernel detects a lost host."""
     options = (
         (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -304,7 +298,7 @@ def set_tcp_options(sock: Any) -> None:
 
 
 class Listener:
-    """Accepts links on bound sockets until closed."""
+    """Accepts connections on bound sockets until closed."""
 
     def __init__(
         self,
@@ -327,9 +321,8 @@ class Listener:
         self._servers: list[asyncio.Server] = []
         self._tasks: set[asyncio.Task[None]] = set()
         self._unauthenticated: UnauthenticatedPeers[Connection] = UnauthenticatedPeers(silent_max)
-        self._awaiting_first_bytes: UnauthenticatedPeers[asyncio.Future[None]] = UnauthenticatedPeers(
-            silent_max
-        )  # TLS: before the handshake
+        # TLS connections that have not sent anything
+        self._awaiting_first_bytes: UnauthenticatedPeers[asyncio.Future[None]] = UnauthenticatedPeers(silent_max)
         self._tls_handshakes = 0
 
     async def open(self) -> None:
@@ -349,9 +342,9 @@ class Listener:
             task.cancel()
 
     def _make_connection(self) -> Connection:
-        link = Connection(ServerHandshake(self._secret, *self._leader_info), self._decoder, **self._callbacks)
-        link.unauthenticated_peers = self._unauthenticated
-        return link
+        connection = Connection(ServerHandshake(self._secret, *self._leader_info), self._decoder, **self._callbacks)
+        connection.unauthenticated_peers = self._unauthenticated
+        return connection
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -359,11 +352,11 @@ class Listener:
         task.add_done_callback(self._tasks.discard)
 
     async def _accept_tls(self, sock: socket.socket) -> None:
-        """asyncio's own server keeps failed handshakes to itself; accepting by hand lets us say why a peer was turned away."""
+        """Accept TLS connections. asyncio's server does not report failed handshakes, so they are accepted here."""
         while True:
             try:
                 accepted, peer = await asyncio.get_running_loop().sock_accept(sock)
-            except OSError:  # out of descriptors, or the peer is gone already
+            except OSError:  # out of descriptors, or the peer has disconnected
                 await asyncio.sleep(0.05)
                 continue
             self._start_task(self._run_tls_handshake(accepted, str(peer[0])))
@@ -380,33 +373,34 @@ class Listener:
                 self._tls_handshakes -= 1
         except (OSError, ssl.SSLError, PeerError) as error:
             accepted.close()
-            link = self._make_connection()
-            link.peer_address = peer
-            link.on_close(
-                link, str(error) if isinstance(error, PeerError) else tls.explain_connection_error(error, connecting=False)
+            connection = self._make_connection()
+            connection.peer_address = peer
+            connection.on_close(
+                connection,
+                str(error) if isinstance(error, PeerError) else tls.explain_connection_error(error, connecting=False),
             )
 
     async def _wait_for_first_bytes(self, accepted: socket.socket) -> None:
-        """Who says nothing takes no place among the handshakes."""
+        """Wait for the first bytes, so that an idle connection does not count as a handshake. Raises `PeerError`."""
         loop = asyncio.get_running_loop()
-        said: asyncio.Future[None] = loop.create_future()
-        if (oldest := self._awaiting_first_bytes.add_and_evict(said)) is not None:
+        readable: asyncio.Future[None] = loop.create_future()
+        if (oldest := self._awaiting_first_bytes.add_and_evict(readable)) is not None:
             oldest.cancel(TOO_MANY_UNAUTHENTICATED)
 
-        def heard() -> None:
-            if not said.done():
-                said.set_result(None)
+        def on_readable() -> None:
+            if not readable.done():
+                readable.set_result(None)
 
-        loop.add_reader(accepted, heard)
+        loop.add_reader(accepted, on_readable)
         try:
-            await asyncio.wait([said], timeout=HANDSHAKE_TIMEOUT_S)
+            await asyncio.wait([readable], timeout=HANDSHAKE_TIMEOUT_S)
         finally:
             loop.remove_reader(accepted)
-            self._awaiting_first_bytes.remove(said)
-        if said.cancelled() or self._tls_handshakes >= TLS_HANDSHAKES_MAX:
+            self._awaiting_first_bytes.remove(readable)
+        if readable.cancelled() or self._tls_handshakes >= TLS_HANDSHAKES_MAX:
             raise PeerError(TOO_MANY_UNAUTHENTICATED)
-        if not said.done():
-            raise PeerError(f"it did not greet within {HANDSHAKE_TIMEOUT_S:g} s")
+        if not readable.done():
+            raise PeerError(f"no handshake within {HANDSHAKE_TIMEOUT_S:g} s")
 
 
 async def connect(
@@ -420,17 +414,16 @@ async def connect(
     decoder: Any = from_scheduler_decoder,
     **calls: Any,
 ) -> Connection:
-    """Reach a scheduler, or a peer of another `role`, once. Raises `PeerError` with a sentence; success means connected, not
-    yet greeted.
+    """Connect once to a scheduler, or to a peer of another `role`. Returns before the handshake; raises `PeerError`.
 
-    `insist`: the secret was configured, so a peer that does not require it is refused. Beyond loopback it is refused as well if
-    the secret is the user's own file.
+    `insist`: the secret was configured, so a peer that does not require it is refused. Beyond loopback such a peer is refused
+    too if the secret comes from the user's own file.
     """
     loop = asyncio.get_running_loop()
     where = f"the {role} at {address.join_host_port(host, port)}"
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            _, link = await loop.create_connection(
+            _, connection = await loop.create_connection(
                 lambda: Connection(ClientHandshake(secret, insist=insist, where=where), decoder, **calls),
                 host,
                 port,
@@ -442,17 +435,17 @@ async def connect(
         raise NoListenerError(tls.explain_connection_error(error, connecting=True)) from None
     except (OSError, ssl.SSLError) as error:
         raise PeerError(tls.explain_connection_error(error, connecting=True)) from None
-    return link
+    return connection
 
 
 async def connect_to_agent(path: str, **calls: Any) -> Connection:
-    """Reach the agent of this process, at its socket. Raises `PeerError` with a sentence."""
+    """Connect to the agent of this process at its Unix socket. Raises `PeerError`."""
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            _, link = await loop.create_unix_connection(
+            _, connection = await loop.create_unix_connection(
                 lambda: Connection(ClientHandshake(""), from_agent_decoder, **calls), path
             )
     except (OSError, TimeoutError) as error:
-        raise PeerError(f"the agent does not answer at {path} ({error or 'too late'})") from None
-    return link
+        raise PeerError(f"the agent does not answer at {path} ({error or 'timeout'})") from None
+    return connection

@@ -1,4 +1,4 @@
-"""Messages as bytes: msgpack of a tagged Struct behind a 4-byte length. No I/O."""
+"""Frames: a 4-byte length, then a message as msgpack of a tagged Struct. No I/O."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from_agent_decoder: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decode
 
 
 class _LastFrame(threading.local):
-    """What was framed last in this thread: one message for ten thousand nodes is encoded once. Messages never change."""
+    """The last frame encoded on this thread, so that a message for many nodes is encoded once. Messages are immutable."""
 
     message: Message | None = None
     data = b""
@@ -31,7 +31,7 @@ _last_frame = _LastFrame()
 
 
 def encode_frame(message: Message) -> bytes:
-    """One message, ready to be written."""
+    """Return the frame of a message."""
     if message is not _last_frame.message:
         body = _encoder.encode(message)
         _last_frame.message, _last_frame.data = message, len(body).to_bytes(HEADER_BYTES, "big") + body
@@ -39,7 +39,7 @@ def encode_frame(message: Message) -> bytes:
 
 
 class FrameDecoder:
-    """Feed bytes as they come, take messages as they are complete."""
+    """Incremental decoder of frames."""
 
     __slots__ = ("_buffer", "_decoder", "_limit")
 
@@ -49,21 +49,25 @@ class FrameDecoder:
         self._buffer = b""
 
     def feed(self, data: bytes) -> list[Any]:
-        """All messages completed by this piece. Raises `PeerError` for what no covey peer would send."""
+        """Return the messages that `data` completes. Raises `PeerError` for an invalid or too large frame."""
         buffer = self._buffer + data if self._buffer else data
         messages: list[Any] = []
         start = 0
         while len(buffer) - start >= HEADER_BYTES:
             size = int.from_bytes(buffer[start : start + HEADER_BYTES], "big")
             if size > self._limit:
-                raise PeerError(f"a message of {size} bytes was announced, {self._limit} is the limit")
+                raise PeerError(f"a message of {size} bytes exceeds the limit of {self._limit} bytes")
             end = start + HEADER_BYTES + size
             if len(buffer) < end:
                 break
             try:
                 messages.append(self._decoder.decode(buffer[start + HEADER_BYTES : end]))
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # msgspec lets the last two through
-                raise PeerError(f"a message could not be read: {error}") from None
+            except (
+                msgspec.DecodeError,
+                UnicodeDecodeError,
+                RecursionError,
+            ) as error:  # msgspec raises the last two as they are
+                raise PeerError(f"invalid message: {error}") from None
             start = end
         self._buffer = buffer[start:]
         return messages

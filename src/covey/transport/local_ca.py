@@ -1,9 +1,9 @@
-"""A small authority of one's own: certificates to start with, and a list to revoke them by.
+"""A local certificate authority for `covey tls init` and `covey tls revoke`: certificates and a revocation list.
 
-`covey tls init` and `covey tls revoke` lead here. What is written is what MindSpore's `config.json` names, so the folder can
-be copied to every host as it stands, without `ca.key`: only who revokes or issues needs that one.
+The files are those that MindSpore's `config.json` names, so the directory can be copied to every host. `ca.key` is needed only
+where certificates are issued or revoked and should not be copied.
 
-The PKCS#12 files carry no chain, and every certificate says who issued it, because MindSpore insists on both.
+The PKCS#12 files contain no chain, and every certificate has an authority key identifier, because MindSpore requires both.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from covey.atomic_file import write_atomically
 from covey.errors import ExitCode, StoreError, UsageError
 
 DAYS_MAX = 36500
-SERIAL_END = 1 << 159  # what X.509 has for serial numbers, 20 bytes that are not negative, ends here
+SERIAL_END = 1 << 159  # exclusive: an X.509 serial number has 20 bytes and is not negative
 PASSWORD_MAX = 1024  # bytes, exclusive: MindSpore's limit
-# Clocks of hosts differ; what was made a moment ago must be valid on all of them.
+# Clocks of hosts differ; a new certificate must be valid on all of them.
 BACKDATE = timedelta(days=1)
 
 _SECRET_MODE = 0o600
@@ -41,25 +41,25 @@ def make_authority(
 ) -> list[Path]:
     """Write an authority, a server and a client identity, an empty revocation list and `config.json` into `folder`.
 
-    `names` are the host names and addresses the certificates are made out to; `password` opens the two `.p12` files and
-    `ca.key`. Returns what was written.
+    `names` are the host names and addresses in the certificates; `password` encrypts the two `.p12` files and `ca.key`. Returns
+    the paths of the files. Raises `UsageError`, and `StoreError` if a file cannot be written.
     """
     start = now or datetime.now(UTC)
     end = start + timedelta(days=_check_days(days))
-    secret = _check_password(password)
+    password_bytes = _check_password(password)
     if not names:
-        raise UsageError("certificates need a host name or an address to be made out to: give at least one")
+        raise UsageError("certificates need a host name or an address: give at least one")
     alternatives = x509.SubjectAlternativeName([_parse_general_name(name) for name in names])
 
     key = ec.generate_private_key(ec.SECP256R1())
     authority = _make_ca_certificate(key, start, end)
 
     def identity(name: str, usage: ObjectIdentifier) -> bytes:
-        return _make_identity(name, usage, alternatives, authority, key, start, secret)
+        return _make_identity(name, usage, alternatives, authority, key, start, password_bytes)
 
     files = {
         "ca.crt": (authority.public_bytes(serialization.Encoding.PEM), _PUBLIC_MODE),
-        "ca.key": (_encode_key(key, secret), _SECRET_MODE),
+        "ca.key": (_encode_key(key, password_bytes), _SECRET_MODE),
         "server.p12": (identity("covey server", ExtendedKeyUsageOID.SERVER_AUTH), _SECRET_MODE),
         "client.p12": (identity("covey client", ExtendedKeyUsageOID.CLIENT_AUTH), _SECRET_MODE),
         "crl.pem": (_make_revocation_list(authority, key, start, {}), _PUBLIC_MODE),
@@ -69,28 +69,31 @@ def make_authority(
 
 
 def revoke_certificate(folder: Path, what: int | Path, *, password: str, now: datetime | None = None) -> Path:
-    """Add a certificate, by serial number or by its `.p12` file, to the folder's `crl.pem`; what was listed stays so."""
+    """Add a certificate, by serial number or by its `.p12` file, to `crl.pem` in the directory; return its path.
+
+    Earlier entries are kept. Raises `UsageError` and `StoreError`.
+    """
     if isinstance(what, int) and not 0 < what < SERIAL_END:
         raise UsageError(f"{what} is not a certificate's serial number: give the p12 file, or a number of 1 to 159 bits")
-    moment = now or datetime.now(UTC)
-    secret = _check_password(password)
+    now_utc = now or datetime.now(UTC)
+    password_bytes = _check_password(password)
     authority = _parse_file(folder / "ca.crt", x509.load_pem_x509_certificate, "is not a certificate in PEM form")
     old = _parse_file(folder / "crl.pem", x509.load_pem_x509_crl, "is not a revocation list in PEM form")
-    key = _load_ca_key(folder / "ca.key", secret)
+    key = _load_ca_key(folder / "ca.key", password_bytes)
 
     serials = {entry.serial_number: entry.revocation_date_utc for entry in old}
-    serials.setdefault(what if isinstance(what, int) else _read_serial(what, secret), moment)
+    serials.setdefault(what if isinstance(what, int) else _read_serial(what, password_bytes), now_utc)
     path = folder / "crl.pem"
-    _replace_file(path, _make_revocation_list(authority, key, moment, serials))
+    _replace_file(path, _make_revocation_list(authority, key, now_utc, serials))
     return path
 
 
-# -- what is made ----------------------------------------------------------------------------------------------------
+# -- certificates ----------------------------------------------------------------------------------------------------
 
 
 def _make_ca_certificate(key: ec.EllipticCurvePrivateKey, start: datetime, end: datetime) -> x509.Certificate:
     serial = x509.random_serial_number()
-    # Two authorities of one name are told apart neither by people nor, reliably, by OpenSSL.
+    # Neither users nor OpenSSL can reliably distinguish two authorities with the same name.
     name = _make_subject(f"covey authority {serial & 0xFFFFFFFF:08x}")
     return (
         x509.CertificateBuilder(name, name, key.public_key(), serial, start - BACKDATE, end)
@@ -109,7 +112,7 @@ def _make_identity(
     authority: x509.Certificate,
     authority_key: ec.EllipticCurvePrivateKey,
     start: datetime,
-    secret: bytes,
+    password_bytes: bytes,
 ) -> bytes:
     key = ec.generate_private_key(ec.SECP256R1())
     public, serial = key.public_key(), x509.random_serial_number()
@@ -127,20 +130,20 @@ def _make_identity(
         )
         .sign(authority_key, hashes.SHA256())
     )
-    encryption = serialization.BestAvailableEncryption(secret)
+    encryption = serialization.BestAvailableEncryption(password_bytes)
     return pkcs12.serialize_key_and_certificates(name.encode(), key, certificate, None, encryption)
 
 
 def _make_revocation_list(
-    authority: x509.Certificate, key: ec.EllipticCurvePrivateKey, moment: datetime, serials: dict[int, datetime]
+    authority: x509.Certificate, key: ec.EllipticCurvePrivateKey, now_utc: datetime, serials: dict[int, datetime]
 ) -> bytes:
-    # A list that ends before its authority does would one day lock everybody out.
+    # If the list expired before the authority, all peers would be refused from then on.
     end = authority.not_valid_after_utc
-    builder = x509.CertificateRevocationListBuilder(authority.subject, moment - BACKDATE, end)
+    builder = x509.CertificateRevocationListBuilder(authority.subject, now_utc - BACKDATE, end)
     for serial, since in serials.items():
         builder = builder.add_revoked_certificate(x509.RevokedCertificateBuilder(serial, since).build())
     return (
-        builder.add_extension(x509.CRLNumber(int(moment.timestamp())), critical=False)
+        builder.add_extension(x509.CRLNumber(int(now_utc.timestamp())), critical=False)
         .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(key.public_key()), critical=False)
         .sign(key, hashes.SHA256())
         .public_bytes(serialization.Encoding.PEM)
@@ -148,7 +151,8 @@ def _make_revocation_list(
 
 
 def _make_config() -> bytes:
-    """MindSpore's keys. No cipher list: one would hold the connection at TLS 1.2."""
+    """Return `config.json` with MindSpore's keys. The cipher list is empty, because a list would limit connections to TLS
+    1.2."""
     keys = {
         "server_cert_path": "server.p12",
         "crl_path": "crl.pem",
@@ -178,12 +182,12 @@ def _make_key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
     )
 
 
-def _encode_key(key: ec.EllipticCurvePrivateKey, secret: bytes) -> bytes:
-    encryption = serialization.BestAvailableEncryption(secret)
+def _encode_key(key: ec.EllipticCurvePrivateKey, password_bytes: bytes) -> bytes:
+    encryption = serialization.BestAvailableEncryption(password_bytes)
     return key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, encryption)
 
 
-# -- what is allowed -------------------------------------------------------------------------------------------------
+# -- validation ------------------------------------------------------------------------------------------------------
 
 
 def _check_days(days: int) -> int:
@@ -194,13 +198,13 @@ def _check_days(days: int) -> int:
 
 def _check_password(password: str) -> bytes:
     try:
-        secret = password.encode()
+        password_bytes = password.encode()
     except UnicodeEncodeError:
-        raise UsageError("the password of the certificates is not text in UTF-8", ExitCode.BAD_TLS) from None
-    if not 0 < len(secret) < PASSWORD_MAX:
-        sentence = f"the password of the certificates must have 1 to {PASSWORD_MAX - 1} bytes, not {len(secret)}"
-        raise UsageError(sentence, ExitCode.BAD_TLS)
-    return secret
+        raise UsageError("the password of the certificates is not valid UTF-8", ExitCode.BAD_TLS) from None
+    if not 0 < len(password_bytes) < PASSWORD_MAX:
+        message = f"the password of the certificates must have 1 to {PASSWORD_MAX - 1} bytes, not {len(password_bytes)}"
+        raise UsageError(message, ExitCode.BAD_TLS)
+    return password_bytes
 
 
 def _parse_general_name(name: str) -> x509.GeneralName:
@@ -209,19 +213,19 @@ def _parse_general_name(name: str) -> x509.GeneralName:
     except ValueError:
         pass
     if not name or not name.isascii() or any(letter.isspace() for letter in name):
-        raise UsageError(f"a certificate cannot be made out to {name!r}: give a host name in ASCII, or an address")
+        raise UsageError(f"{name!r} cannot be a name in a certificate: give a host name in ASCII, or an address")
     return x509.DNSName(name)
 
 
-# -- the folder ------------------------------------------------------------------------------------------------------
+# -- the directory ---------------------------------------------------------------------------------------------------
 
 
 def _write_all(folder: Path, files: dict[str, tuple[bytes, int]]) -> list[Path]:
-    """All of them or none: half an authority helps nobody, and would stand in the way of the next attempt."""
-    there = [name for name in files if os.path.lexists(folder / name)]
-    if there:
+    """Write all files or none, because incomplete files would block the next attempt; return their paths."""
+    existing = [name for name in files if os.path.lexists(folder / name)]
+    if existing:
         raise UsageError(
-            f"{folder} already holds {', '.join(there)}: choose another folder or move them away, nothing was changed",
+            f"{folder} already contains {', '.join(existing)}: choose another directory or move them away; nothing was changed",
             ExitCode.BAD_TLS,
         )
     written: list[Path] = []
@@ -258,26 +262,26 @@ def _disk_error(path: Path, error: OSError) -> StoreError:
     return StoreError(f"cannot write {path}: {error.strerror}")
 
 
-def _parse_file(path: Path, parse: Callable[[bytes], _Parsed], trouble: str) -> _Parsed:
+def _parse_file(path: Path, parse: Callable[[bytes], _Parsed], problem: str) -> _Parsed:
     try:
         return parse(path.read_bytes())
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}", ExitCode.BAD_TLS) from error
     except (ValueError, TypeError) as error:
-        raise UsageError(f"{path} {trouble}", ExitCode.BAD_TLS) from error
+        raise UsageError(f"{path} {problem}", ExitCode.BAD_TLS) from error
 
 
-def _load_ca_key(path: Path, secret: bytes) -> ec.EllipticCurvePrivateKey:
-    trouble = "does not open with the password given"
-    key = _parse_file(path, lambda content: serialization.load_pem_private_key(content, secret), trouble)
+def _load_ca_key(path: Path, password_bytes: bytes) -> ec.EllipticCurvePrivateKey:
+    problem = "cannot be decrypted with the given password"
+    key = _parse_file(path, lambda content: serialization.load_pem_private_key(content, password_bytes), problem)
     if not isinstance(key, ec.EllipticCurvePrivateKey):
         raise UsageError(f"{path} is not the key of an authority made by covey tls init", ExitCode.BAD_TLS)
     return key
 
 
-def _read_serial(path: Path, secret: bytes) -> int:
-    trouble = "does not open with the password given"
-    certificate = _parse_file(path, lambda content: pkcs12.load_key_and_certificates(content, secret)[1], trouble)
+def _read_serial(path: Path, password_bytes: bytes) -> int:
+    problem = "cannot be decrypted with the given password"
+    certificate = _parse_file(path, lambda content: pkcs12.load_key_and_certificates(content, password_bytes)[1], problem)
     if certificate is None:
-        raise UsageError(f"{path} holds no certificate to revoke", ExitCode.BAD_TLS)
+        raise UsageError(f"{path} contains no certificate to revoke", ExitCode.BAD_TLS)
     return certificate.serial_number

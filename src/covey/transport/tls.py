@@ -1,17 +1,17 @@
-"""From MindSpore's `config.json` to contexts for TLS, and from a failed handshake to a sentence.
+"""TLS contexts from MindSpore's `config.json`, and messages for failed handshakes.
 
-Both sides show a certificate and both check it against one authority; host names are not checked, as in MindSpore: a
-peer is known by who issued its certificate. Everything that can be found wrong at start is found at start, where one
-process can say it, and not at the first handshake, where two processes see half of it each.
+Both sides present a certificate, and both verify it against one authority. As in MindSpore, host names are not checked: a peer
+is accepted if the authority issued its certificate. The files are checked completely at the start, where one process can report
+an error in full; in a failed handshake each of two processes sees only a part of it.
 
-What OpenSSL does that surprises people, and is handled here:
+Behaviour of OpenSSL that is handled here:
 
-- A cipher list governs TLS 1.2 only. Giving one therefore holds the connection at 1.2: the list means what it says.
-- Unknown names in a cipher list are ignored without a word. Here each is a warning.
-- With a revocation list that is missing or has expired every peer is refused, so that is an error at start.
-- A file of revocation lists may hold certificates too, which OpenSSL would then trust. Only checked lists are passed on.
-- Over TLS 1.3 a client is connected before the server has looked at its certificate. A refusal arrives later, often only
-  as the end of the stream: see `explain_connection_error`.
+- A cipher list applies to TLS 1.2 only. If one is given, connections are therefore limited to TLS 1.2.
+- OpenSSL ignores unknown names in a cipher list silently. Here each is a warning.
+- If the revocation list is missing or expired, OpenSSL refuses every peer. Here that is an error at the start.
+- A file of revocation lists may also contain certificates, which OpenSSL would trust. Only the checked lists are passed on.
+- With TLS 1.3 a client is connected before the server has verified its certificate. A refusal arrives later, often only as the
+  end of the stream: see `explain_connection_error`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _HAS_MEMFD = hasattr(os, "memfd_create") and Path("/proc/self/fd").exists()
 
 
 class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of `config.json`, its paths made absolute. An empty path means: there is none."""
+    """The keys of `config.json`, with absolute paths; an empty path means that there is none."""
 
     ca_cert_path: str
     server_cert_path: str = ""
@@ -58,15 +58,15 @@ class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TlsContexts(NamedTuple):
-    """What `build_contexts` made. A side without an identity of its own has no context."""
+    """Result of `build_contexts`. A side without an identity has no context."""
 
     server: ssl.SSLContext | None
     client: ssl.SSLContext | None
     warnings: list[str]
 
 
-def tls_error(sentence: str) -> UsageError:
-    return UsageError(sentence, ExitCode.BAD_TLS)
+def tls_error(message: str) -> UsageError:
+    return UsageError(message, ExitCode.BAD_TLS)
 
 
 def read_limited(path: str | os.PathLike[str], what: str) -> bytes:
@@ -84,17 +84,17 @@ def read_limited(path: str | os.PathLike[str], what: str) -> bytes:
 
 
 def read_config(path: str | os.PathLike[str]) -> TlsFiles:
-    """Read MindSpore's `config.json`. Relative paths in it start at its own folder."""
+    """Read MindSpore's `config.json`. Relative paths in it are relative to its directory. Raises `UsageError`."""
     name = os.fspath(path)
     if not name:
-        raise tls_error("TLS is on but its settings are not named: set config_file_path, or write them by covey tls init")
+        raise tls_error("TLS is on, but config_file_path is not set: set it; covey tls init writes such a file")
     content = read_limited(path, "the TLS settings")
     try:
         keys = msgspec.json.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise tls_error(f"{name} is not JSON: {error}") from error
     if not isinstance(keys, dict):
-        raise tls_error(f"{name} must hold one JSON object with the keys {', '.join(TlsFiles.__struct_fields__)}")
+        raise tls_error(f"{name} must be one JSON object with the keys {', '.join(TlsFiles.__struct_fields__)}")
     return _parse_files(keys, name, Path(name).absolute().parent)
 
 
@@ -103,13 +103,13 @@ def _parse_files(keys: dict[str, Any], name: str, folder: Path) -> TlsFiles:
     if MISSPELLED_WARNING_KEY in values:
         days = values.pop(MISSPELLED_WARNING_KEY)
         if values.setdefault("cert_expire_warning_time_in_day", days) != days:
-            raise tls_error(f"{name} gives cert_expire_warning_time_in_day twice, with different values: keep one")
+            raise tls_error(f"{name} has cert_expire_warning_time_in_day twice, with different values: keep one")
     for key, value in values.items():
         _check_value(key, value, name)
         if key.endswith("_path") and value:
             values[key] = str(folder / value)
     if not values.get("ca_cert_path"):
-        raise tls_error(f"{name} does not say who issues the certificates: add ca_cert_path")
+        raise tls_error(f"{name} names no certificate authority: add ca_cert_path")
     return TlsFiles(**values)
 
 
@@ -120,7 +120,7 @@ def _check_value(key: str, value: object, name: str) -> None:
         raise tls_error(f"{name} has an unknown key {key}: did you mean {near}?")
     if key == "cert_expire_warning_time_in_day":
         if type(value) is not int or value not in WARN_DAYS:
-            raise tls_error(f"{name}: {key} must be a whole number from {WARN_DAYS[0]} to {WARN_DAYS[-1]}, not {value!r}")
+            raise tls_error(f"{name}: {key} must be an integer from {WARN_DAYS[0]} to {WARN_DAYS[-1]}, not {value!r}")
     elif not isinstance(value, str):
         raise tls_error(f"{name}: {key} must be a string, not {value!r}")
 
@@ -129,8 +129,15 @@ def _check_value(key: str, value: object, name: str) -> None:
 
 
 def build_contexts(files: TlsFiles, *, server_password: str, client_password: str, now: datetime) -> TlsContexts:
-    """Check everything, then make a context for each side that has an identity. `now` must know its time zone."""
-    from covey.transport.tls_files import ValidityChecker, load_identity, load_trust  # here, for what importing it costs
+    """Check all files and return a context for each side that has an identity. `now` must be timezone-aware.
+
+    Raises `UsageError`.
+    """
+    from covey.transport.tls_files import (
+        ValidityChecker,
+        load_identity,
+        load_trust,
+    )  # imported here, because the import is slow
 
     if not files.server_cert_path and not files.client_cert_path:
         raise tls_error("TLS needs an identity: set server_cert_path, client_cert_path or both")
@@ -147,7 +154,7 @@ def build_contexts(files: TlsFiles, *, server_password: str, client_password: st
 
 
 def _select_ciphers(cipher_list: str) -> tuple[list[str], list[str]]:
-    """The names OpenSSL knows, and the warnings: about each other name, and about what a list entails."""
+    """Return the cipher names that OpenSSL supports, and warnings: one per other name, and one about the limit to TLS 1.2."""
     names = [name.strip() for name in cipher_list.split(":") if name.strip()]
     if not names:
         return [], []
@@ -157,12 +164,12 @@ def _select_ciphers(cipher_list: str) -> tuple[list[str], list[str]]:
     good = [name for name in names if name in known]
     if not good:
         raise tls_error(
-            f"cipher_list names no TLS 1.2 suite that this OpenSSL offers ({cipher_list}): "
+            f"cipher_list names no TLS 1.2 suite of this OpenSSL ({cipher_list}): "
             "name one, such as ECDHE-ECDSA-AES128-GCM-SHA256, or leave it empty"
         )
     unknown = [name for name in names if name not in known]
-    warnings = [f'cipher_list: "{name}" is no TLS 1.2 suite that this OpenSSL offers, and is ignored' for name in unknown]
-    return good, [*warnings, "cipher_list keeps connections at TLS 1.2, all it can govern: leave it empty for TLS 1.3"]
+    warnings = [f'cipher_list: "{name}" is not a TLS 1.2 suite of this OpenSSL and is ignored' for name in unknown]
+    return good, [*warnings, "cipher_list limits connections to TLS 1.2: leave it empty for TLS 1.3"]
 
 
 def _build_context(side: Side, identity: TlsIdentity, trust: TlsTrust, ciphers: list[str]) -> ssl.SSLContext:
@@ -170,9 +177,9 @@ def _build_context(side: Side, identity: TlsIdentity, trust: TlsTrust, ciphers: 
     context.check_hostname = False
     context.verify_mode = ssl.CERT_REQUIRED
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    # Trust ends at the authority given, also when another one issued it.
+    # The given authority is the trust anchor, even if another authority issued its certificate.
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    # A ticket lets its holder in again without a look at its certificate, so none are given out.
+    # No session tickets: a resumed session would skip the verification of the certificate.
     context.options |= ssl.OP_NO_TICKET
     if side == "server":
         context.num_tickets = 0
@@ -194,14 +201,15 @@ def _build_context(side: Side, identity: TlsIdentity, trust: TlsTrust, ciphers: 
 
 @contextmanager
 def _temporary_path(content: bytes, *, in_memory: bool = _HAS_MEMFD) -> Iterator[str]:
-    """A path to this content, in memory on Linux, else a file that is removed: OpenSSL reads keys and lists from paths only."""
+    """Yield a path to this content: in memory on Linux, else a file that is removed. OpenSSL reads keys and lists from paths
+    only."""
     if in_memory:
         with os.fdopen(os.memfd_create("covey-tls"), "wb") as memory:
             memory.write(content)
             memory.flush()
             yield f"/proc/self/fd/{memory.fileno()}"
         return
-    descriptor, path = tempfile.mkstemp(prefix="covey-tls-")  # its owner alone may read it
+    descriptor, path = tempfile.mkstemp(prefix="covey-tls-")  # readable by its owner only
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)
@@ -210,58 +218,58 @@ def _temporary_path(content: bytes, *, in_memory: bool = _HAS_MEMFD) -> Iterator
         Path(path).unlink()
 
 
-# -- what went wrong -------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------------------------
 
-_PEER_WITHOUT_TLS = "it does not speak TLS, and this side does: give both sides the same TLS settings"
-_OTHER_AUTHORITY = "its certificate comes from another authority than ours: both sides need one ca_cert_path"
-_NO_COMMON_CIPHER = "no cipher suite in common: compare cipher_list on both sides, and with the kind of the server's key"
-_NO_COMMON_VERSION = "no TLS version in common: TLS 1.2 is the least here, and with a cipher_list also the most"
-_CONNECTION_CUT = "the other side cut the connection"
+_PEER_WITHOUT_TLS = "it does not use TLS, but this side does: give both sides the same TLS settings"
+_OTHER_AUTHORITY = "its certificate comes from another authority than this side's: both sides need the same ca_cert_path"
+_NO_COMMON_CIPHER = "no common cipher suite: compare cipher_list on both sides, and with the type of the server's key"
+_NO_COMMON_VERSION = "no common TLS version: this side supports TLS 1.2 and later, with a cipher_list only TLS 1.2"
+_CONNECTION_CUT = "the other side closed the connection"
 _CLOSED_IN_HANDSHAKE = (
-    "the other side closed the connection without a word: probably it refuses our certificate "
-    "(revoked, expired, of another authority, or none), shares no cipher suite with us, or differs in using TLS at all; "
-    "its log says which"
+    "the other side closed the connection during the handshake: probably it refuses this side's certificate "
+    "(revoked, expired, of another authority, or none), has no common cipher suite, or does not use TLS; "
+    "its log has the reason"
 )
 
-# What this side found wrong with the peer's certificate, by OpenSSL's X509_V_ERR_* number.
+# Errors that this side found in the peer's certificate, by OpenSSL's X509_V_ERR_* number.
 _VERIFY_ERROR_TEXTS = {
-    3: "there is no revocation list of the authority that issued its certificate: add it to crl_path, or empty that",
+    3: "crl_path has no revocation list of the authority that issued its certificate: add it, or leave crl_path empty",
     7: _OTHER_AUTHORITY,
-    8: "our revocation list is not signed by the authority: fetch crl_path again",
+    8: "this side's revocation list is not signed by the authority: fetch crl_path again",
     9: "its certificate is not valid yet: compare the clocks of both hosts",
     10: "its certificate has expired: renew it there",
-    11: "our revocation list is not valid yet: compare this host's clock with the authority's",
-    12: "our revocation list has expired, so every peer is refused: fetch a new one for crl_path",
+    11: "this side's revocation list is not valid yet: compare this host's clock with the authority's",
+    12: "this side's revocation list has expired, so every peer is refused: fetch a new one for crl_path",
     18: _OTHER_AUTHORITY,
     19: _OTHER_AUTHORITY,
     20: _OTHER_AUTHORITY,
     21: _OTHER_AUTHORITY,
     23: "its certificate is revoked: have a new one issued for it",
-    26: "its certificate is not made for its side: server_cert_path and client_cert_path may be swapped there",
+    26: "its certificate is for the other side: server_cert_path and client_cert_path may be swapped there",
 }
 
-# What the peer found wrong with us, by the name of its alert. Several causes share one: OpenSSL tells no more.
+# Errors that the peer found in this side, by the name of its alert. Several causes share one alert.
 _ALERT_TEXTS = {
-    "BAD_CERTIFICATE": "it refuses our certificate as bad, or its revocation list is not valid yet",
-    "CERTIFICATE_EXPIRED": "it refuses us as expired: our certificate, or the revocation list on its side",
-    "CERTIFICATE_REQUIRED": "it wants a certificate from us: set client_cert_path",
-    "CERTIFICATE_REVOKED": "it refuses our certificate as revoked: have a new one issued",
-    "CERTIFICATE_UNKNOWN": "it refuses our certificate, and does not say why: its log may",
-    "DECRYPT_ERROR": "it cannot verify the signature of our certificate: both sides need one ca_cert_path",
-    "HANDSHAKE_FAILURE": "it has no cipher suite in common with us, or wants a certificate: compare cipher_list",
+    "BAD_CERTIFICATE": "it rejects this side's certificate as bad, or its revocation list is not valid yet",
+    "CERTIFICATE_EXPIRED": "it reports an expiry: of this side's certificate, or of its own revocation list",
+    "CERTIFICATE_REQUIRED": "it requires a certificate of this side: set client_cert_path",
+    "CERTIFICATE_REVOKED": "it rejects this side's certificate as revoked: have a new one issued",
+    "CERTIFICATE_UNKNOWN": "it rejects this side's certificate without a reason: look into its log",
+    "DECRYPT_ERROR": "it cannot verify the signature of this side's certificate: both sides need the same ca_cert_path",
+    "HANDSHAKE_FAILURE": "it has no common cipher suite, or requires a certificate: compare cipher_list",
     "PROTOCOL_VERSION": _NO_COMMON_VERSION,
-    "UNKNOWN_CA": "it does not know the authority of our certificate, or lacks that one's revocation list",
-    "UNSUPPORTED_CERTIFICATE": "it refuses our certificate as not made for our side: are the two .p12 files swapped?",
+    "UNKNOWN_CA": "it does not have the authority of this side's certificate, or lacks that authority's revocation list",
+    "UNSUPPORTED_CERTIFICATE": "it rejects this side's certificate as one for the other side: are the two .p12 files swapped?",
 }
 
-# What this side could not go on with.
+# Errors of this side's OpenSSL.
 _LOCAL_ERROR_TEXTS = {
     "BAD_RECORD_TYPE": _PEER_WITHOUT_TLS,
     "HTTPS_PROXY_REQUEST": _PEER_WITHOUT_TLS,
-    "HTTP_REQUEST": "it speaks plain HTTP, and this side TLS: use https",
+    "HTTP_REQUEST": "it uses plain HTTP, but this side TLS: use https",
     "NO_SHARED_CIPHER": _NO_COMMON_CIPHER,
     "PACKET_LENGTH_TOO_LONG": _PEER_WITHOUT_TLS,
-    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it shows no certificate: set client_cert_path there",
+    "PEER_DID_NOT_RETURN_A_CERTIFICATE": "it presents no certificate: set client_cert_path there",
     "RECORD_LAYER_FAILURE": _PEER_WITHOUT_TLS,
     "UNKNOWN_PROTOCOL": _PEER_WITHOUT_TLS,
     "UNSUPPORTED_PROTOCOL": _NO_COMMON_VERSION,
@@ -270,11 +278,11 @@ _LOCAL_ERROR_TEXTS = {
 
 
 def explain_connection_error(error: BaseException, *, connecting: bool) -> str:
-    """Say what an error of a connection means, in words that can follow "HOST:PORT: ".
+    """Return what an error of a connection means, as a text that can follow "HOST:PORT: ".
 
-    `connecting`: this side reached out and the other has not welcomed it yet. Then the end of the stream is most likely a
-    refusal: with TLS 1.3 a client is connected before its certificate is looked at, and asyncio's TLS closes without
-    sending the alert that would say why.
+    `connecting`: this side is the client and its handshake is not complete. The end of the stream is then most likely a
+    refusal: with TLS 1.3 a client is connected before its certificate is verified, and asyncio closes the connection without an
+    alert.
     """
     if isinstance(error, ssl.SSLCertVerificationError):
         return _VERIFY_ERROR_TEXTS.get(error.verify_code, f"its certificate is not accepted: {error.verify_message}")
@@ -282,21 +290,21 @@ def explain_connection_error(error: BaseException, *, connecting: bool) -> str:
         return _CLOSED_IN_HANDSHAKE if connecting else _CONNECTION_CUT
     if isinstance(error, ssl.SSLError):
         reason = error.reason or ""
-        told = _ALERT_TEXTS.get(reason.partition("ALERT_")[2])
-        return told or _LOCAL_ERROR_TEXTS.get(reason) or f"TLS failed: {reason.replace('_', ' ').lower() or error}"
+        explanation = _ALERT_TEXTS.get(reason.partition("ALERT_")[2])
+        return explanation or _LOCAL_ERROR_TEXTS.get(reason) or f"TLS failed: {reason.replace('_', ' ').lower() or error}"
     return _explain_network_error(error)
 
 
 def _explain_network_error(error: BaseException) -> str:
     if isinstance(error, ConnectionAbortedError) and "handshake" in str(error):
-        return "it did not finish the TLS handshake in time: probably it does not speak TLS"
+        return "it did not finish the TLS handshake in time: probably it does not use TLS"
     if isinstance(error, TimeoutError):
         return "no answer in time"
     if isinstance(error, socket.gaierror):
-        return f"the name cannot be resolved: {error.strerror}"
+        return f"cannot resolve the name: {error.strerror}"
     if not isinstance(error, OSError):
         return str(error) or type(error).__name__
-    # Having tried several addresses in vain, asyncio raises one error with the others' numbers in its text.
+    # If several addresses failed, asyncio raises one error with their error numbers in its text.
     numbers = [error.errno] if error.errno else [int(number) for number in re.findall(r"\[Errno (\d+)\]", str(error))]
-    texts = {"nobody listens there" if number == errno.ECONNREFUSED else os.strerror(number) for number in numbers}
+    texts = {"no process listens there" if number == errno.ECONNREFUSED else os.strerror(number) for number in numbers}
     return ", ".join(sorted(texts)) or str(error)

@@ -1,8 +1,7 @@
-"""What the files of a TLS configuration hold, opened and checked: authorities, revocation lists, identities.
+"""Files of a TLS configuration, opened and checked: authorities, revocation lists, identities.
 
-Everything that can be found wrong at start is found here, where one process can say it whole, and not at the first
-handshake, where two processes see half of it each. Only `covey.transport.tls` comes here, and only when TLS is on: importing
-`cryptography` costs as much as all the rest of the wire.
+All errors that can be detected at the start are detected here. Only `covey.transport.tls` imports this module, and only if TLS
+is on, because importing `cryptography` takes as long as importing the rest of the package.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _Kind = TypeVar("_Kind", bound=x509.ExtensionType)
 
 
 class TlsTrust(NamedTuple):
-    """Whom to believe, and whom no longer."""
+    """Trusted authorities and their revocation lists."""
 
     authorities: list[x509.Certificate]
     revocations: list[x509.CertificateRevocationList]
@@ -42,14 +41,14 @@ class TlsTrust(NamedTuple):
 
 
 class TlsIdentity(NamedTuple):
-    """A key with its certificates as PEM, locked with a password made up for the moment."""
+    """A key with its certificates as PEM, encrypted with a random temporary password."""
 
     pem: bytes
     password: str
 
 
 class ValidityChecker:
-    """Judges dates: what is over is an error, what soon will be is a warning."""
+    """Checks validity dates: an expired file is an error, one that expires within `warn_days` days is a warning."""
 
     def __init__(self, now: datetime, warn_days: int) -> None:
         self.now = now
@@ -72,7 +71,7 @@ def _encode_pem(things: Sequence[x509.Certificate | x509.CertificateRevocationLi
     return b"".join(thing.public_bytes(serialization.Encoding.PEM) for thing in things)
 
 
-# -- whom to believe -------------------------------------------------------------------------------------------------
+# -- trust -----------------------------------------------------------------------------------------------------------
 
 
 def load_trust(files: TlsFiles, dates: ValidityChecker) -> TlsTrust:
@@ -85,12 +84,12 @@ def _load_authorities(path: str, dates: ValidityChecker) -> list[x509.Certificat
     try:
         authorities = x509.load_pem_x509_certificates(content)
     except ValueError as error:
-        raise tls_error(f"{path} holds no certificate in PEM form: ca_cert_path must name the authority's") from error
+        raise tls_error(f"{path} contains no certificate in PEM form: ca_cert_path must name the authority's") from error
     for authority in authorities:
         name = authority.subject.rfc4514_string()
         constraints = _get_extension(authority, x509.BasicConstraints)
         if constraints is None or not constraints.ca:
-            raise tls_error(f"{path} holds {name}, which is no authority: ca_cert_path must name the one that issues")
+            raise tls_error(f"{path} contains {name}, which is not an authority: ca_cert_path must name the issuing authority")
         what = f"the authority {name} in {path}"
         dates.check(what, authority.not_valid_before_utc, authority.not_valid_after_utc)
     return authorities
@@ -99,7 +98,7 @@ def _load_authorities(path: str, dates: ValidityChecker) -> list[x509.Certificat
 def _load_revocations(
     files: TlsFiles, authorities: list[x509.Certificate], dates: ValidityChecker
 ) -> list[x509.CertificateRevocationList]:
-    """The lists, and nothing else the file may hold: OpenSSL would trust a certificate it found beside them."""
+    """Return the revocation lists of the file. Anything else in it is left out, because OpenSSL would trust a certificate."""
     path = files.crl_path
     content = read_limited(path, "the revocation list")
     blocks = re.findall(rb"-----BEGIN X509 CRL-----.*?-----END X509 CRL-----", content, re.DOTALL)
@@ -108,7 +107,7 @@ def _load_revocations(
     except ValueError as error:
         raise tls_error(f"the revocation list in {path} is damaged: fetch it again") from error
     if not revocations:
-        raise tls_error(f"{path} holds no revocation list in PEM form: correct crl_path, or leave it empty to use none")
+        raise tls_error(f"{path} contains no revocation list in PEM form: correct crl_path, or leave it empty to use none")
     for revocation in revocations:
         if not any(_is_signed_by(revocation, authority) for authority in authorities):
             issuer = revocation.issuer.rfc4514_string()
@@ -118,59 +117,63 @@ def _load_revocations(
 
 
 def _is_signed_by(revocation: x509.CertificateRevocationList, authority: x509.Certificate) -> bool:
-    key = cast(CertificateIssuerPublicKeyTypes, authority.public_key())  # it is an authority: its key signs
+    key = cast(CertificateIssuerPublicKeyTypes, authority.public_key())  # the key of an authority can sign
     return revocation.issuer == authority.subject and revocation.is_signature_valid(key)
 
 
-# -- who to be -------------------------------------------------------------------------------------------------------
+# -- identity --------------------------------------------------------------------------------------------------------
 
 
 def load_identity(side: Side, files: TlsFiles, password: str, trust: TlsTrust, dates: ValidityChecker) -> TlsIdentity:
     path = files.server_cert_path if side == "server" else files.client_cert_path
     content = read_limited(path, f"the {side} certificate")
-    if not content.startswith(b"\x30"):  # as every DER sequence does
+    if not content.startswith(b"\x30"):  # tag of a DER sequence
         raise tls_error(f"{path} is not a PKCS#12 file: {side}_cert_path must name one (.p12)")
     try:
         key, leaf, chain = pkcs12.load_key_and_certificates(content, password.encode())
     except ValueError:
-        raise tls_error(f"{path} does not open: the {side} password is wrong, or the file is damaged") from None
+        raise tls_error(f"cannot decrypt {path}: the {side} password is wrong, or the file is damaged") from None
     if key is None:
-        raise tls_error(f"{path} holds no private key: export it again, together with its key")
+        raise tls_error(f"{path} contains no private key: export it again, together with its key")
     if leaf is None:
-        raise tls_error(f"{path} holds no certificate that matches its private key: export the two that belong together")
+        raise tls_error(f"{path} contains no certificate that matches its private key: export the two that belong together")
 
     dates.check(f"the {side} certificate {path}", leaf.not_valid_before_utc, leaf.not_valid_after_utc)
     _check_issuer(leaf, chain, path, files.ca_cert_path, trust)
     _check_usage(side, leaf, path)
     _check_not_revoked(leaf, path, files.crl_path, trust)
 
-    momentary = secrets.token_hex(32)
-    locked = key.private_bytes(
+    temporary_password = secrets.token_hex(32)
+    encrypted_key = key.private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,
-        serialization.BestAvailableEncryption(momentary.encode()),
+        serialization.BestAvailableEncryption(temporary_password.encode()),
     )
-    return TlsIdentity(locked + _encode_pem([leaf, *chain]), momentary)
+    return TlsIdentity(encrypted_key + _encode_pem([leaf, *chain]), temporary_password)
 
 
 def _check_issuer(leaf: x509.Certificate, chain: list[x509.Certificate], path: str, ca_path: str, trust: TlsTrust) -> None:
     if not _has_chain_to(leaf, chain, trust.authorities):
         issuer = leaf.issuer.rfc4514_string()
         given = ", ".join(authority.subject.rfc4514_string() for authority in trust.authorities)
-        raise tls_error(f"{path} was issued by {issuer}, not by the authority in {ca_path} ({given}): use its own")
+        raise tls_error(
+            f"{path} was issued by {issuer}, not by the authority in {ca_path} ({given}): use a certificate of that authority"
+        )
 
 
 def _has_chain_to(certificate: x509.Certificate, chain: list[x509.Certificate], authorities: list[x509.Certificate]) -> bool:
     if any(_is_issued_by(certificate, authority) for authority in authorities):
         return True
-    above = next((link for link in chain if _is_issued_by(certificate, link)), None)
-    return above is not None and _has_chain_to(above, [link for link in chain if link is not above], authorities)
+    issuer = next((candidate for candidate in chain if _is_issued_by(certificate, candidate)), None)
+    return issuer is not None and _has_chain_to(
+        issuer, [candidate for candidate in chain if candidate is not issuer], authorities
+    )
 
 
 def _is_issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
     try:
         certificate.verify_directly_issued_by(issuer)
-    except (ValueError, TypeError, InvalidSignature):  # another name, another kind of key, another key
+    except (ValueError, TypeError, InvalidSignature):  # other name, key type or key
         return False
     return True
 
@@ -178,7 +181,7 @@ def _is_issued_by(certificate: x509.Certificate, issuer: x509.Certificate) -> bo
 def _check_usage(side: Side, leaf: x509.Certificate, path: str) -> None:
     usages = _get_extension(leaf, x509.ExtendedKeyUsage)
     if usages is not None and not {_USAGE[side], ExtendedKeyUsageOID.ANY_EXTENDED_KEY_USAGE} & set(usages):
-        raise tls_error(f"{path} is not made for a {side}: are server_cert_path and client_cert_path swapped?")
+        raise tls_error(f"{path} is not a certificate for a {side}: are server_cert_path and client_cert_path swapped?")
 
 
 def _check_not_revoked(leaf: x509.Certificate, path: str, crl_path: str, trust: TlsTrust) -> None:

@@ -1,4 +1,4 @@
-"""What runs in a process that executes the user's script, beside the training itself.
+"""Parts of covey in a process that executes the user's script, beside the training itself.
 
 `membership_thread`       keeps the process a member of the cluster while the script trains
 `process_exit`            exit codes, signals and the exception hook

@@ -1,4 +1,4 @@
-"""Variables by which other launchers tell a process its rank, for a process that covey did not start."""
+"""Ranks that other launchers assign by environment variables, for a process that covey did not start."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class Launcher(NamedTuple):
     rank_variable: str
     world_variable: str
     local_world_variable: str = ""
-    required_variable: str = ""  # set by this launcher; without it the rank and the world are those of another
+    required_variable: str = ""  # set by this launcher only; if it is missing, the rank is another launcher's
 
 
 class ForeignRank(NamedTuple):
-    """A place in a world that another launcher started."""
+    """A rank in a world that another launcher started."""
 
     launcher: Launcher
     rank: str
     world: int
-    local_world: int  # 0: not known
+    local_world: int  # 0: unknown
 
 
 # The first that fits is reported. The count of srun is that of the job step: SLURM_NTASKS is set in a batch script too, where
@@ -39,9 +39,9 @@ LAUNCHERS: Final = (
 
 
 def find_foreign_rank(environ: Mapping[str, str]) -> ForeignRank | None:
-    """Return the place that another launcher gave this process in a world of two or more, None if there is none.
+    """Return the rank that another launcher assigned to this process in a world of two or more; None if there is none.
 
-    The process of a covey agent has none, whatever was inherited: covey sets torchrun's variables for its workers too.
+    The child of a covey agent has none, whatever it inherited, because covey sets torchrun's variables for its workers too.
     """
     if environ.get(AGENT_VARIABLE):
         return None
@@ -52,15 +52,18 @@ def find_foreign_rank(environ: Mapping[str, str]) -> ForeignRank | None:
     return None
 
 
-def describe_refusal(found: ForeignRank, script: str) -> str:
-    """Return the sentence that refuses to train alone at such a place, with the command to use instead."""
-    launcher, script = found.launcher, script or "train.py"
-    command, where = f"covey run -n {found.world} {script}", ""
-    if 0 < found.local_world < found.world:
-        command, where = f"covey run -n {found.world} --local {found.local_world} --master HOST:PORT {script}", " on each host"
+def describe_refusal(foreign: ForeignRank, script: str) -> str:
+    """Return the message that refuses to train alone with such a rank, with the command to use instead."""
+    launcher, script = foreign.launcher, script or "train.py"
+    command, where = f"covey run -n {foreign.world} {script}", ""
+    if 0 < foreign.local_world < foreign.world:
+        command, where = (
+            f"covey run -n {foreign.world} --local {foreign.local_world} --master HOST:PORT {script}",
+            " on each host",
+        )
     elif launcher.name == "srun":
-        command = f"srun --ntasks-per-node=1 covey run -n {found.world} {script}"
-    given = f"{launcher.rank_variable}={found.rank}, {launcher.world_variable}={found.world}"
+        command = f"srun --ntasks-per-node=1 covey run -n {foreign.world} {script}"
+    given = f"{launcher.rank_variable}={foreign.rank}, {launcher.world_variable}={foreign.world}"
     return (
         f"{launcher.name} started this process ({given}), but covey.init() finds no covey scheduler to join: start the script "
         f"with `{command}`{where} instead, or unset {launcher.rank_variable} to train alone"

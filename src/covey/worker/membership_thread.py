@@ -1,7 +1,8 @@
-"""A worker's shell: a thread beside the training thread that keeps this process a member of its cluster.
+"""A thread beside the training thread that keeps this process a member of its cluster.
 
-The thread runs a loop with a `NodeRuntime`. It beats, so that a busy main thread is not taken for a dead one; it hears of the
-end, so that a main thread stuck in a collective does not outlive its cluster; and it carries the values by which a group meets.
+The thread runs an event loop with a `NodeRuntime`. It sends heartbeats, so that a busy main thread is not declared dead. It
+receives the end of the cluster and ends the process even if the main thread is blocked in a collective. It also transfers the
+values of the rendezvous store.
 """
 
 from __future__ import annotations
@@ -57,17 +58,17 @@ from covey.worker import spare, supervisor
 from covey.worker.process_exit import ProcessExit, flush_and_exit
 from covey.worker.stack_dump import dump_stacks_on_signal
 
-LEAVE_TIMEOUT_S: Final = 8.0
-PEER_FAILURE_WAIT_S: Final = 0.3
-CONFIRM_POLL_S: Final = 0.1  # between two looks whether the scheduler can be reached again
+LEAVE_TIMEOUT_S: Final = 8.0  # for the acknowledgement of a leave
+PEER_FAILURE_WAIT_S: Final = 0.3  # for the end of the cluster, before an own failure is reported
+CONFIRM_POLL_S: Final = 0.1  # interval of the checks in `wait_until_confirmed`
 
 
 class GenerationChanged(PeerError):
-    """What was waited for belongs to a generation that is over."""
+    """The requested generation was superseded."""
 
 
 class MembershipThread:
-    """This process's membership. All methods may be called from the program's threads."""
+    """The membership of this process. All methods may be called from the program's threads."""
 
     def __init__(
         self, settings: Settings, scheduler: SchedulerAddress, on_program_end: Callable[[], None] = lambda: None
@@ -89,9 +90,8 @@ class MembershipThread:
         self._published_values: dict[str, bytes] = {}
         self._rendezvous_values: dict[str, bytes] = {}
         self._requested_keys: set[str] = set()
-        self._last_reports: dict[
-            type, SafePointReport | CollectiveFailed | RankResumed
-        ] = {}  # said again to a scheduler that was away
+        # the newest of each type; resent after a reconnect
+        self._last_reports: dict[type, SafePointReport | CollectiveFailed | RankResumed] = {}
         self.is_leaving = False
         self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.waiting_in: CollectiveNumber | None = None  # the collective the program waits in
@@ -99,17 +99,17 @@ class MembershipThread:
         self.may_grow = max(settings.worker_num, settings.worker_max) > 1
         self.spare_sync_every = settings.spare_every
         self.allows_retry = RecoveryStrategy.RETRY in settings.strategy.split(",")
-        self.leaves_at_step_boundary = False  # the program has a loop, which goes at a step's boundary when asked to
+        self.leaves_at_step_boundary = False  # the program has a loop, which leaves at a step boundary on request
         self._progress = Progress()
-        self._first_step = -1  # of those that the program reported; -1: it has reported none
+        self._first_step = -1  # first step that the program reported; -1: none
         self._progress_sent_at = 0.0
         self.started_as_spare = spare.is_spare()
 
     # -- joining and leaving -----------------------------------------------------------------------------------------
 
     def join(self) -> RankAssigned:
-        """Block until this node has its rank. Raises `PeerError` with the reason and the code to end with."""
-        if self._scheduler_address.relay_path:  # its log is its agent's
+        """Register and block until this node has its rank. Raises `PeerError` with the reason and the exit code."""
+        if self._scheduler_address.relay_path:  # its output goes to a log file
             install_log_streams()
         self._thread.start()
         os.register_at_fork(
@@ -128,25 +128,27 @@ class MembershipThread:
         return self._assignment
 
     def leave(self, code: int = 0, reason: str = "", error: ScriptError | None = None) -> None:
-        """Say goodbye and wait, for a while, until it was heard."""
+        """Leave the cluster and wait for the acknowledgement, at most `LEAVE_TIMEOUT_S`; with recovery and a lost scheduler
+        also for the node timeout. No effect in a forked child."""
         if os.getpid() != self._pid or self._loop is None:
             return
         with self._changed:
-            if code == 1:  # it may have failed of another's end, and the news of that be under way
+            if code == 1:  # the failure of another rank may be the cause, and its notification not received yet
                 self._changed.wait_for(lambda: self._membership_end is not None, timeout=PEER_FAILURE_WAIT_S)
             if not self.is_leaving:
                 self.is_leaving = True
                 self._loop.call_soon_threadsafe(self.start_leaving, code, reason, error)
-            ended = self._changed.wait_for(lambda: self._membership_end is not None, timeout=LEAVE_TIMEOUT_S)
-            if not ended and self._settings.recovery and self._runtime is not None and not self._runtime.is_connected:
-                patience = max(self._settings.node_timeout_s, 0.0)  # it may come back: a finished rank is no dead one
-                ended = self._changed.wait_for(lambda: self._membership_end is not None, timeout=patience)
-            if not ended:
-                log.warning("the scheduler did not hear that this node leaves")
+            acknowledged = self._changed.wait_for(lambda: self._membership_end is not None, timeout=LEAVE_TIMEOUT_S)
+            if not acknowledged and self._settings.recovery and self._runtime is not None and not self._runtime.is_connected:
+                # the scheduler may return, and a rank that finished must not be declared dead
+                limit_s = max(self._settings.node_timeout_s, 0.0)
+                acknowledged = self._changed.wait_for(lambda: self._membership_end is not None, timeout=limit_s)
+            if not acknowledged:
+                log.warning("the scheduler did not acknowledge that this node leaves")
 
     @property
     def assignment(self) -> RankAssigned:
-        """Rank, world and generation as they are now. A spare has no rank: it waits here until it is given one."""
+        """The present rank, world and generation. In a spare this blocks until it is promoted."""
         assert self._assignment is not None
         if self._assignment.rank < 0:
             self._wait_for_rank()
@@ -164,64 +166,66 @@ class MembershipThread:
 
     @property
     def world(self) -> int:
-        """How many workers there are; this is known to a spare too."""
+        """Number of workers; available in a spare too."""
         assert self._assignment is not None
         return self._assignment.world
 
     def _wait_for_rank(self) -> None:
-        where = spare.calling_script_line()
-        log.info("this spare stands by in %s; what comes before that line is done when it is needed", where)
-        self._progress = Progress(phase=where, is_spare_ready=True)
+        host = spare.calling_script_line()
+        log.info("spare ready: waiting for a rank at %s; the script up to that line has run", host)
+        self._progress = Progress(phase=host, is_spare_ready=True)
         self._send_threadsafe(Heartbeat(self._progress))
         with self._changed:
             self._changed.wait_for(lambda: self._assignment is not None and self._assignment.rank >= 0)
             assert self._assignment is not None
-            place, step, self._progress = self._assignment, self._progress.step, Progress()
-        spare.assume_worker_identity(place)
-        configure_logging(self._settings, f"{Role.WORKER}:{place.node_id}")
+            assignment, step, self._progress = self._assignment, self._progress.step, Progress()
+        spare.assume_worker_identity(assignment)
+        configure_logging(self._settings, f"{Role.WORKER}:{assignment.node_id}")
         copy = f", with a copy of the state of step {step}" if step >= 0 else ""
-        log.info("this spare is rank %d now, in generation %d%s", place.rank, place.generation, copy)
+        log.info("spare promoted: rank %d, generation %d%s", assignment.rank, assignment.generation, copy)
 
     @property
     def leave_requested(self) -> bool:
-        """SIGTERM came: finish the step and go."""
+        """Whether SIGTERM was received: the program must finish its step and leave."""
         return self._process_exit.exit_requested
 
     @property
     def address(self) -> str:
-        """The address by which the other ranks reach this one."""
+        """Address by which the other ranks reach this one."""
         assert self._runtime is not None
         return self._runtime.address
 
     @property
     def progress(self) -> Progress:
-        """What was reported last."""
+        """The last reported progress."""
         return self._progress
 
     def report_progress(self, progress: Progress) -> None:
-        """What the program is doing. It goes with the next beat, or before it, but not more often than people look."""
+        """Set the program's progress. It is sent with the next heartbeat, or earlier at the interval of
+        `progress_interval_s`."""
         if self._first_step < 0:
             self._first_step = progress.step
-        steps = max(
-            self._progress.steps_completed, progress.step - self._first_step, 0
-        )  # numbers may begin again in each epoch
+        # step numbers may start over in each epoch
+        steps = max(self._progress.steps_completed, progress.step - self._first_step, 0)
         progress = msgspec.structs.replace(progress, steps_completed=steps)
-        if progress.loss is None and self._progress.loss is not None:  # who tells the step need not know the loss
+        if progress.loss is None and self._progress.loss is not None:  # keep the last loss if only the step is reported
             progress = msgspec.structs.replace(progress, loss=self._progress.loss)
         supervisor.record_step(progress.step)
         self._update_progress(progress)
 
     def report_spare_step(self, step: int) -> None:
-        """A spare has a copy of the state of this step."""
+        """Report that this spare has a copy of the state of `step`; no effect after its promotion."""
         with self._changed:
             if not self.has_rank:
                 self._update_progress(msgspec.structs.replace(self._progress, step=step))
 
     def _update_progress(self, progress: Progress) -> None:
-        begins = progress.in_loop and not self._progress.in_loop  # from then on a death has other consequences
+        enters_loop = (
+            progress.in_loop and not self._progress.in_loop
+        )  # sent immediately: it changes how the scheduler handles a failure
         self._progress = progress
         now = time.monotonic()
-        if begins or now - self._progress_sent_at > progress_interval_s(self.world):
+        if enters_loop or now - self._progress_sent_at > progress_interval_s(self.world):
             self._progress_sent_at = now
             self._send_threadsafe(Heartbeat(progress))
 
@@ -238,21 +242,22 @@ class MembershipThread:
         self.leaves_at_step_boundary = True
 
     def hand_over_rank(self) -> None:
-        """Go, having been asked to, at a step's boundary. The rank is handed over."""
+        """Leave at a step boundary after SIGTERM, and exit. The scheduler hands the rank over to another process."""
         reason = "asked to leave (SIGTERM), its step is finished"
         self._send_threadsafe(Draining(reason))
         self._process_exit.exit_program(reason)
 
     def wait_until_confirmed(self) -> None:
-        """Return while this rank is surely still this process's own, so that what it writes counts. A process that is cut off
-        waits here, and ends when it hears that its place was taken. Half the limit, since its agent may be judged before it."""
+        """Block until the scheduler's host has acknowledged this process within half of the node timeout, so that the rank
+        cannot have been reassigned and a checkpoint is valid. An isolated process waits here until it reconnects or is refused.
+        Half of the timeout, because its agent may be declared dead earlier."""
         limit = self._settings.node_timeout_s / 2
         if limit <= 0 or self._settings.disable_heartbeat or self._loop is None or self._runtime is None:
             return
         waited = False
         while asyncio.run_coroutine_threadsafe(self._query_since_last_heard_s(), self._loop).result() > limit:
             if not waited:
-                log.warning("the scheduler is out of reach: the checkpoint waits, for this rank may have been given to another")
+                log.warning("scheduler unreachable: the checkpoint is delayed, because this rank may have been reassigned")
             waited = True
             time.sleep(CONFIRM_POLL_S)
 
@@ -261,41 +266,41 @@ class MembershipThread:
         return await self._runtime.query_since_last_heard_s()
 
     def send_to_scheduler(self, message: Message) -> None:
-        """Tell the scheduler where this rank stands in a healing."""
+        """Send a message; reports of a heal are resent after a reconnect in the same generation."""
         if isinstance(message, SafePointReport | CollectiveFailed | RankResumed):
             self._last_reports[type(message)] = message
         self._send_threadsafe(message)
 
-    # -- the board ---------------------------------------------------------------------------------------------------
+    # -- rendezvous store --------------------------------------------------------------------------------------------
 
     def put_rendezvous(self, key: str, value: bytes, generation: int) -> None:
-        """Let the other ranks of this generation find a value."""
+        """Publish a value for the other ranks of this generation. Raises `GenerationChanged` if it was superseded."""
         with self._changed:
             if self._is_stale(generation):
-                raise GenerationChanged(f"generation {generation} is over")
+                raise GenerationChanged(f"generation {generation} was superseded")
             self._published_values[key] = value
         self._send_threadsafe(RendezvousPut(key, value, generation))
 
     def get_rendezvous(self, key: str, generation: int, timeout_s: float) -> bytes:
-        """A value another rank pinned, as soon as it is there.
+        """Return a value that another rank publishes; wait at most `timeout_s` seconds for it.
 
-        Raises `GenerationChanged` if the membership changes meanwhile.
+        Raises `GenerationChanged` if the generation is superseded, and `PeerError` on a timeout.
         """
         with self._changed:
             if key not in self._rendezvous_values:
                 self._requested_keys.add(key)
                 self._send_threadsafe(RendezvousGet(key, generation))
-            here = self._changed.wait_for(
+            available = self._changed.wait_for(
                 lambda: key in self._rendezvous_values or self._is_stale(generation), timeout=timeout_s
             )
             if self._is_stale(generation):
-                raise GenerationChanged(f"generation {generation} is over")
-            if not here:
-                raise PeerError(f"no rank pinned {key} within {timeout_s:g} s")
+                raise GenerationChanged(f"generation {generation} was superseded")
+            if not available:
+                raise PeerError(f"no rank published {key} within {timeout_s:g} s")
             return self._rendezvous_values[key]
 
     def has_rendezvous(self, key: str) -> bool:
-        """Whether a value is known here already."""
+        """Return whether the value was received already."""
         with self._changed:
             return key in self._rendezvous_values
 
@@ -307,8 +312,8 @@ class MembershipThread:
     def _run(self) -> None:
         try:
             asyncio.run(self._run_membership())
-        except Exception as error:  # a bug: whoever waits for this thread must not wait for ever
-            self._on_membership_end(EndMembership(ExitCode.SCHEDULER_LOST, f"the thread beside the program ended: {error!r}"))
+        except Exception as error:  # a bug: callers that wait for this thread must not block indefinitely
+            self._on_membership_end(EndMembership(ExitCode.SCHEDULER_LOST, f"covey's membership thread failed: {error!r}"))
             raise
 
     async def _run_membership(self) -> None:
@@ -330,7 +335,7 @@ class MembershipThread:
             self._scheduler_address,
             deliver=self._on_scheduler_message,
             finished=self._on_membership_end,
-            beat=self._make_heartbeat,
+            make_heartbeat=self._make_heartbeat,
         )
         await asyncio.Event().wait()
 
@@ -340,18 +345,15 @@ class MembershipThread:
                 if self._assignment is None or self._assignment.generation != message.generation:
                     self._clear_rendezvous()
                 if self._assignment is not None and self._assignment.world != message.world:
-                    sentence = "generation %d: the world is now %d, after %d, and this is its rank %d"
-                    log.info(sentence, message.generation, message.world, self._assignment.world, message.rank)
+                    message_format = "generation %d: world size %d (was %d), this is rank %d"
+                    log.info(message_format, message.generation, message.world, self._assignment.world, message.rank)
                 self._assignment = message
-                for key, value in self._published_values.items():  # a restarted scheduler's board is empty
+                for key, value in self._published_values.items():  # the store of a restarted scheduler is empty
                     self._send_threadsafe(RendezvousPut(key, value, message.generation))
                 for key in self._requested_keys:
                     self._send_threadsafe(RendezvousGet(key, message.generation))
-                for kind in (
-                    RankResumed,
-                    SafePointReport,
-                    CollectiveFailed,
-                ):  # that it went on comes first: what it reported before that is old
+                # RankResumed first: the reports before it are stale
+                for kind in (RankResumed, SafePointReport, CollectiveFailed):
                     report = self._last_reports.get(kind)
                     if report is not None and report.generation == message.generation:
                         self._send_threadsafe(report)
@@ -375,7 +377,7 @@ class MembershipThread:
             self._changed.notify_all()
 
     def _notify_generation(self) -> None:
-        if self._assignment is not None and self._assignment.rank >= 0:  # a spare's program has nothing to do with it yet
+        if self._assignment is not None and self._assignment.rank >= 0:  # a spare's program does not take part yet
             self.inbox.put(GenerationStarted(self._assignment.generation))
 
     def _clear_rendezvous(self) -> None:
@@ -384,9 +386,9 @@ class MembershipThread:
         self._requested_keys.clear()
 
     def _on_membership_end(self, end: EndMembership) -> None:
-        if self.is_leaving:  # said first: who waits for the goodbye ends the process when it is there
+        if self.is_leaving:  # logged first: `leave` returns after this, and the process exits
             if isinstance(end.message, ClusterEnded):
-                log.info("this node ends: %s", end.message.reason)
+                log.info("this node exits: %s", end.message.reason)
             elif end.reason != "left":
                 log.warning("%s", end.reason)
         with self._changed:
@@ -397,13 +399,13 @@ class MembershipThread:
             self._end_process(end)
 
     def _end_process(self, end: EndMembership) -> None:
-        """The cluster is over while the program still runs, perhaps stuck in a collective: end it."""
+        """Exit because the cluster has ended while the program still runs, perhaps blocked in a collective."""
         code = exit_code_of(end)
-        log.log(40 if code else 20, "this node ends: %s", end.reason)
+        log.log(40 if code else 20, "this node exits: %s", end.reason)
         flush_and_exit(code)
 
     def start_leaving(self, code: int, reason: str, error: ScriptError | None = None) -> None:
-        """In the thread's loop: say goodbye; `leave` waits until it was heard."""
+        """Send the leave request; runs in the thread's event loop. `leave` waits for the acknowledgement."""
         assert self._runtime is not None
         self.is_leaving = True
         self._runtime.leave(code, reason, error)
@@ -413,7 +415,7 @@ class MembershipThread:
             self._loop.call_soon_threadsafe(self._runtime.try_send, message)
 
     def _after_fork_in_child(self) -> None:
-        """In a forked child (a data loader's worker): our connection is not its to keep open."""
+        """Close the connection in a forked child (a data loader's worker)."""
         self._process_exit.after_fork_in_child()
         descriptor = self._runtime.connection_fd() if self._runtime is not None else -1
         if descriptor >= 0:
@@ -422,43 +424,43 @@ class MembershipThread:
 
 
 def exit_code_of(end: EndMembership) -> int:
-    """With what this process ends when its membership is over: another's failure is not its own."""
+    """Return the exit code of this process after its membership has ended: PEER_FAILED if another node failed."""
     failed = isinstance(end.message, ClusterEnded) and end.message.failure is not None
     return ExitCode.PEER_FAILED if failed else end.code
 
 
 def scheduler_address(settings: Settings) -> SchedulerAddress:
-    """Where the scheduler is, checked against MS_WORKER_IP: both must be of one family. A child of this scheduler's agent goes
-    through that, which has the secret and the certificates."""
-    (where, port), *others = address.split_list(settings.sched_host, settings.sched_port)
+    """Return the scheduler's address with the credentials for it. A child of an agent of this scheduler connects to the agent,
+    which has the credentials. Raises `UsageError` if MS_WORKER_IP is of another IP version than the scheduler."""
+    (host, port), *others = address.split_list(settings.sched_host, settings.sched_port)
     if settings.worker_ip:
-        theirs = address.ip_version(where)
-        if theirs is None:
+        scheduler_version = address.ip_version(host)
+        if scheduler_version is None:
             with contextlib.suppress(OSError):
-                theirs = address.ip_version(str(socket.getaddrinfo(where, None)[0][4][0]))
-        ours = address.ip_version(settings.worker_ip)
-        if theirs is not None and ours != theirs:
+                scheduler_version = address.ip_version(str(socket.getaddrinfo(host, None)[0][4][0]))
+        worker_version = address.ip_version(settings.worker_ip)
+        if scheduler_version is not None and worker_version != scheduler_version:
             raise UsageError(
-                f"MS_WORKER_IP={settings.worker_ip} is an IPv{ours} address and MS_SCHED_HOST={where} is IPv{theirs}:"
-                " both must be of one family"
+                f"MS_WORKER_IP={settings.worker_ip} is an IPv{worker_version} address and MS_SCHED_HOST={host} is"
+                f" IPv{scheduler_version}: both must be of the same IP version"
             )
-    found = SchedulerAddress(where, port, standby_addresses=tuple(others))
+    result = SchedulerAddress(host, port, standby_addresses=tuple(others))
     scheduler, _, relay = os.environ.get(AGENT_VARIABLE, "").partition("@")
-    if relay and scheduler == found.name:
-        return msgspec.structs.replace(found, relay_path=relay)
-    guard = credentials.load_credentials(settings, reaches=where)
+    if relay and scheduler == result.name:
+        return msgspec.structs.replace(result, relay_path=relay)
+    auth = credentials.load_credentials(settings, reaches=host)
     return msgspec.structs.replace(
-        found, secret=guard.secret, secret_required=guard.secret_configured, ssl_context=guard.client_context
+        result, secret=auth.secret, secret_required=auth.secret_configured, ssl_context=auth.client_context
     )
 
 
 def _make_fingerprint(settings: Settings) -> dict[str, str]:
     given = {"MS_WORKER_NUM": settings.worker_num, "MS_SERVER_NUM": settings.server_num}
-    found = {name: str(number) for name, number in given.items() if number or name == "MS_SERVER_NUM"}
-    return found | (serving_variables(settings) if settings.server_num else {})
+    result = {name: str(number) for name, number in given.items() if number or name == "MS_SERVER_NUM"}
+    return result | (serving_variables(settings) if settings.server_num else {})
 
 
 def wait_until_cluster_ends(node: MembershipThread) -> None:
-    """A federated server in a training's cluster, which has nothing for it to do: keep the place until the cluster ends."""
-    log.warning("this node only keeps its place as a server: for federated rounds call covey.federated.run, not covey.init")
+    """Block until the cluster ends; for a federated server in a training cluster, which has no work for it."""
+    log.warning("this server has no work in a training cluster: for federated rounds call covey.federated.run, not covey.init")
     threading.Event().wait()

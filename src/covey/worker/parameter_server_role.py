@@ -1,4 +1,4 @@
-"""A parameter server's shell: it keeps its place in the cluster, and tells every generation where it is."""
+"""`covey.init()` in a process of role MS_PSERVER: serves rows, and publishes its endpoint in every generation."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from covey.worker.membership_thread import GenerationChanged, MembershipThread
 
 
 def make_serving_settings(settings: Settings) -> ServingSettings | None:
-    """How parameters are served in the cluster these settings describe; None where they are not."""
+    """Return the serving settings of the cluster; None if it has no parameter servers. Raises `UsageError`."""
     if not settings.server_num:
         return None
     if settings.server_num > SLOTS:
-        raise UsageError(f"MS_SERVER_NUM={settings.server_num} is not allowed: {SLOTS} parameter servers are the most")
+        raise UsageError(f"MS_SERVER_NUM={settings.server_num} is invalid: expected at most {SLOTS} parameter servers")
     mode, staleness = parse_mode(settings.ps_mode)
     return ServingSettings(
         servers=settings.server_num,
@@ -39,31 +39,31 @@ def make_serving_settings(settings: Settings) -> ServingSettings | None:
 
 
 def run_parameter_server(node: MembershipThread, settings: Settings) -> NoReturn:
-    """Serve until the cluster ends, which ends this process. Raises `PeerError` if the rows are lost."""
-    place = node.assignment
-    serving = make_serving_settings(msgspec.structs.replace(settings, worker_num=place.workers))
+    """Serve until the end of the cluster ends this process. Raises `PeerError` if the rows are lost."""
+    assignment = node.assignment
+    serving = make_serving_settings(msgspec.structs.replace(settings, worker_num=assignment.workers))
     assert serving is not None
     server = ParameterServer(
         node.address,
         serving,
-        place.rank,
-        place.restarts,
+        assignment.rank,
+        assignment.restarts,
         functools.partial(discovery.find_server, node),
-        place.sharding,
+        assignment.sharding,
         lambda version: node.send_to_scheduler(ServerInSync(version)),
     )
     threading.Thread(target=_recover_rows, args=(server, node), name="covey recovery", daemon=True).start()
-    copies = serving.copies if place.world > 1 else 0  # one server alone has nobody to hold its copy
-    log.info("server %d of %d, %s, copies: %d", place.rank, place.world, settings.ps_mode, copies)
+    copies = serving.copies if assignment.world > 1 else 0  # a single server has no replica holder
+    log.info("server %d of %d, %s, replicas: %d", assignment.rank, assignment.world, settings.ps_mode, copies)
     while True:
-        news = node.inbox.get()
-        if isinstance(news, PeerError):
-            raise news
+        message = node.inbox.get()
+        if isinstance(message, PeerError):
+            raise message
         server.set_sharding(node.assignment.sharding or initial_sharding(serving.servers))
-        if isinstance(news, GenerationStarted):
+        if isinstance(message, GenerationStarted):
             try:
-                discovery.publish_endpoint(node, place.rank, server.endpoint, news.generation)
-            except GenerationChanged:  # it is over already, and the next one is in the inbox
+                discovery.publish_endpoint(node, assignment.rank, server.endpoint, message.generation)
+            except GenerationChanged:  # superseded: the next generation is in the inbox
                 continue
 
 

@@ -1,7 +1,7 @@
-"""How a worker's process ends: at its program's end, by an exception, by a signal, or with its cluster.
+"""Exit of a worker's process: by the end of its program, an exception, a signal, or the end of its cluster.
 
-However it ends, the scheduler should hear of it from the process itself, with the code it ends with; and a main thread that is
-stuck in a collective must not keep the process.
+In all cases the process itself reports its exit code to the scheduler. A main thread that is blocked in a collective does not
+prevent the exit.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from covey.errors import CoveyError
 from covey.runtime import exception_record
 from covey.worker import supervisor
 
-FLUSH_TIMEOUT_S: Final = 0.2
-STUCK_AFTER_S: Final = 1.0
+FLUSH_TIMEOUT_S: Final = 0.2  # a blocked thread may hold the lock of stdout
+STUCK_AFTER_S: Final = 1.0  # after SIGTERM, until the main thread counts as blocked
 SIGTERM_EXIT_CODE: Final = 128 + signal.SIGTERM
 
-_process_exits: list[ProcessExit] = []  # this process's, at most one
+_process_exits: list[ProcessExit] = []  # at most one
 
 
 class ExitReporter(Protocol):
-    """What the ending needs of the node whose process it ends."""
+    """Interface of the membership that `ProcessExit` uses."""
 
     is_leaving: bool
     leaves_at_step_boundary: bool
-    on_program_end: Callable[[], None]  # to be called if the program ends well
+    on_program_end: Callable[[], None]  # called if the program succeeds
 
     @property
     def progress(self) -> Progress: ...
@@ -45,7 +45,7 @@ class ExitReporter(Protocol):
 
 
 class ProcessExit:
-    """This process's end: with which code, why, and whether it was asked to go (SIGTERM)."""
+    """Exit code and reason of this process, and whether its exit was requested (SIGTERM)."""
 
     def __init__(self, node: ExitReporter, grace_s: float, agent_folder: str = "") -> None:
         self.exit_requested = False
@@ -55,45 +55,45 @@ class ProcessExit:
         self._agent_folder = agent_folder  # "": this process has no agent
         self._exit_code, self._exit_reason = 0, ""
         self._error: ScriptError | None = None
-        self._program_ended = False  # the program is over
+        self._program_ended = False
         self._loop: AbstractEventLoop | None = None
         self._wakeup_sockets: tuple[socket.socket, socket.socket] | None = None
         self._signal_mask: set[signal.Signals | int] = set()
 
     def install_hooks(self, loop: AbstractEventLoop) -> None:
-        """From now on. `loop` turns in the thread beside the program."""
+        """Install the signal handler and the exit hooks. `loop` runs in the membership thread."""
         self._loop = loop
         self._install_signal_handler(loop)
         self._install_exit_hooks()
 
     def exit_program(self, reason: str) -> NoReturn:
-        """End the program at this point, because it was asked to."""
+        """Exit the program on request (code 143)."""
         self._exit_code, self._exit_reason = SIGTERM_EXIT_CODE, reason
         sys.exit(self._exit_code)
 
     def record_exit_status(self, status: Any) -> None:
-        """The program ends with this status, as `sys.exit` takes it."""
+        """Record the status with which the program exits, as passed to `sys.exit`."""
         self._exit_code = status if isinstance(status, int) else int(status is not None)
         self._exit_reason = f"exit code {self._exit_code}" if self._exit_code else ""
 
-    # -- the program's own end ---------------------------------------------------------------------------------------
+    # -- end of the program ------------------------------------------------------------------------------------------
 
     def _install_exit_hooks(self) -> None:
-        before, leave = sys.excepthook, sys.exit
+        previous_hook, previous_exit = sys.excepthook, sys.exit
 
         def note_exception(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             self._exit_code = int(error.exit_code) if isinstance(error, CoveyError) else 1
             self._exit_reason = exception_record.replace_surrogates(f"{kind.__name__}: {error}")[:500]
             self._report_error(self.describe_error(error, trace))
-            before(kind, error, trace)
+            previous_hook(kind, error, trace)
 
         def exit_noted(status: Any = None, /) -> NoReturn:
             self.record_exit_status(status)
-            leave(status)
+            previous_exit(status)
 
         _process_exits.append(self)
         sys.excepthook = note_exception
-        sys.exit = exit_noted  # atexit is not told the code, and a failing rank must not wait for the others to finish
+        sys.exit = exit_noted  # atexit handlers do not get the code, and a failing rank must not wait for the others
         atexit.register(self._at_exit)
 
     def describe_error(self, error: BaseException, trace: TracebackType | None) -> ScriptError | None:
@@ -101,7 +101,7 @@ class ProcessExit:
         return exception_record.describe(error, trace, self._node.progress, loop=self._node.leaves_at_step_boundary)
 
     def _report_error(self, error: ScriptError | None) -> None:
-        """Hand the exception over: to the agent in a file, else to the scheduler with the goodbye."""
+        """Report the exception: to the agent in a file, or without an agent to the scheduler in the leave request."""
         if error is None or os.getpid() != self._pid:
             return
         supervisor.record_error(error)
@@ -116,14 +116,13 @@ class ProcessExit:
             self._node.on_program_end()
         self._node.leave(self._exit_code, self._exit_reason, self._error)
         if self.exit_requested or (self._exit_code and self._node.leaves_at_step_boundary):
-            flush_and_exit(
-                self._exit_code
-            )  # the group is left in the middle of a collective, which gloo's threads do not survive
+            flush_and_exit(self._exit_code)  # gloo's threads would crash: the group is left within a collective
 
     # -- signals -----------------------------------------------------------------------------------------------------
 
     def _install_signal_handler(self, loop: AbstractEventLoop) -> None:
-        """SIGTERM is a planned leave. The loop's thread hears it even while the main thread is stuck in a collective."""
+        """Handle SIGTERM as a planned leave. The loop's thread is woken even if the main thread is blocked in a collective. No
+        handler is installed outside the main thread, or if the program has its own."""
         if threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -139,14 +138,14 @@ class ProcessExit:
         loop.call_soon_threadsafe(loop.add_reader, reader, self._on_wakeup_fd, reader)
 
     def _on_sigterm(self, *_: object) -> None:
-        """In the main thread, if it is not stuck. One that waits for its goodbye to be heard goes already."""
+        """Exit the program; runs in the main thread if it is not blocked. No effect if the program leaves already."""
         if not self._node.leaves_at_step_boundary and not self._program_ended:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # once is enough: a second one must not disturb the leaving
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second signal must not disturb the exit
             self._exit_code, self._exit_reason = SIGTERM_EXIT_CODE, "asked to leave (SIGTERM)"
             raise SystemExit(self._exit_code)
 
     def _on_wakeup_fd(self, reader: socket.socket) -> None:
-        """In the loop's thread."""
+        """Handle SIGTERM in the loop's thread."""
         if signal.SIGTERM in reader.recv(64) and not self.exit_requested:
             assert self._loop is not None
             self.exit_requested = True
@@ -156,22 +155,21 @@ class ProcessExit:
             self._loop.call_later(self._grace_s, flush_and_exit, SIGTERM_EXIT_CODE)
 
     def _exit_if_stuck(self) -> None:
-        """A main thread that did not take the signal up is inside a collective, which will not end well."""
+        """Exit if the main thread has not handled the signal, because it is blocked in a collective."""
         if self._exit_code != SIGTERM_EXIT_CODE:
             flush_and_exit(SIGTERM_EXIT_CODE)
 
     # -- forks of this process (a data loader's workers) -------------------------------------------------------------
 
     def before_fork(self) -> None:
-        """A signal meant for the child must not reach the parent through what they still share."""
+        """Block SIGTERM, because the child shares the wakeup socket: its signal would be handled in the parent."""
         self._signal_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def after_fork_in_parent(self) -> None:
-        """In the parent."""
         signal.pthread_sigmask(signal.SIG_SETMASK, self._signal_mask)
 
     def after_fork_in_child(self) -> None:
-        """In the child: our signals are not its to hear."""
+        """Restore the default signal handling in the child."""
         if self._wakeup_sockets is not None:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -179,38 +177,38 @@ class ProcessExit:
 
 
 def install_error_hook() -> None:
-    """Let an error of ours that ends the program be one sentence and the exit code of its family, not a traceback."""
-    before = sys.excepthook
+    """Print a `CoveyError` that ends the program as one line, without a traceback, and exit with its code."""
+    previous_hook = sys.excepthook
     codes: list[int] = []
 
-    def say(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def print_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if isinstance(error, CoveyError):
             codes.append(int(error.exit_code))
             sys.stderr.write(f"covey: {error}\n")
         else:
-            before(kind, error, trace)
+            previous_hook(kind, error, trace)
 
-    def end() -> None:
+    def exit_with_code() -> None:
         if codes:
             flush_and_exit(codes[-1])
 
-    sys.excepthook = say
-    atexit.register(end)  # before all others, so that it is the last to be called: the interpreter would end with 1
+    sys.excepthook = print_error
+    atexit.register(exit_with_code)  # registered first, so it runs last: the interpreter would exit with 1
 
 
 def describe(error: BaseException, trace: TracebackType | None) -> ScriptError | None:
-    """Return the description of the exception that ends this process, which need not have joined a cluster."""
+    """Return the description of the exception that ends this process, even if it has not joined a cluster."""
     return _process_exits[-1].describe_error(error, trace) if _process_exits else exception_record.describe(error, trace)
 
 
 def note_exit(status: Any) -> None:
-    """A `SystemExit` that ends the program, seen by whoever runs it."""
-    for ending in _process_exits:
-        ending.record_exit_status(status)
+    """Record the status of a `SystemExit` that ends the program; called by the code that runs it."""
+    for process_exit in _process_exits:
+        process_exit.record_exit_status(status)
 
 
 def flush_and_exit(code: int) -> None:
-    """End this process now, with what it printed on its way out; a lock held by a stuck thread does not hold us up."""
+    """Exit immediately after flushing stdout and stderr, for at most `FLUSH_TIMEOUT_S`."""
 
     def flush() -> None:
         with contextlib.suppress(ValueError, OSError):

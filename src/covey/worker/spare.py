@@ -1,4 +1,4 @@
-"""What a spare's process does for itself: it waits for a place, and then is called, and logs, as the worker it has become."""
+"""A spare's process: the line at which it waits for a rank, and its variables and log after a promotion to a worker."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from covey.runtime.process_variables import INCARNATION_VARIABLE, SPARE_STDERR_V
 
 
 def is_spare() -> bool:
-    """Whether this process was started as a spare."""
+    """Return whether this process was started as a spare."""
     return SPARE_VARIABLE in os.environ
 
 
 def calling_script_line() -> str:
-    """The line of the program that brought us here."""
-    ours, frame = str(Path(__file__).parents[1]), _calling_frame()
-    while frame is not None and frame.f_code.co_filename.startswith(ours):
+    """Return "file:line" of the innermost frame in the program's own code."""
+    package_path, frame = str(Path(__file__).parents[1]), _calling_frame()
+    while frame is not None and frame.f_code.co_filename.startswith(package_path):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}" if frame is not None else "an unknown line"
 
@@ -28,16 +28,17 @@ def _calling_frame() -> FrameType | None:
     return sys._getframe(1)
 
 
-def assume_worker_identity(place: RankAssigned) -> None:
-    """The variables of a worker, and its log: what was printed before stays in the spare's own."""
-    rank, local = str(place.rank), str(place.local_rank)
+def assume_worker_identity(assignment: RankAssigned) -> None:
+    """Set the variables of the assigned worker and redirect stdout and stderr to its log; earlier output stays in the
+    spare's."""
+    rank, local = str(assignment.rank), str(assignment.local_rank)
     os.environ.update(dict.fromkeys(("RANK", "ROLE_RANK", "RANK_ID"), rank) | dict.fromkeys(("LOCAL_RANK", "DEVICE_ID"), local))
-    os.environ.update(dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE", "RANK_SIZE"), str(place.world)))
-    os.environ.update({"MS_NODE_ID": place.node_id, INCARNATION_VARIABLE: str(place.incarnation)})
+    os.environ.update(dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE", "RANK_SIZE"), str(assignment.world)))
+    os.environ.update({"MS_NODE_ID": assignment.node_id, INCARNATION_VARIABLE: str(assignment.incarnation)})
     sys.stdout.flush()
     sys.stderr.flush()
     path = os.environ[SPARE_VARIABLE]
     for stream, pattern in ((1, path), (2, os.environ.get(SPARE_STDERR_VARIABLE, path))):
-        descriptor = os.open(pattern.replace("{}", place.node_id), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        descriptor = os.open(pattern.replace("{}", assignment.node_id), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(descriptor, stream)
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""A signal on which a worker writes the Python stacks of all its threads into its log, however stuck it is."""
+"""A signal on which a worker writes the Python stacks of all its threads to its log, even if it hangs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from covey.runtime.process_variables import STACK_SIGNAL
 
 
 def dump_stacks_on_signal() -> None:
-    """Register the signal, unless the program has taken it for something else."""
+    """Register the handler, unless the program has set its own for this signal."""
     if signal.getsignal(STACK_SIGNAL) is signal.SIG_DFL and sys.__stderr__ is not None:
         faulthandler.register(STACK_SIGNAL, file=sys.__stderr__, all_threads=True, chain=False)

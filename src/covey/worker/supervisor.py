@@ -1,14 +1,14 @@
-"""`covey.init()` stays behind: the first process of a container becomes the supervisor, and the script goes on in a child.
+"""Supervision of a script in a container: the first process becomes the supervisor, and the script continues in a child.
 
-For containers that run `python train.py` and must not end when their process dies (COVEY_SUPERVISE=1, the operator's
-recover-in-place). The supervisor is also the template: it has imported what the script imported before `covey.init()` and never
-computed, so each life is a fork of it. Where it is no longer alone in its process, because a thread or CUDA was started
-before `covey.init()`, it becomes a small supervisor that starts the script anew instead.
+For containers that run `python train.py` and must not end when the script dies (COVEY_SUPERVISE=1, the operator's
+recover-in-place). The supervisor is forked at `covey.init()` and acts as a template: it has imported the script's modules and
+never computed, so each child is a fork of it. If the process cannot be forked safely, because a thread or CUDA was started
+before `covey.init()`, it executes a small supervisor that starts the whole script instead.
 
-A life that ends well, or with one of our own codes (the cluster is over, or refused it), is the last; so is one that was asked
-to go. Any other is followed by the next one, which takes its place under the same id; not more than
-`DEATHS_WITHOUT_PROGRESS_MAX` in a row that finish no step. If a process raises the same exception at the same place as the one
-before it, without completing a step, the script is in error and the supervisor starts no further process.
+The supervisor ends with a child that exits with code 0, with one of covey's own codes (the cluster has ended, or refused it),
+or after a signal that requested its exit. After any other exit it starts the next child, which has the same node id. It stops
+after `DEATHS_WITHOUT_PROGRESS_MAX` exits in a row without a finished step. It also stops if a child raises the same exception
+at the same place as the one before, without completing a step, because the script is then in error.
 """
 
 from __future__ import annotations
@@ -30,12 +30,14 @@ from covey.template_process.fork_server import fork_blocker
 from covey.template_process.protocol import exit_from_status
 
 STEP_SIZE = 8
-CAUSE_SIZE = 16  # after the step: a digest of the exception that ended a life, zeros if none did; then 1 if it completed a step
+CAUSE_SIZE = (
+    16  # after the step: digest of the exception that ended a child, zeros if none; then a byte, 1 if it completed a step
+)
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Supervisor:
-    """The parent of one life after the other."""
+    """The parent of the script's processes, of which one runs at a time."""
 
     def __init__(self) -> None:
         self.progress_fd = os.memfd_create("covey-step")
@@ -46,46 +48,48 @@ class Supervisor:
         self._highest_step = -1
         self._last_error_digest = bytes(CAUSE_SIZE)
         self._original_handlers = {number: signal.getsignal(number) for number in FORWARDED_SIGNALS}
-        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED_SIGNALS)  # but while a life is looked after
+        signal.pthread_sigmask(
+            signal.SIG_BLOCK, FORWARDED_SIGNALS
+        )  # unblocked only while waiting for a child, so that no signal is lost between two children
 
     def restore_signals(self) -> None:
-        """In a life: what was done about signals before is done again."""
+        """Restore the original signal handlers; called in the child."""
         for number, action in self._original_handlers.items():
             signal.signal(number, action if action is not None else signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
 
     def wait_for_child(self, pid: int) -> int | None:
-        """Wait until a life is over; None: another is to follow, else the code to end with."""
+        """Wait for the exit of a child. Return the code to exit with, or None if the next child is to be started."""
         self._child_pid = pid
         for number in FORWARDED_SIGNALS:
             signal.signal(number, self._forward_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
         while True:
-            ended, status = os.waitpid(-1, 0)  # as the first process of a container it has every orphan
+            ended, status = os.waitpid(-1, 0)  # reaps orphans too, as the first process of a container must
             if ended == pid:
                 break
         signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED_SIGNALS)
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)  # what it started goes with it
-        life = exit_from_status("this worker", pid, os.waitstatus_to_exitcode(status))
-        if life.code == 0 or self._exit_signal or life.code in set(ExitCode):
-            return life.code
-        noted = os.pread(self.progress_fd, CAUSE_SIZE + 1, STEP_SIZE)
+            os.killpg(pid, signal.SIGKILL)  # the rest of its process group
+        exit_status = exit_from_status("this worker", pid, os.waitstatus_to_exitcode(status))
+        if exit_status.code == 0 or self._exit_signal or exit_status.code in set(ExitCode):
+            return exit_status.code
+        recorded = os.pread(self.progress_fd, CAUSE_SIZE + 1, STEP_SIZE)
         os.pwrite(self.progress_fd, bytes(CAUSE_SIZE + 1), STEP_SIZE)
-        before, self._last_error_digest = self._last_error_digest, noted[:CAUSE_SIZE]
-        if self._last_error_digest == before and any(before) and not noted[-1]:
-            print_message(f"process {pid} raised the same exception again without completing a step: it is not started again")
-            return life.code
+        previous_digest, self._last_error_digest = self._last_error_digest, recorded[:CAUSE_SIZE]
+        if self._last_error_digest == previous_digest and any(previous_digest) and not recorded[-1]:
+            print_message(f"process {pid} raised the same exception again without completing a step: not restarting it")
+            return exit_status.code
         step = int.from_bytes(os.pread(self.progress_fd, STEP_SIZE, 0), "little") - 1
         self._deaths_without_progress = self._deaths_without_progress + 1 if step <= self._highest_step else 1
         self._highest_step = max(self._highest_step, step)
         if self._deaths_without_progress >= DEATHS_WITHOUT_PROGRESS_MAX:
             print_message(
-                f"process {pid} ended ({life.reason}), {DEATHS_WITHOUT_PROGRESS_MAX} in a row without a step: it is "
-                "not started again"
+                f"process {pid} died ({exit_status.reason}), {DEATHS_WITHOUT_PROGRESS_MAX} in a row without a step: "
+                "not restarting it"
             )
-            return life.code
-        print_message(f"process {pid} ended ({life.reason}): it is started again in place")
+            return exit_status.code
+        print_message(f"process {pid} died ({exit_status.reason}): restarting it in place")
         return None
 
     def _forward_signal(self, number: int, _: object) -> None:
@@ -95,14 +99,15 @@ class Supervisor:
 
 
 def run_supervised() -> None:
-    """Return in each life; never in the first process."""
+    """Fork the training process and supervise it. Return in every forked child. The first process returns only if the script is
+    read from stdin, which is not supervised."""
     if sys.argv[0] in ("", "-"):
-        print_message("a program that is read from standard input cannot be started again: nobody stays behind")
+        print_message("a program read from standard input cannot be restarted: it is not supervised")
         return
-    why_not = fork_blocker() or ("CUDA is in use" if _uses_cuda() else "")
-    if why_not:
+    blocker = fork_blocker() or ("CUDA is in use" if _uses_cuda() else "")
+    if blocker:
         print_message(
-            f"{why_not} before covey.init(), so nothing is forked here: the script starts anew, now and after each death"
+            f"{blocker} before covey.init(), so it cannot be forked: the whole script is started again, now and after each exit"
         )
         _exec_supervisor()
     sys.stdout.flush()
@@ -120,22 +125,22 @@ def run_supervised() -> None:
 
 
 def record_step(step: int) -> None:
-    """In a life: the newest step, for the supervisor to see that this life got somewhere."""
-    mark = os.environ.get(PROGRESS_FD_VARIABLE, "")
-    if mark.isdigit():
-        os.pwrite(int(mark), (step + 1).to_bytes(STEP_SIZE, "little"), 0)
+    """Record the newest step of this process for its supervisor, which counts exits without progress; no effect without one."""
+    progress_fd = os.environ.get(PROGRESS_FD_VARIABLE, "")
+    if progress_fd.isdigit():
+        os.pwrite(int(progress_fd), (step + 1).to_bytes(STEP_SIZE, "little"), 0)
 
 
 def record_error(error: ScriptError) -> None:
-    """In a life: the exception that ends it, for the supervisor to see that the next one raises it again at once."""
-    mark = os.environ.get(PROGRESS_FD_VARIABLE, "")
-    if mark.isdigit():
+    """Record the exception that ends this process for its supervisor, which detects a repetition; no effect without one."""
+    progress_fd = os.environ.get(PROGRESS_FD_VARIABLE, "")
+    if progress_fd.isdigit():
         cause = hashlib.blake2b(repr(error.cause).encode(), digest_size=CAUSE_SIZE).digest()
-        os.pwrite(int(mark), cause + bytes([error.completed > 0]), STEP_SIZE)
+        os.pwrite(int(progress_fd), cause + bytes([error.completed > 0]), STEP_SIZE)
 
 
-def print_message(sentence: str) -> None:
-    sys.stderr.write(f"covey: {sentence}\n")
+def print_message(message: str) -> None:
+    sys.stderr.write(f"covey: {message}\n")
     sys.stderr.flush()
 
 
@@ -144,10 +149,10 @@ def _uses_cuda() -> bool:
     return torch is not None and bool(torch.cuda.is_initialized())
 
 
-def _set_up_child(parent: int, mark: int) -> None:
-    """A life leads its group, dies with its supervisor, and nobody else holds its mark."""
+def _set_up_child(parent: int, progress_fd: int) -> None:
+    """Set up a child: its own process group, killed with its supervisor; its children do not inherit `progress_fd`."""
     os.setpgid(0, 0)
-    os.set_inheritable(mark, False)
+    os.set_inheritable(progress_fd, False)
     linux.die_with_parent(parent)
 
 
@@ -158,9 +163,9 @@ def _exit_if_final(code: int | None) -> None:
 
 
 def _exec_supervisor() -> NoReturn:
-    home = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[2])
     start = (
-        f"import sys; sys.path[:] = [p for p in sys.path if p]; {home!r} in sys.path or sys.path.append({home!r}); "
+        f"import sys; sys.path[:] = [p for p in sys.path if p]; {root!r} in sys.path or sys.path.append({root!r}); "
         "from covey.worker.supervisor import supervise_by_exec; supervise_by_exec(sys.argv[1:])"
     )
     sys.stdout.flush()
@@ -169,7 +174,7 @@ def _exec_supervisor() -> NoReturn:
 
 
 def supervise_by_exec(command: list[str]) -> NoReturn:
-    """The small supervisor: every life is the whole script."""
+    """Run the supervisor whose children execute the whole script; never returns."""
     supervisor = Supervisor()
     environ = {**os.environ, PROGRESS_FD_VARIABLE: str(supervisor.progress_fd)}
     while True:

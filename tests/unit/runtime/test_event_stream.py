@@ -1,4 +1,4 @@
-"""Who hears the story of a scheduler."""
+"""Event stream of a scheduler: replies and subscriptions."""
 
 from __future__ import annotations
 
@@ -9,26 +9,30 @@ from covey.core.messages import EventsReply, EventsRequest, Refused
 from covey.runtime.event_stream import SUBSCRIBERS_MAX, EventStream
 
 
-class Ear:
-    """A link that keeps what it is sent."""
+class FakeConnection:
+    """A connection that records the sent messages."""
 
     def __init__(self) -> None:
-        self.heard: list[Any] = []
+        self.received: list[Any] = []
 
     def send(self, message: Any) -> None:
-        self.heard.append(message)
+        self.received.append(message)
 
 
-def test_one_follower_too_many_is_told_so() -> None:
-    teller = EventStream()
-    ears = [Ear() for _ in range(SUBSCRIBERS_MAX + 1)]
-    for ear in ears:
-        teller.handle_events_request(cast(Any, ear), EventsRequest(follow=True))
-    assert [type(ear.heard[-1]) for ear in ears] == [EventsReply] * SUBSCRIBERS_MAX + [Refused]
-    teller.remove_subscriber(cast(Any, ears[0]))
-    teller.handle_events_request(cast(Any, ears[-1]), EventsRequest(follow=True))
-    teller.append_event(PublishEvent("worker:1", "died", "killed"))
-    teller.notify_subscribers()
-    teller.notify_subscribers()
-    assert len(ears[0].heard) == 1 and [type(m) for m in ears[-1].heard] == [Refused, EventsReply, EventsReply]
-    assert b"killed" in ears[-1].heard[-1].events
+def test_subscriber_above_limit_is_refused_until_one_leaves() -> None:
+    stream = EventStream()
+    connections = [FakeConnection() for _ in range(SUBSCRIBERS_MAX + 1)]
+    for connection in connections:
+        stream.handle_events_request(cast(Any, connection), EventsRequest(follow=True))
+    assert [type(connection.received[-1]) for connection in connections] == [EventsReply] * SUBSCRIBERS_MAX + [Refused]
+    stream.remove_subscriber(cast(Any, connections[0]))
+    stream.handle_events_request(cast(Any, connections[-1]), EventsRequest(follow=True))
+    stream.append_event(PublishEvent("worker:1", "died", "killed"))
+    stream.notify_subscribers()
+    stream.notify_subscribers()
+    assert len(connections[0].received) == 1 and [type(m) for m in connections[-1].received] == [
+        Refused,
+        EventsReply,
+        EventsReply,
+    ]
+    assert b"killed" in connections[-1].received[-1].events

@@ -14,7 +14,7 @@ from tests.requirements import IPV6, OTHER_USERS, needs
 
 from covey.runtime import linux
 
-# Connects, as another user if the third word is a uid, and holds the connection until stdin ends.
+# Connects, as another user if the third argument is a uid, and keeps the connection open until stdin ends.
 CONNECTS = """
 import os, socket, sys
 if int(sys.argv[3]):
@@ -73,4 +73,6 @@ def test_connection_owner_skips_processes_that_have_ended() -> None:
     ended.wait()
     with connected() as (pid, client, server):
         assert linux.find_connection_owner(client, server, [ended.pid, pid]) == pid
-        assert linux.find_connection_owner(client, server, [os.getpid()]) == os.getpid(), "this process is its parent"
+        assert linux.find_connection_owner(client, server, [os.getpid()]) == os.getpid(), (
+            "expected this process, which is the parent of the client"
+        )

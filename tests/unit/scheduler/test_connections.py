@@ -1,4 +1,4 @@
-"""Lines: children behind an agent's link are numbers like any other."""
+"""The connection table numbers relayed connections like direct ones."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from covey.transport.framing import from_node_decoder
 from covey.transport.handshake import ServerHandshake
 
 
-class Recorded(Connection):
-    """A link without a transport, which remembers what it was given to send."""
+class RecordingConnection(Connection):
+    """A connection without a transport that records the sent messages."""
 
     def __init__(self) -> None:
         calls: dict[str, Any] = dict.fromkeys(("on_open", "on_message", "on_close"), lambda *_: None)
@@ -42,103 +42,102 @@ class Recorded(Connection):
 
 
 @pytest.fixture
-def lines() -> ConnectionTable:
+def table() -> ConnectionTable:
     return ConnectionTable()
 
 
-def agent(lines: ConnectionTable, *children: int) -> Recorded:
-    """An agent's link, with a line behind it for each of these connections."""
-    link = Recorded()
-    lines.open(link)
+def open_agent_connection(table: ConnectionTable, *children: int) -> RecordingConnection:
+    """Return an agent's connection with a relayed connection for each of `children`."""
+    connection = RecordingConnection()
+    table.open(connection)
     for child in children:
-        list(lines.split_agent_message(link, FromChildEnvelope(child, Leave())))
-    return link
+        list(table.split_agent_message(connection, FromChildEnvelope(child, Leave())))
+    return connection
 
 
-def line(lines: ConnectionTable, link: Connection, child: int) -> int:
-    [heard] = lines.split_agent_message(link, FromChildEnvelope(child, Leave()))
-    return heard.connection
+def child_number(table: ConnectionTable, connection: Connection, child: int) -> int:
+    [event] = table.split_agent_message(connection, FromChildEnvelope(child, Leave()))
+    return event.connection
 
 
-def test_each_connection_behind_an_agent_has_a_line_of_its_own(lines: ConnectionTable) -> None:
-    first, second = agent(lines, 1, 2), agent(lines, 1)
-    numbers = [line(lines, link, child) for link, child in ((first, 1), (first, 2), (second, 1))]
+def test_each_relayed_connection_has_its_own_number(table: ConnectionTable) -> None:
+    first, second = open_agent_connection(table, 1, 2), open_agent_connection(table, 1)
+    numbers = [child_number(table, connection, child) for connection, child in ((first, 1), (first, 2), (second, 1))]
     assert len({first.id, second.id, *numbers}) == 5
-    assert [line(lines, first, 1), line(lines, second, 1)] == [numbers[0], numbers[2]]
+    assert [child_number(table, first, 1), child_number(table, second, 1)] == [numbers[0], numbers[2]]
 
 
-def test_beats_are_the_agents_own_and_those_of_the_children_it_names(lines: ConnectionTable) -> None:
-    link = agent(lines, 1, 2, 3)
-    one, three = line(lines, link, 1), line(lines, link, 3)
+def test_relayed_heartbeats_are_split_into_agent_and_named_children(table: ConnectionTable) -> None:
+    connection = open_agent_connection(table, 1, 2, 3)
+    one, three = child_number(table, connection, 1), child_number(table, connection, 3)
     progress = Progress(7)
-    heard = list(lines.split_agent_message(link, RelayedHeartbeats({1: progress, 3: Progress(), 99: Progress()})))
-    assert heard == [
-        MessageReceived(Heartbeat(), link.id),
+    event = list(table.split_agent_message(connection, RelayedHeartbeats({1: progress, 3: Progress(), 99: Progress()})))
+    assert event == [
+        MessageReceived(Heartbeat(), connection.id),
         MessageReceived(Heartbeat(progress), one),
         MessageReceived(Heartbeat(), three),
     ]
 
 
-def test_one_message_for_several_children_goes_out_once_and_nothing_overtakes(lines: ConnectionTable) -> None:
-    link, other = agent(lines, 1, 2, 3), agent(lines, 1)
-    news, bye = NewGeneration(2, "why"), LeaveAcknowledged()
+def test_message_for_several_children_is_sent_once_and_order_is_kept(table: ConnectionTable) -> None:
+    connection, other = open_agent_connection(table, 1, 2, 3), open_agent_connection(table, 1)
+    change, bye = NewGeneration(2, "why"), LeaveAcknowledged()
     for child in (1, 2, 3):
-        assert lines.send(line(lines, link, child), news)
-    lines.send(line(lines, other, 1), news)
-    lines.send(line(lines, link, 2), bye)
-    lines.send(link.id, LeaderHeartbeat())
-    lines.send(line(lines, link, 1), bye)
-    lines.close(line(lines, link, 1))
-    assert link.sent == [
-        ToChildrenEnvelope([1, 2, 3], news),
+        assert table.send(child_number(table, connection, child), change)
+    table.send(child_number(table, other, 1), change)
+    table.send(child_number(table, connection, 2), bye)
+    table.send(connection.id, LeaderHeartbeat())
+    table.send(child_number(table, connection, 1), bye)
+    table.close(child_number(table, connection, 1))
+    assert connection.sent == [
+        ToChildrenEnvelope([1, 2, 3], change),
         ToChildrenEnvelope([2], bye),
         LeaderHeartbeat(),
         ToChildrenEnvelope([1], bye),
         DisconnectChild(1),
     ]
-    assert other.sent == [ToChildrenEnvelope([1], news)]
+    assert other.sent == [ToChildrenEnvelope([1], change)]
 
 
-def test_what_waits_goes_with_the_flush(lines: ConnectionTable) -> None:
-    link = agent(lines, 1)
-    lines.send(line(lines, link, 1), LeaveAcknowledged())
-    assert link.sent == []
-    lines.flush()
-    lines.flush()
-    assert link.sent == [ToChildrenEnvelope([1], LeaveAcknowledged())]
+def test_flush_sends_pending_envelope_once(table: ConnectionTable) -> None:
+    connection = open_agent_connection(table, 1)
+    table.send(child_number(table, connection, 1), LeaveAcknowledged())
+    assert connection.sent == []
+    table.flush()
+    table.flush()
+    assert connection.sent == [ToChildrenEnvelope([1], LeaveAcknowledged())]
 
 
-def test_a_connection_that_is_over_does_not_come_back(lines: ConnectionTable) -> None:
-    """A word that was under way when the scheduler hung up is nobody's."""
-    link = agent(lines, 1, 2)
-    one, two = line(lines, link, 1), line(lines, link, 2)
-    lines.close(one)
-    assert not lines.send(one, LeaveAcknowledged())
+def test_message_on_closed_relayed_connection_is_dropped(table: ConnectionTable) -> None:
+    connection = open_agent_connection(table, 1, 2)
+    one, two = child_number(table, connection, 1), child_number(table, connection, 2)
+    table.close(one)
+    assert not table.send(one, LeaveAcknowledged())
     assert (
-        list(lines.split_agent_message(link, FromChildEnvelope(1, Leave())))
-        == list(lines.split_agent_message(link, ChildDisconnected(1, "gone")))
+        list(table.split_agent_message(connection, FromChildEnvelope(1, Leave())))
+        == list(table.split_agent_message(connection, ChildDisconnected(1, "gone")))
         == []
     )
-    assert list(lines.split_agent_message(link, ChildDisconnected(2, "gone"))) == [ConnectionLost("gone", two)]
+    assert list(table.split_agent_message(connection, ChildDisconnected(2, "gone"))) == [ConnectionLost("gone", two)]
     assert (
-        list(lines.split_agent_message(link, FromChildEnvelope(2, Leave())))
-        == list(lines.split_agent_message(link, ChildDisconnected(2, "gone")))
+        list(table.split_agent_message(connection, FromChildEnvelope(2, Leave())))
+        == list(table.split_agent_message(connection, ChildDisconnected(2, "gone")))
         == []
     )
-    assert lines.filter_open({one, two, link.id}) == {link.id}
+    assert table.filter_open({one, two, connection.id}) == {connection.id}
 
 
-def test_with_an_agents_link_go_the_lines_behind_it_first(lines: ConnectionTable) -> None:
-    link, other = agent(lines, 1, 2), agent(lines, 1)
-    behind = [line(lines, link, 1), line(lines, link, 2)]
-    lines.send(behind[0], LeaveAcknowledged())
-    assert lines.on_connection_lost(link) == [*behind, link.id]
-    assert not lines.send(behind[0], LeaveAcknowledged())
-    assert link.sent == [], "what waited for a link that is gone is dropped"
-    assert lines.send(line(lines, other, 1), LeaveAcknowledged())
+def test_lost_agent_connection_reports_relayed_connections_first(table: ConnectionTable) -> None:
+    connection, other = open_agent_connection(table, 1, 2), open_agent_connection(table, 1)
+    relayed = [child_number(table, connection, 1), child_number(table, connection, 2)]
+    table.send(relayed[0], LeaveAcknowledged())
+    assert table.on_connection_lost(connection) == [*relayed, connection.id]
+    assert not table.send(relayed[0], LeaveAcknowledged())
+    assert connection.sent == [], "a pending envelope for a lost connection must be dropped"
+    assert table.send(child_number(table, other, 1), LeaveAcknowledged())
 
 
-def test_an_agent_that_speaks_for_too_many_is_no_agent(lines: ConnectionTable) -> None:
-    link = agent(lines, *range(1, RELAYED_CONNECTIONS_MAX + 1))
+def test_agent_with_too_many_relayed_connections_raises_peer_error(table: ConnectionTable) -> None:
+    connection = open_agent_connection(table, *range(1, RELAYED_CONNECTIONS_MAX + 1))
     with pytest.raises(PeerError, match="more than"):
-        list(lines.split_agent_message(link, FromChildEnvelope(RELAYED_CONNECTIONS_MAX + 1, Leave())))
+        list(table.split_agent_message(connection, FromChildEnvelope(RELAYED_CONNECTIONS_MAX + 1, Leave())))

@@ -1,4 +1,4 @@
-"""What a scheduler is made from, when the store has its bad days."""
+"""SchedulerService and SchedulerSupervisor: unavailable stores, job names, sockets."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from covey.storage.cas_journal import CasJournal
 from covey.storage.cas_store import FileCasStore
 
 
-class Elsewhere:
-    """Cells that are no files of this host, and do not answer for a while."""
+class UnavailableStore:
+    """A remote store that fails for the first `failures` reads."""
 
     def __init__(self, folder: Path, failures: int) -> None:
         self._cells = FileCasStore(folder)
@@ -40,32 +40,44 @@ class Elsewhere:
     async def close(self) -> None: ...
 
 
-def test_a_store_that_does_not_answer_is_waited_for_while_one_leads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_store_is_retried_while_lease_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "RETRY_DISK_S", 0.0)
 
     async def check() -> None:
-        made = SchedulerService(load_settings({"MS_WORKER_NUM": "2", "COVEY_LEASE": "etcd://127.0.0.1:2379"}), None, None)
-        leading = LeaseKeeper(FileCasStore(tmp_path / "lease"), where="", duration_s=60.0)
-        token = await leading.wait_until_leader()
-        found = await made._open_leader_journal(Elsewhere(tmp_path / "cells", 2), leading, token)
-        assert isinstance(found, CasJournal)
-        await leading.record_cluster_end(0)
+        scheduler_service = SchedulerService(
+            load_settings({"MS_WORKER_NUM": "2", "COVEY_LEASE": "etcd://127.0.0.1:2379"}), None, None
+        )
+        keeper = LeaseKeeper(FileCasStore(tmp_path / "lease"), where="", duration_s=60.0)
+        token = await keeper.wait_until_leader()
+        journal = await scheduler_service._open_leader_journal(UnavailableStore(tmp_path / "cells", 2), keeper, token)
+        assert isinstance(journal, CasJournal)
+        await keeper.record_cluster_end(0)
         with pytest.raises(SteppedDown, match="etcd does not answer"):
-            await made._open_leader_journal(Elsewhere(tmp_path / "cells", 2), leading, token)
+            await scheduler_service._open_leader_journal(UnavailableStore(tmp_path / "cells", 2), keeper, token)
 
     asyncio.run(check())
 
 
-def test_a_script_may_lie_where_no_text_leads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_script_path_that_is_not_utf8_becomes_escaped_job_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["/nowhere/caf\udce9/train.py"])
-    made = SchedulerService(load_settings({"MS_WORKER_NUM": "2"}), None, None)
-    assert made._job == r"/nowhere/caf\udce9/train.py"
+    scheduler_service = SchedulerService(load_settings({"MS_WORKER_NUM": "2"}), None, None)
+    assert scheduler_service._job == r"/nowhere/caf\udce9/train.py"
 
 
-def test_the_sockets_stay_open_for_a_scheduler_that_is_started_again(tmp_path: Path) -> None:
+def test_supervisor_keeps_sockets_open_for_restart(tmp_path: Path) -> None:
     bound = socket.create_server(("127.0.0.1", 0))
-    number, options = bound.fileno(), {"journal": "", "called": "", "max_restarts": 0, "log_path": tmp_path / "scheduler.log"}
-    kept = SchedulerSupervisor(1, ListeningSockets([bound], []), {}, **options, over=bool, gave_up=lambda code, reason: None)  # type: ignore[arg-type]
+    number = bound.fileno()
+    supervisor = SchedulerSupervisor(
+        1,
+        ListeningSockets([bound], []),
+        {},
+        journal="",
+        log_path=tmp_path / "scheduler.log",
+        called="",
+        max_restarts=0,
+        over=bool,
+        gave_up=lambda code, reason: None,
+    )
     del bound
-    os.fstat(number)  # raises where nobody holds it any more
-    del kept
+    os.fstat(number)  # raises if the descriptor is closed
+    del supervisor

@@ -1,4 +1,4 @@
-"""Cells: a change is made from the version it was made from, or not at all; and journals that only the leader may write."""
+"""Compare-and-swap stores, and journals that only the newest leader may write."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ def record(generation: int, phase: Phase = Phase.READY) -> ClusterRecord:
     return ClusterRecord("c", "j", 2, 0, phase, generation)
 
 
-def local(folder: Path, token: int) -> Journal:
+def open_local(folder: Path, token: int) -> Journal:
     return open_journal(folder, job="j", worker_num=2, server_num=0, token=token)
 
 
-async def shared(cells: CasStore, token: int) -> CasJournal:
-    return await open_cas_journal(cells, token=token, job="j", worker_num=2, server_num=0)
+async def open_shared(store: CasStore, token: int) -> CasJournal:
+    return await open_cas_journal(store, token=token, job="j", worker_num=2, server_num=0)
 
 
-def test_a_change_from_an_old_version_is_not_made(tmp_path: Path) -> None:
+def test_put_with_an_old_version_returns_none(tmp_path: Path) -> None:
     async def check() -> None:
         one, two = FileCasStore(tmp_path), FileCasStore(tmp_path)
         assert await one.get("lease") == (b"", 0)
@@ -44,45 +44,41 @@ def test_a_change_from_an_old_version_is_not_made(tmp_path: Path) -> None:
     asyncio.run(check())
 
 
-def test_who_was_stopped_for_long_cannot_take_a_version_that_has_come_and_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_suspended_writer_cannot_claim_a_removed_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def check() -> None:
         late, quick = FileCasStore(tmp_path), FileCasStore(tmp_path)
         await quick.put("lease", b"0", 0)
         for version in range(1, 20):
             assert await quick.put("lease", b"%d" % version, version) == version + 1
         newest = late._newest_version
-        seen = iter([3])  # it looked when version 3 was the newest, and was stopped between looking and writing
+        seen = iter([3])  # the writer was suspended after it read version 3
         monkeypatch.setattr(late, "_newest_version", lambda key: next(seen, None) or newest(key))
         assert await late.put("lease", b"late", 3) is None
         assert await quick.get("lease") == (b"19", 20)
 
     asyncio.run(check())
-    assert len(list(tmp_path.iterdir())) == 1, "old versions and drafts are removed"
+    assert len(list(tmp_path.iterdir())) == 1, "old versions and drafts must be removed"
 
 
-def test_of_many_who_write_at_once_one_does(tmp_path: Path) -> None:
+def test_one_of_several_concurrent_writers_succeeds(tmp_path: Path) -> None:
     async def check() -> None:
-        cells = [FileCasStore(tmp_path) for _ in range(8)]
+        store = [FileCasStore(tmp_path) for _ in range(8)]
         for version in range(10):
-            done = await asyncio.gather(*(one.put("lease", b"x", version) for one in cells))
+            done = await asyncio.gather(*(one.put("lease", b"x", version) for one in store))
             assert sorted(v for v in done if v is not None) == [version + 1]
 
     asyncio.run(check())
 
 
-def test_two_whose_processes_have_the_same_number_do_not_write_into_each_others_draft(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As in two containers that share a disk, in which both are process 1."""
+def test_writers_with_the_same_pid_use_different_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in two containers with a shared disk, in which both processes have pid 1."""
 
     async def check() -> None:
         one, two = FileCasStore(tmp_path), FileCasStore(tmp_path)
         claim = one._claim_version
 
         def interrupted(draft: Path, key: str, version: int) -> bool:
-            list(two.put("lease", b"two", 7).__await__())  # from a version that is not there: it changes nothing
+            list(two.put("lease", b"two", 7).__await__())  # a version that does not exist: changes nothing
             return claim(draft, key, version)
 
         monkeypatch.setattr(one, "_claim_version", interrupted)
@@ -92,19 +88,19 @@ def test_two_whose_processes_have_the_same_number_do_not_write_into_each_others_
     asyncio.run(check())
 
 
-def test_a_folder_that_cannot_be_used_is_told(tmp_path: Path) -> None:
+def test_unusable_directory_raises_store_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match="cannot be read or written"):
+    with pytest.raises(StoreError, match="cannot read or write the lease"):
         FileCasStore(tmp_path / "file" / "lease")
 
 
-def test_the_stores_that_exist(tmp_path: Path) -> None:
+def test_open_cas_store_opens_file_and_refuses_unknown_scheme(tmp_path: Path) -> None:
     assert isinstance(open_cas_store("file", folder=str(tmp_path), job="j"), FileCasStore)
-    with pytest.raises(UsageError, match="no store: file, etcd"):
+    with pytest.raises(UsageError, match="expected file, etcd"):
         open_cas_store("redis://x", folder="", job="j")
 
 
-def test_a_factory_of_the_caller_opens_the_stores_of_its_scheme(tmp_path: Path) -> None:
+def test_factory_opens_the_stores_of_its_scheme(tmp_path: Path) -> None:
     names: list[str] = []
 
     def open_store(name: str) -> CasStore:
@@ -114,103 +110,102 @@ def test_a_factory_of_the_caller_opens_the_stores_of_its_scheme(tmp_path: Path) 
     store = open_cas_store("redis://x", folder="", job="j", factories={"redis": open_store})
     assert isinstance(store, FileCasStore)
     assert names == ["x"]
-    with pytest.raises(UsageError, match="no store: file, etcd"):
+    with pytest.raises(UsageError, match="expected file, etcd"):
         open_cas_store("kubernetes://x", folder="", job="j", factories={"redis": open_store})
 
 
-def test_a_journal_refuses_the_leader_of_before(tmp_path: Path) -> None:
-    old = local(tmp_path, 1)
+def test_journal_refuses_earlier_leader(tmp_path: Path) -> None:
+    old = open_local(tmp_path, 1)
     old.commit([record(1)])
-    new = local(tmp_path, 2)
-    with pytest.raises(FencedError, match="another scheduler leads, with token 2: this one's is 1"):
+    new = open_local(tmp_path, 2)
+    with pytest.raises(FencedError, match="another scheduler leads, with fencing token 2: this one has 1"):
         old.commit([record(7)])
     new.commit([record(2)])
     assert new.read() == (record(2),)
     with pytest.raises(FencedError):
-        local(tmp_path, 1)
+        open_local(tmp_path, 1)
 
 
-@pytest.mark.parametrize(("told", "follows", "begins"), [(True, False, True), (False, False, False), (True, True, False)])
-def test_the_next_cluster_begins_when_all_were_told_of_the_end_before(
-    tmp_path: Path, told: bool, follows: bool, begins: bool
+@pytest.mark.parametrize(("delivered", "follows", "begins"), [(True, False, True), (False, False, False), (True, True, False)])
+def test_new_cluster_starts_only_after_the_end_was_delivered(
+    tmp_path: Path, delivered: bool, follows: bool, begins: bool
 ) -> None:
-    end = msgspec.structs.replace(record(3, Phase.ENDED), ended=Ended(7, "why", told=told))
+    end = msgspec.structs.replace(record(3, Phase.ENDED), ended=Ended(7, "why", told=delivered))
     size = {"job": "j", "worker_num": 2, "server_num": 0}
 
     async def check() -> None:
-        cells = FileCasStore(tmp_path / "cells")
-        await (await shared(cells, 1)).commit([end])
-        found = (await open_cas_journal(cells, token=2, follows=follows, **size)).read()  # type: ignore[arg-type]
-        assert found == (() if begins else (end,))
+        store = FileCasStore(tmp_path / "cells")
+        await (await open_shared(store, 1)).commit([end])
+        written = (await open_cas_journal(store, token=2, follows=follows, **size)).read()  # type: ignore[arg-type]
+        assert written == (() if begins else (end,))
 
     asyncio.run(check())
-    first = local(tmp_path, 1)
+    first = open_local(tmp_path, 1)
     first.commit([end])
     first.close()
     assert open_journal(tmp_path, token=2, follows=follows, **size).read() == (() if begins else (end,))  # type: ignore[arg-type]
 
 
-def test_a_shared_journal_refuses_the_leader_of_before_and_another_job(tmp_path: Path) -> None:
+def test_shared_journal_refuses_earlier_leader_and_other_job(tmp_path: Path) -> None:
     async def check() -> None:
-        cells = FileCasStore(tmp_path)
-        old = await shared(cells, 1)
+        store = FileCasStore(tmp_path)
+        old = await open_shared(store, 1)
         old.append_event(Event(1.0, "cluster", "formed", "all are here"))
         await old.commit([record(1)])
-        new = await shared(cells, 2)
+        new = await open_shared(store, 2)
         assert new.read() == (record(1),) and [line[2] for line in new.read_events()] == ["formed"]
-        with pytest.raises(FencedError, match="another scheduler leads, with token 2"):
+        with pytest.raises(FencedError, match="another scheduler leads, with fencing token 2"):
             await old.commit([record(7)])
         await new.commit([record(2)])
-        with pytest.raises(FencedError, match="another scheduler leads, with token 2: this one's is 1"):
-            await shared(cells, 1)
+        with pytest.raises(FencedError, match="another scheduler leads, with fencing token 2: this one has 1"):
+            await open_shared(store, 1)
         with pytest.raises(StoreError, match="belongs to another job"):
-            await open_cas_journal(cells, token=3, job="other", worker_num=2, server_num=0)
-        await (await shared(cells, 3)).commit([record(3, Phase.ENDED)])
-        assert (await shared(cells, 4)).read() == (), "what has ended is not taken over"
+            await open_cas_journal(store, token=3, job="other", worker_num=2, server_num=0)
+        await (await open_shared(store, 3)).commit([record(3, Phase.ENDED)])
+        assert (await open_shared(store, 4)).read() == (), "an ended cluster must not be taken over"
 
     asyncio.run(check())
 
 
-def test_a_write_whose_answer_was_lost_is_known_as_ones_own(tmp_path: Path) -> None:
-    class Lossy(FileCasStore):
+def test_write_with_lost_reply_is_recognized_as_own(tmp_path: Path) -> None:
+    class LossyStore(FileCasStore):
         lose = False
 
         async def put(self, key: str, value: bytes, version: int) -> int | None:
-            found = await super().put(key, value, version)
+            written = await super().put(key, value, version)
             if self.lose:
                 self.lose = False
                 raise StoreError("no answer")
-            return found
+            return written
 
     async def check() -> None:
-        cells = Lossy(tmp_path)
-        journal = await shared(cells, 1)
-        cells.lose = True
+        store = LossyStore(tmp_path)
+        journal = await open_shared(store, 1)
+        store.lose = True
         with pytest.raises(StoreError):
             await journal.commit([record(1)])
         await journal.commit([record(2)])
-        assert (await shared(cells, 2)).read() == (record(2),)
+        assert (await open_shared(store, 2)).read() == (record(2),)
 
     asyncio.run(check())
 
 
-def test_a_journal_is_led_by_tokens_or_held_by_one_scheduler_but_not_both(tmp_path: Path) -> None:
-    alone = local(tmp_path, 0)
-    with pytest.raises(StoreError, match="another scheduler holds the journal"):
-        local(tmp_path, 1)
+def test_journal_lock_is_exclusive_without_token_and_shared_with_one(tmp_path: Path) -> None:
+    alone = open_local(tmp_path, 0)
+    with pytest.raises(StoreError, match="another scheduler uses the journal"):
+        open_local(tmp_path, 1)
     alone.close()
-    leader = local(tmp_path, 1)
-    with pytest.raises(StoreError, match="another scheduler holds the journal"):
-        local(tmp_path, 0)
+    leader = open_local(tmp_path, 1)
+    with pytest.raises(StoreError, match="another scheduler uses the journal"):
+        open_local(tmp_path, 0)
     leader.close()
-    local(tmp_path, 0).close()
+    open_local(tmp_path, 0).close()
 
 
 @pytest.mark.parametrize("what", ["folder", "files"])
-def test_a_journal_that_was_removed_is_written_anew(tmp_path: Path, what: str) -> None:
-    """As by what clears temporary folders. Else nothing could be promised any more, or what was would be forgotten."""
+def test_removed_journal_is_written_again(tmp_path: Path, what: str) -> None:
     folder = tmp_path / "journal"
-    journal = local(folder, token=0)
+    journal = open_local(folder, token=0)
     journal.append_event(Event(1.0, "worker:1", "died", "killed"))
     journal.commit([record(1)])
     if what == "folder":
@@ -219,17 +214,17 @@ def test_a_journal_that_was_removed_is_written_anew(tmp_path: Path, what: str) -
         for file in folder.iterdir():
             file.unlink()
     journal.rewrite_if_removed()
-    with pytest.raises(StoreError, match="another scheduler holds"):
-        local(folder, token=0)
+    with pytest.raises(StoreError, match="another scheduler uses"):
+        open_local(folder, token=0)
     journal.commit([record(2)])
     journal.close()
-    again = local(folder, token=0)
+    again = open_local(folder, token=0)
     assert again.read() == (record(2),)
     assert [event[2] for event in again.read_events()] == ["died"]
 
 
 def test_journal_of_another_format_is_refused_and_not_changed(tmp_path: Path) -> None:
-    local(tmp_path, token=1).close()
+    open_local(tmp_path, token=1).close()
     path = tmp_path / "scheduler.journal"
     database = sqlite3.connect(path)
     database.execute(f"pragma user_version = {FORMAT - 1}")
@@ -238,7 +233,7 @@ def test_journal_of_another_format_is_refused_and_not_changed(tmp_path: Path) ->
     with pytest.raises(
         StoreError, match=f"scheduler.journal has format {FORMAT - 1}, and this version of covey reads {FORMAT}"
     ):
-        local(tmp_path, token=1)
+        open_local(tmp_path, token=1)
     assert path.read_bytes() == before
 
 
@@ -250,7 +245,7 @@ def test_shared_journal_of_another_format_is_refused_and_not_changed(tmp_path: P
         store = FileCasStore(tmp_path)
         await store.put(JOURNAL_KEY, first_format, 0)
         with pytest.raises(StoreError, match=f"the shared journal has format 1, and this version of covey reads {FORMAT}"):
-            await shared(store, token=2)
+            await open_shared(store, token=2)
         assert await store.get(JOURNAL_KEY) == (first_format, 1)
 
     asyncio.run(check())

@@ -1,4 +1,4 @@
-"""The small decisions about children: how an end is said, how many threads to compute with."""
+"""Child processes: exit descriptions, encoding of a spec, thread counts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from covey.template_process.thread_counts import openblas_threads, physical_core
     ("status", "code", "reason"),
     [(0, 0, "exit code 0"), (3, 3, "exit code 3"), (-9, 137, "killed by SIGKILL"), (-40, 168, "killed by signal 40")],
 )
-def test_an_end_is_said_as_a_shell_says_it(status: int, code: int, reason: str) -> None:
+def test_exit_code_and_reason_follow_shell_convention(status: int, code: int, reason: str) -> None:
     assert exit_from_status("worker:3", 77, status) == Exit("worker:3", 77, code, reason)
 
 
-def test_a_spec_survives_the_way_with_bytes_that_are_no_text() -> None:
+def test_spec_with_bytes_that_are_not_utf8_is_decoded_unchanged() -> None:
     odd = os.fsdecode(b"caf\xe9")
     spec = ChildSpec(name="worker:0", argv=[odd, "ü"], env={odd: odd, "LARGE": "x" * 300_000}, cwd="/", log=odd, cores=[1])
     assert decode_spec(encode_spec(spec)) == spec
@@ -40,18 +40,18 @@ def test_a_spec_survives_the_way_with_bytes_that_are_no_text() -> None:
         ({"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "2"}, False, 1),
     ],
 )
-def test_torch_threads_are_those_torch_would_choose(env: dict[str, str], mkl: bool, expected: int) -> None:
+def test_torch_threads_match_the_choice_of_torch(env: dict[str, str], mkl: bool, expected: int) -> None:
     assert torch_threads(env, 16, 8, mkl=mkl) == expected
 
 
-def test_openblas_listens_to_its_own_variable_first_and_never_exceeds_the_processors() -> None:
+def test_openblas_threads_prefer_own_variable_and_are_limited_to_processors() -> None:
     assert openblas_threads({}, 4) == 4
     assert openblas_threads({"OMP_NUM_THREADS": "2"}, 4) == 2
     assert openblas_threads({"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "3"}, 4) == 3
     assert openblas_threads({"OPENBLAS_NUM_THREADS": "64"}, 4) == 4
 
 
-def test_cores_are_counted_among_the_processors_given() -> None:
+def test_physical_cores_are_counted_among_given_processors() -> None:
     mine = os.sched_getaffinity(0)
     assert 1 <= physical_cores(mine) <= len(mine)
     assert physical_cores([100_000, 100_001]) == 2

@@ -1,4 +1,4 @@
-"""A connection attempt to a free port of the range for outgoing connections can reach its own socket."""
+"""A connection attempt to a free port of the ephemeral range can connect to its own socket."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from covey.transport.handshake import ClientHandshake
 
 
 def connected_to_itself() -> socket.socket:
-    """Return a socket whose two ends are one: connecting to the own address is TCP's simultaneous open."""
+    """Return a socket connected to itself (TCP simultaneous open)."""
     sock = socket.socket()
     sock.bind(("127.0.0.1", 0))
     sock.connect(sock.getsockname())
@@ -24,20 +24,20 @@ def test_connection_to_itself_is_closed_and_frees_the_port() -> None:
         sock = connected_to_itself()
         port = int(sock.getsockname()[1])
 
-        def made() -> Connection:
+        def make_connection() -> Connection:
             return Connection(
                 ClientHandshake(""),
                 from_scheduler_decoder,
-                on_open=lambda link: closed.set_result("greeted"),
-                on_message=lambda link, message: None,
-                on_close=lambda link, reason: closed.set_result(reason),
+                on_open=lambda connection: closed.set_result("opened"),
+                on_message=lambda connection, message: None,
+                on_close=lambda connection, reason: closed.set_result(reason),
             )
 
-        await asyncio.get_running_loop().create_connection(made, sock=sock)
+        await asyncio.get_running_loop().create_connection(make_connection, sock=sock)
         return await asyncio.wait_for(closed, 60), port
 
     reason, port = asyncio.run(connect())
-    assert reason == "nobody listens there"
+    assert reason == "no process listens there"
     with socket.socket() as scheduler:
         scheduler.bind(("127.0.0.1", port))
         scheduler.listen()

@@ -1,4 +1,4 @@
-"""Which variables mean that another launcher started this process in a larger world."""
+"""Detection of a rank of another launcher by its environment variables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_P
 
 
 @pytest.mark.parametrize(
-    ("environ", "said"),
+    ("environ", "message"),
     [
         (TORCHRUN, "torchrun started this process (RANK=1, WORLD_SIZE=2)"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "another launcher started this process (RANK=0, WORLD_SIZE=2)"),
@@ -26,10 +26,12 @@ STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "4", "SLURM_P
         ),
     ],
 )
-def test_rank_of_another_launcher_is_found(environ: dict[str, str], said: str) -> None:
+def test_rank_of_another_launcher_is_found_and_named(environ: dict[str, str], message: str) -> None:
     found = find_foreign_rank(environ)
     assert found is not None
-    assert describe_refusal(found, "train.py").startswith(f"{said}, but covey.init() finds no covey scheduler to join: start ")
+    assert describe_refusal(found, "train.py").startswith(
+        f"{message}, but covey.init() finds no covey scheduler to join: start "
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,7 @@ def test_rank_of_another_launcher_is_found(environ: dict[str, str], said: str) -
         {**TORCHRUN, "COVEY_AGENT": "127.0.0.1:8118@/run/agent"},  # covey sets torchrun's variables for its workers
     ],
 )
-def test_world_of_one_is_not_refused(environ: dict[str, str]) -> None:
+def test_environment_without_larger_foreign_world_is_accepted(environ: dict[str, str]) -> None:
     assert find_foreign_rank(environ) is None
 
 

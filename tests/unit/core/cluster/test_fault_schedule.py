@@ -134,7 +134,7 @@ def test_a_process_that_is_no_run_s_is_not_touched() -> None:
     stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         for harm in (fault_injection.kill_process, fault_injection.cut_connections):
-            with pytest.raises(fault_injection.ProcessGone, match="no child of a covey run"):
+            with pytest.raises(fault_injection.ProcessGone, match="not a child of a covey run"):
                 harm(stranger.pid, [psutil.Process()])
         assert stranger.poll() is None
     finally:
@@ -155,7 +155,7 @@ def test_a_process_of_another_run_is_not_touched(tmp_path: Path) -> None:
     runs = [subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) for _ in range(2)]
     try:
         pids = [int(run.stdout.readline()) for run in runs if run.stdout]
-        with pytest.raises(fault_injection.ProcessGone, match="of another run"):
+        with pytest.raises(fault_injection.ProcessGone, match="belongs to another run"):
             fault_injection.kill_process(pids[1], [psutil.Process(runs[0].pid)])
         assert psutil.Process(pids[1]).status() != psutil.STATUS_ZOMBIE
         fault_injection.kill_process(pids[0], [psutil.Process(runs[0].pid)])

@@ -163,5 +163,5 @@ def test_heartbeat_reply_confirms_sent_time_not_read_time() -> None:
 
 def test_unreachable_scheduler_address_raises_peer_error() -> None:
     assert local_address_for("127.0.0.1") == "127.0.0.1"
-    with pytest.raises(PeerError, match=r"this host has no way to 255\.255\.255\.255 \(.*\): check the address"):
+    with pytest.raises(PeerError, match=r"no route to 255\.255\.255\.255 \(.*\): check the address"):
         local_address_for("255.255.255.255")
