@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from covey.core.event_log import Event
+from covey.core.event_log import Event, EventRow, event_row
 from covey.core.types import ClusterRecord, Record
 from covey.errors import ExitCode, StoreError
 from covey.storage.cas_store import CasStore
@@ -31,6 +31,7 @@ class _JournalContents(msgspec.Struct):
     token: int
     records: dict[str, Record]
     story: list[tuple[float, str, str, str, str]]
+    outcomes: list[str] = []  # of the events in `story`, in the same order; [] in a journal of covey 0.1.0
 
 
 class CasJournal:
@@ -39,7 +40,9 @@ class CasJournal:
     def __init__(self, cells: CasStore, page: _JournalContents, version: int) -> None:
         self._store = cells
         self._contents = page
-        self._events = deque(page.story, maxlen=EVENTS_MAX)
+        outcomes = page.outcomes or [""] * len(page.story)
+        rows: list[EventRow] = [(*stored, outcome) for stored, outcome in zip(page.story, outcomes, strict=True)]
+        self._events = deque(rows, maxlen=EVENTS_MAX)
         self._version = version
 
     def read(self) -> tuple[Record, ...]:
@@ -48,16 +51,17 @@ class CasJournal:
 
     def append_event(self, event: Event) -> None:
         """Add an event to the story; it is written with the next commit."""
-        self._events.append((event.at, event.node, event.what, event.reason, str(event.level)))
+        self._events.append(event_row(event))
 
-    def read_events(self, limit: int = EVENTS_MAX) -> list[tuple[float, str, str, str, str]]:
+    def read_events(self, limit: int = EVENTS_MAX) -> list[EventRow]:
         """The newest events, oldest first."""
         return list(self._events)[-limit:]
 
     async def commit(self, records: Iterable[Record] = ()) -> None:
         """Make records (and the story so far) durable. Raises `StoreError`, and `FencedError` where another leads."""
         self._contents.records |= {record_key(record): record for record in records}
-        self._contents.story = list(self._events)
+        self._contents.story = [row[:5] for row in self._events]
+        self._contents.outcomes = [row[5] for row in self._events]
         packed = zlib.compress(msgspec.msgpack.encode(self._contents), 1)
         version = await self._store.put(JOURNAL_KEY, packed, self._version)
         if version is None:

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from covey.atomic_file import replace_durably
-from covey.core.event_log import Event
+from covey.core.event_log import Event, EventRow, event_row
 from covey.core.incidents import INCIDENTS_MAX, Incident
 from covey.core.types import AgentRecord, ClusterRecord, MemberRecord, Phase, Record, Role
 from covey.errors import ExitCode, StoreError
@@ -30,7 +30,9 @@ FORMAT = 1
 EVENTS_MAX = 100_000  # events kept
 _SCHEMA = f"""
 create table facts (key text primary key, value blob not null) without rowid;
-create table story (seq integer primary key, at real, node text, what text, reason text, level text);
+create table story (
+  seq integer primary key, at real, node text, what text, reason text, level text, outcome text not null default ''
+);
 pragma user_version = {FORMAT};
 """
 
@@ -54,7 +56,7 @@ class Journal:
         self._lock_fd = lock
         self._database = database
         self._token = 0
-        self._pending_events: list[tuple[float, str, str, str, str]] = []
+        self._pending_events: list[EventRow] = []
 
     def claim_token(self, token: int) -> None:
         """From now on only the leader with this token writes."""
@@ -71,7 +73,7 @@ class Journal:
     def append_event(self, event: Event) -> None:
         """Add an event to the story; it is written with the next commit."""
         if len(self._pending_events) < EVENTS_MAX:
-            self._pending_events.append((event.at, event.node, event.what, event.reason, str(event.level)))
+            self._pending_events.append(event_row(event))
 
     def rewrite_if_removed(self) -> None:
         """Write the journal anew where somebody has removed it, as what clears temporary folders does with a file that nobody
@@ -105,7 +107,7 @@ class Journal:
                 ((record_key(record), _encode(record)) for record in records),
             )
             database.executemany(
-                "insert into story (at, node, what, reason, level) values (?, ?, ?, ?, ?)", self._pending_events
+                "insert into story (at, node, what, reason, level, outcome) values (?, ?, ?, ?, ?, ?)", self._pending_events
             )
             database.execute("delete from story where seq <= (select max(seq) from story) - ?", (EVENTS_MAX,))
             database.execute("commit")
@@ -129,10 +131,10 @@ class Journal:
         if newest < self._token:
             self._database.execute(f"pragma application_id = {self._token:d}")
 
-    def read_events(self, limit: int = 1000) -> list[tuple[float, str, str, str, str]]:
+    def read_events(self, limit: int = 1000) -> list[EventRow]:
         """The newest events, oldest first."""
         rows = self._database.execute(
-            "select at, node, what, reason, level from story order by seq desc limit ?", (limit,)
+            "select at, node, what, reason, level, outcome from story order by seq desc limit ?", (limit,)
         ).fetchall()
         return rows[::-1]
 
@@ -257,6 +259,8 @@ def _open_database(path: Path) -> sqlite3.Connection:
         database = sqlite3.connect(path, isolation_level=None)
         database.execute("pragma journal_mode = truncate")
         database.execute("pragma synchronous = full")
+        if "outcome" not in {column[1] for column in database.execute("pragma table_info(story)")}:
+            database.execute("alter table story add column outcome text not null default ''")  # written by covey 0.1.0
     except sqlite3.Error as error:
         if "readonly" in str(error) or "read-only" in str(error):
             raise StoreError(f"the journal {path} is read-only: make it writable") from None

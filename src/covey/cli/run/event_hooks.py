@@ -89,8 +89,8 @@ class EventHooks:
 
     def _make_hook_event(self, event: Event) -> HookEvent | None:
         kind = KIND_BY_EVENT.get(event.what)
-        if kind == "recovery" and not event.reason.endswith((f", {Outcome.RESUMED}", f", {Outcome.RESTARTED}")):
-            return None  # a resize, or the run's end, which has a word of its own
+        if kind == "recovery" and event.outcome not in (Outcome.RESUMED, Outcome.RESTARTED):
+            return None  # a scale-out that was rolled back, or the end of the run, which is the event "exit"
         return HookEvent(kind, event.at, self._job, self._scheduler_address.name, event.node, event.reason) if kind else None
 
     def _enqueue(self, notice: HookEvent) -> None:

@@ -212,7 +212,7 @@ class Ledger:
         unfinished = "scale-in" if self.cluster.going and outcome in (Outcome.RESUMED, Outcome.RESTARTED) else ""
         for incident in self.incidents.close(outcome, self._now, node, but=unfinished, reason=reason):
             self._persist(incident)
-            self._publish("cluster", "recovery", str(incident))
+            self._publish("cluster", "recovery", str(incident), outcome=incident.outcome)
 
     def _close_incidents_if_resumed(self) -> None:
         """Close the incidents as resumed, unless a rank that an exception ended has not made progress since: its script may
@@ -292,8 +292,8 @@ class Ledger:
     def _persist(self, record: Record) -> None:
         self._effects.append(Persist(record))
 
-    def _publish(self, node: str, what: str, reason: str, level: Level = Level.NOTE) -> None:
-        self._effects.append(PublishEvent(node, what, reason, level))
+    def _publish(self, node: str, what: str, reason: str, level: Level = Level.NOTE, outcome: Outcome | None = None) -> None:
+        self._effects.append(PublishEvent(node, what, reason, level, outcome))
 
     def _increment_counter(self, name: str) -> None:
         self.counters[name] = self.counters.get(name, 0) + 1
