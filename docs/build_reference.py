@@ -61,7 +61,7 @@ def settings() -> str:
             f"`{var.variable}`",
             format_value(getattr(default, field)) or "-",
             var.description,
-            var.kind.allowed_text.removesuffix(" is"),
+            var.kind.allowed_text,
         )
         for field, var in TABLE.items()
     )

@@ -290,4 +290,4 @@ def test_the_verbs(held: Kubernetes) -> None:
     again = covey("submit", str(script), "--image", "x")
     assert again.returncode == 10 and again.stderr.count("\n") == 1 and "already" in again.stderr
     lost = covey("logs", "7", "--job", "count")
-    assert lost.returncode == 10 and "ranks go from 0 to 3" in lost.stderr
+    assert lost.returncode == 10 and "expected 0 to 3" in lost.stderr

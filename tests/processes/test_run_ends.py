@@ -228,7 +228,7 @@ def test_ctrl_c_twice_ends_at_once(shell: Shell) -> None:
     shell.heard(0, "up")
     shell.heard(1, "up")
     os.killpg(run.pid, signal.SIGINT)
-    run.wait_for("Ctrl-C again ends at once")
+    run.wait_for("press Ctrl-C again to kill it")
     assert run.alive
     os.killpg(run.pid, signal.SIGINT)
     assert run.wait() == 130, run.tail()

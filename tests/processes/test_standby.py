@@ -181,7 +181,7 @@ def test_when_nobody_can_reach_the_store_nobody_leads_and_the_training_goes_on(c
     pair.first.wait_for("leads no longer, and stands by")
     cluster.trains_on(0, 1)
     asked = pair.asked("status")
-    assert asked.code == 22 and f"nobody leads at {pair.addresses} now" in asked.text() and asked.text().count("\n") == 1
+    assert asked.code == 22 and f"no scheduler leads at {pair.addresses}" in asked.text() and asked.text().count("\n") == 1
     pair.etcd.process.resume()
     until(lambda: len(re.findall(LEADS, pair.first.text() + pair.second.text())) == 2, "a new leader", story=cluster.tails)
     for node in pair.workers:
