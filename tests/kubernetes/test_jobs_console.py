@@ -93,6 +93,6 @@ def test_a_job_is_looked_into_killed_in_scaled_suspended_and_resumed(
         page.click("text=Resume…")
         page.click("dialog >> text=Resume >> nth=-1")
         kubernetes.wait(lambda: len(kubernetes.pods("more")) == 4, "pods of the new number")
-        assert [said for said in tab.complaints if "Failed to load" not in said] == []
+        assert [said for said in tab.errors if "Failed to load" not in said] == []
         refused = httpx2.post(f"{where}/jobs/{name}/suspend", json={"suspend": True}, headers={"X-Forwarded-For": "192.0.2.7"})
         assert refused.status_code == 401

@@ -163,7 +163,7 @@ def test_kill(shell: Shell) -> None:
         ("worker:9", "node 'worker:9' does not exist: covey nodes lists all nodes"),
     ):
         asked = shell.ask("kill", wanted)
-        assert (asked.code, asked.text()) == (10, f"covey: there is {sentence}\n")
+        assert (asked.code, asked.text()) == (10, f"covey: {sentence}\n")
     shell.release()
     assert run.wait() == 0, run.tail()
 
@@ -185,7 +185,7 @@ def test_kill_of_a_rank_that_has_ended(shell: Shell) -> None:
     until(lambda: not shell.nodes()[2]["alive"], "rank 1 to have left")
     asked = shell.ask("kill", "1")
     assert asked.code == 21
-    assert asked.text() == f"covey: the cluster at {master(shell)} kills nothing: worker:1 does not run: it is left\n"
+    assert asked.text() == f"covey: kill refused by the cluster at {master(shell)}: worker:1 does not run: it is left\n"
     shell.release()
     assert run.wait() == 0
 

@@ -12,7 +12,7 @@ import click
 import msgspec
 import pytest
 from click.shell_completion import ShellComplete
-from tests.http.serving import a_node, a_view
+from tests.http.serving import example_node, example_view
 
 from covey.cli import main as command
 from covey.cli.common import read_blocker
@@ -170,15 +170,15 @@ def test_broken_pipe_ends_covey_top_but_not_a_run(monkeypatch: pytest.MonkeyPatc
 
 
 def test_cluster_table_escapes_markup_and_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
-    node = msgspec.structs.replace(a_node(Role.WORKER, 0), host="[/bold]\x1b[2J", phase="a\nb")
-    print_cluster_table(msgspec.structs.replace(a_view(node), reason="\x1b]0;x"))
+    node = msgspec.structs.replace(example_node(Role.WORKER, 0), host="[/bold]\x1b[2J", phase="a\nb")
+    print_cluster_table(msgspec.structs.replace(example_view(node), reason="\x1b]0;x"))
     printed = capsys.readouterr().out
     assert r"[/bold]\x1b[2J" in printed and r"a\nb" in printed and r"\x1b]0;x" in printed and "\x1b" not in printed
 
 
 def test_node_lines_have_header_and_dash_for_unknown_pid() -> None:
-    known = msgspec.structs.replace(a_node(Role.WORKER, 1), pid=4711)
-    header, *lines = format_node_lines(a_view(a_node(Role.WORKER, 0), known))
+    known = msgspec.structs.replace(example_node(Role.WORKER, 1), pid=4711)
+    header, *lines = format_node_lines(example_view(example_node(Role.WORKER, 0), known))
     assert header.split() == ["node", "rank", "role", "host", "state", "step", "doing", "beat", "restarts", "pid"]
     ends = [(line.split()[0], line.split()[-1]) for line in lines]
     assert ends == [("scheduler:scheduler--1", "-"), ("worker:worker-0", "-"), ("worker:worker-1", "4711")]
@@ -186,8 +186,8 @@ def test_node_lines_have_header_and_dash_for_unknown_pid() -> None:
 
 
 def test_find_node_by_rank_or_name() -> None:
-    worker, server = a_node(Role.WORKER, 1), a_node(Role.PSERVER, 1)
-    view = a_view(a_node(Role.WORKER, 0), server, worker)
+    worker, server = example_node(Role.WORKER, 1), example_node(Role.PSERVER, 1)
+    view = example_view(example_node(Role.WORKER, 0), server, worker)
     assert find_node(view, "1") == find_node(view, "worker:worker-1") == worker
     assert find_node(view, "pserver:pserver-1") == server
     assert find_node(view, "scheduler") == find_node(view, "scheduler:scheduler--1") == view.nodes[0]
@@ -204,13 +204,13 @@ def test_find_node_by_rank_or_name() -> None:
 )
 def test_find_node_refuses_unknown_node(wanted: str, sentence: str) -> None:
     with pytest.raises(UsageError) as refused:
-        find_node(a_view(a_node(Role.WORKER, 0), a_node(Role.WORKER, 1)), wanted)
+        find_node(example_view(example_node(Role.WORKER, 0), example_node(Role.WORKER, 1)), wanted)
     assert (str(refused.value), refused.value.exit_code) == (sentence, ExitCode.BAD_SETTING)
 
 
 def test_find_node_refuses_rank_without_workers() -> None:
     with pytest.raises(UsageError, match="rank 0 does not exist: the cluster has no workers"):
-        find_node(a_view(), "0")
+        find_node(example_view(), "0")
 
 
 def test_covey_without_arguments_prints_help(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
