@@ -50,8 +50,8 @@ class CoveyError(Exception):
 
     exit_code: int = ExitCode.BAD_SETTING
 
-    def __init__(self, message: str, exit_code: int | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, sentence: str, exit_code: int | None = None) -> None:
+        super().__init__(sentence)
         if exit_code is not None:
             self.exit_code = exit_code
 
