@@ -155,7 +155,7 @@ def report(step: int | None = None, phase: str = "", loss: Any = None) -> None:
     """Report the progress of this worker for `covey status`, the live table and the console; the next heartbeat sends it.
 
     Without `step`, step and phase are unchanged; without `loss`, the loss is. A `covey.Loop` reports the step itself, so
-    `covey.report(loss=loss)` is sufficient there. Do nothing if the world size is 1 because there is no cluster.
+    `covey.report(loss=loss)` is sufficient there. Do nothing without a cluster.
     """
     node = _require_initialized().node
     if node is None:

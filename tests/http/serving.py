@@ -100,7 +100,7 @@ class FakeScheduler:
 
     async def read_log(self, node: str, start: int, find: str) -> LogChunk:
         if node not in {known.name for known in self.cluster.nodes}:
-            raise PeerError(f"there is no node {node!r}")
+            raise PeerError(f"node {node!r} does not exist")
         return LogChunk(1, b"step 1\nstep 2\n", max(0, start), 14, 14)
 
     async def report_host_gone(self, life: str, reason: str) -> None:
