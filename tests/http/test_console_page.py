@@ -329,7 +329,7 @@ CONTRASTS = """() => {
 
 
 NOTES = (
-    "import('/console/actions.js').then(({ note }) => { note('told', { link: 'to', to: '#' }); note('bad', { bad: true }); })"
+    "import('/console/actions.js').then(({ note }) => { note('text', { link: 'to', to: '#' }); note('bad', { bad: true }); })"
 )
 
 

@@ -54,14 +54,14 @@ def write_record(benchmark: str, path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(check, "RECORD", path)
 
 
-@pytest.mark.parametrize(("benchmark", "code", "said"), [("scale", 1, "MISSING"), ("mindspore", 0, "bench.peers mindspore")])
+@pytest.mark.parametrize(("benchmark", "code", "output"), [("scale", 1, "MISSING"), ("mindspore", 0, "bench.peers mindspore")])
 def test_missing_ratio_fails_unless_peer_is_missing(
-    benchmark: str, code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    benchmark: str, code: int, output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_record(benchmark, tmp_path / "record.json", monkeypatch)
     monkeypatch.setattr(check, "run", lambda *_: {})
     assert check.check([benchmark], trials=1, cores=2) == code
-    assert said in capsys.readouterr().out
+    assert output in capsys.readouterr().out
 
 
 def test_check_stops_at_deadline_with_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

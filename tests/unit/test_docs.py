@@ -129,9 +129,9 @@ def test_block_names_its_test_or_why_it_has_none(block: Block) -> None:
     elif block.language == "text":
         assert not re.search(r"^(\$|covey|python|bash|make|kubectl|curl|export) ", block.text, re.MULTILINE)
     else:
-        said = re.fullmatch(r"run by (?P<tests>.+)|not run: .+", block.said or KNOWN.get(block.page, ""))
-        assert said, "add a comment above the block: the test that runs it, or why none does"
-        for test in filter(None, (said["tests"] or "").split(", ")):
+        comment = re.fullmatch(r"run by (?P<tests>.+)|not run: .+", block.said or KNOWN.get(block.page, ""))
+        assert comment, "add a comment above the block: the test that runs it, or why none does"
+        for test in filter(None, (comment["tests"] or "").split(", ")):
             file, _, name = test.partition("::")
             assert f"def {name}(" in text(file), test
 

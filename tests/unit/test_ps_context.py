@@ -102,9 +102,9 @@ def test_unknown_key_error_suggests_nearest_key() -> None:
     ],
 )
 def test_invalid_value_error_names_key_and_expected_value(key: str, value: object, words: str) -> None:
-    sentence = refusal(**{key: value})
-    assert key in sentence
-    assert words in sentence
+    message = refusal(**{key: value})
+    assert key in message
+    assert words in message
 
 
 def test_password_of_1023_bytes_is_accepted() -> None:

@@ -159,12 +159,12 @@ def test_valid_value_is_parsed_and_origin_recorded(variable: str, text: str, val
     ],
 )
 def test_invalid_value_error_names_variable_value_and_expected_values(variable: str, text: str, allowed: str) -> None:
-    sentence = refusal({variable: text})
+    message = refusal({variable: text})
     visible = text if text.isprintable() else ascii(text)
-    assert sentence.startswith(f"{variable}={visible[:80]}")
-    assert " is invalid: expected " in sentence
-    assert sentence.endswith(".") and allowed in sentence
-    assert sentence.isprintable() and len(sentence) < 300
+    assert message.startswith(f"{variable}={visible[:80]}")
+    assert " is invalid: expected " in message
+    assert message.endswith(".") and allowed in message
+    assert message.isprintable() and len(message) < 300
 
 
 def test_invalid_port_error_text() -> None:
@@ -173,8 +173,8 @@ def test_invalid_port_error_text() -> None:
 
 @pytest.mark.parametrize("variable", ["COVEY_SECRET", "COVEY_TOKEN"])
 def test_invalid_secret_error_does_not_show_value(variable: str) -> None:
-    sentence = refusal({variable: "hush\n"})
-    assert variable in sentence and "hush" not in sentence
+    message = refusal({variable: "hush\n"})
+    assert variable in message and "hush" not in message
 
 
 def test_every_setting_has_a_unique_variable() -> None:
@@ -189,8 +189,8 @@ def test_empty_variable_counts_as_unset() -> None:
 
 
 def test_retry_interval_lower_above_upper_is_refused() -> None:
-    sentence = refusal({"MS_RETRY_INTERVAL_LOWER": "9", "MS_RETRY_INTERVAL_UPPER": "4"})
-    assert "MS_RETRY_INTERVAL_LOWER=9" in sentence and "MS_RETRY_INTERVAL_UPPER=4" in sentence
+    message = refusal({"MS_RETRY_INTERVAL_LOWER": "9", "MS_RETRY_INTERVAL_UPPER": "4"})
+    assert "MS_RETRY_INTERVAL_LOWER=9" in message and "MS_RETRY_INTERVAL_UPPER=4" in message
     assert "MS_RETRY_INTERVAL_UPPER=5 (default)" in refusal({"MS_RETRY_INTERVAL_LOWER": "6"})
     assert load_settings({"MS_RETRY_INTERVAL_LOWER": "5"}).settings.retry_lower_s == 5.0
 
@@ -202,8 +202,8 @@ def test_logging_to_files_requires_log_dir() -> None:
 
 @pytest.mark.parametrize(("worker", "scheduler"), [("10.0.0.1", "::1"), ("fe80::1%eth0", "10.0.0.1")])
 def test_mixed_ip_families_error_names_both_addresses(worker: str, scheduler: str) -> None:
-    sentence = refusal({"MS_WORKER_IP": worker, "MS_SCHED_HOST": scheduler})
-    assert f"MS_WORKER_IP={worker}" in sentence and f"MS_SCHED_HOST={scheduler}" in sentence
+    message = refusal({"MS_WORKER_IP": worker, "MS_SCHED_HOST": scheduler})
+    assert f"MS_WORKER_IP={worker}" in message and f"MS_SCHED_HOST={scheduler}" in message
 
 
 def test_scheduler_dns_name_is_valid_with_any_ip_family() -> None:
@@ -355,8 +355,8 @@ def test_settings_table_formats_values_like_variables_and_hides_secrets() -> Non
     ],
 )
 def test_misspelled_variable_is_reported_with_suggestion(typed: str, meant: str) -> None:
-    (sentence,) = misspelled_variables({typed: "1", "PATH": "/bin"})
-    assert sentence == f"{typed} is set but is not a setting: did you mean {meant}?"
+    (message,) = misspelled_variables({typed: "1", "PATH": "/bin"})
+    assert message == f"{typed} is set but is not a setting: did you mean {meant}?"
 
 
 @pytest.mark.parametrize(

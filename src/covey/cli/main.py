@@ -103,8 +103,8 @@ def verbs() -> None:
     """
 
 
-for verb in (submit, jobs, operator):
-    verbs.add_command(verb)
+for command in (submit, jobs, operator):
+    verbs.add_command(command)
 
 
 @verbs.command(cls=RunCompletion, add_help_option=False, context_settings={"ignore_unknown_options": True})

@@ -66,7 +66,7 @@ def test_every_printing_command_has_json() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "sentence"),
+    ("words", "message"),
     [
         ("statsu", "covey: No such command 'statsu'. Did you mean 'status'?\n"),
         ("status --what", "covey: No such option '--what'.\n"),
@@ -87,12 +87,12 @@ def test_every_printing_command_has_json() -> None:
     ],
 )
 def test_usage_error_is_one_line_with_exit_code_10(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, sentence: str
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: str, message: str
 ) -> None:
     monkeypatch.setattr("sys.argv", ["covey", *words.split()])
     with pytest.raises(SystemExit) as ended:
         command.main()
-    assert (ended.value.code, capsys.readouterr().err) == (10, sentence)
+    assert (ended.value.code, capsys.readouterr().err) == (10, message)
 
 
 def test_read_blocker_of_unreadable_files(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_find_node_by_rank_or_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "sentence"),
+    ("wanted", "message"),
     [
         ("2", "rank 2 does not exist: expected 0 to 1"),
         ("worker:7", "node 'worker:7' does not exist: covey nodes lists all nodes"),
@@ -202,10 +202,10 @@ def test_find_node_by_rank_or_name() -> None:
         ("\u00b2", "node '\u00b2' does not exist: covey nodes lists all nodes"),
     ],
 )
-def test_find_node_refuses_unknown_node(wanted: str, sentence: str) -> None:
+def test_find_node_refuses_unknown_node(wanted: str, message: str) -> None:
     with pytest.raises(UsageError) as refused:
         find_node(example_view(example_node(Role.WORKER, 0), example_node(Role.WORKER, 1)), wanted)
-    assert (str(refused.value), refused.value.exit_code) == (sentence, ExitCode.BAD_SETTING)
+    assert (str(refused.value), refused.value.exit_code) == (message, ExitCode.BAD_SETTING)
 
 
 def test_find_node_refuses_rank_without_workers() -> None:

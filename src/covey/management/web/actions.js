@@ -15,10 +15,10 @@ export function note(text, { bad = false, name = "", link = "", to = "" } = {}) 
 }
 
 /** Open a confirmation dialog; `act(form)` sends the request and returns the reply. */
-export function confirm({ title, says, fields = [], button, danger = false, act }) {
+export function confirm({ title, texts, fields = [], button, danger = false, act }) {
   const trouble = h("p", { class: "trouble", role: "alert" });
   const yes = h("button", { type: "submit", class: danger ? "danger" : "primary", text: button });
-  const form = h("form", { method: "dialog" }, h("h2", { id: "asked", text: title }), ...says.map((text) => h("p", { text })), ...fields, trouble,
+  const form = h("form", { method: "dialog" }, h("h2", { id: "asked", text: title }), ...texts.map((text) => h("p", { text })), ...fields, trouble,
     h("div", { class: "choices" }, h("button", { type: "button", text: "Cancel", onclick: () => dialog.close() }), yes));
   const dialog = h("dialog", { "aria-labelledby": "asked" }, form);
   form.addEventListener("submit", async (event) => {
@@ -67,7 +67,7 @@ export function scale(model) {
   const wanted = h("input", { type: "number", name: "wanted", min: "1", max: "4096", required: true, value: String(members.length) });
   confirm({
     title: `Change the number of ${role}s`,
-    says: [
+    texts: [
       `The cluster has ${plural(members.length, role)}. ` + (federated
         ? "Scaling out makes room for servers that you start. Scaling in removes the highest ranks."
         : "New workers start now and join the current step. Scaling in removes the highest ranks; samples they have not contributed move to the next step."),
@@ -87,7 +87,7 @@ export function scale(model) {
 
 export const drain = (node) => confirm({
   title: `Drain ${node.name}?`,
-  says: [{
+  texts: [{
     worker: "The worker leaves the group now; samples it has not contributed move to the next step. The world size decreases by one.",
     pserver: "Its rows move to the other parameter servers; then it leaves. The number of parameter servers decreases by one.",
   }[node.role] ?? "The server takes no more updates, hands over those it has, and leaves."],
@@ -97,14 +97,14 @@ export const drain = (node) => confirm({
 
 export const drainHost = (host, nodes) => confirm({
   title: `Drain the host ${host}?`,
-  says: [`${plural(nodes.length, "worker")} leave the group now: ${nodes.map((node) => node.name).join(", ")}. Samples they have not contributed move to the next step.`],
+  texts: [`${plural(nodes.length, "worker")} leave the group now: ${nodes.map((node) => node.name).join(", ")}. Samples they have not contributed move to the next step.`],
   button: "Drain host",
   act: () => post("/scalein", { node_ids: nodes.map((node) => node.name) }),
 });
 
 export const kill = (node) => confirm({
   title: `Kill ${node.name}?`,
-  says: [`Sends SIGKILL to process ${node.pid} on ${node.host}. The cluster recovers as from any crash.`],
+  texts: [`Sends SIGKILL to process ${node.pid} on ${node.host}. The cluster recovers as from any crash.`],
   button: "Kill",
   danger: true,
   act: () => post("/kill", { node: node.name }),
@@ -116,7 +116,7 @@ export function dump() {
   const reason = reasonField();
   confirm({
     title: "Dump and end?",
-    says: ["Every rank writes its state as a checkpoint at its next safe point. Then the run ends."],
+    texts: ["Every rank writes its state as a checkpoint at its next safe point. Then the run ends."],
     fields: [field("Reason", reason)],
     button: "Dump and end",
     danger: true,
@@ -126,7 +126,7 @@ export function dump() {
 
 const suspend = () => confirm({
   title: `Stop the job ${job}?`,
-  says: ["Suspends the job: its pods are deleted, and progress since the last checkpoint is lost. The job can be resumed."],
+  texts: ["Suspends the job: its pods are deleted, and progress since the last checkpoint is lost. The job can be resumed."],
   button: "Stop",
   danger: true,
   act: () => post("/suspend", { suspend: true }),
@@ -134,7 +134,7 @@ const suspend = () => confirm({
 
 export const resume = () => confirm({
   title: `Resume the job ${job}?`,
-  says: ["Creates the pods again. The script resumes from its newest checkpoint."],
+  texts: ["Creates the pods again. The script resumes from its newest checkpoint."],
   button: "Resume",
   act: () => post("/suspend", { suspend: false }),
 });
@@ -144,7 +144,7 @@ export function stop(model) {
   const reason = reasonField();
   return confirm({
     title: "Stop the cluster?",
-    says: [`Stops ${plural(model.workers().length, model.about.kind === "federated" ? "server" : "worker")}. Progress since the last checkpoint is lost.`],
+    texts: [`Stops ${plural(model.workers().length, model.about.kind === "federated" ? "server" : "worker")}. Progress since the last checkpoint is lost.`],
     fields: [field("Reason", reason)],
     button: "Stop",
     danger: true,

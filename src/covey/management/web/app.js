@@ -86,7 +86,7 @@ function line_(state, why, status = 0) {
 }
 
 /** Show a note about an incident: node, cause, strategy, outcome and duration. The note of an open incident is replaced when it closes. */
-function tell(incident) {
+function showIncident(incident) {
   const resized = incident.strategy.startsWith("scale");
   const open = incident.outcome === "open";
   const end = open ? "in progress" : `${incident.outcome} after ${milliseconds(took(incident))}`;
@@ -144,7 +144,7 @@ function receive(kind, message) {
     route();
   } else if (!shown) route();
   document.body.classList.remove("away");
-  if (kind === "news" && "recoveries" in views) news.recoveries.forEach(tell);
+  if (kind === "news" && "recoveries" in views) news.recoveries.forEach(showIncident);
   if (waiting) {
     waiting.whole ||= news.whole;
     waiting.reordered ||= news.reordered;
@@ -164,7 +164,7 @@ function draw() {
   header();
   views[shown].view.draw(news);
   if (panel && (news.names.includes(panel.name) || news.whole)) panel.draw();
-  if (panel) panel.hear(news.events);
+  if (panel) panel.addEvents(news.events);
   line_("live", "");
   document.dispatchEvent(new CustomEvent("drawn", { detail: performance.now() - began })); // for tests that measure it
 }
@@ -193,7 +193,7 @@ class Panel {
     const facts = {
       state: node.state, rank: node.rank >= 0 ? String(node.rank) : "–", host: `${node.host} (${node.address})`, doing: node.doing || "–",
       step: node.step >= 0 ? number(node.step) : "–", loss: number(node.loss), "busy per step": node.busyMs ? `${number(node.busyMs)} ms` : "–",
-      straggles: node.straggles ? `${node.straggles.toFixed(2)} × the median step time` : "no", "last heartbeat": node.heardAt > 0 ? `${span(model.now() - node.heardAt)} ago` : "–",
+      straggles: node.straggles ? `${node.straggles.toFixed(2)} × the median step time` : "no", "last heartbeat": node.heartbeatAt > 0 ? `${span(model.now() - node.heartbeatAt)} ago` : "–",
       restarts: String(node.restarts), incarnation: String(node.incarnation), process: node.pid ? String(node.pid) : "–",
     };
     this.facts.replaceChildren(...Object.entries(facts).map(([name, text]) => h("div", {}, h("dt", { text: name }), h("dd", { class: "mono", text }))));
@@ -203,13 +203,13 @@ class Panel {
     this.buttons.replaceChildren(...[
       node.hasLog && h("a", { class: "button", href: `#logs/${node.name}`, text: "Log" }),
       !job && node.role !== "spare" && button("Drain…", () => actions.drain(now())),
-      !job && this.beside().length > 1 && button("Drain host…", () => actions.drainHost(node.host, this.beside())),
+      !job && this.hostWorkers().length > 1 && button("Drain host…", () => actions.drainHost(node.host, this.hostWorkers())),
       model.about.kind === "training" && button("Kill…", () => actions.kill(now()), "danger-text"),
     ].filter(Boolean));
   }
 
   /** The workers on this node's host. */
-  beside() {
+  hostWorkers() {
     const { host } = model.nodes.get(this.name) ?? {};
     return [...model.nodes.values()].filter((node) => node.role === "worker" && node.host === host && node.rank >= 0 && node.state !== "left");
   }
@@ -219,7 +219,7 @@ class Panel {
     this.story.replaceChildren(...reply.events.reverse().map((event) => line(event, show)));
   }
 
-  hear(events) {
+  addEvents(events) {
     this.story.prepend(...events.filter((event) => event.node === this.name).reverse().map((event) => line(event, show)));
   }
 }

@@ -5,7 +5,7 @@ import { byId, h, mark, number, put } from "/console/dom.js";
 import { above, job as chosen, jobPage } from "/console/net.js";
 import { line } from "/console/recoveries.js";
 
-const LOOK_MS = 2000;
+const REFRESH_MS = 2000;
 
 const COLUMNS = [["job", (job) => `${job.namespace}/${job.name}`], ["state", (job) => job.state], ["workers", (job) => job.workers], ["step", (job) => (job.step >= 0 ? number(job.step) : "–")],
   ["restarts", (job) => String(job.restarts)], ["cluster", (job) => job.phase || "–"], ["newest recovery", (job) => job.recovery || "–"], ["reason", (job) => job.why]];
@@ -56,15 +56,15 @@ export class Away {
     this.resume = h("button", { type: "button", class: "primary", text: "Resume…", onclick: () => actions.resume(chosen) });
     this.story = h("ol", { class: "story" });
     this.element = h("section", { "aria-label": `Job ${chosen}` }, this.why, h("div", { class: "tools" }, this.resume), this.facts, h("h3", { text: "Events" }), this.story);
-    this.looked = 0;
+    this.refreshedAt = 0;
   }
 
   /** `why`: why the scheduler is unreachable. */
   async draw(why) {
     put(this.why, why);
     if (!this.element.isConnected) byId("main").replaceChildren(this.element);
-    if (Date.now() - this.looked < LOOK_MS) return;
-    this.looked = Date.now();
+    if (Date.now() - this.refreshedAt < REFRESH_MS) return;
+    this.refreshedAt = Date.now();
     const [{ jobs }, { events }] = await Promise.all([above("/jobs"), above(`/story?node=${encodeURIComponent(chosen)}`)]);
     const found = jobs.find((job) => COLUMNS[0][1](job) === chosen);
     this.resume.hidden = found?.state !== "Suspended";

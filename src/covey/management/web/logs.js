@@ -4,8 +4,8 @@ import { bytes, h, put } from "/console/dom.js";
 
 const TAIL = 64 * 1024; // bytes shown first
 const LINES_MAX = 5000;
-const LOOK_MS = 1000;
-const AGAIN_MS = 2000;
+const REFRESH_MS = 1000;
+const RETRY_MS = 2000;
 const FOUND_MAX = 2000; // lines of a search
 const ESCAPES = /\u001b\[[0-9;?]*[A-Za-z]/g;
 
@@ -41,7 +41,7 @@ export class Logs {
     } catch (error) {
       if (turn !== this.turn) return;
       put(this.state, error.message);
-      if (!error.status) this.timer = setTimeout(() => this.element.isConnected && void this.open(this.node), AGAIN_MS); // no reply: retry
+      if (!error.status) this.timer = setTimeout(() => this.element.isConnected && void this.open(this.node), RETRY_MS); // no reply: retry
     }
   }
 
@@ -67,7 +67,7 @@ export class Logs {
       } catch (error) {
         put(this.state, error.message);
       }
-      this.timer = setTimeout(look, LOOK_MS);
+      this.timer = setTimeout(look, REFRESH_MS);
     };
     await look();
   }

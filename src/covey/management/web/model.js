@@ -1,8 +1,8 @@
 // State of the page: the last snapshot with all later deltas applied.
 
-const FIELDS = ["name", "role", "id", "rank", "host", "state", "step", "doing", "heardAt", "restarts", "incarnation", "pid",
+const FIELDS = ["name", "role", "id", "rank", "host", "state", "step", "doing", "heartbeatAt", "restarts", "incarnation", "pid",
   "busyMs", "straggles", "loss", "hasLog", "address"];
-const MOVING = ["name", "step", "doing", "heardAt", "busyMs", "straggles", "loss"];
+const MOVING = ["name", "step", "doing", "heartbeatAt", "busyMs", "straggles", "loss"];
 const EVENTS_MAX = 1000;
 const POINTS_MAX = 2400;
 

@@ -5,7 +5,7 @@
 
 const STORE = "covey-token";
 const NO_REPLY = "No answer from the scheduler. Check whether the request took effect before you repeat it.";
-const AGAIN_MS = [300, 1000, 2000, 5000];
+const RETRY_MS = [300, 1000, 2000, 5000];
 
 export class Refused extends Error {
   constructor(status, message) {
@@ -91,7 +91,7 @@ export async function follow(receive, line) {
     } catch (error) {
       line("lost", error.message, error.status ?? 0);
     }
-    await new Promise((done) => setTimeout(done, AGAIN_MS[Math.min(failures, AGAIN_MS.length - 1)]));
+    await new Promise((done) => setTimeout(done, RETRY_MS[Math.min(failures, RETRY_MS.length - 1)]));
     failures += 1;
   }
 }

@@ -15,7 +15,7 @@ const COLUMNS = [
   { key: "step", title: "step", right: true, text: (n) => (n.step >= 0 ? number(n.step) : "–"), order: (n) => n.step },
   { key: "doing", title: "doing", text: doing, order: (n) => n.doing },
   { key: "busy", title: "busy per step", right: true, text: (n) => (n.busyMs ? `${number(n.busyMs)} ms` : "–"), order: (n) => n.busyMs },
-  { key: "beat", title: "last heartbeat", right: true, text: (n, now) => (n.heardAt > 0 ? span(now - n.heardAt) : "–"), order: (n) => -n.heardAt },
+  { key: "beat", title: "last heartbeat", right: true, text: (n, now) => (n.heartbeatAt > 0 ? span(now - n.heartbeatAt) : "–"), order: (n) => -n.heartbeatAt },
   { key: "restarts", title: "restarts", right: true, text: (n) => String(n.restarts), order: (n) => n.restarts },
 ];
 

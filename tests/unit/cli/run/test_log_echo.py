@@ -9,8 +9,8 @@ HEAD = "Traceback (most recent call last):"
 LINES = [HEAD, '  File "train.py", line 4, in <module>', "    main()", "ValueError: bad"]
 
 
-def error(lines: list[str], place: str = "train.py:4") -> ScriptError:
-    return ScriptError("ValueError", "bad", place, "\n".join(lines) + "\n")
+def error(lines: list[str], location: str = "train.py:4") -> ScriptError:
+    return ScriptError("ValueError", "bad", location, "\n".join(lines) + "\n")
 
 
 def passed(once: TracebackFilter, lines: list[str]) -> list[str]:

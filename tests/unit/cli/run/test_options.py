@@ -229,7 +229,7 @@ def test_option_sets_plan_field(line: str, field: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "sentence"),
+    ("line", "message"),
     [
         ("-n 0 t.py", "-n 0 is invalid: expected an integer from 1 to 1000000."),
         ("-n t.py", "-n t.py is invalid: expected an integer from 1 to 1000000."),
@@ -262,8 +262,8 @@ def test_option_sets_plan_field(line: str, field: str, value: object) -> None:
         ("-q t.py", "Unknown option -q: covey run --help lists all."),
     ],
 )
-def test_invalid_option_error_text(line: str, sentence: str) -> None:
-    assert refusal(line) == sentence
+def test_invalid_option_error_text(line: str, message: str) -> None:
+    assert refusal(line) == message
 
 
 @pytest.mark.parametrize(
