@@ -1,4 +1,4 @@
-"""Writes docs/reference/ from the code: `python docs/build_reference.py`. A test says when it has to be run again."""
+"""Generates docs/reference/ from the code: `python docs/build_reference.py`. A test fails if it is out of date."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from covey.management.training_api import ALL_OPERATIONS as TRAINING_OPERATIONS
 from covey.settings import TABLE, Settings, format_value
 
 FOLDER = Path(__file__).parent / "reference"
-MADE = "Made from the code by `docs/build_reference.py`.\n"
-FAMILIES = {1: "you", 2: "forming", 3: "peer", 4: "disk"}
+MADE = "Generated from the code by `docs/build_reference.py`.\n"
+FAMILIES = {1: "usage", 2: "forming", 3: "peer", 4: "disk"}
 
 
 def pages() -> dict[str, str]:
-    """Every page, by its name."""
+    """Return the text of every page by file name."""
     made = {
         "settings.md": settings(),
         "cli.md": cli(),
@@ -61,17 +61,17 @@ def settings() -> str:
             f"`{var.variable}`",
             format_value(getattr(default, field)) or "-",
             var.description,
-            var.kind.allowed_text.removesuffix(" is"),
+            var.kind.allowed_text,
         )
         for field, var in TABLE.items()
     )
-    return f"# Settings\n\n{MADE}\n" + table(("variable", "default", "meaning", "what is allowed"), rows)
+    return f"# Settings\n\n{MADE}\n" + table(("variable", "default", "meaning", "allowed values"), rows)
 
 
 def cli() -> str:
     sections = [f"## covey run\n\n```\n{help_text().rstrip()}\n```"]
     sections += [f"## covey {name}\n\n```\n{text}\n```" for name, text in _helps(verbs, "") if name != "run"]
-    return f"# Verbs\n\n{MADE}\n" + "\n\n".join(sections) + "\n"
+    return f"# Commands\n\n{MADE}\n" + "\n\n".join(sections) + "\n"
 
 
 def _helps(group: click.Group, path: str) -> Iterator[tuple[str, str]]:
@@ -82,8 +82,8 @@ def _helps(group: click.Group, path: str) -> Iterator[tuple[str, str]]:
         if isinstance(found, click.Group):
             yield from _helps(found, f"{path}{name} ")
         else:
-            own = click.Context(found, info_name=f"covey {path}{name}", terminal_width=100, max_content_width=100)
-            yield f"{path}{name}", found.get_help(own)
+            command_context = click.Context(found, info_name=f"covey {path}{name}", terminal_width=100, max_content_width=100)
+            yield f"{path}{name}", found.get_help(command_context)
 
 
 def rest() -> str:
@@ -93,11 +93,11 @@ def rest() -> str:
         for method, operation in methods.items()
     )
     return (
-        f"# REST\n\n{MADE}\nEvery port describes itself at `GET /openapi.json`. An answer that is no success is"
+        f"# REST\n\n{MADE}\nEvery port serves its OpenAPI document at `GET /openapi.json`. An error is"
         ' `{"error_message": ..., "code": "1"}`.\n'
-        f"\n## The scheduler of a training\n\n{_operations(TRAINING_OPERATIONS)}"
-        f"\n## The scheduler of a federation\n\n{_operations((*COMMON_OPERATIONS, *FEDERATED_OPERATIONS))}"
-        f"\n## Servers, for devices\n\n{table(('method', 'path', 'what'), of_devices)}"
+        f"\n## Scheduler of a training cluster\n\n{_operations(TRAINING_OPERATIONS)}"
+        f"\n## Scheduler of a federated cluster\n\n{_operations((*COMMON_OPERATIONS, *FEDERATED_OPERATIONS))}"
+        f"\n## Federated servers, for devices\n\n{table(('method', 'path', 'meaning'), of_devices)}"
     )
 
 
@@ -105,7 +105,7 @@ def _operations(operations: tuple[Operation, ...]) -> str:
     rows = (
         (op.method, f"`{op.path}`", op.summary, f"`{op.body.__name__}`" if op.body else "", _reply(op)) for op in operations
     )
-    return table(("method", "path", "what", "body", "answer"), rows)
+    return table(("method", "path", "meaning", "body", "reply"), rows)
 
 
 def _reply(operation: Operation) -> str:
@@ -114,19 +114,19 @@ def _reply(operation: Operation) -> str:
 
 
 def wire() -> str:
-    """Of the cluster port: every message, who says it, and its fields."""
-    speakers = {
-        "Said to the scheduler, by nodes, agents and visitors": messages.FromNode,
-        "Said by the scheduler": messages.FromScheduler,
-        "Said between a child and its agent, besides": messages.FromAgent,
+    """Return the page of the cluster port's messages, by sender, with their fields."""
+    senders = {
+        "From nodes, agents and clients to the scheduler": messages.FromNode,
+        "From the scheduler": messages.FromScheduler,
+        "Between a child process and its agent, in addition": messages.FromAgent,
     }
     seen: set[type] = set()
-    parts = [f"# Messages\n\n{MADE}\nProtocol {messages.PROTOCOL}: msgpack, tagged by the name, in frames with a length.\n"]
-    for heading, union in speakers.items():
+    parts = [f"# Messages\n\n{MADE}\nProtocol {messages.PROTOCOL}: msgpack, tagged by name, in length-prefixed frames.\n"]
+    for heading, union in senders.items():
         new = [kind for kind in get_args(union) if kind not in seen]
         seen |= set(new)
         rows = ((f"`{kind.__name__}`", inspect.getdoc(kind) or "", _fields(kind)) for kind in new)
-        parts.append(f"## {heading}\n\n{table(('message', 'what', 'fields'), rows)}")
+        parts.append(f"## {heading}\n\n{table(('message', 'meaning', 'fields'), rows)}")
     return "\n".join(parts)
 
 
@@ -140,12 +140,12 @@ def _type(hint: Any) -> str:
 
 
 def exit_codes() -> str:
-    rows = ((str(int(code)), FAMILIES.get(code // 10, ""), EXIT_CODE_HELP.get(code, "it went well")) for code in ExitCode)
+    rows = ((str(int(code)), FAMILIES.get(code // 10, ""), EXIT_CODE_HELP.get(code, "success")) for code in ExitCode)
     return f"# Exit codes\n\n{MADE}\n" + table(("code", "family", "meaning"), rows)
 
 
 def metric_texts() -> dict[str, bytes]:
-    """Return what each port's `/metrics` answers, from views in which every metric has a value."""
+    """Return the text of `/metrics` of each port, for views in which every metric has a value."""
     worker = NodeView(Role.WORKER, "0", 0, "host", "127.0.0.1", "alive", True, step=1, beat_age_s=1.0, straggles=2.0)
     total = Total("recover", Outcome.RESUMED, 1, dict.fromkeys(Stage, 0.1))
     counted = {"federated_rounds", "federated_missed"}
@@ -163,15 +163,15 @@ def metric_texts() -> dict[str, bytes]:
 
 
 def numbers() -> str:
-    """Every metric, from views that have something of everything."""
-    parts = [f"# Metrics\n\n{MADE}\nAt `GET /metrics`. `deploy/grafana/covey.json` is a dashboard of them.\n"]
+    """Return the page of all metrics."""
+    parts = [f"# Metrics\n\n{MADE}\nServed at `GET /metrics`. `deploy/grafana/covey.json` is a Grafana dashboard.\n"]
     for heading, text in metric_texts().items():
         rows = (
             (f"`{_named(family)}`", family.type, ", ".join(_labels(family)), family.documentation)
             for family in text_string_to_metric_families(text.decode())
         )
-        parts.append(f"## {heading}\n\n{table(('metric', 'type', 'labels', 'what'), rows)}")
-    parts.append("What devices and `evaluate` tell of a model is in `covey_model_NAME`, such as `covey_model_loss`.\n")
+        parts.append(f"## {heading}\n\n{table(('metric', 'type', 'labels', 'meaning'), rows)}")
+    parts.append("Metrics of a model that devices and `evaluate` report are `covey_model_NAME`, such as `covey_model_loss`.\n")
     return "\n".join(parts)
 
 

@@ -1,12 +1,12 @@
-"""covey starts, keeps, scales and heals clusters of training processes.
+"""covey launches, monitors, resizes and repairs clusters of training processes.
 
 import covey
 
-covey.init()                                   # joins the cluster, or is a world of one
+covey.init()                                   # joins the cluster; alone, the world size is 1
 rank, world = covey.get_rank(), covey.get_group_size()
 covey.reduce([p.grad for p in model.parameters()])   # the mean of the gradients over all workers
 
-Each public name is imported from its module when it is first used, because commands and schedulers need none of them. Type
+Each public name is imported from its module on first use, because commands and schedulers need none of them. Type
 checkers and editors read the imports below `TYPE_CHECKING`; `_NAMES_BY_MODULE` has the same names, which a test compares.
 """
 

@@ -1,4 +1,4 @@
-"""`python -m covey`: the same as `covey`, where the command is not on the path."""
+"""`python -m covey`: the same as the command `covey`."""
 
 from covey.cli.main import main
 

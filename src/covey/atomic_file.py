@@ -1,15 +1,15 @@
 """File writes that survive a crash.
 
-`write_atomically` writes a temporary file in the same folder, syncs it, renames it to its name and syncs the folder. It
+`write_atomically` writes a temporary file in the same directory, syncs it, renames it to its name and syncs the directory. It
 guarantees:
 
-* A reader, also after a crash or a power cut, finds the former content or the new one, never a part.
+* A reader, also after a crash or a power cut, finds the old content or the new content, never a part.
 * When it returns, the new content survives a power cut. With `durable=False` it syncs nothing: a power cut may then lose the
   new content or leave an empty file, a crash of the process may not.
-* If it raises, the file is as it was, and the temporary file is removed.
+* If it raises, the file is unchanged and the temporary file is removed.
 
-It does not guarantee an order between writers: of two that write the same file, the one that renames last wins. The other
-functions are the steps of it, for files that a library writes, or that several names depend on. All raise `OSError`.
+It does not guarantee an order between writers: of two processes that write the same file, the one that renames last wins. The
+other functions are its steps, for files that a library writes, or that several names depend on. All raise `OSError`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import os
 from pathlib import Path
 from typing import Final
 
-DEFAULT_MODE: Final = 0o666  # as open(): what the umask leaves of it
+DEFAULT_MODE: Final = 0o666  # reduced by the umask, as with open()
 
 
 def write_atomically(path: Path, content: bytes, *, mode: int = DEFAULT_MODE, durable: bool = True) -> None:
-    """Replace a file as a whole; `mode` is that of the new file."""
+    """Replace the content of a file atomically; `mode` is the mode of the new file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
-        temporary.unlink(missing_ok=True)  # of a former process with this pid: its mode may be another
+        temporary.unlink(missing_ok=True)  # left by an earlier process with this pid, maybe with another mode
         _write_file(temporary, content, mode, durable=durable)
         temporary.rename(path)
     except OSError:
@@ -38,7 +38,7 @@ def write_atomically(path: Path, content: bytes, *, mode: int = DEFAULT_MODE, du
 
 
 def replace_durably(temporary: Path, path: Path) -> None:
-    """Sync a complete file, rename it to `path`, and sync the folder."""
+    """Sync a complete file, rename it to `path`, and sync the directory."""
     _sync(temporary, os.O_RDONLY)
     temporary.rename(path)
     sync_directory(path.parent)
@@ -50,16 +50,16 @@ def write_synced(path: Path, content: bytes, *, mode: int = DEFAULT_MODE) -> Non
 
 
 def make_durable_directory(folder: Path) -> None:
-    """Create a folder and the missing ones above it, so that they survive a power cut. An existing folder is no error."""
+    """Create a directory and its missing parents, so that they survive a power cut. An existing one is accepted."""
     if not folder.parent.is_dir():
         make_durable_directory(folder.parent)
     with contextlib.suppress(FileExistsError):
         folder.mkdir()
-    sync_directory(folder.parent)  # also if it exists: the process that made it may not have synced it yet
+    sync_directory(folder.parent)  # also if it exists, because its creator may not have synced it yet
 
 
 def sync_directory(folder: Path) -> None:
-    """Make the names in a folder durable."""
+    """Make the names in a directory durable."""
     _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
 
 

@@ -1,7 +1,7 @@
-"""What can go wrong, who must act, and with which code the process ends.
+"""Exceptions of covey and their exit codes.
 
-An error is one sentence: what, where, what to do. Exit codes come in families of ten; a training process that failed by
-itself keeps its own code (128 + n for signal n), so these are only ours.
+An error message is one sentence: what happened, where, what to do. Exit codes are grouped by tens. A training process that
+fails keeps its own code (128 + n for signal n).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Numbered by family: 1x you, 2x the cluster did not form, 3x a peer, 4x the disk."""
+    """Exit codes by family: 1x usage, 2x the cluster did not form, 3x another process, 4x the disk."""
 
     OK = 0
     BAD_SETTING = 10
@@ -29,24 +29,24 @@ class ExitCode(IntEnum):
 
 
 EXIT_CODE_HELP: dict[ExitCode, str] = {
-    ExitCode.BAD_SETTING: "a setting, variable or option has a value that is not allowed: correct it",
-    ExitCode.PORT_IN_USE: "a port given by you is taken: choose another or end its holder",
-    ExitCode.BAD_TLS: "a certificate, key, password or list for TLS is not usable",
-    ExitCode.BAD_SCRIPT: "the script or command to run cannot be found",
-    ExitCode.NOT_FORMED: "too few nodes came in time",
-    ExitCode.REFUSED: "the scheduler refused this node: its reason says why",
-    ExitCode.UNREACHABLE: "no scheduler answered at the given address",
-    ExitCode.PEER_FAILED: "another node failed first: the report names it",
-    ExitCode.SCHEDULER_LOST: "the scheduler is gone and did not come back",
-    ExitCode.STOPPED: "the cluster was asked to stop",
-    ExitCode.ROWS_LOST: "a parameter server and the holder of its copy died together",
+    ExitCode.BAD_SETTING: "a setting, variable or option is invalid: correct it",
+    ExitCode.PORT_IN_USE: "a given port is in use: choose another, or end the process that uses it",
+    ExitCode.BAD_TLS: "a certificate, key, password or revocation list for TLS is not usable",
+    ExitCode.BAD_SCRIPT: "the script or command cannot be found or read",
+    ExitCode.NOT_FORMED: "too few nodes registered in time",
+    ExitCode.REFUSED: "the scheduler refused this node, with a reason",
+    ExitCode.UNREACHABLE: "no scheduler replied at the given address",
+    ExitCode.PEER_FAILED: "another node failed first; the report names it",
+    ExitCode.SCHEDULER_LOST: "the scheduler was lost and did not return",
+    ExitCode.STOPPED: "the cluster was stopped on request",
+    ExitCode.ROWS_LOST: "a parameter server and its replica holder died together",
     ExitCode.BAD_JOURNAL: "the journal is damaged, or belongs to another job",
     ExitCode.DISK: "the disk is full or read-only",
 }
 
 
 class CoveyError(Exception):
-    """One sentence for a person, and the code the process ends with."""
+    """Base of all errors: a message for the user, and the exit code of the process."""
 
     exit_code: int = ExitCode.BAD_SETTING
 
@@ -57,16 +57,16 @@ class CoveyError(Exception):
 
 
 class UsageError(CoveyError):
-    """You asked for something that cannot be: change the setting, the option or the call."""
+    """An invalid setting, option or call, which the user must change."""
 
 
 class PeerError(CoveyError):
-    """The other side misbehaved, refused or went away."""
+    """Another process refused a request, is unreachable, or violated the protocol."""
 
     exit_code = ExitCode.REFUSED
 
 
 class StoreError(CoveyError):
-    """What must outlive the process cannot be written or read."""
+    """Persistent data cannot be written or read."""
 
     exit_code = ExitCode.DISK

@@ -1,4 +1,4 @@
-"""covey's own log lines: one logger, one format, and no hand on the program's logging."""
+"""Log of covey: one logger with its own handlers and format; the script's logging is not changed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from covey.settings import Settings
 
 log = logging.getLogger("covey")
 QUEUED_LINES_MAX = 10_000
-FINAL_FLUSH_S = 2.0  # for the last lines, where nobody reads them
+FINAL_FLUSH_S = 2.0  # limit for the last lines if the output is blocked
 
 _LEVELS = {Level.DETAIL: logging.DEBUG, Level.NOTE: logging.INFO, Level.WARNING: logging.WARNING}
 _GLOG_LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
 
 
 def configure_logging(settings: Settings, who: str) -> None:
-    """Send our lines to stderr, or into the folder of this node under GLOG_log_dir."""
+    """Send log lines to stderr, or to a file in GLOG_log_dir. `who` names the process in each line."""
     for old in list(log.handlers):
         log.removeHandler(old)
         old.close()
@@ -41,7 +41,7 @@ def configure_logging(settings: Settings, who: str) -> None:
 
 
 class _DroppingQueueHandler(logging.handlers.QueueHandler):
-    """Lines that wait to be written. Where so many wait, nobody reads them: the newest are left out."""
+    """Handler with a bounded queue. If it is full because the output is blocked, new lines are dropped."""
 
     def enqueue(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(queue.Full):
@@ -50,43 +50,45 @@ class _DroppingQueueHandler(logging.handlers.QueueHandler):
 
 @contextlib.contextmanager
 def log_in_thread() -> Iterator[None]:
-    """Write our lines in a thread of its own: where nobody reads them, it waits, and who had something to say does not."""
-    written = list(log.handlers)
-    waiting = _DroppingQueueHandler(queue.Queue(QUEUED_LINES_MAX))
-    writer = logging.handlers.QueueListener(waiting.queue, *written)
-    log.handlers[:] = [waiting]
+    """Write log lines in a separate thread, so that a blocked output does not block the caller."""
+    handlers = list(log.handlers)
+    queue_handler = _DroppingQueueHandler(queue.Queue(QUEUED_LINES_MAX))
+    writer = logging.handlers.QueueListener(queue_handler.queue, *handlers)
+    log.handlers[:] = [queue_handler]
     writer.start()
     try:
         yield
     finally:
-        log.handlers[:] = written
-        last = threading.Thread(target=_flush_and_stop, args=(writer,), name="covey-log", daemon=True)
-        last.start()
-        last.join(FINAL_FLUSH_S)
+        log.handlers[:] = handlers
+        flusher = threading.Thread(target=_flush_and_stop, args=(writer,), name="covey-log", daemon=True)
+        flusher.start()
+        flusher.join(FINAL_FLUSH_S)
 
 
 def _flush_and_stop(writer: logging.handlers.QueueListener) -> None:
-    """Let it write what waits."""
     with contextlib.suppress(queue.Full):
         writer.stop()
 
 
 def _open_log_file(settings: Settings, who: str) -> logging.Handler:
-    """The file of this node: one folder per role and id, or per process where there is no id."""
+    """Return the handler of this node's log file, in a directory per role and id, or per process without an id.
+
+    Raise UsageError if it cannot be opened.
+    """
     name = who.replace(":", "_") if settings.node_id else f"{who}_{os.getpid()}"
-    folder = Path(settings.log_dir) / ("sched" if who == "scheduler" else name)
+    directory = Path(settings.log_dir) / ("sched" if who == "scheduler" else name)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return logging.FileHandler(folder / "covey.log")
+        directory.mkdir(parents=True, exist_ok=True)
+        return logging.FileHandler(directory / "covey.log")
     except OSError as error:
         raise UsageError(f"GLOG_log_dir={settings.log_dir} cannot be used for logs: {error.strerror}") from None
 
 
 def log_event(event: PublishEvent) -> None:
-    """An event of the core as a log line."""
+    """Log an event of the core."""
     log.log(_LEVELS[event.level], "%s %s: %s", escape_unprintable(event.node), event.what, escape_unprintable(event.reason))
 
 
 def escape_unprintable(text: str) -> str:
-    """What a peer said must neither look like a line of ours nor move a terminal's cursor."""
+    """Return the text with unprintable characters escaped, so that a peer cannot forge log lines or control a terminal."""
     return text if text.isprintable() else text.encode("unicode_escape").decode()

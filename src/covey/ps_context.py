@@ -1,7 +1,7 @@
-"""MindSpore's `set_ps_context`: what a training script may say before `covey.init()`.
+"""MindSpore's `set_ps_context`: settings that a training script makes before `covey.init()`.
 
-The names are MindSpore's. Nothing is acted on here: what was said is kept, checked, until `init()` asks for it. Unlike
-MindSpore's, a reset forgets everything, TLS included.
+The names are MindSpore's. Values are checked and stored until `init()` reads them. Unlike MindSpore's, a reset also resets
+the TLS settings.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DEFAULTS: Mapping[str, ContextValue] = {
     "enable_ssl": False,
     "client_password": "",
     "server_password": "",
-    # Not in MindSpore's pages, but taken by it.
+    # Not documented by MindSpore, but accepted by it.
     "ms_role": "",
     "worker_num": 0,
     "server_num": 0,
@@ -35,7 +35,7 @@ NODE_COUNT_MAX = 1_000_000  # nodes of one role
 
 
 class _PsContext:
-    """What was set so far; whatever is missing has its default."""
+    """The values set so far; missing keys have their default."""
 
     def __init__(self) -> None:
         self.values: dict[str, ContextValue] = {}
@@ -49,25 +49,25 @@ _context = _PsContext()
 
 
 def set_ps_context(**kwargs: ContextValue) -> None:
-    """Set one or more keys, all of them or, when one is not allowed, none. Call it before `covey.init()`."""
+    """Set one or more keys. Raise UsageError and set none if one is invalid. Call it before `covey.init()`."""
     for key, value in kwargs.items():
         _check_value(key, value)
     _context.values.update(kwargs)
 
 
 def get_ps_context(key: str) -> ContextValue:
-    """The value of a key: the one set, else its default."""
+    """Return the value of a key, or its default. Raise UsageError for an unknown key."""
     _check_key(key)
     return _context.values.get(key, DEFAULTS[key])
 
 
 def reset_ps_context() -> None:
-    """Forget all that was set."""
+    """Reset all keys to their defaults."""
     _context.values.clear()
 
 
 def is_set(key: str) -> bool:
-    """Whether the script set this key itself. Only then does it weigh more than the environment."""
+    """Whether the script set this key. Only then does it override the environment."""
     _check_key(key)
     return key in _context.values
 
@@ -81,14 +81,14 @@ def _check_key(key: str) -> None:
 def _check_value(key: str, value: object) -> None:
     _check_key(key)
     wanted = type(DEFAULTS[key])
-    if type(value) is not wanted:  # exactly: True is an int to Python, and no port
-        word = {bool: "True or False", int: "a whole number", str: "a string"}[wanted]
+    if type(value) is not wanted:  # exact type, because True is an int in Python but not a port
+        expected = {bool: "True or False", int: "an integer", str: "a string"}[wanted]
         shown = type(value).__name__ if key in PASSWORD_KEYS else repr(value)
-        raise UsageError(f"set_ps_context: {key} must be {word}, not {shown}")
+        raise UsageError(f"set_ps_context: {key} must be {expected}, not {shown}")
     if isinstance(value, int):
-        most = PORT_MAX if key in PORT_KEYS else NODE_COUNT_MAX
-        if not 0 <= value <= most:
-            raise UsageError(f"set_ps_context: {key} must be from 0 to {most}, not {value}")
+        maximum = PORT_MAX if key in PORT_KEYS else NODE_COUNT_MAX
+        if not 0 <= value <= maximum:
+            raise UsageError(f"set_ps_context: {key} must be from 0 to {maximum}, not {value}")
     elif isinstance(value, str) and key in PASSWORD_KEYS:
         size = len(value.encode("utf-8", "surrogateescape"))
         if size >= PASSWORD_MAX:

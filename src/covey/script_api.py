@@ -1,7 +1,7 @@
-"""The functions of `covey` for a training script: `init()`, ranks, collectives, and the objects of a training.
+"""Public functions of `covey` for training scripts: `init()`, ranks, collectives, and constructors of training objects.
 
-`covey.init()` joins the cluster; the others use the group that it made. The classes of `covey.training` that import torch, or
-need the group, are made by functions here.
+All other functions need `covey.init()`. Classes of `covey.training` that import torch or need the group have a function here
+that creates them.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ if TYPE_CHECKING:
     from covey.training.checkpoint.checkpoint import Checkpoint
 
 SEED_MAX: Final = 2**32 - 1
-FL_CONTEXT_VARIABLE: Final = "COVEY_FL_CONTEXT"  # what `covey federated up` sets for its processes
+FL_CONTEXT_VARIABLE: Final = "COVEY_FL_CONTEXT"  # set by `covey federated up` for its processes
 
 
 class _ScriptState:
-    """One per process."""
+    """State of `covey` in this process."""
 
     def __init__(self) -> None:
         self.is_initialized = False
-        self.node: MembershipThread | None = None  # none: a world of one
+        self.node: MembershipThread | None = None  # None: the world size is 1
         self.group = Communicator(None)
 
 
@@ -50,18 +50,18 @@ _state = _ScriptState()
 
 
 def init() -> None:
-    """Join the cluster that the MS_* variables describe; without them this process is a world of one.
+    """Join the cluster that the MS_* variables describe; without them the world size is 1.
 
-    A process to which another launcher (torchrun, mpirun, srun) gave a rank in a larger world is refused. In the process whose
-    role is MS_SCHED this runs the scheduler and never returns to the training code. A wrong setting or a refusal is one
-    sentence on stderr and the exit code of its family.
+    In a process with the role MS_SCHED this runs the scheduler, and in a parameter server the server; neither returns. An
+    invalid setting, a refusal by the scheduler, or a rank from another launcher (torchrun, mpirun, srun) in a larger world
+    prints a message to stderr and exits with the error's code. Further calls do nothing.
     """
     if _state.is_initialized:
         return
     install_error_hook()
     try:
-        if sentence := _federated_blocker():
-            raise UsageError(sentence)
+        if message := _federated_blocker():
+            raise UsageError(message)
         loaded = load_settings(os.environ)
         settings = loaded.settings
         if settings.role is not None or settings.sched_host or settings.sched_port or settings.worker_num:
@@ -77,11 +77,13 @@ def init() -> None:
             for remark in misspelled_variables(os.environ):
                 log.warning("%s", remark)
             if settings.lccl:
-                log.info("MS_ENABLE_LCCL=1 is accepted and changes nothing: collectives run on gloo")
+                log.info("MS_ENABLE_LCCL=1 has no effect: collectives run on gloo")
             node = MembershipThread(settings, scheduler_address(settings), lambda: _state.group.wait_for_all_ranks())
-            place = node.join()
-            if place.rank >= 0:
-                os.environ.update(RANK_ID=str(place.rank), RANK_SIZE=str(place.world), DEVICE_ID=str(place.local_rank))
+            assignment = node.join()
+            if assignment.rank >= 0:
+                os.environ.update(
+                    RANK_ID=str(assignment.rank), RANK_SIZE=str(assignment.world), DEVICE_ID=str(assignment.local_rank)
+                )
             _state.node = node
             if settings.role is Role.PSERVER:
                 from covey.worker.parameter_server_role import run_parameter_server
@@ -104,7 +106,7 @@ def init() -> None:
 
 
 def _ensure_supervised() -> None:
-    """Once: not in a life of this process's own, nor under an agent, which does the same."""
+    """Fork the supervised worker, unless this process is one already or has an agent, which also restarts it."""
     from covey.worker import supervisor
 
     if INCARNATION_VARIABLE not in os.environ and PROGRESS_FD_VARIABLE not in os.environ:
@@ -112,68 +114,71 @@ def _ensure_supervised() -> None:
 
 
 def get_rank() -> int:
-    """This worker's rank, from 0. A spare waits here until it has one."""
+    """Return this worker's rank, from 0. A spare blocks until it has one."""
     return _require_initialized().group.rank
 
 
 def get_group_size() -> int:
-    """How many workers there are. This and the rank may change where the world may (docs/elastic.md), inside a collective."""
+    """Return the number of workers. It and the rank can change in a collective if the world is elastic (docs/elastic.md)."""
     return _require_initialized().group.world
 
 
 def get_local_rank() -> int:
-    """This worker's place among those of its host, from 0."""
+    """Return this worker's index on its host, from 0."""
     node = _require_initialized().node
     return node.assignment.local_rank if node is not None else 0
 
 
 def get_local_rank_size() -> int:
-    """How many workers this host has."""
+    """Return the number of workers on this host."""
     node = _require_initialized().node
     return node.assignment.local_world if node is not None else 1
 
 
 def restart_count() -> int:
-    """How many lives of this rank there were before this one."""
+    """Return how many times this rank's process was restarted before this one."""
     node = _require_initialized().node
     return node.assignment.restarts if node is not None else 0
 
 
 def is_replacement() -> bool:
-    """Whether this process took the place of one that died."""
+    """Whether this process replaces one that died, or started as a spare."""
     node = _require_initialized().node
     return (node is not None and node.started_as_spare) or restart_count() > 0
 
 
 def group() -> Communicator:
-    """The group of all workers."""
+    """Return the group of all workers."""
     return _require_initialized().group
 
 
 def report(step: int | None = None, phase: str = "", loss: Any = None) -> None:
-    """Say what this worker is doing; the next beat carries it to `covey status`, the live view and the console. What is left
-    out stays as it was: in a `covey.Loop`, which tells the step itself, `covey.report(loss=loss)` is enough."""
+    """Report the progress of this worker for `covey status`, the live table and the console; the next heartbeat sends it.
+
+    Without `step`, step and phase are unchanged; without `loss`, the loss is. A `covey.Loop` reports the step itself, so
+    `covey.report(loss=loss)` is sufficient there. Do nothing without a cluster.
+    """
     node = _require_initialized().node
     if node is None:
         return
     before = node.progress
     step, phase = (before.step, before.phase) if step is None else (step, phase)
-    said = msgspec.structs.replace(
+    progress = msgspec.structs.replace(
         before, step=step, phase=phase[:PHASE_MAX], in_loop=node.leaves_at_step_boundary, waiting_in=""
     )
-    node.report_progress(msgspec.structs.replace(said, loss=before.loss if loss is None else _finite_loss(loss)))
+    node.report_progress(msgspec.structs.replace(progress, loss=before.loss if loss is None else _finite_loss(loss)))
 
 
 def _finite_loss(loss: Any) -> float:
-    """A number that equals itself: two beats must be seen to say the same. A tensor's is its item."""
+    """Return the loss as a float; infinity for NaN, because equal reports must compare equal."""
     value = float(loss.item() if hasattr(loss, "item") else loss)
     return value if math.isfinite(value) else math.inf
 
 
 def set_seed(seed: int) -> None:
-    """Seed Python, numpy and torch (where it is loaded or loadable)."""
+    """Seed the random generators of Python, numpy and torch, if installed. Raise UsageError for an invalid seed."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= SEED_MAX:
-        raise UsageError(f"set_seed({seed!r}) is not possible: give a whole number from 0 to {SEED_MAX}")
+        raise UsageError(f"set_seed({seed!r}) is invalid: expected an integer from 0 to {SEED_MAX}")
     seed_process(seed)
 
 
@@ -181,27 +186,27 @@ def set_seed(seed: int) -> None:
 
 
 def all_reduce(array: Any, op: Any = "sum") -> Any:
-    """Reduce a tensor or array over all workers, in place: "sum", "mean", "max", "min" or "product"."""
+    """Reduce a tensor or array over all workers in place and return it; `op`: "sum", "mean", "max", "min" or "product"."""
     return group().all_reduce(array, op)
 
 
 def reduce(tensors: Iterable[Any]) -> list[Any]:
-    """The mean of gradients over all workers, in place."""
+    """Replace each gradient by its mean over all workers, in place, and return them."""
     return group().reduce(list(tensors))
 
 
 def broadcast(array: Any, root: int = 0) -> Any:
-    """The root's values for every worker, in place."""
+    """Copy the values of rank `root` to every worker, in place, and return the array."""
     return group().broadcast(array, root)
 
 
 def all_gather(array: Any) -> list[Any]:
-    """Every worker's array, in order of rank."""
+    """Return the arrays of all workers, in order of rank."""
     return group().all_gather(array)
 
 
 def barrier() -> None:
-    """Return when every worker is here."""
+    """Block until every worker has called this."""
     group().barrier()
 
 
@@ -221,7 +226,7 @@ def Loop(
     checkpoint: Checkpoint | None = None,
     seed: int = 0,
 ) -> loop.Loop:
-    """The training loop that does not notice a death: see `covey.training.loop.Loop`."""
+    """Return a training loop that heals: see `covey.training.loop.Loop`."""
     from covey.training import loop
 
     return loop.Loop(
@@ -240,14 +245,14 @@ def Loop(
 
 
 def DistributedDataParallel(module: Any, **options: Any) -> ddp.DistributedDataParallel:
-    """In place of torch's, for a module that a `Loop` trains: see `covey.training.ddp.DistributedDataParallel`."""
+    """Return a replacement of torch's class for a module in a `Loop`: see `covey.training.ddp.DistributedDataParallel`."""
     from covey.training import ddp
 
     return ddp.DistributedDataParallel(module, **options)
 
 
 def ShardedOptimizer(params: Any, kind: Any, *, copies: int = 1, **options: Any) -> sharded_optimizer.ShardedOptimizer:
-    """A torch optimizer whose state is cut among the workers, with copies: see
+    """Return a torch optimizer whose state is sharded over the workers, with replicas: see
     `covey.training.sharded_optimizer.ShardedOptimizer`."""
     from covey.training import sharded_optimizer
 
@@ -255,7 +260,7 @@ def ShardedOptimizer(params: Any, kind: Any, *, copies: int = 1, **options: Any)
 
 
 def Model(net: Any, loss_fn: Callable[[Any, Any], Any], optimizer: Any) -> model.Model:
-    """A training in one call: see `covey.training.model.Model`."""
+    """Return a model with MindSpore's `train` interface: see `covey.training.model.Model`."""
     from covey.training import model
 
     return model.Model(net, loss_fn, optimizer, group=group())
@@ -271,7 +276,10 @@ def Embedding(
     seed: int = 0,
     vocab_cache_size: int = 0,
 ) -> embedding.Embedding:
-    """A table whose rows lie on the parameter servers: see `covey.training.embedding.Embedding`."""
+    """Return an embedding table whose rows are on the parameter servers: see `covey.training.embedding.Embedding`.
+
+    Raise UsageError without `set_ps_context(enable_ps=True)`.
+    """
     if not ps_context.get_ps_context("enable_ps"):
         raise UsageError("Embedding needs the parameter server mode: call covey.set_ps_context(enable_ps=True) before init()")
     from covey.training import embedding
@@ -288,19 +296,22 @@ def Embedding(
 
 
 def set_param_ps(target: Any, recurse: bool = True, init_in_server: bool = False, optimizer: Any = None) -> None:
-    """Have a torch parameter, or all that a module trains, served by the parameter servers: see docs/parameters.md."""
+    """Place a torch parameter, or all trainable parameters of a module, on the parameter servers (docs/parameters.md).
+
+    Raise UsageError without `set_ps_context(enable_ps=True)` or without parameter servers.
+    """
     if not ps_context.get_ps_context("enable_ps"):
         raise UsageError(
             "set_param_ps needs the parameter server mode: call covey.set_ps_context(enable_ps=True) before init()"
         )
     from covey.training.ps_parameters import mark_for_server
 
-    _ = group().client  # says what is missing if this cluster has no servers
+    _ = group().client  # raises if the cluster has no parameter servers
     mark_for_server(target, recurse=recurse, init_in_server=init_in_server, optimizer=optimizer)
 
 
 def _federated_blocker() -> str:
-    """Return why this process has no rank: it is one of a federated cluster. Return "" if it is none."""
+    """Return an error message if this process belongs to a federated cluster, in which it has no rank, else ""."""
     if "covey.federated.context" not in sys.modules and FL_CONTEXT_VARIABLE not in os.environ:
         return ""  # the import needs numpy
     from covey.federated import context
@@ -310,7 +321,7 @@ def _federated_blocker() -> str:
 
 def _require_initialized() -> _ScriptState:
     if not _state.is_initialized:
-        if sentence := _federated_blocker():
-            raise UsageError(sentence)
-        raise UsageError("call covey.init() first: before it this process has no rank")
+        if message := _federated_blocker():
+            raise UsageError(message)
+        raise UsageError("call covey.init() first: this process has no rank yet")
     return _state

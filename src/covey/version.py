@@ -1,4 +1,4 @@
-"""Which covey this is."""
+"""Version of covey."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The wall clock, as people know it: for what is shown and told, never for what is decided.
+"""The wall clock, used for output and records only; decisions use monotonic clocks.
 
-Decisions take times from clocks that cannot jump. That a wrong wall clock changes nothing is tried with COVEY_FAULT_CLOCK: it
-names a file with the seconds by which this clock is to be wrong, and `covey chaos --faults clock` writes it.
+COVEY_FAULT_CLOCK tests that a wrong wall clock changes no decision. It names a file with the number of seconds that this clock
+is wrong, which `covey chaos --faults clock` writes.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ FAULT_CLOCK_VARIABLE = "COVEY_FAULT_CLOCK"
 
 
 def wall_time() -> float:
-    """Seconds since 1970."""
-    named = os.environ.get(FAULT_CLOCK_VARIABLE)
-    return time.time() + (_read_clock_offset(Path(named)) if named else 0.0)
+    """Return the seconds since 1970."""
+    path = os.environ.get(FAULT_CLOCK_VARIABLE)
+    return time.time() + (_read_clock_offset(Path(path)) if path else 0.0)
 
 
 def _read_clock_offset(file: Path) -> float:
     try:
         return float(file.read_text() or 0)
-    except (OSError, ValueError):  # not there yet, or being written
+    except (OSError, ValueError):  # missing, or incomplete while it is written
         return 0.0

@@ -1,4 +1,4 @@
-"""Chromium with tabs that remember what went wrong in them, for tests of pages."""
+"""Chromium for tests of web pages; tabs record errors and requests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WAIT_MS = 60_000
 
 
 def browsers() -> Iterator[Any]:
-    """The body of a fixture."""
+    """Yield a browser; the body of a fixture."""
     require(CHROMIUM)
     with sync_playwright() as started:
         chromium = started.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
@@ -25,17 +25,17 @@ def browsers() -> Iterator[Any]:
 
 
 class Tab:
-    """A tab, what went wrong in it, and whom it asked for anything."""
+    """A browser tab with its console errors and the URLs it requested."""
 
     def __init__(self, browser: Any, **options: Any) -> None:
         self.context = browser.new_context(viewport={"width": 1280, "height": 860}, **options)
         self.context.set_default_timeout(WAIT_MS)
         self.page = self.context.new_page()
-        self.complaints: list[str] = []
-        self.asked: list[str] = []
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("console", lambda said: self.complaints.append(said.text) if said.type == "error" else None)
-        self.page.on("request", lambda request: self.asked.append(request.url))
+        self.errors: list[str] = []
+        self.requested: list[str] = []
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("console", lambda message: self.errors.append(message.text) if message.type == "error" else None)
+        self.page.on("request", lambda request: self.requested.append(request.url))
 
     def row(self, node: str, state: str = "alive") -> Any:
         return self.page.locator(f'.scroller .row[id="row-{node}"][data-state="{state}"]')
@@ -47,8 +47,8 @@ class Tab:
         self.page.locator(".note button").evaluate_all("(all) => all.forEach((button) => button.click())")
 
     def until(self, script: str) -> None:
-        """Asked from outside: what playwright has for this evaluates a text in the page, and the page's policy forbids that."""
-        until(lambda: self.page.evaluate(script), script, WAIT_MS / 1000, lambda: f"{self.page.content()}\n{self.complaints}")
+        """Poll the script until it is true. Playwright's wait_for_function would need eval, which the page's policy forbids."""
+        until(lambda: self.page.evaluate(script), script, WAIT_MS / 1000, lambda: f"{self.page.content()}\n{self.errors}")
 
 
 def picture(page: Any, folder: Path, name: str) -> None:

@@ -1,4 +1,4 @@
-"""A cluster view to look at, and a real server on loopback that shows it."""
+"""Example views of a cluster, a fake scheduler, and an HTTP server on loopback in a thread."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from covey.management.training_api import make_app
 TOKEN = "tests-own-token"
 
 
-def a_node(role: Role, rank: int, state: NodeState = NodeState.ALIVE, beat_age_s: float = 1.5) -> NodeView:
+def example_node(role: Role, rank: int, state: NodeState = NodeState.ALIVE, beat_age_s: float = 1.5) -> NodeView:
     return NodeView(
         role=role,
         node_id=f"{role}-{rank}",
@@ -41,14 +41,14 @@ def a_node(role: Role, rank: int, state: NodeState = NodeState.ALIVE, beat_age_s
     )
 
 
-def a_recovery() -> Incident:
+def example_recovery() -> Incident:
     ms = {Stage.DETECTED: 0.0, Stage.DECIDED: 0.0, Stage.REFORMED: 60.0, Stage.RESTORED: 10.0, Stage.RESUMED: 30.0}
-    words = ("worker:1", 1, "killed by SIGKILL", "recover-in-place", "its host is fine")
-    return Incident(1, 1_700_000_030.0, *words, outcome=Outcome.RESUMED, ms=ms, total_ms=100.0)
+    fields = ("worker:1", 1, "killed by SIGKILL", "recover-in-place", "its host is fine")
+    return Incident(1, 1_700_000_030.0, *fields, outcome=Outcome.RESUMED, ms=ms, total_ms=100.0)
 
 
-def a_view(*nodes: NodeView, phase: Phase = Phase.READY, counters: dict[str, float] | None = None) -> ClusterView:
-    scheduler = a_node(Role.SCHEDULER, -1, beat_age_s=-1.0)
+def example_view(*nodes: NodeView, phase: Phase = Phase.READY, counters: dict[str, float] | None = None) -> ClusterView:
+    scheduler = example_node(Role.SCHEDULER, -1, beat_age_s=-1.0)
     return ClusterView(
         cluster_id="c1",
         phase=phase,
@@ -61,19 +61,21 @@ def a_view(*nodes: NodeView, phase: Phase = Phase.READY, counters: dict[str, flo
         nodes=[scheduler, *nodes],
         restarts=4,
         counters=counters or {},
-        recoveries=[a_recovery()],
-        recovery_totals=[Total("recover-in-place", Outcome.RESUMED, 1, {s: ms / 1000 for s, ms in a_recovery().ms.items()})],
+        recoveries=[example_recovery()],
+        recovery_totals=[
+            Total("recover-in-place", Outcome.RESUMED, 1, {s: ms / 1000 for s, ms in example_recovery().ms.items()})
+        ],
     )
 
 
-class Shown:
-    """A cluster that looks like `cluster` and remembers why it was asked to stop."""
+class FakeScheduler:
+    """A scheduler with the view `cluster`; it records the requests it receives."""
 
     def __init__(self, cluster: ClusterView) -> None:
         self.cluster = cluster
         self.stops: list[str] = []
         self.scales: list[ScaleRequest] = []
-        self.wishes: list[KillRequest | StopRequest] = []
+        self.requests: list[KillRequest | StopRequest] = []
         self.event_log = EventLog()
         self.gone: list[tuple[str, str]] = []
 
@@ -89,16 +91,16 @@ class Shown:
     def console_details(self) -> dict[str, Any]:
         return {"kind": "training"}
 
-    async def submit_request(self, wish: ScaleRequest | KillRequest | StopRequest) -> ScaleAccepted | RequestAccepted:
-        if isinstance(wish, ScaleRequest):
-            self.scales.append(wish)
-            return ScaleAccepted(len(self.scales), "as asked")
-        self.wishes.append(wish)
-        return RequestAccepted("as asked")
+    async def submit_request(self, request: ScaleRequest | KillRequest | StopRequest) -> ScaleAccepted | RequestAccepted:
+        if isinstance(request, ScaleRequest):
+            self.scales.append(request)
+            return ScaleAccepted(len(self.scales), "accepted")
+        self.requests.append(request)
+        return RequestAccepted("accepted")
 
     async def read_log(self, node: str, start: int, find: str) -> LogChunk:
-        if node not in {shown.name for shown in self.cluster.nodes}:
-            raise PeerError(f"there is no node {node!r}")
+        if node not in {known.name for known in self.cluster.nodes}:
+            raise PeerError(f"node {node!r} does not exist")
         return LogChunk(1, b"step 1\nstep 2\n", max(0, start), 14, 14)
 
     async def report_host_gone(self, life: str, reason: str) -> None:
@@ -113,7 +115,7 @@ def bound(host: str = "127.0.0.1") -> socket.socket:
 
 @contextmanager
 def serving(
-    source: Shown | None = None,
+    source: FakeScheduler | None = None,
     *,
     app: ASGIApp | None = None,
     sock: socket.socket | None = None,
@@ -121,14 +123,14 @@ def serving(
     limits: ClientLimits | None = None,
     loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
 ) -> Iterator[int]:
-    """The port of a server that runs in a loop of its own, and has stopped when this ends."""
+    """Run a server in a thread with its own event loop; yield its port; stop it at the end."""
     sock = sock or bound()
     port: int = sock.getsockname()[1]
     started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
 
     async def serve() -> None:
         assert app is not None or source is not None
-        server = HttpServer(app or make_app(cast(Shown, source), token=TOKEN), [sock], ssl_context, limits=limits)
+        server = HttpServer(app or make_app(cast(FakeScheduler, source), token=TOKEN), [sock], ssl_context, limits=limits)
         await server.start()
         done = asyncio.Event()
         started.set_result((asyncio.get_running_loop(), done))
@@ -163,7 +165,7 @@ def dial(port: int) -> socket.socket:
 
 
 def read_to_end(sock: socket.socket) -> bytes:
-    """All that comes until the other side closes."""
+    """Return all bytes until the peer closes the connection."""
     data = bytearray()
     try:
         while piece := sock.recv(65536):

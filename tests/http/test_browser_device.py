@@ -1,4 +1,4 @@
-"""A browser tab as a device, in real Chromium: the published vectors, and a secure round together with devices in Python."""
+"""A browser tab as a federated device, in Chromium: published test vectors, and a secure round with Python devices."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def tab() -> Iterator[Any]:
         yield browser.new_page()
 
 
-def test_a_tab_takes_part_in_a_secure_round(shell: Shell, tab: Any) -> None:
-    """The model is the mean of three updates: one by the page's own arithmetic, two by ours."""
+def test_browser_device_takes_part_in_secure_round(shell: Shell, tab: Any) -> None:
+    """The model is the mean of three updates: one from the page, two from Python devices."""
     federation = Federation(
         shell, 1, 3, script=SCRIPT, encrypt_type="PW_ENCRYPT", fl_iteration_num=1, client_epoch_num=3, client_learning_rate=0.1
     )
-    complaints: list[str] = []
-    tab.on("pageerror", lambda error: complaints.append(str(error)))
+    errors: list[str] = []
+    tab.on("pageerror", lambda error: errors.append(str(error)))
     tab.goto(f"{federation.urls()[0]}/device/?id=tab")
     vectors = json.loads(VECTORS.read_text())
     computed = tab.evaluate(COMPUTE, vectors)
@@ -72,7 +72,7 @@ def test_a_tab_takes_part_in_a_secure_round(shell: Shell, tab: Any) -> None:
     samples.write_text(json.dumps({"images": data.images[:20].tolist(), "labels": data.labels[:20].tolist()}))
     changes: list[Any] = []
 
-    def live(number: int) -> None:
+    def run_device(number: int) -> None:
         with Device(federation.urls(), f"device-{number}", data_size=10) as device:
             task = device.join()
             assert task is not None
@@ -80,23 +80,23 @@ def test_a_tab_takes_part_in_a_secure_round(shell: Shell, tab: Any) -> None:
             changes.append((task.flat.copy(), change))
             assert task.send((task.flat + change).astype(np.float32), loss=1.0)
 
-    threads = [threading.Thread(target=live, args=(number,), daemon=True) for number in range(2)]
+    threads = [threading.Thread(target=run_device, args=(number,), daemon=True) for number in range(2)]
     for thread in threads:
         thread.start()
     tab.set_input_files("#samples", samples)
     tab.wait_for_function("document.querySelector('#end').textContent !== ''", timeout=60_000)
     for thread in threads:
         thread.join(60)
-    said = tab.text_content("#end")
-    assert said == "The training is finished: this device took part in 1 rounds.", (said, complaints, federation.tails())
-    (mine,) = tab.evaluate("window.rounds")
+    result = tab.text_content("#end")
+    assert result == "The training is finished: this device took part in 1 rounds.", (result, errors, federation.tails())
+    (own_round,) = tab.evaluate("window.rounds")
     began = changes[0][0]
-    wanted = began + (20 * np.array(mine["change"]) + 10 * changes[0][1] + 10 * changes[1][1]) / 40
+    expected = began + (20 * np.array(own_round["change"]) + 10 * changes[0][1] + 10 * changes[1][1]) / 40
     with Device(federation.urls(), "judge", data_size=1) as judge:
         _, weights = judge.model(1)
     flat = np.concatenate([weights[name].reshape(-1) for name in sorted(weights)])
-    assert np.abs(flat - wanted).max() < 1e-6
-    assert federation.instance()["metrics"]["updates"] == 3 and 0 < mine["loss"] < 3 and not complaints
+    assert np.abs(flat - expected).max() < 1e-6
+    assert federation.instance()["metrics"]["updates"] == 3 and 0 < own_round["loss"] < 3 and not errors
 
 
 def pick(source: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:

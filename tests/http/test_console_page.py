@@ -1,6 +1,6 @@
-"""The web console in real Chromium: a training that is killed, grown and looked into; a stranger; a thousand nodes.
+"""The web console in Chromium: actions on a real training, the token, other web pages, a thousand nodes, accessibility.
 
-Pictures go to the test's folder, or, with COVEY_PICTURES=docs/images, to where the README shows them.
+Screenshots go to the test's directory, or, with COVEY_PICTURES=docs/images, to the images of the documents.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.http.chromium import Tab, browsers, picture
-from tests.http.serving import TOKEN, Shown, a_node, a_view, serving
+from tests.http.serving import TOKEN, FakeScheduler, example_node, example_view, serving
 from tests.processes.command import Shell, shells
 from tests.processes.harness import until
 
@@ -68,12 +68,12 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def tab(browser: Any) -> Iterator[Tab]:
-    made = Tab(browser)
-    yield made
-    made.context.close()
+    opened = Tab(browser)
+    yield opened
+    opened.context.close()
 
 
-def test_a_training_is_watched_killed_grown_and_ended(shell: Shell, tab: Tab, tmp_path: Path) -> None:
+def test_console_kills_scales_drains_and_dumps_a_training(shell: Shell, tab: Tab, tmp_path: Path) -> None:
     shell.script(SCRIPT, "train.py")
     port = shell.port
     words = ("run", "-n", "3", "--manage-port", str(port), "train.py", str(tmp_path / "checkpoints"))
@@ -87,12 +87,12 @@ def test_a_training_is_watched_killed_grown_and_ended(shell: Shell, tab: Tab, tm
     tab.until("[...document.querySelectorAll('.chart .curve')].every((path) => path.getAttribute('d').includes('L'))")
 
     kill_a_worker(tab, tmp_path)
-    look_at_the_recovery(tab, tmp_path)
-    grow(tab, tmp_path)
+    check_recovery_view(tab, tmp_path)
+    scale_out(tab, tmp_path)
     drain(tab)
-    ask_a_scheduler_that_dies(tab, shell, port)
-    read_a_log(tab, port)
-    look_at_settings_and_story(tab, tmp_path)
+    send_request_to_killed_scheduler(tab, shell, port)
+    check_log_view(tab, port)
+    check_settings_and_event_views(tab, tmp_path)
 
     tab.page.click("#actions >> text=Dump…")
     tab.page.fill('dialog input[name="reason"]', "seen enough")
@@ -100,9 +100,9 @@ def test_a_training_is_watched_killed_grown_and_ended(shell: Shell, tab: Tab, tm
     assert run.wait() == ExitCode.STOPPED, run.tail()
     assert "seen enough" in run.text() and list((tmp_path / "checkpoints").iterdir())
     tab.until("document.querySelector('#line').textContent !== 'live'")
-    elsewhere = [url for url in tab.asked if not url.startswith(f"http://127.0.0.1:{port}/")]
-    policy = [said for said in tab.complaints if "ERR_" not in said and "Failed to load" not in said]
-    assert elsewhere == [] and policy == []
+    elsewhere = [url for url in tab.requested if not url.startswith(f"http://127.0.0.1:{port}/")]
+    errors = [text for text in tab.errors if "ERR_" not in text and "Failed to load" not in text]
+    assert elsewhere == [] and errors == []
 
 
 def ready(tab: Tab) -> None:
@@ -117,7 +117,7 @@ def kill_a_worker(tab: Tab, folder: Path) -> None:
     page.click(".panel >> text=Kill…")
     picture(page, folder, "console-confirm")
     page.click("dialog >> text=Cancel")
-    assert tab.row("worker:1").locator(".c-restarts").inner_text() == "0", "nothing happens before it is confirmed"
+    assert tab.row("worker:1").locator(".c-restarts").inner_text() == "0", "the action must wait for the confirmation"
     page.click(".panel >> text=Kill…")
     page.click("dialog button.danger")
     tab.until("document.querySelector('[id=\"row-worker:1\"] .c-restarts').textContent === '1'")
@@ -128,7 +128,7 @@ def kill_a_worker(tab: Tab, folder: Path) -> None:
     page.keyboard.press("Escape")
 
 
-def look_at_the_recovery(tab: Tab, folder: Path) -> None:
+def check_recovery_view(tab: Tab, folder: Path) -> None:
     page = tab.page
     page.keyboard.press("2")  # the recoveries
     incident = page.locator(".incident", has=page.locator(".badge", has_text="resumed")).first
@@ -140,7 +140,7 @@ def look_at_the_recovery(tab: Tab, folder: Path) -> None:
     picture(page, folder, "console-recovery")
 
 
-def grow(tab: Tab, folder: Path) -> None:
+def scale_out(tab: Tab, folder: Path) -> None:
     page = tab.page
     tab.view("nodes")
     page.click("#actions >> text=Scale…")
@@ -154,7 +154,7 @@ def grow(tab: Tab, folder: Path) -> None:
 
 
 def drain(tab: Tab) -> None:
-    """Not all can go; one can. The dialog for the size is open at the end."""
+    """Draining all workers is refused, one is drained. The scale dialog is open at the end."""
     page = tab.page
     tab.row("worker:0").click()
     page.click(".panel >> text=Drain host…")
@@ -168,15 +168,15 @@ def drain(tab: Tab) -> None:
     page.keyboard.press("Escape")
     page.click("#actions >> text=Scale…")
     page.click("dialog button.primary")
-    page.locator("dialog .trouble", has_text="there are 3 workers already").wait_for()
+    page.locator("dialog .trouble", has_text="the cluster has 3 workers already").wait_for()
 
 
-def ask_a_scheduler_that_dies(tab: Tab, shell: Shell, port: int) -> None:
+def send_request_to_killed_scheduler(tab: Tab, shell: Shell, port: int) -> None:
     page = tab.page
     scheduler = next(node["pid"] for node in shell.nodes() if node["role"] == "scheduler")
     os.kill(scheduler, signal.SIGKILL)
     page.fill('dialog input[name="wanted"]', "2")
-    page.click("dialog button.primary")  # heard by the next scheduler, or by nobody: both are said
+    page.click("dialog button.primary")  # received by the restarted scheduler, or lost: the page reports either
     page.locator("dialog .trouble:not(:empty)").or_(page.locator(".note", has_text="begin to scale in")).first.wait_for()
     page.keyboard.press("Escape")
     shell.listening(port)
@@ -184,19 +184,19 @@ def ask_a_scheduler_that_dies(tab: Tab, shell: Shell, port: int) -> None:
     ready(tab)
 
 
-def read_a_log(tab: Tab, port: int) -> None:
+def check_log_view(tab: Tab, port: int) -> None:
     page = tab.page
     page.goto(f"http://127.0.0.1:{port}/#logs/worker:0")
     tab.until("document.querySelector('.log')?.childElementCount > 5")
     shown = page.locator(".log > span").count()
-    tab.until(f"document.querySelector('.log').childElementCount > {shown}")  # it follows
+    tab.until(f"document.querySelector('.log').childElementCount > {shown}")  # the log is followed
     page.fill("#find", "STEP 3 ")
     page.press("#find", "Enter")
     tab.until("document.querySelectorAll('.log mark').length === 1")
     assert page.locator(".log").inner_text().startswith("step 3 loss ")
 
 
-def look_at_settings_and_story(tab: Tab, folder: Path) -> None:
+def check_settings_and_event_views(tab: Tab, folder: Path) -> None:
     page = tab.page
     tab.view("settings")
     number = page.locator('.plain-table tr:has(th:text-is("MS_WORKER_NUM"))')
@@ -207,24 +207,24 @@ def look_at_settings_and_story(tab: Tab, folder: Path) -> None:
     picture(page, folder, "console-story")
 
 
-def test_a_stranger_is_asked_for_the_token_and_other_pages_can_do_nothing(browser: Any, tmp_path: Path) -> None:
-    source, other = Shown(a_view()), Shown(a_view())
+def test_remote_user_needs_token_and_other_pages_are_blocked(browser: Any, tmp_path: Path) -> None:
+    source, other = FakeScheduler(example_view()), FakeScheduler(example_view())
     with serving(source) as port, serving(other) as elsewhere:
-        stranger = Tab(browser, extra_http_headers={"X-Forwarded-For": "192.0.2.7"})
-        page = stranger.page
+        remote = Tab(browser, extra_http_headers={"X-Forwarded-For": "192.0.2.7"})
+        page = remote.page
         page.goto(f"http://127.0.0.1:{port}/")
         page.wait_for_selector("#login")
         assert page.locator("#figures dd").count() == 0
         page.fill("#token", "guess")
         page.click("#login >> text=Open")
-        page.locator("#login .trouble", has_text="does not carry this cluster's token").wait_for()
+        page.locator("#login .trouble", has_text="does not have this cluster's token").wait_for()
         picture(page, tmp_path, "console-token")
         page.fill("#token", TOKEN)
         page.click("#login >> text=Open")
-        stranger.until("document.querySelector('#line').textContent === 'live'")
-        page.reload()  # the tab remembers it
-        stranger.until("document.querySelector('#line').textContent === 'live'")
-        stranger.context.close()
+        remote.until("document.querySelector('#line').textContent === 'live'")
+        page.reload()  # the tab keeps the token
+        remote.until("document.querySelector('#line').textContent === 'live'")
+        remote.context.close()
 
         evil = Tab(browser)
         evil.page.goto(f"http://127.0.0.1:{elsewhere}/")
@@ -238,30 +238,30 @@ def test_a_stranger_is_asked_for_the_token_and_other_pages_can_do_nothing(browse
     assert source.stops == []
 
 
-class DeviceGroup(Shown):
-    """A thousand workers, each with another step and beat whenever one looks."""
+class LargeCluster(FakeScheduler):
+    """A thousand workers whose steps and heartbeats change in every view."""
 
     size = 1000
 
     def view(self) -> ClusterView:
         now = time.time()
-        chance, step = random.Random(int(now * 10)), int(now * 25) % 1_000_000
+        rng, step = random.Random(int(now * 10)), int(now * 25) % 1_000_000
         nodes = [
             NodeView(
                 *(Role.WORKER, str(rank), rank, f"gpu-{rank // 8:03}", f"10.0.{rank // 800}.{rank // 8 % 100}"),
-                *(NodeState.ALIVE, True, step + chance.randrange(2), "train"),
-                beat_age_s=chance.random() * 3,
-                loss=chance.random(),
+                *(NodeState.ALIVE, True, step + rng.randrange(2), "train"),
+                beat_age_s=rng.random() * 3,
+                loss=rng.random(),
                 busy_s=0.03,
             )
             for rank in range(self.size)
         ]
-        return msgspec.structs.replace(a_view(*nodes), now=now, goal=self.size)
+        return msgspec.structs.replace(example_view(*nodes), now=now, goal=self.size)
 
 
-def test_a_thousand_nodes_stay_smooth(tab: Tab, tmp_path: Path) -> None:
-    """Only the rows that are seen exist, and an update touches nothing else. What it takes is told, not judged."""
-    with serving(DeviceGroup(a_view())) as port:
+def test_update_of_thousand_nodes_touches_only_visible_rows(tab: Tab, tmp_path: Path) -> None:
+    """Only visible rows exist, and an update changes no others. The duration is printed and not asserted."""
+    with serving(LargeCluster(example_view())) as port:
         page = tab.page
         page.goto(f"http://127.0.0.1:{port}/")
         tab.until("document.querySelectorAll('.cells i').length === 1000")
@@ -292,13 +292,15 @@ def test_a_thousand_nodes_stay_smooth(tab: Tab, tmp_path: Path) -> None:
         picture(page, tmp_path, "console-thousand")
         page.emulate_media(color_scheme="dark")
         page.set_viewport_size({"width": 360, "height": 780})
-        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "a phone need not scroll sideways"
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), (
+            "the page must not scroll horizontally on a phone"
+        )
         page.evaluate("scrollTo(0, 0)")
         picture(page, tmp_path, "console-phone")
-        assert tab.complaints == []
+        assert tab.errors == []
 
 
-# Every text that is seen, and how far its colour is from what is behind it, as WCAG reckons it.
+# Returns every visible text with its contrast to the background, by WCAG's formula.
 CONTRASTS = """() => {
   const channels = (colour) => colour.match(/[0-9.]+/g).map(Number);
   const light = (rgb) => {
@@ -327,23 +329,23 @@ CONTRASTS = """() => {
 
 
 NOTES = (
-    "import('/console/actions.js').then(({ note }) => { note('told', { link: 'to', to: '#' }); note('bad', { bad: true }); })"
+    "import('/console/actions.js').then(({ note }) => { note('text', { link: 'to', to: '#' }); note('bad', { bad: true }); })"
 )
 
 
-def a_crowd() -> Shown:
-    """One of everything that has a colour."""
+def all_states() -> FakeScheduler:
+    """Return a cluster with every node state and event level, because each has a colour."""
     states = (NodeState.ALIVE, NodeState.SUSPECT, NodeState.DEAD, NodeState.LEFT)
-    nodes = [a_node(Role.WORKER, rank, state) for rank, state in enumerate(states)]
-    slow = msgspec.structs.replace(a_node(Role.WORKER, 4), busy_s=0.5, straggles=3.0, log="rank-4.log")
-    source = Shown(a_view(*nodes, slow))
+    nodes = [example_node(Role.WORKER, rank, state) for rank, state in enumerate(states)]
+    slow = msgspec.structs.replace(example_node(Role.WORKER, 4), busy_s=0.5, straggles=3.0, log="rank-4.log")
+    source = FakeScheduler(example_view(*nodes, slow))
     for level in Level:
         source.event_log.add(PublishEvent("worker-1", "died", "killed by SIGKILL", level), 1.0)
     return source
 
 
-def test_every_text_can_be_read_and_a_small_phone_need_not_scroll_sideways(browser: Any, tmp_path: Path) -> None:
-    with serving(a_crowd()) as port:
+def test_texts_have_contrast_and_fit_a_small_phone(browser: Any, tmp_path: Path) -> None:
+    with serving(all_states()) as port:
         for scheme in ("light", "dark"):
             tab = Tab(browser, color_scheme=scheme)
             page = tab.page
@@ -365,8 +367,8 @@ def test_every_text_can_be_read_and_a_small_phone_need_not_scroll_sideways(brows
             tab.context.close()
 
 
-def test_everything_can_be_done_by_keys(tab: Tab) -> None:
-    source = a_crowd()
+def test_all_actions_work_by_keyboard(tab: Tab) -> None:
+    source = all_states()
     with serving(source) as port:
         page, press = tab.page, tab.page.keyboard.press
         page.goto(f"http://127.0.0.1:{port}/")
@@ -385,21 +387,21 @@ def test_everything_can_be_done_by_keys(tab: Tab) -> None:
         press("End")
         press("Enter")  # the last row is that of rank 4
         page.locator(".panel h2", has_text="worker-4").wait_for()
-        for button, wished in (("Drain…", "scales"), ("Kill…", "wishes")):
+        for button, recorded in (("Drain…", "scales"), ("Kill…", "requests")):
             while page.evaluate(focused) != button:
                 press("Tab")
             press("Enter")
             page.wait_for_selector("dialog[open]")
             press("Escape")
             tab.until("!document.querySelector('dialog')")
-            assert page.evaluate(focused) == button and getattr(source, wished) == []
+            assert page.evaluate(focused) == button and getattr(source, recorded) == []
             press("Enter")
             while page.evaluate(focused) != button.rstrip("…"):
                 press("Tab")
             press("Enter")
-            until(partial(getattr, source, wished), wished, 60)
+            until(partial(getattr, source, recorded), recorded, 60)
             tab.until("!document.querySelector('dialog')")
-        assert source.wishes == [KillRequest("worker:worker-4", "asked by 127.0.0.1")]
+        assert source.requests == [KillRequest("worker:worker-4", "requested by 127.0.0.1")]
         assert source.scales == [ScaleRequest(node_ids=["worker:worker-4"])]
         press("Escape")
         tab.until("!document.querySelector('.panel') && document.activeElement.matches('.scroller')")
@@ -410,12 +412,12 @@ def test_everything_can_be_done_by_keys(tab: Tab) -> None:
         page.keyboard.type("7")
         assert page.evaluate("document.querySelector('dialog input').value") == "7"
         press("Enter")
-        until(lambda: len(source.scales) == 2, "the wish", 60)
-        assert source.scales[1].more_workers == 3 and tab.complaints == []
+        until(lambda: len(source.scales) == 2, "the scale request", 60)
+        assert source.scales[1].more_workers == 3 and tab.errors == []
 
 
-class Jobs:
-    """What an operator has: two jobs, of which one waits."""
+class FakeOperator:
+    """An operator with two jobs, one running and one pending."""
 
     def __init__(self) -> None:
         self.event_log = EventLog()
@@ -435,12 +437,12 @@ class Jobs:
     def list_jobs(self) -> list[dict[str, Any]]:
         progress = {"phase": "ready", "step": 1200, "world": 4, "recovery": "recover of worker:1, 140 ms"}
         status = {"state": "Running", "workers": "4/4", "restartsTotal": 1, "progress": progress}
-        waits = {"state": "Created", "workers": "0/8", "waiting": "8 pods wait for a node"}
-        return [{"metadata": {"namespace": "team", "name": n}, "status": s} for n, s in (("digits", status), ("text", waits))]
+        pending = {"state": "Created", "workers": "0/8", "waiting": "8 pods wait for a node"}
+        return [{"metadata": {"namespace": "team", "name": n}, "status": s} for n, s in (("digits", status), ("text", pending))]
 
 
-def test_the_operators_page_lists_its_jobs(tab: Tab, tmp_path: Path) -> None:
-    with serving(app=jobs_api.make_app(Jobs(), token=TOKEN)) as port:
+def test_operator_page_lists_jobs(tab: Tab, tmp_path: Path) -> None:
+    with serving(app=jobs_api.make_app(FakeOperator(), token=TOKEN)) as port:
         tab.page.goto(f"http://127.0.0.1:{port}/")
         cells = tab.page.locator(".jobs tbody tr").filter(has_text="digits").locator("th, td")
         cells.first.wait_for()
@@ -450,4 +452,4 @@ def test_the_operators_page_lists_its_jobs(tab: Tab, tmp_path: Path) -> None:
         picture(tab.page, tmp_path, "console-jobs")
         tab.page.keyboard.press("2")
         tab.page.locator(".story li", has_text="worker-1 runs again").wait_for()
-        assert tab.page.locator("#actions button").count() == 0 and tab.complaints == []
+        assert tab.page.locator("#actions button").count() == 0 and tab.errors == []

@@ -1,4 +1,4 @@
-"""Metrics by Prometheus' conventions, and a dashboard that asks only for what is there."""
+"""Metrics follow Prometheus' conventions, and the dashboard queries only existing metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
-from tests.http.serving import a_node, a_view
+from tests.http.serving import example_node, example_view
 
 from covey.core.types import Role
 from covey.kubernetes.operator_metrics import OperatorMetrics
@@ -23,17 +23,17 @@ UNITS = ("_milliseconds", "_ms", "_minutes", "_kb", "_mb", "_megabytes", "_perce
 LABELS = {"role", "state", "phase", "strategy", "outcome", "stage", "rank", "version", "cluster_id", "le", "quantile"}
 
 
-def everything() -> list[Metric]:
-    """Of a training, a federation and an operator."""
-    busy = msgspec.structs.replace(a_node(Role.WORKER, 3), straggles=2.5, step=7)
-    training = render(msgspec.structs.replace(a_view(busy), gauges={"links": 3.0}), "1")
-    federated = render(msgspec.structs.replace(a_view(counters=COUNTED), gauges=FEDERATED, worker_num=0), "1")
+def all_metrics() -> list[Metric]:
+    """Return the metrics of a training cluster, a federated cluster and an operator."""
+    busy = msgspec.structs.replace(example_node(Role.WORKER, 3), straggles=2.5, step=7)
+    training = render(msgspec.structs.replace(example_view(busy), gauges={"links": 3.0}), "1")
+    federated = render(msgspec.structs.replace(example_view(counters=COUNTED), gauges=FEDERATED, worker_num=0), "1")
     texts = (training, federated, OperatorMetrics().render())
     return [family for text in texts for family in text_string_to_metric_families(text.decode())]
 
 
-@pytest.mark.parametrize("family", everything(), ids=lambda family: family.name)
-def test_a_metric_follows_the_conventions(family: Metric) -> None:
+@pytest.mark.parametrize("family", all_metrics(), ids=lambda family: family.name)
+def test_metric_follows_naming_conventions(family: Metric) -> None:
     assert re.fullmatch(r"(covey|training_operator)(_[a-z][a-z0-9]*)+", family.name) or family.name == "covey_info"
     assert not family.name.endswith(UNITS)
     assert family.documentation.endswith(".") and len(family.documentation) > 10
@@ -45,25 +45,27 @@ def test_a_metric_follows_the_conventions(family: Metric) -> None:
     assert {label for sample in family.samples for label in sample.labels} <= LABELS
 
 
-def test_labels_have_few_values() -> None:
-    """A thousand ranks in good order are no more series than one."""
+def test_number_of_series_does_not_grow_with_healthy_ranks() -> None:
     sizes = [
         sum(len(family.samples) for family in text_string_to_metric_families(render(view, "1").decode()))
-        for view in (a_view(a_node(Role.WORKER, 0)), a_view(*(a_node(Role.WORKER, rank) for rank in range(1000))))
+        for view in (
+            example_view(example_node(Role.WORKER, 0)),
+            example_view(*(example_node(Role.WORKER, rank) for rank in range(1000))),
+        )
     ]
     assert sizes[0] == sizes[1]
 
 
-def test_the_dashboard_asks_for_what_is_there() -> None:
-    board = json.loads(DASHBOARD.read_text())
-    known = {sample.name for family in everything() for sample in family.samples}
-    asked = {
+def test_dashboard_queries_existing_metrics() -> None:
+    dashboard = json.loads(DASHBOARD.read_text())
+    known = {sample.name for family in all_metrics() for sample in family.samples}
+    queried = {
         name
-        for panel in board["panels"]
+        for panel in dashboard["panels"]
         for target in panel["targets"]
         for name in re.findall(r"\b(?:covey|training_operator)_\w+", target["expr"])
     }
-    assert asked and asked <= known, asked - known
-    assert len({panel["id"] for panel in board["panels"]}) == len(board["panels"])
-    places = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in board["panels"]]
-    assert len(set(places)) == len(places)
+    assert queried and queried <= known, queried - known
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
+    positions = [(panel["gridPos"]["x"], panel["gridPos"]["y"]) for panel in dashboard["panels"]]
+    assert len(set(positions)) == len(positions)

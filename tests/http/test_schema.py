@@ -1,4 +1,4 @@
-"""The OpenAPI document describes what the running server does: schemathesis holds every answer against it."""
+"""The OpenAPI document matches the running server, checked with schemathesis."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.http.serving import Shown, a_node, a_view, client, serving
+from tests.http.serving import FakeScheduler, client, example_node, example_view, serving
 
 from covey.core.types import NodeState, Role
 from covey.management.training_api import ALL_OPERATIONS
@@ -16,12 +16,16 @@ from covey.management.training_api import ALL_OPERATIONS
 
 @pytest.fixture
 def port() -> Iterator[int]:
-    nodes = (a_node(Role.WORKER, 0), a_node(Role.PSERVER, 0, NodeState.SUSPECT), a_node(Role.SERVER, 1, NodeState.LEFT))
-    with serving(Shown(a_view(*nodes, counters={"beats": 1.0}))) as port:
+    nodes = (
+        example_node(Role.WORKER, 0),
+        example_node(Role.PSERVER, 0, NodeState.SUSPECT),
+        example_node(Role.SERVER, 1, NodeState.LEFT),
+    )
+    with serving(FakeScheduler(example_view(*nodes, counters={"beats": 1.0}))) as port:
         yield port
 
 
-def test_every_answer_is_as_documented(port: int, tmp_path: Path) -> None:
+def test_every_reply_matches_openapi_document(port: int, tmp_path: Path) -> None:
     schemathesis = [sys.executable, "-m", "schemathesis.cli", "run", f"http://127.0.0.1:{port}/openapi.json"]
     bounds = ["--max-examples", "20", "--seed", "1", "--generation-database", "none", "--no-color"]
     done = subprocess.run(
@@ -32,21 +36,21 @@ def test_every_answer_is_as_documented(port: int, tmp_path: Path) -> None:
         timeout=110,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    # All but /openapi.json itself, which schemathesis reads and leaves out, and /stream, whose answer goes on.
+    # Without /openapi.json, which schemathesis omits, and /stream, whose reply does not end.
     assert f"Tested: {len(ALL_OPERATIONS) - 2}\n" in done.stdout
 
 
-def test_every_door_is_documented(port: int) -> None:
+def test_every_operation_is_documented(port: int) -> None:
     with client(port) as http:
         document = http.get("/openapi.json").json()
     assert document["openapi"] == "3.1.0"
-    described = {(method.upper(), path) for path, doors in document["paths"].items() for method in doors}
+    described = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
     assert described == {(operation.method, operation.path) for operation in ALL_OPERATIONS}
     assert document["paths"]["/stop"]["post"]["requestBody"]["required"] is False
     responses = document["components"]["responses"]
     for path in ("/nodes", "/stop", "/metrics"):
-        (door,) = document["paths"][path].values()
-        assert set(door["responses"]) == {"200", *responses}
+        (operation,) = document["paths"][path].values()
+        assert set(operation["responses"]) == {"200", *responses}
     assert {"400", "401", "403", "405", "413", "500"} <= set(responses)
     assert "Allow" in responses["405"]["headers"]
     assert "WWW-Authenticate" in responses["401"]["headers"]

@@ -1,4 +1,4 @@
-"""How the server begins and ends, and what a rude client gets: over real sockets, on both event loops."""
+"""HTTP server: client limits, start, stop, TLS and the redirect of a standby, over sockets on both event loops."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import uvloop
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
-from tests.http.serving import TOKEN, Shown, a_node, a_view, bound, client, dial, read_to_end, serving
+from tests.http.serving import TOKEN, FakeScheduler, bound, client, dial, example_node, example_view, read_to_end, serving
 from tests.requirements import IPV6, needs
 
 from covey.core.types import Role
@@ -29,7 +29,7 @@ from covey.management.http_server import ClientLimits, HttpServer
 from covey.management.training_api import make_app
 
 Loop = Callable[[], asyncio.AbstractEventLoop]
-SOON = 0.2  # seconds: a limit these tests wait for on purpose
+SOON = 0.2  # seconds; a limit that tests wait for
 NEVER = 3600.0
 
 both_loops = pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uvloop.new_event_loop])
@@ -38,18 +38,18 @@ both_loops = pytest.mark.parametrize("loop_factory", [asyncio.new_event_loop, uv
 def limits(
     *, connections: int = 128, request_s: float = NEVER, response_s: float = NEVER, linger_s: float = NEVER
 ) -> ClientLimits:
-    """No limit that the test does not ask for."""
+    """Return limits that are unlimited unless given."""
     return ClientLimits(
         connections=connections, request_s=request_s, response_s=response_s, keep_alive_s=3600, linger_s=linger_s
     )
 
 
-# -- rude clients ----------------------------------------------------------------------------------------------------
+# -- client limits ---------------------------------------------------------------------------------------------------
 
 
 @both_loops
-def test_requests_in_drops_are_cut_off(loop_factory: Loop) -> None:
-    source = Shown(a_view())
+def test_incomplete_request_is_disconnected_after_timeout(loop_factory: Loop) -> None:
+    source = FakeScheduler(example_view())
     drops = [
         b"",
         b"\r\n",
@@ -60,10 +60,10 @@ def test_requests_in_drops_are_cut_off(loop_factory: Loop) -> None:
         slow = [dial(port) for _ in drops]
         for sock, drop in zip(slow, drops, strict=True):
             sock.sendall(drop)
-        with dial(port) as second:  # one request is whole, the next one is not
+        with dial(port) as second:  # one complete request, then an incomplete one
             second.sendall(b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\nGET /nodes HTTP/1.1\r\nHost: loc")
             assert read_to_end(second).count(b"HTTP/1.1 ") == 1
-        with dial(port) as third:  # an empty line after an answer ends the keep-alive and begins nothing
+        with dial(port) as third:  # an empty line after a response ends the keep-alive and starts no request
             third.sendall(b"HEAD /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert third.recv(65536).startswith(b"HTTP/1.1 200 ")
             third.sendall(b"\r\n")
@@ -75,8 +75,8 @@ def test_requests_in_drops_are_cut_off(loop_factory: Loop) -> None:
 
 
 @both_loops
-def test_a_slow_client_keeps_nobody_else_waiting(loop_factory: Loop) -> None:
-    served = serving(Shown(a_view()), limits=limits(linger_s=SOON), loop_factory=loop_factory)
+def test_slow_client_does_not_delay_others(loop_factory: Loop) -> None:
+    served = serving(FakeScheduler(example_view()), limits=limits(linger_s=SOON), loop_factory=loop_factory)
     with served as port, dial(port) as slow, client(port) as http:
         slow.sendall(b"POST /stop HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 9\r\n\r\n")
         assert slow.recv(65536).startswith(b"HTTP/1.1 100 ")
@@ -84,10 +84,10 @@ def test_a_slow_client_keeps_nobody_else_waiting(loop_factory: Loop) -> None:
 
 
 @both_loops
-def test_a_client_that_does_not_read_its_answer_is_cut_off(loop_factory: Loop) -> None:
+def test_client_that_does_not_read_response_is_disconnected(loop_factory: Loop) -> None:
     listening = bound()
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    source = Shown(a_view(*(a_node(Role.WORKER, rank) for rank in range(10_000))))
+    source = FakeScheduler(example_view(*(example_node(Role.WORKER, rank) for rank in range(10_000))))
     slow = socket.socket()
     slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     with serving(source, sock=listening, limits=limits(response_s=SOON), loop_factory=loop_factory) as port, slow:
@@ -99,15 +99,15 @@ def test_a_client_that_does_not_read_its_answer_is_cut_off(loop_factory: Loop) -
 
 
 @both_loops
-def test_headers_without_end_are_refused(loop_factory: Loop) -> None:
-    with serving(Shown(a_view()), limits=limits(), loop_factory=loop_factory) as port, dial(port) as sock:
+def test_endless_headers_are_refused(loop_factory: Loop) -> None:
+    with serving(FakeScheduler(example_view()), limits=limits(), loop_factory=loop_factory) as port, dial(port) as sock:
         sock.sendall(b"GET /nodes HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"x" * (64 * 1024))
         assert read_to_end(sock).startswith(b"HTTP/1.1 431 ")
 
 
 @both_loops
-def test_whole_headers_may_not_be_too_long_either(loop_factory: Loop) -> None:
-    with serving(Shown(a_view()), limits=limits(), loop_factory=loop_factory) as port, client(port) as http:
+def test_complete_headers_above_limit_are_refused(loop_factory: Loop) -> None:
+    with serving(FakeScheduler(example_view()), limits=limits(), loop_factory=loop_factory) as port, client(port) as http:
         assert http.get("/nodes", headers={"X-Long": "x" * 60_000}).status_code == 200
         response = http.get("/nodes", headers={"X-Long": "x" * 66_000})
     assert response.status_code == 431
@@ -125,8 +125,8 @@ def test_whole_headers_may_not_be_too_long_either(loop_factory: Loop) -> None:
         b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ],
 )
-def test_what_is_not_http_gets_a_sentence(loop_factory: Loop, noise: bytes, caplog: pytest.LogCaptureFixture) -> None:
-    with serving(Shown(a_view()), limits=limits(), loop_factory=loop_factory) as port:
+def test_bytes_that_are_not_http_get_error_reply(loop_factory: Loop, noise: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    with serving(FakeScheduler(example_view()), limits=limits(), loop_factory=loop_factory) as port:
         with dial(port) as sock:
             sock.sendall(noise)
             answer = read_to_end(sock)
@@ -138,8 +138,8 @@ def test_what_is_not_http_gets_a_sentence(loop_factory: Loop, noise: bytes, capl
 
 
 @both_loops
-def test_one_connection_too_many_is_refused_and_the_others_stay(loop_factory: Loop) -> None:
-    served = serving(Shown(a_view()), limits=limits(connections=2), loop_factory=loop_factory)
+def test_connection_above_limit_is_refused_and_others_stay(loop_factory: Loop) -> None:
+    served = serving(FakeScheduler(example_view()), limits=limits(connections=2), loop_factory=loop_factory)
     with served as port, client(port) as first, client(port) as second:
         assert first.get("/nodes").status_code == second.get("/nodes").status_code == 200
         with dial(port) as third:
@@ -148,28 +148,28 @@ def test_one_connection_too_many_is_refused_and_the_others_stay(loop_factory: Lo
 
 
 @both_loops
-def test_connections_that_say_nothing_keep_nobody_out(loop_factory: Loop) -> None:
-    served = serving(Shown(a_view()), limits=limits(connections=2), loop_factory=loop_factory)
+def test_silent_connections_are_closed_for_new_ones(loop_factory: Loop) -> None:
+    served = serving(FakeScheduler(example_view()), limits=limits(connections=2), loop_factory=loop_factory)
     with served as port, dial(port) as oldest, dial(port) as other, client(port) as polite:
         assert polite.get("/nodes").status_code == 200
         with contextlib.suppress(ConnectionResetError):
-            assert oldest.recv(1) == b"", "it made room"
+            assert oldest.recv(1) == b"", "the oldest silent connection must be closed"
         with client(port) as another:
             assert another.get("/nodes").status_code == polite.get("/nodes").status_code == 200
         with contextlib.suppress(ConnectionResetError):
             assert other.recv(1) == b""
 
 
-# -- beginning and ending --------------------------------------------------------------------------------------------
+# -- start and stop --------------------------------------------------------------------------------------------------
 
 
 @both_loops
-def test_signals_stay_the_callers_and_stopping_waits_for_nobody(loop_factory: Loop) -> None:
-    async def life() -> None:
+def test_server_keeps_signal_handlers_and_stop_does_not_wait_for_idle_clients(loop_factory: Loop) -> None:
+    async def scenario() -> None:
         before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
         sock = bound()
         port = sock.getsockname()[1]
-        server = HttpServer(make_app(Shown(a_view()), token=TOKEN), [sock], limits=limits(linger_s=SOON))
+        server = HttpServer(make_app(FakeScheduler(example_view()), token=TOKEN), [sock], limits=limits(linger_s=SOON))
         await server.start()
         assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
         idle, idle_out = await asyncio.open_connection("127.0.0.1", port)
@@ -177,7 +177,7 @@ def test_signals_stay_the_callers_and_stopping_waits_for_nobody(loop_factory: Lo
         assert (await idle.readline()).startswith(b"HTTP/1.1 200 ")
         half, half_out = await asyncio.open_connection("127.0.0.1", port)
         half_out.write(b"POST /stop HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\nContent-Length: 9\r\n\r\n")
-        assert (await half.readline()).startswith(b"HTTP/1.1 100 ")  # its answer is being made
+        assert (await half.readline()).startswith(b"HTTP/1.1 100 ")  # the response is pending
         await server.stop()
         assert b"HTTP/1.1" not in await idle.read()
         assert b"HTTP/1.1" not in await half.read()
@@ -188,15 +188,15 @@ def test_signals_stay_the_callers_and_stopping_waits_for_nobody(loop_factory: Lo
         half_out.close()
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        runner.run(life())
+        runner.run(scenario())
 
 
 @both_loops
-def test_an_answer_under_way_leaves_before_the_end(loop_factory: Loop) -> None:
-    async def life() -> bytes:
+def test_stop_waits_for_response_in_progress(loop_factory: Loop) -> None:
+    async def scenario() -> bytes:
         sock = bound()
         port = sock.getsockname()[1]
-        source = Shown(a_view())
+        source = FakeScheduler(example_view())
         server = HttpServer(make_app(source, token=TOKEN), [sock], limits=limits())
         await server.start()
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -211,34 +211,34 @@ def test_an_answer_under_way_leaves_before_the_end(loop_factory: Loop) -> None:
         return answer
 
     with asyncio.Runner(loop_factory=loop_factory) as runner:
-        assert b"HTTP/1.1 200 OK\r\n" in runner.run(life())
+        assert b"HTTP/1.1 200 OK\r\n" in runner.run(scenario())
 
 
-def test_stopping_what_never_started_and_stopping_twice_are_fine() -> None:
-    async def life() -> None:
+def test_stop_without_start_and_repeated_stop_close_sockets() -> None:
+    async def scenario() -> None:
         sock = bound()
-        server = HttpServer(make_app(Shown(a_view()), token=TOKEN), [sock])
+        server = HttpServer(make_app(FakeScheduler(example_view()), token=TOKEN), [sock])
         await server.stop()
         await server.stop()
         assert sock.fileno() == -1
 
-    asyncio.run(life())
+    asyncio.run(scenario())
 
 
 @needs(IPV6)
-def test_it_serves_on_ipv6() -> None:
-    with serving(Shown(a_view()), sock=bound("::1")) as port, client(port, "[::1]") as http:
+def test_server_listens_on_ipv6() -> None:
+    with serving(FakeScheduler(example_view()), sock=bound("::1")) as port, client(port, "[::1]") as http:
         assert http.get("/nodes").status_code == 200
 
 
 @both_loops
-def test_it_serves_over_tls(loop_factory: Loop, tmp_path: Path) -> None:
+def test_server_uses_tls(loop_factory: Loop, tmp_path: Path) -> None:
     certificate = self_signed(tmp_path)
-    ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    ours.load_cert_chain(certificate)
-    theirs = ssl.create_default_context(cafile=str(certificate))
-    with serving(Shown(a_view()), ssl_context=ours, loop_factory=loop_factory) as port:
-        with httpx2.Client(verify=theirs, trust_env=False, timeout=30) as http:
+    server_context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server_context.load_cert_chain(certificate)
+    client_context = ssl.create_default_context(cafile=str(certificate))
+    with serving(FakeScheduler(example_view()), ssl_context=server_context, loop_factory=loop_factory) as port:
+        with httpx2.Client(verify=client_context, trust_env=False, timeout=30) as http:
             assert http.get(f"https://127.0.0.1:{port}/nodes").status_code == 200
             page = http.get(f"https://127.0.0.1:{port}/nodes", headers={"Origin": "https://evil.example"})
             assert page.status_code == 401
@@ -271,21 +271,21 @@ def self_signed(folder: Path) -> Path:
     return path
 
 
-# -- a scheduler that stands by --------------------------------------------------------------------------------------
+# -- standby scheduler -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("asked", "host", "where"),
+    ("path", "host", "location"),
     [
         (b"/nodes?a=b%20c", b"localhost", b"/nodes?a=b%20c"),
-        (b"/%E2%82%AC", b"localhost", b"/%E2%82%AC"),  # no header could hold it as it is
+        (b"/%E2%82%AC", b"localhost", b"/%E2%82%AC"),  # not possible in a header without quoting
         (b"/%0d%0aX:1", b"localhost", b"/%0D%0AX%3A1"),
-        (b"/state", b"[", b"/state"),  # no URL can be made of that Host
+        (b"/state", b"[", b"/state"),  # not a valid Host
         (b"/state", b"elsewhere/x?", b"/state"),
     ],
 )
-def test_who_stands_by_names_the_leader_whatever_is_asked(asked: bytes, host: bytes, where: bytes) -> None:
+def test_standby_redirects_any_request_to_leader(path: bytes, host: bytes, location: bytes) -> None:
     with serving(app=standby_api.make_app(lambda: "http://leader:1")) as port, dial(port) as sock:
-        sock.sendall(b"GET %s HTTP/1.1\r\nHost: %s\r\nConnection: close\r\n\r\n" % (asked, host))
-        said = read_to_end(sock)
-    assert said.startswith(b"HTTP/1.1 307 ") and b"\r\nlocation: http://leader:1%s\r\n" % where in said, said
+        sock.sendall(b"GET %s HTTP/1.1\r\nHost: %s\r\nConnection: close\r\n\r\n" % (path, host))
+        reply = read_to_end(sock)
+    assert reply.startswith(b"HTTP/1.1 307 ") and b"\r\nlocation: http://leader:1%s\r\n" % location in reply, reply

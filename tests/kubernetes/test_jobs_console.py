@@ -93,6 +93,6 @@ def test_console_shows_kills_scales_suspends_and_resumes_a_job(kubernetes: Kuber
         page.click("text=Resume…")
         page.click("dialog >> text=Resume >> nth=-1")
         kubernetes.wait(lambda: len(kubernetes.pods("more")) == 4, "the new number of pods")
-        assert [message for message in tab.complaints if "Failed to load" not in message] == []
+        assert [message for message in tab.errors if "Failed to load" not in message] == []
         refused = httpx2.post(f"{url}/jobs/{name}/suspend", json={"suspend": True}, headers={"X-Forwarded-For": "192.0.2.7"})
         assert refused.status_code == 401

@@ -46,10 +46,10 @@ def test_federation_under_chaos_has_exact_sums(shell: Shell) -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["--rate", "often"], "--rate 'often' is no rate: say 1/3s, 20/m or 2/s"),
-        (["--faults", "kill,frogs"], "frogs is not among kill, stop, slow"),
-        (["--for", "long"], "'long' is no length of time: say 90s, 10m or 500ms"),
-        ([], "no cluster of yours runs on this host"),
+        (["--rate", "often"], "--rate 'often' is invalid: expected a rate such as 1/3s, 20/m or 2/s"),
+        (["--faults", "kill,frogs"], "--faults 'kill,frogs' is invalid: expected one or more of kill, stop, slow"),
+        (["--for", "long"], "'long' is not a duration: expected a value such as 90s, 10m or 500ms"),
+        ([], "no running cluster of this user found on this host"),
     ],
 )
 def test_invalid_chaos_options_are_refused_in_one_line(shell: Shell, words: list[str], sentence: str) -> None:
@@ -62,7 +62,7 @@ def test_chaos_refuses_faults_that_it_cannot_undo(shell: Shell) -> None:
     shell.covey("run", "-n", "1", shell.default, shell.go)
     shell.wait_for_log(0, "rank=0")
     query = shell.run_command("chaos", "--faults", "disk,clock", "--for", "1s")
-    assert query.code == 10 and "none of the faults asked for can be done here" in query.text()
+    assert query.code == 10 and "none of the requested faults is possible on this host" in query.text()
     assert "give the run a small file system" in query.text() or "cannot read the log directory" in query.text()
     assert "start the run with COVEY_FAULT_CLOCK=FILE" in query.text()
     shell.release()

@@ -461,7 +461,7 @@ def test_invalid_seed_is_refused(cluster: Cluster, seed: str) -> None:
     bad = program(
         cluster, f"import covey\ntry:\n    covey.set_seed({seed})\nexcept covey.CoveyError as error:\n    print(error)\n"
     )
-    assert "is not possible: give a whole number from 0" in bad.text()
+    assert "is invalid: expected an integer from 0" in bad.text()
 
 
 def test_sigint_ends_worker_that_waits_for_formation(cluster: Cluster) -> None:

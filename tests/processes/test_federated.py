@@ -351,8 +351,8 @@ def test_disabled_rounds_pause_devices_and_serve_the_model(managed: Federation) 
 @pytest.mark.parametrize(
     ("words", "code", "sentence"),
     [
-        (["--servers", "0"], 10, "at least one"),
-        (["--servers", "3", "--server-num", "2"], 10, "more than the whole cluster has"),
+        (["--servers", "0"], 10, "expected 1 or more"),
+        (["--servers", "3", "--server-num", "2"], 10, "exceeds the number of servers in the cluster"),
         (["--port", "65535", "--servers", "2"], 10, "not 65536"),
         (["--set", "enable_ssl=maybe"], 10, "True or False"),
         (["--set", "colour=red"], 10, "no key colour"),

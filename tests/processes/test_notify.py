@@ -74,6 +74,8 @@ def test_failing_hook_is_logged_once_and_run_continues(shell: Shell) -> None:
     shell.release()
     run = shell.run_command("run", "-n", "1", "--on-event", "false", "steps.py", shell.go)
     assert run.code == 0, run.tail()
-    assert run.text().count("--on-event failed (false ended with 1): the run goes on") == 1
+    assert run.text().count("--on-event failed: false exited with code 1; the run continues") == 1
     bad = shell.run_command("run", "--on-event", "no-such-program x", "steps.py")
-    assert bad.code == 10 and bad.text().startswith("covey: --on-event no-such-program x is not allowed: a command that exists")
+    assert bad.code == 10 and bad.text().startswith(
+        "covey: --on-event no-such-program x is invalid: expected an existing command"
+    )

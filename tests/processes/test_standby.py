@@ -181,7 +181,7 @@ def test_unreachable_store_leaves_no_leader_and_training_continues(cluster: Reco
     pair.first.wait_for("steps down and stands by")
     cluster.wait_for_steps(0, 1)
     asked = pair.asked("status")
-    assert asked.code == 22 and f"nobody leads at {pair.addresses} now" in asked.text() and asked.text().count("\n") == 1
+    assert asked.code == 22 and f"no scheduler leads at {pair.addresses}" in asked.text() and asked.text().count("\n") == 1
     pair.etcd.process.resume()
     until(lambda: len(re.findall(LEADS, pair.first.text() + pair.second.text())) == 2, "a new leader", details=cluster.tails)
     for node in pair.workers:

@@ -99,7 +99,7 @@ def test_logs_prints_the_log_of_a_rank(shell: Shell) -> None:
     assert shell.run_command("logs", "1").text() == "hello from 1\n"
     assert sorted(shell.run_command("logs").text().splitlines()) == ["[0] hello from 0", "[1] hello from 1"]
     absent = shell.run_command("logs", "2")
-    assert absent.code == 10 and "there is no rank 2: ranks go from 0 to 1" in absent.text()
+    assert absent.code == 10 and "rank 2 does not exist: expected 0 to 1" in absent.text()
     follows = shell.covey("logs", "1", "-f")
     follows.wait_for("hello from 1\n")
     (shell.folder / "more").touch()
@@ -124,9 +124,9 @@ def test_followed_log_ends_with_the_cluster(shell: Shell) -> None:
 def test_stop_ends_the_cluster(shell: Shell, words: list[str]) -> None:
     run = started(shell)
     query = shell.run_command("stop", *words)
-    assert query.code == 0 and f"the cluster at {master(shell)} ends" in query.text()
+    assert query.code == 0 and f"stopping the cluster at {master(shell)}" in query.text()
     assert run.wait() == 32, run.tail()
-    reason = words[-1] if words else "asked by covey stop"
+    reason = words[-1] if words else "requested by covey stop"
     assert f"the run ended: {reason}" in run.text()
     assert reason in shell.log(0) and reason in shell.log("scheduler")
     shell.assert_no_processes()
@@ -140,7 +140,7 @@ def test_kill_sends_sigkill_to_a_rank(shell: Shell) -> None:
     output = f"process {worker['pid']} of worker:1 on {socket.gethostname()} is killed"
     assert (query.code, query.text()) == (0, f"{output}\n")
     shell.wait_for_log(1, "hello", count=2)
-    shell.wait_for_log("scheduler", f"worker:1 to be killed: asked by covey kill: {output}")
+    shell.wait_for_log("scheduler", f"worker:1 to be killed: requested by covey kill: {output}")
     assert not psutil.pid_exists(worker["pid"]) and psutil.pid_exists(scheduler["pid"])
 
     query = shell.run_command("kill", "worker:0", "--json", "--master", master(shell))
@@ -159,11 +159,11 @@ def test_kill_sends_sigkill_to_a_rank(shell: Shell) -> None:
     assert shell.nodes()[0]["pid"] != scheduler["pid"]
 
     for wanted, sentence in (
-        ("2", "no rank 2: ranks go from 0 to 1"),
-        ("worker:9", "no node 'worker:9': covey nodes lists them"),
+        ("2", "rank 2 does not exist: expected 0 to 1"),
+        ("worker:9", "node 'worker:9' does not exist: covey nodes lists all nodes"),
     ):
         query = shell.run_command("kill", wanted)
-        assert (query.code, query.text()) == (10, f"covey: there is {sentence}\n")
+        assert (query.code, query.text()) == (10, f"covey: {sentence}\n")
     shell.release()
     assert run.wait() == 0, run.tail()
 
@@ -185,7 +185,7 @@ def test_kill_of_exited_rank_is_refused(shell: Shell) -> None:
     until(lambda: not shell.nodes()[2]["alive"], "rank 1 to have left")
     query = shell.run_command("kill", "1")
     assert query.code == 21
-    assert query.text() == f"covey: the cluster at {master(shell)} kills nothing: worker:1 is not running: it is left\n"
+    assert query.text() == f"covey: kill refused by the cluster at {master(shell)}: worker:1 is not running: it is left\n"
     shell.release()
     assert run.wait() == 0
 
@@ -196,7 +196,7 @@ def test_kill_of_manually_started_worker_is_refused(shell: Shell) -> None:
     query = shell.run_command("kill", "1", "--master", master(shell))
     assert query.code == 21 and workers[1].alive
     assert query.text() == (
-        f"covey: worker:1 was not started by covey run, so no agent can kill it: kill process {pid} on {socket.gethostname()}\n"
+        f"covey: cannot kill worker:1: it was not started by covey run; kill process {pid} on {socket.gethostname()}\n"
     )
     assert shell.run_command("kill", "scheduler", "--master", master(shell)).code == 0
     assert scheduler.wait() == 137
@@ -206,10 +206,12 @@ def test_kill_of_manually_started_worker_is_refused(shell: Shell) -> None:
 def test_commands_without_a_cluster_exit_with_reason(shell: Shell, verb: list[str]) -> None:
     query = shell.run_command(*verb)
     assert query.code == 22, query.tail()
-    assert query.text().startswith("covey: no cluster of yours runs on this host, or nobody leads it now: give --master")
+    assert query.text().startswith("covey: no running cluster of this user found on this host: give --master")
     assert query.text().count("\n") == 1
     away = shell.run_command(*verb, "--master", master(shell))
-    assert away.code == 22 and f"{master(shell)} cannot be asked: no process listens there" in away.text(), away.tail()
+    assert away.code == 22 and f"cannot connect to the scheduler at {master(shell)}: no process listens there" in away.text(), (
+        away.tail()
+    )
     assert away.text().count("\n") == 1
     bad = shell.run_command(*verb, "--master", "127.0.0.1")
     assert bad.code == 10 and "has no port: give HOST:PORT" in bad.text()
@@ -224,7 +226,7 @@ def test_several_clusters_are_listed(shell: Shell) -> None:
     for verb in (["nodes"], ["logs"], ["stop"], ["kill", "0"]):
         query = shell.run_command(*verb)
         assert query.code == 10, query.tail()
-        assert "several clusters of yours run on this host, choose one:" in query.text()
+        assert "several clusters of this user run on this host, choose one:" in query.text()
         assert re.findall(r"--master 127\.0\.0\.1:(\d+) +(\S+)", query.text()) == [(str(p), "talks.py") for p in ports]
     text = shell.run_command("status").text()
     assert all(f"scheduler at 127.0.0.1:{port}" in text for port in ports)
@@ -259,7 +261,7 @@ def test_env_shows_values_and_origins(shell: Shell) -> None:
     assert re.search(r"^MS_TOPO_TIMEOUT +1800 +default +\S", plain.text(), re.MULTILINE)
     assert "not for the eyes" not in plain.text()
     bad = shell.run_command("env", env={"MS_NODE_TIMEOUT": "soon"})
-    assert bad.code == 10 and bad.text().startswith("covey: MS_NODE_TIMEOUT=soon is not allowed")
+    assert bad.code == 10 and bad.text().startswith("covey: MS_NODE_TIMEOUT=soon is invalid")
 
 
 # -- check -----------------------------------------------------------------------------------------------------------
@@ -289,7 +291,7 @@ def test_check_of_running_cluster_succeeds(shell: Shell) -> None:
     for env in ({}, {"MS_SCHED_HOST": "127.0.0.1"}):
         query = shell.run_command("check", master(shell), env=env)
         assert query.code == 0, query.tail()
-        assert re.search(r"reachable\na covey scheduler answers.*\nthe clocks agree \(offset [+-]\d+ ms\)\n$", query.text())
+        assert re.search(r"reachable\na covey scheduler replies.*\nthe clocks agree \(offset [+-]\d+ ms\)\n$", query.text())
     shell.release()
     assert run.wait() == 0
 
@@ -298,7 +300,7 @@ def test_check_with_and_without_the_secret(shell: Shell) -> None:
     run = started(shell, env={"COVEY_SECRET": "right"})
     elsewhere = {"XDG_RUNTIME_DIR": str(shell.folder / "home")}  # as another user, or on another host
     good = shell.run_command("check", master(shell), env={**elsewhere, "COVEY_SECRET": "right"})
-    assert good.code == 0 and "a covey scheduler answers and takes our secret" in good.text(), good.tail()
+    assert good.code == 0 and "a covey scheduler replies and accepts the secret" in good.text(), good.tail()
     wrong = shell.run_command("check", master(shell), env={**elsewhere, "COVEY_SECRET": "wrong"})
     assert wrong.code == 21 and "wrong secret" in wrong.text() and "COVEY_SECRET" in wrong.text(), wrong.tail()
     none = shell.run_command("check", master(shell), env=elsewhere)
@@ -316,7 +318,7 @@ def test_check_of_tls_cluster_needs_tls_settings(shell: Shell) -> None:
     run = started(shell, "--tls", str(config), env=passwords)
     elsewhere = {"XDG_RUNTIME_DIR": str(shell.folder / "home")}
     plain = shell.run_command("check", master(shell), env=elsewhere)
-    assert plain.code == 21 and "TLS is expected there: set COVEY_TLS" in plain.text(), plain.tail()
+    assert plain.code == 21 and "the scheduler requires TLS: set COVEY_TLS" in plain.text(), plain.tail()
     secret = json.loads(next((shell.folder / "runtime" / "covey").glob("*.json")).read_text())["secret"]
     good = shell.run_command(
         "check", master(shell), env={**elsewhere, **passwords, "COVEY_TLS": str(config), "COVEY_SECRET": secret}

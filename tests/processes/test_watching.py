@@ -64,7 +64,7 @@ def test_death_is_shown_by_every_command(shell: Shell) -> None:
     assert [event["what"] for event in result][:2] == ["died", "recover-in-place"]
     assert result == [event for event in events(shell, "events") if event["at"] in {one["at"] for one in result}]
     unknown = shell.run_command("story", "7")
-    assert unknown.code == 10 and "nothing is known of 7: there are stories of agent:" in unknown.text()
+    assert unknown.code == 10 and "no node 7: there are events of agent:" in unknown.text()
 
     (shell.logs / "worker_0.log").open("a").write(f"the secret is {secret}, Authorization: Bearer abcdefgh12345\n")
     made = shell.run_command("bundle", "--output", shell.folder / "b.tar.gz", "--json", env=env)

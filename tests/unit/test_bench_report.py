@@ -1,4 +1,4 @@
-"""The arithmetic of the benchmarks: medians and their spread, growth exponents, tables."""
+"""Benchmark reports: medians, spreads, growth exponents, tables; end of a benchmark."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ def test_spread_of_an_odd_number_of_measurements() -> None:
     assert spread([5.0, 1.0, 2.0, 100.0, 3.0]) == Spread(median=3.0, low=1.0, high=100.0, mad=2.0, n=5)
 
 
-def test_spread_of_an_even_number_takes_the_middle_of_two() -> None:
+def test_spread_of_an_even_number_averages_two_middle_values() -> None:
     assert spread(iter([4.0, 1.0, 2.0, 3.0])) == Spread(median=2.5, low=1.0, high=4.0, mad=1.0, n=4)
 
 
-def test_one_measurement_has_no_spread() -> None:
+def test_single_measurement_has_no_spread() -> None:
     assert spread([7.0]) == Spread(7.0, 7.0, 7.0, 0.0, 1)
 
 
-def test_a_spread_in_another_unit_and_as_a_cell() -> None:
+def test_spread_is_scaled_and_formatted_as_cell() -> None:
     assert spread([0.001, 0.002, 0.004]).scaled(1000).show(" ms", 0) == "2 ms [1..4]"
 
 
 @pytest.mark.parametrize("power", [0.0, 1.0, 1.5, 2.0])
-def test_exponent_finds_the_power_of_a_law(power: float) -> None:
+def test_exponent_of_exact_power_law(power: float) -> None:
     sizes = [1000, 2000, 5000, 10_000]
     assert exponent(sizes, [3.0 * size**power for size in sizes]) == pytest.approx(power)
 
 
-def test_exponent_of_measurements_that_scatter_lies_between_the_steepest_and_the_flattest() -> None:
+def test_exponent_of_noisy_measurements_is_between_extremes() -> None:
     assert exponent([1, 2, 4], [1.0, 2.1, 3.8]) == pytest.approx(0.963, abs=0.001)
 
 
@@ -46,7 +46,7 @@ def test_table_is_markdown() -> None:
     assert table(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
 
 
-def test_the_scoreboard_has_the_aims_of_every_result(tmp_path: Path) -> None:
+def test_scoreboard_contains_aims_of_every_result(tmp_path: Path) -> None:
     aims = aims_table([Aim("fast", "at most 1 s", "0.5 s [0.4..0.6]", True), Aim("small", "1 MB", "2 MB", False)])
     about = {"at": "now", "cores": 2, "python": "3.11", "torch": "2", "load": [0.1]}
     (tmp_path / "scale.md").write_text(f"# scale\n\n{aims}\n\nmore\n")
@@ -66,7 +66,7 @@ child.wait()
 """
 
 
-def test_a_benchmark_that_is_asked_to_go_takes_all_along_that_it_started() -> None:
+def test_terminated_benchmark_ends_its_child_processes() -> None:
     with subprocess.Popen([sys.executable, "-c", STARTS], stdout=subprocess.PIPE, text=True, cwd=ROOT) as bench:
         assert bench.stdout is not None
         sleeper = int(bench.stdout.readline())

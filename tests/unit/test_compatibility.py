@@ -1,4 +1,4 @@
-"""The versions in docs/compatibility.md are those of the code."""
+"""Versions in docs/compatibility.md match the code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from covey.training.checkpoint import files
 SECTION = re.compile(r"^\| what \| version \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", re.MULTILINE)
 
 
-def test_versions_in_the_document_are_those_of_the_code() -> None:
+def test_versions_in_document_match_code() -> None:
     found = SECTION.search((ROOT / "docs/compatibility.md").read_text())
     assert found is not None
     written = {cells[1]: cells[2] for cells in ([cell.strip() for cell in line.split("|")] for line in found[1].splitlines())}

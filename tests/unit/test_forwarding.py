@@ -1,4 +1,4 @@
-"""Import paths of 0.1 forward to the new modules and warn; nothing in covey uses them."""
+"""Import paths of 0.1 forward to the new modules with a warning; covey itself does not use them."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tests.snapshots.collect import FORWARDED, Imports
 
 
 @pytest.mark.parametrize("old", FORWARDED, ids=lambda old: old.module)
-def test_import_of_former_path_warns(old: Imports) -> None:
+def test_import_of_old_path_warns(old: Imports) -> None:
     sys.modules.pop(old.module, None)
     with pytest.warns(DeprecationWarning, match=rf"{old.module} is deprecated: import covey\.") as warned:
         module = importlib.import_module(old.module)
     assert [name for name in old.names or module.__all__ if not hasattr(module, name)] == []
-    assert warned[0].filename != module.__file__, "the warning names the importing line"
+    assert warned[0].filename != module.__file__, "the warning must name the importing line"
 
 
-def test_covey_imports_no_former_path() -> None:
+def test_covey_does_not_import_old_paths() -> None:
     former = {old.module for old in FORWARDED}
     found = []
     for path in (ROOT / "src/covey").rglob("*.py"):

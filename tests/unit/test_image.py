@@ -23,7 +23,7 @@ class Copy(NamedTuple):
 
 
 def copies(text: str) -> dict[str, tuple[list[Copy], list[Copy]]]:
-    """For each stage of a Dockerfile, what has been copied when it installs covey, and what is copied in all.
+    """Return for each stage of a Dockerfile the files copied before it installs covey, and all copied files.
 
     Only the instructions that ours uses are understood: FROM IMAGE AS NAME, and COPY without flags below one WORKDIR.
     """
@@ -38,30 +38,30 @@ def copies(text: str) -> dict[str, tuple[list[Copy], list[Copy]]]:
             installed, copied = [], list(stages[base][1]) if base in stages else []
             stages[name] = (installed, copied)
         elif word == "COPY":
-            assert "--" not in rest and "[" not in rest, f"not understood here: {line}"
+            assert "--" not in rest and "[" not in rest, f"unsupported instruction: {line}"
             *sources, target = rest.split()
             copied.append(Copy(sources, target))
         elif word == "RUN" and re.search(r"pip install .*?(?<= )['\"]?\.(\[|['\"\s]|$)", rest):
             installed[:] = copied
         else:
-            assert word in ("", "#", "WORKDIR", "RUN", "USER", "ENTRYPOINT", "CMD", "ENV"), f"not understood here: {line}"
+            assert word in ("", "#", "WORKDIR", "RUN", "USER", "ENTRYPOINT", "CMD", "ENV"), f"unsupported instruction: {line}"
     return stages
 
 
 def context() -> list[str]:
-    """The files that a clone has, and of a copy without git all files; less what .dockerignore leaves out."""
+    """Return the files of the build context: tracked files (all files without git) that .dockerignore does not exclude."""
     git = shutil.which("git")
     listed = subprocess.run([git, "ls-files"], cwd=ROOT, capture_output=True, text=True) if git else None
     if listed is not None and listed.returncode == 0 and listed.stdout:
         files = [name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
     else:
         files = [str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if path.is_file()]
-    left_out = [line for line in (ROOT / ".dockerignore").read_text().split() if not line.startswith("#")]
-    return [name for name in files if not any(ignored(name, pattern) for pattern in left_out)]
+    excluded = [line for line in (ROOT / ".dockerignore").read_text().split() if not line.startswith("#")]
+    return [name for name in files if not any(ignored(name, pattern) for pattern in excluded)]
 
 
 def ignored(name: str, pattern: str) -> bool:
-    assert not pattern.startswith("!"), f"not understood here: {pattern}"
+    assert not pattern.startswith("!"), f"unsupported pattern: {pattern}"
     parents = [PurePosixPath(name), *PurePosixPath(name).parents]
     anywhere = pattern.removeprefix("**/")
     return any(
@@ -71,7 +71,7 @@ def ignored(name: str, pattern: str) -> bool:
 
 
 def carry(copied: list[Copy], folder: Path) -> None:
-    """Copy as a build would, from the files of `context` alone."""
+    """Copy files like a build, only from `context`."""
     files = context()
     for copy in copied:
         for source in copy.sources:
@@ -84,9 +84,9 @@ def carry(copied: list[Copy], folder: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_wheel_is_built_from_what_a_stage_copies(tmp_path: Path, stage: str) -> None:
+def test_stage_copies_all_files_of_the_wheel(tmp_path: Path, stage: str) -> None:
     installed, _ = copies((ROOT / "Dockerfile").read_text())[stage]
-    assert installed, "it installs nothing"
+    assert installed, "the stage must install covey"
     carry(installed, tmp_path / "covey")
     command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
     built = subprocess.run(command, cwd=tmp_path / "covey", capture_output=True, text=True)
@@ -100,19 +100,19 @@ def test_the_wheel_is_built_from_what_a_stage_copies(tmp_path: Path, stage: str)
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in names)
 
 
-def test_the_training_image_has_what_the_examples_import(tmp_path: Path) -> None:
+def test_training_image_contains_imports_of_examples(tmp_path: Path) -> None:
     _, copied = copies((ROOT / "Dockerfile").read_text())["training"]
     carry(copied, tmp_path)
     found = subprocess.run([sys.executable, "-c", "import digits; digits.load('train')"], cwd=tmp_path / "examples")
     assert found.returncode == 0
 
 
-def test_what_docker_leaves_out() -> None:
+def test_dockerignore_patterns() -> None:
     assert ignored("src/covey/__pycache__/world.pyc", "**/__pycache__") and ignored(".venv/bin/python", ".venv")
     assert not ignored("src/covey/script_api.py", "**/__pycache__") and not ignored("src/.venv.py", ".venv")
 
 
-def test_copies_of_a_stage_before_and_after_it_installs() -> None:
+def test_copies_before_and_after_installation_are_separated() -> None:
     text = "FROM x AS one\nCOPY a b ./\nFROM one AS two\nRUN pip install -c c '.[k8s]'\nCOPY d e/\nFROM y AS three\nCOPY f f\n"
     first, later, other = Copy(["a", "b"], "./"), Copy(["d"], "e/"), Copy(["f"], "f")
     assert copies(text) == {"one": ([], [first]), "two": ([first], [first, later]), "three": ([], [other])}

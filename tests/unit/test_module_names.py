@@ -14,7 +14,7 @@ SOURCE = ROOT / "src"
 DOTTED = re.compile(r"(?<![\w.@/-])covey((?:\.[A-Za-z_]\w*)+)")
 FOLDERS = "|".join(sorted(path.name for path in (SOURCE / "covey").iterdir() if path.is_dir() and path.name != "__pycache__"))
 FILE = re.compile(rf"(?<![\w/.])((?:{FOLDERS})/[\w/]+\.py)\b")
-OTHERS = {  # names that look like modules and are not
+OTHERS = {  # names that look like modules but are not
     ".__file__",
     ".console",  # a logger
     ".io",  # Kubernetes labels and annotations
@@ -22,7 +22,7 @@ OTHERS = {  # names that look like modules and are not
     ".json",  # a file with a Grafana dashboard
     ".federated.STRATEGY",  # a template in a test
 }
-HISTORY = {"CHANGELOG.md"}  # names of the version that an entry is about
+HISTORY = {"CHANGELOG.md"}  # entries use the names of their version
 TEXTS = {".md", ".py", ".toml", ".yaml", ".yml", ".sh", ".js", ".html", ""}
 
 
@@ -67,7 +67,7 @@ def test_named_modules_exist(folder: str) -> None:
     assert not found, "\n".join(found)
 
 
-def test_forwarded_modules_are_named_only_where_they_are_defined() -> None:
+def test_old_module_paths_are_named_only_at_their_definition() -> None:
     old = re.compile("|".join(rf"(?<![\w.]){re.escape(one.module)}\b" for one in FORWARDED))
     allowed = {ROOT / name for name in ("tests/snapshots/collect.py", "docs/compatibility.md", "pyproject.toml")}
     allowed |= {file for one in FORWARDED if (file := module_file(one.module.split(".")[1:]))}

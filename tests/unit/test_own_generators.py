@@ -1,4 +1,4 @@
-"""covey draws from generators of its own: `random`, `numpy.random` and torch's default generator belong to the program."""
+"""covey uses its own random generators; the default generators of random, numpy and torch belong to the script."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import covey
 
 SOURCE = Path(covey.__file__).parent
 
-# Classes and functions that make a generator or name its type. Every other member of these modules is the program's generator.
+# Classes and functions that create a generator or name its type. All other members of these modules use the script's generator.
 MAKERS = {
     "random": {"Random", "SystemRandom"},
     "numpy.random": {"BitGenerator", "Generator", "PCG64", "SeedSequence", "default_rng"},
 }
-# Members of torch that draw from the default generator, or change it. Functions of the first group take `generator=`.
+# Members of torch that use or change the default generator. Functions of the first group accept `generator=`.
 TORCH_DRAWS = {
     "bernoulli", "multinomial", "normal", "poisson",
     "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm",
@@ -50,9 +50,9 @@ ALLOWED = {
 
 
 def uses(source: str) -> list[str]:
-    """Return each use of a generator of the program in this source, as `line: expression`."""
+    """Return each use of the script's generators in this source, as `line: expression`."""
     tree = ast.parse(source)
-    names = {"torch": "torch", "torch_module()": "torch"}  # what a name, or the call that loads torch late, stands for
+    names = {"torch": "torch", "torch_module()": "torch"}  # module by name, or by the call that imports torch lazily
     found: list[tuple[int, str]] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -89,11 +89,11 @@ def _is_the_programs(whole: str, *, passes_generator: bool) -> bool:
     return module in ("torch", "torch.cuda", "torch.random", "torch.default_generator") and member in TORCH_STATE
 
 
-def test_source_uses_no_generator_of_the_program() -> None:
+def test_covey_does_not_use_default_generators() -> None:
     found = {str(path.relative_to(SOURCE)): uses(path.read_text()) for path in SOURCE.rglob("*.py")}
     using = {name: lines for name, lines in found.items() if lines}
-    assert not {name: lines for name, lines in using.items() if name not in ALLOWED}, "draw from a random.Random of its own"
-    assert using.keys() == ALLOWED.keys(), "an exception that is not needed"
+    assert not {name: lines for name, lines in using.items() if name not in ALLOWED}, "use a separate random.Random"
+    assert using.keys() == ALLOWED.keys(), "remove the unused exception from ALLOWED"
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_source_uses_no_generator_of_the_program() -> None:
         "import sys\nsys.modules.get('random').seed()",
     ],
 )
-def test_use_of_a_generator_of_the_program_is_found(source: str) -> None:
+def test_use_of_default_generator_is_found(source: str) -> None:
     assert uses(source)
 
 
@@ -129,5 +129,5 @@ def test_use_of_a_generator_of_the_program_is_found(source: str) -> None:
         "import secrets\nsecrets.token_hex(4)",
     ],
 )
-def test_a_generator_of_its_own_is_allowed(source: str) -> None:
+def test_use_of_separate_generator_is_allowed(source: str) -> None:
     assert not uses(source)

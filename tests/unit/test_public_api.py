@@ -1,4 +1,4 @@
-"""The public API of `covey`: lazy for programs, typed for editors."""
+"""Public API of `covey`: lazy imports, and the same names for type checkers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXTRA = {"UsageError", "federated", "group"}  # public, but not for `from covey 
 
 
 def type_checking_imports() -> dict[str, str]:
-    """Return the names that type checkers see: their modules."""
+    """Return the names below TYPE_CHECKING with their modules."""
     tree = ast.parse(Path(covey.__file__).read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING")
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
@@ -25,7 +25,7 @@ def type_checking_imports() -> dict[str, str]:
     return {alias.asname or alias.name: node.module or "" for node in imports for alias in node.names}
 
 
-def test_programs_and_type_checkers_see_the_same_names() -> None:
+def test_lazy_names_match_type_checking_imports() -> None:
     seen = type_checking_imports()
     assert seen.pop("federated") == "covey"
     assert seen == covey._MODULE_BY_NAME
@@ -34,26 +34,26 @@ def test_programs_and_type_checkers_see_the_same_names() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(covey._MODULE_BY_NAME))
-def test_a_name_is_that_of_its_module(name: str) -> None:
+def test_public_name_is_object_of_its_module(name: str) -> None:
     assert getattr(covey, name) is getattr(importlib.import_module(covey._MODULE_BY_NAME[name]), name)
 
 
-def test_all_names_are_listed_by_dir() -> None:
+def test_dir_lists_all_names() -> None:
     assert {*covey.__all__, *EXTRA, "__version__"} <= set(dir(covey))
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
+def test_unknown_name_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'covey' has no attribute 'loop'"):
         getattr(covey, "loop")  # noqa: B009 - a type checker would refuse the attribute
 
 
-def test_import_of_covey_loads_no_arrays_and_no_training() -> None:
+def test_import_of_covey_imports_no_other_module() -> None:
     program = "import sys, covey; print([name for name in sys.modules if name.split('.')[0] in ('covey', 'numpy', 'torch')])"
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert set(ast.literal_eval(printed)) == {"covey", "covey.version"}
 
 
-def test_the_functions_of_a_script_need_no_arrays() -> None:
+def test_script_functions_do_not_import_numpy_or_torch() -> None:
     program = "import sys, covey; covey.init, covey.Loop, covey.Data, covey.Model; print({'numpy', 'torch'} & set(sys.modules))"
     printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert printed.strip() == "set()"
@@ -69,7 +69,7 @@ def test_the_functions_of_a_script_need_no_arrays() -> None:
         ("DistributedDataParallel", "covey.training.ddp"),
     ],
 )
-def test_a_function_has_the_parameters_of_the_class_it_makes(name: str, module: str) -> None:
+def test_constructor_function_has_parameters_of_its_class(name: str, module: str) -> None:
     made = inspect.signature(getattr(importlib.import_module(module), name)).parameters
     function = inspect.signature(getattr(covey, name)).parameters
     expected = [(one.name, one.kind, one.default) for one in made.values() if one.name != "group"]

@@ -1,4 +1,4 @@
-"""Skips: their reasons in the summary of a run, with workers of pytest-xdist too, and a run that allows none."""
+"""Skipped tests: reasons in the summary, also with pytest-xdist, and --no-skips."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_that_runs():
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Run TESTS in a pytest of their own, without the plugins that the tests do not use."""
+    """Run TESTS in a separate pytest, without plugins that they do not need."""
     (folder / "test_some.py").write_text(TESTS)
     plugins = [word for name in ("tests.conftest", "xdist", "pytest_timeout", "no:cacheprovider") for word in ("-p", name)]
     command = [sys.executable, "-m", "pytest", "-c", "pyproject.toml", *plugins, *words, str(folder)]
@@ -53,7 +53,7 @@ def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
 
 
-def test_summary_lists_each_reason_once_with_the_number_of_tests(tmp_path: Path) -> None:
+def test_summary_lists_each_reason_once_with_number_of_tests(tmp_path: Path) -> None:
     done = run(tmp_path, "-n", "2")
     assert done.returncode == 0, done.stdout + done.stderr
     counted = re.findall(r"^ *(\d+) tests?  (.*)$", done.stdout, re.MULTILINE)
@@ -68,7 +68,7 @@ def test_no_skips_fails_the_run(tmp_path: Path) -> None:
 
 
 def test_no_file_names_a_package_index() -> None:
-    """The configured clients know their indexes and mirrors; a named one would be wrong on machines that use others."""
+    """pip and apt use the configured indexes and mirrors; a fixed one would be wrong on other machines."""
     names = re.compile(
         "|".join(re.escape(".".join(parts)) for parts in (("pypi", "org"), ("pythonhosted", "org"), ("deb.debian", "org")))
     )

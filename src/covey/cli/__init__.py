@@ -1,10 +1,10 @@
-"""The commands of `covey`. Nothing imports this package.
+"""The commands of `covey`. No other package imports this one.
 
 `main`                 click commands
 `run`                  `covey run`
-`status`               status, nodes, logs, env; finds the cluster
+`status`               status, nodes, logs, env; selection of the cluster
 `follow`               top, events, story
-`check`                check: can this host reach the scheduler
+`check`                check the connection to a scheduler
 `kill`                 kill one process
 `bundle`               support bundle for a bug report
 `chaos`                inject faults
@@ -13,6 +13,6 @@
 `job_commands`         submit, jobs, operator; `kubernetes` implements them
 `scheduler_client`     one connection to a scheduler
 `common`               options and output that commands share
-`spinner`              shown while a command waits
+`spinner`              spinner of slow commands; colours
 `completion`           shell completion
 """

@@ -1,7 +1,7 @@
-"""`covey bundle`: what a bug report needs, in one archive: versions, settings, the cluster, its story, its journal, the logs.
+"""`covey bundle`: archive for a bug report with versions, settings, cluster, events, journal and logs.
 
-Bounded: the end of each log, and so many bytes in all. Secrets that this user's settings and clusters have are overwritten
-wherever they appear.
+It holds at most `LOG_BYTES_MAX` bytes of the end of each log and `BUNDLE_BYTES_MAX` bytes in total. Secrets of this user's
+settings and clusters, and bearer tokens, are overwritten in all files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from covey.settings import TABLE, load_settings, printable, settings_table
 from covey.storage import cluster_registry
 from covey.storage.cluster_registry import RegistryEntry
 
-LOG_BYTES_MAX: Final = 1 << 20  # bytes of the end of each log
+LOG_BYTES_MAX: Final = 1 << 20  # of each log, from its end
 FILES_MAX: Final = 1000
 BUNDLE_BYTES_MAX: Final = 64 << 20
 PACKAGES: Final = (
@@ -52,7 +52,7 @@ BEARER_TOKEN: Final = re.compile(rb"(?i)(bearer\s+)([\w.~+/=-]{8,})")
 
 
 class Archive:
-    """A .tar.gz that grows until it holds `BUNDLE_BYTES_MAX` bytes; secrets are overwritten, their length stays."""
+    """A .tar.gz of at most `BUNDLE_BYTES_MAX` bytes of content. Secrets are overwritten with as many asterisks."""
 
     def __init__(self, path: Path, secrets: set[bytes]) -> None:
         self._secrets = secrets
@@ -82,21 +82,21 @@ class Archive:
 
 
 def write_bundle(master: str, log_dir: str, journal: str, output: str) -> tuple[Path, list[str]]:
-    """Write the archive; returns its path and what was left out, each with a reason."""
-    for folder in filter(None, (log_dir, journal)):
-        if not os.access(folder, os.R_OK | os.X_OK) or not Path(folder).is_dir():
-            raise UsageError(f"{printable(folder)} is no folder that can be read: give the one that covey run named")
-    entry, door = _find_cluster_entry(master, needed=bool(master) or not (log_dir or journal))
+    """Write the archive; return its path and the omitted files, each with a reason. Raise UsageError or StoreError."""
+    for directory in filter(None, (log_dir, journal)):
+        if not os.access(directory, os.R_OK | os.X_OK) or not Path(directory).is_dir():
+            raise UsageError(f"{printable(directory)} is not a readable directory: give the one that covey run printed")
+    entry, scheduler = _find_cluster_entry(master, needed=bool(master) or not (log_dir or journal))
     path = Path(output or f"covey-bundle-{time.strftime('%Y%m%d-%H%M%S')}.tar.gz")
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # logs may hold what is private
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)  # logs may contain private data
         os.close(descriptor)
         archive = Archive(path, _collect_secrets(entry))
         archive.add_json("versions.json", _collect_versions())
         archive.add_json(
             "settings.json", [dict(zip(("name", "value", "origin", "what"), r, strict=True)) for r in _load_settings_table()]
         )
-        problems = _add_cluster_state(archive, door) if door is not None else []
+        problems = _add_cluster_state(archive, scheduler) if scheduler is not None else []
         for name, found, limit in _list_files(
             log_dir or (entry.log_dir if entry else ""), journal or (entry.journal if entry else "")
         ):
@@ -106,29 +106,29 @@ def write_bundle(master: str, log_dir: str, journal: str, output: str) -> tuple[
                 problems.append(f"{name}: {error.strerror}")
         archive.close()
     except OSError as error:
-        raise StoreError(f"the bundle {path} cannot be written: {error.strerror}: choose another --output") from None
+        raise StoreError(f"cannot write the bundle {path}: {error.strerror}; choose another --output") from None
     return path, [
         *problems,
-        *(f"{name}: the bundle holds {BUNDLE_BYTES_MAX >> 20} MB already" for name in archive.omitted_names),
+        *(f"{name}: the bundle would exceed {BUNDLE_BYTES_MAX >> 20} MB" for name in archive.omitted_names),
     ]
 
 
 def _find_cluster_entry(master: str, *, needed: bool) -> tuple[RegistryEntry | None, SchedulerAddress | None]:
-    """The cluster that is meant; without one, the folders named are enough."""
+    """Return registry entry and address of the cluster. If none is found, return None, or raise UsageError if `needed`."""
     try:
-        door = status.find_cluster(master)
+        scheduler = status.find_cluster(master)
     except UsageError:
         if needed:
             raise
         return None, None
-    return next((e for e in cluster_registry.running_clusters() if e.address == (master or e.address)), None), door
+    return next((e for e in cluster_registry.running_clusters() if e.address == (master or e.address)), None), scheduler
 
 
-def _add_cluster_state(archive: Archive, door: SchedulerAddress) -> list[str]:
-    """What the scheduler says. A cluster that does not answer is worth a bundle too."""
+def _add_cluster_state(archive: Archive, scheduler: SchedulerAddress) -> list[str]:
+    """Add view and events of the cluster; return a problem, and raise nothing, if the scheduler does not reply."""
     try:
-        archive.add_json("cluster.json", asyncio.run(ask_view(door)))
-        events = asyncio.run(ask_story(door))
+        archive.add_json("cluster.json", asyncio.run(ask_view(scheduler)))
+        events = asyncio.run(ask_story(scheduler))
         archive.add("story.jsonl", b"".join(msgspec.json.encode(event) + b"\n" for event in events))
     except CoveyError as error:
         return [f"cluster.json and story.jsonl: {error}"]
@@ -166,12 +166,12 @@ def _collect_versions() -> dict[str, Any]:
 
 
 def _collect_secrets(entry: RegistryEntry | None) -> set[bytes]:
-    """Every secret value this command knows of."""
+    """Return the secrets of the settings, of the secret file and of the cluster, or of all of this user's clusters."""
     settings = load_settings(os.environ).settings
     values = {str(getattr(settings, field)) for field, var in TABLE.items() if var.secret}
     for known in cluster_registry.running_clusters() if entry is None else [entry]:
         values |= {known.secret, known.token}
     found = {value.encode(errors="surrogateescape") for value in values if value}
-    with contextlib.suppress(OSError):  # what cannot be read here was not written by us either
+    with contextlib.suppress(OSError):  # an unreadable secret is not in the archive either
         found.add(Path(settings.secret_file).read_bytes().strip() if settings.secret_file else b"")
     return found - {b""}

@@ -1,4 +1,4 @@
-"""`covey chaos`: faults at a running cluster of this host, by a seed, and a table of what became of them."""
+"""`covey chaos`: injects faults into a running cluster on this host, chosen by a seed, and summarizes the recoveries."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ from covey.runtime import fault_injection
 from covey.runtime.node_runtime import SchedulerAddress
 from covey.storage.cluster_registry import process_start_time
 
-POLL_INTERVAL_S: Final = 0.05  # between two looks for what is to come back
-RESTART_TIMEOUT_S: Final = 120.0  # for something that was killed to be there again
-RECOVERY_TIMEOUT_S: Final = 120.0  # after the last fault, for the cluster to go on
+POLL_INTERVAL_S: Final = 0.05  # between two checks of the cluster
+RESTART_TIMEOUT_S: Final = 120.0  # for a killed scheduler or template to be restarted
+RECOVERY_TIMEOUT_S: Final = 120.0  # after the last fault, for all recoveries to close
 FAULTS_MAX: Final = 100_000
-QUOTED_TEXT_MAX: Final = 80  # characters of what was said that a sentence repeats
+QUOTED_TEXT_MAX: Final = 80  # characters of an option in an error message
 _SECONDS_PER_UNIT: Final = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
 
 
 class ChaosSummary(msgspec.Struct, frozen=True):
-    """All that `--json` prints."""
+    """Document that `--json` prints."""
 
     cluster_id: str
     seed: int
@@ -59,39 +59,39 @@ class ChaosSummary(msgspec.Struct, frozen=True):
 
 
 def parse_duration_s(text: str) -> float:
-    """`10m`, `90s`, `500ms` or `90`. Raises `UsageError`."""
+    """Return the seconds of `10m`, `90s`, `500ms` or `90`. Raise UsageError."""
     found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s|m|h|)", text.strip())
     if found is None or not float(found[1]):
-        raise UsageError(f"{text[:QUOTED_TEXT_MAX]!r} is no length of time: say 90s, 10m or 500ms")
+        raise UsageError(f"{text[:QUOTED_TEXT_MAX]!r} is not a duration: expected a value such as 90s, 10m or 500ms")
     return float(found[1]) * _SECONDS_PER_UNIT[found[2]]
 
 
 def parse_fault_interval_s(text: str) -> float:
-    """The seconds between two faults of `1/3s` or `20/m`. Raises `UsageError`."""
+    """Return the seconds between two faults for `1/3s` or `20/m`. Raise UsageError."""
     found = re.fullmatch(r"([0-9]{1,9})/(.+)", text.strip())
     if found is None or not int(found[1]):
-        raise UsageError(f"--rate {text[:QUOTED_TEXT_MAX]!r} is no rate: say 1/3s, 20/m or 2/s")
-    each = found[2]
-    return parse_duration_s(each if each[:1].isdigit() else f"1{each}") / int(found[1])
+        raise UsageError(f"--rate {text[:QUOTED_TEXT_MAX]!r} is invalid: expected a rate such as 1/3s, 20/m or 2/s")
+    period = found[2]
+    return parse_duration_s(period if period[:1].isdigit() else f"1{period}") / int(found[1])
 
 
 def parse_faults(text: str) -> list[Fault]:
-    """`kill,stop` as faults. Raises `UsageError`."""
+    """Return the faults of a list such as `kill,stop`, without duplicates. Raise UsageError."""
     words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     unknown = [word for word in words if word not in set(Fault)]
     if unknown or not words:
-        raise UsageError(f"--faults {text!r}: {', '.join(unknown) or 'none'} is not among {', '.join(Fault)}")
+        raise UsageError(f"--faults {text!r} is invalid: expected one or more of {', '.join(Fault)}")
     return [Fault(word) for word in words]
 
 
 class Chaos:
-    """Faults at one cluster, as it is seen through its door."""
+    """Fault injection into one cluster, which is observed through its scheduler."""
 
-    def __init__(self, door: SchedulerAddress, seed: int, every_s: float, wanted: Sequence[Fault]) -> None:
-        self._scheduler_address, self._seed, self._interval_s, self._requested_faults = door, seed, every_s, wanted
+    def __init__(self, scheduler: SchedulerAddress, seed: int, interval_s: float, requested: Sequence[Fault]) -> None:
+        self._scheduler_address, self._seed, self._interval_s, self._requested_faults = scheduler, seed, interval_s, requested
         self._view: ClusterView | None = None
         self._started_at = 0.0
-        self._cluster_ended = asyncio.Event()  # the cluster has ended
+        self._cluster_ended = asyncio.Event()
         self._recoveries: dict[int, ObservedRecovery] = {}
         self._injected_faults: list[PlannedFault] = []
         self._downtime_ms: dict[int, float] = {}
@@ -100,11 +100,15 @@ class Chaos:
         self._possible_faults: list[Fault] = []
 
     async def run(self, for_s: float, times: int) -> ChaosSummary:
-        """Strike until the time is over, so many times, or until the cluster has ended; then wait for it to go on."""
+        """Inject faults for `for_s` seconds, at most `times` (0: `FAULTS_MAX`), or until the cluster ends.
+
+        Then wait for the recoveries and return the summary. Raise PeerError if the scheduler is unreachable, UsageError if no
+        fault is possible here.
+        """
         loop = asyncio.get_running_loop()
         self._started_at = loop.time()
-        async with SchedulerSession(self._scheduler_address) as visit:  # if it cannot be asked, that is the sentence
-            self._view = await anext(visit.follow_views())
+        async with SchedulerSession(self._scheduler_address) as session:
+            self._view = await anext(session.follow_views())
         self._run_processes = _find_run_processes(self._view)
         self._possible_faults = self._select_possible_faults(self._view)
         follower = asyncio.create_task(self._follow_view())
@@ -128,17 +132,18 @@ class Chaos:
         return ChaosSummary(view.cluster_id, self._seed, took, len(self._injected_faults), *known)
 
     def _select_possible_faults(self, view: ClusterView) -> list[Fault]:
-        """What can be done here, of what was wished for; the rest is said. Raises `UsageError` if nothing is left."""
+        """Return the requested faults that are possible here; print why others are not. Raise UsageError if none is."""
         reasons = {fault: self._fault_blocker(fault, view) for fault in self._requested_faults}
         for fault, reason in reasons.items():
             if reason:
-                click.echo(f"covey: {fault} is left out: {reason}", err=True)
+                click.echo(f"covey: fault {fault} is omitted: {reason}", err=True)
         possible = [fault for fault, reason in reasons.items() if not reason]
         if not possible:
-            raise UsageError("none of the faults asked for can be done here")
+            raise UsageError("none of the requested faults is possible on this host")
         return possible
 
     def _fault_blocker(self, fault: Fault, view: ClusterView) -> str:
+        """Return why the fault is not possible here; "" if it is."""
         scheduler = next(node.pid for node in view.nodes if node.role is Role.SCHEDULER)
         here = [node.pid for node in _view_of_this_host(view).nodes if node.role is not Role.SCHEDULER and node.pid]
         try:
@@ -150,25 +155,27 @@ class Chaos:
                 return fault_injection.cut_blocker(here[0], self._run_processes)
             if fault is Fault.DISK:
                 return (
-                    fault_injection.fill_disk_blocker(Path(view.log_dir)) if view.log_dir else "the cluster says no log folder"
+                    fault_injection.fill_disk_blocker(Path(view.log_dir))
+                    if view.log_dir
+                    else "the cluster reports no log directory"
                 )
             if fault is Fault.CLOCK:
                 self._clock_file = fault_injection.find_clock_file(scheduler)
             if fault is Fault.TEMPLATE and not (
                 here and fault_injection.find_template_pid(fault_injection.find_supervisor(here[0]))
             ):
-                return "this run forks nothing from a template"
+                return "this run has no template"
         except (fault_injection.ProcessGone, UsageError) as error:
             return str(error)
         return ""
 
     async def _follow_view(self) -> None:
-        """The newest view, also across schedulers, and every recovery in it."""
+        """Keep the newest view and all its recoveries, also across restarts of the scheduler, until the cluster ends."""
         loop = asyncio.get_running_loop()
         while not self._cluster_ended.is_set():
             with contextlib.suppress(PeerError):
-                async with SchedulerSession(self._scheduler_address) as visit:
-                    async for view in visit.follow_views():
+                async with SchedulerSession(self._scheduler_address) as session:
+                    async for view in session.follow_views():
                         self._view = view
                         for incident in view.recoveries:
                             known = self._recoveries.get(incident.number)
@@ -177,9 +184,8 @@ class Chaos:
                         if view.phase is Phase.ENDED:
                             self._cluster_ended.set()
             await asyncio.sleep(POLL_INTERVAL_S)
-            if not any(
-                process_start_time(keeper.pid) == keeper.create_time() for keeper in self._run_processes
-            ):  # nobody heals it
+            running = (process_start_time(process.pid) == process.create_time() for process in self._run_processes)
+            if not any(running):  # without `covey run` nothing is restarted
                 self._cluster_ended.set()
 
     async def _inject_faults(self, effects: set[asyncio.Task[None]], times: int) -> None:
@@ -190,71 +196,71 @@ class Chaos:
             due += pause_s(self._seed, number, self._interval_s)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._cluster_ended.wait(), max(0.0, due - loop.time()))
-            strike = None
-            while strike is None and not self._cluster_ended.is_set():
+            planned = None
+            while planned is None and not self._cluster_ended.is_set():
                 assert self._view is not None
-                strike, _ = choose_fault(
+                planned, _ = choose_fault(
                     self._seed,
                     self._possible_faults,
                     _view_of_this_host(self._view),
                     self._injected_faults,
                     loop.time() - self._started_at,
                 )
-                if strike is None:
+                if planned is None:
                     await asyncio.sleep(POLL_INTERVAL_S)
-            if strike is None:
+            if planned is None:
                 return
-            self._injected_faults.append(strike)
-            effect = asyncio.create_task(self._inject_fault(strike))
+            self._injected_faults.append(planned)
+            effect = asyncio.create_task(self._inject_fault(planned))
             effects.add(effect)
             effect.add_done_callback(effects.discard)
             number += 1
 
-    async def _inject_fault(self, strike: PlannedFault) -> None:
-        """Do it, and undo it when its time is over. Whoever is gone already needs nothing done."""
-        words = " ".join([str(strike.fault), strike.node, f"for {strike.for_s:.1f} s" if strike.for_s else ""])
-        click.echo(f"covey: {strike.at_s:6.1f} s  {' '.join(words.split())}", err=True)
+    async def _inject_fault(self, planned: PlannedFault) -> None:
+        """Inject a fault and undo it after its duration. Do nothing if its process is gone."""
+        words = " ".join([str(planned.fault), planned.node, f"for {planned.for_s:.1f} s" if planned.for_s else ""])
+        click.echo(f"covey: {planned.at_s:6.1f} s  {' '.join(words.split())}", err=True)
         with contextlib.suppress(fault_injection.ProcessGone):
-            if strike.fault is Fault.KILL:
-                fault_injection.kill_process(strike.pid, self._run_processes)
-            elif strike.fault is Fault.STOP:
-                await fault_injection.suspend_process(strike.pid, self._run_processes, strike.for_s)
-            elif strike.fault is Fault.SLOW:
-                await fault_injection.slow_process(strike.pid, self._run_processes, strike.for_s)
-            elif strike.fault is Fault.CUT:
-                fault_injection.cut_connections(strike.pid, self._run_processes)
-            elif strike.fault is Fault.SCHEDULER:
-                fault_injection.kill_process(strike.pid, self._run_processes)
-                await self._measure_downtime(strike, lambda: self._scheduler_pid() not in (0, strike.pid))
-            elif strike.fault is Fault.TEMPLATE:
+            if planned.fault is Fault.KILL:
+                fault_injection.kill_process(planned.pid, self._run_processes)
+            elif planned.fault is Fault.STOP:
+                await fault_injection.suspend_process(planned.pid, self._run_processes, planned.for_s)
+            elif planned.fault is Fault.SLOW:
+                await fault_injection.slow_process(planned.pid, self._run_processes, planned.for_s)
+            elif planned.fault is Fault.CUT:
+                fault_injection.cut_connections(planned.pid, self._run_processes)
+            elif planned.fault is Fault.SCHEDULER:
+                fault_injection.kill_process(planned.pid, self._run_processes)
+                await self._measure_downtime(planned, lambda: self._scheduler_pid() not in (0, planned.pid))
+            elif planned.fault is Fault.TEMPLATE:
                 killed = fault_injection.find_template_pid(self._run_processes[0])
                 if killed:
                     fault_injection.kill_process(killed, self._run_processes)
                     await self._measure_downtime(
-                        strike, lambda: fault_injection.find_template_pid(self._run_processes[0]) not in (0, killed)
+                        planned, lambda: fault_injection.find_template_pid(self._run_processes[0]) not in (0, killed)
                     )
-            elif strike.fault is Fault.DISK:
+            elif planned.fault is Fault.DISK:
                 assert self._view is not None
                 with fault_injection.fill_disk(Path(self._view.log_dir)):
-                    await asyncio.sleep(strike.for_s)
+                    await asyncio.sleep(planned.for_s)
             else:
-                assert strike.fault is Fault.CLOCK and self._clock_file is not None
-                with fault_injection.shift_clock(self._clock_file, clock_jump_s(self._seed, strike.number)):
-                    await asyncio.sleep(strike.for_s)
+                assert planned.fault is Fault.CLOCK and self._clock_file is not None
+                with fault_injection.shift_clock(self._clock_file, clock_jump_s(self._seed, planned.number)):
+                    await asyncio.sleep(planned.for_s)
 
     def _scheduler_pid(self) -> int:
         assert self._view is not None
         return next((node.pid for node in self._view.nodes if node.role is Role.SCHEDULER), 0)
 
-    async def _measure_downtime(self, strike: PlannedFault, there: Callable[[], bool]) -> None:
-        """Wait until what was killed is there again, and note how long that took."""
+    async def _measure_downtime(self, planned: PlannedFault, is_back: Callable[[], bool]) -> None:
+        """Wait until the killed process is back and record how long that took; record nothing after a timeout."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        if await self._wait_until(there, RESTART_TIMEOUT_S):
-            self._downtime_ms[strike.number] = 1000 * (loop.time() - began)
+        if await self._wait_until(is_back, RESTART_TIMEOUT_S):
+            self._downtime_ms[planned.number] = 1000 * (loop.time() - began)
 
     async def _wait_for_recoveries(self) -> None:
-        """Wait for every recovery to be over: the table is about them."""
+        """Wait until every recovery is closed, because the summary shows their outcomes."""
 
         def settled() -> bool:
             open_ = any(seen.incident.outcome is Outcome.OPEN for seen in self._recoveries.values())
@@ -262,35 +268,35 @@ class Chaos:
 
         await self._wait_until(settled, RECOVERY_TIMEOUT_S)
 
-    async def _wait_until(self, there: Callable[[], bool], limit_s: float) -> bool:
+    async def _wait_until(self, condition: Callable[[], bool], limit_s: float) -> bool:
         for _ in range(int(limit_s / POLL_INTERVAL_S)):
-            if there() or self._cluster_ended.is_set():
+            if condition() or self._cluster_ended.is_set():
                 break
             await asyncio.sleep(POLL_INTERVAL_S)
-        return there()
+        return condition()
 
 
 def _view_of_this_host(view: ClusterView) -> ClusterView:
-    """The view without the nodes of other hosts: they cannot be hit from here."""
+    """Return the view without the nodes of other hosts, whose processes cannot be reached from here."""
     return msgspec.structs.replace(view, nodes=[node for node in view.nodes if node.host == socket.gethostname()])
 
 
 def _find_run_processes(view: ClusterView) -> list[psutil.Process]:
-    """The `covey run`s of this cluster on this host, whose processes are hit. Raises `UsageError` if there is none."""
+    """Return the processes `covey run` of this cluster on this host. Raise UsageError if there is none."""
     found: dict[psutil.Process, None] = {}
     for node in _view_of_this_host(view).nodes:
         with contextlib.suppress(fault_injection.ProcessGone):
             found[fault_injection.find_supervisor(node.pid)] = None
     if not found:
-        raise UsageError(f"no process of the cluster at {view.address} was started by a covey run of yours on this host")
+        raise UsageError(f"no process of the cluster at {view.address} was started by covey run of this user on this host")
     return list(found)
 
 
 def run_chaos(master: str, *, seed: int, rate: str, wanted: str, length: str, times: int, as_json: bool) -> int:
-    """The whole verb; the code to end with."""
-    every_s, for_s, found = parse_fault_interval_s(rate), parse_duration_s(length), parse_faults(wanted)
+    """Run the command and return the exit code: 0, or PEER_FAILED if a recovery failed or is still open."""
+    interval_s, for_s, faults = parse_fault_interval_s(rate), parse_duration_s(length), parse_faults(wanted)
     try:
-        summary = asyncio.run(_run_with_signals(status.find_cluster(master), seed, every_s, found, for_s, times))
+        summary = asyncio.run(_run_with_signals(status.find_cluster(master), seed, interval_s, faults, for_s, times))
     except asyncio.CancelledError:
         return 128 + signal.SIGTERM
     if as_json:
@@ -302,27 +308,27 @@ def run_chaos(master: str, *, seed: int, rate: str, wanted: str, length: str, ti
 
 
 async def _run_with_signals(
-    door: SchedulerAddress, seed: int, every_s: float, wanted: Sequence[Fault], for_s: float, times: int
+    scheduler: SchedulerAddress, seed: int, interval_s: float, faults: Sequence[Fault], for_s: float, times: int
 ) -> ChaosSummary:
     task = asyncio.current_task()
     assert task is not None
-    for number in (signal.SIGTERM, signal.SIGHUP):  # what was done is undone, as after Ctrl-C
+    for number in (signal.SIGTERM, signal.SIGHUP):  # active faults are undone, as after Ctrl-C
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
-    return await Chaos(door, seed, every_s, wanted).run(for_s, times)
+    return await Chaos(scheduler, seed, interval_s, faults).run(for_s, times)
 
 
 def _print_summary(summary: ChaosSummary) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    made = Table(box=None, pad_edge=False)
-    for name in ("fault", "times", "answered by", "unnoticed", "median ms", "worst ms"):
-        made.add_column(name, justify="left" if name in ("fault", "answered by") else "right")
+    table = Table(box=None, pad_edge=False)
+    for name in ("fault", "times", "strategies", "unnoticed", "median ms", "worst ms"):
+        table.add_column(name, justify="left" if name in ("fault", "strategies") else "right")
     for row in summary.rows:
-        rungs = ", ".join(f"{count} {rung}" for rung, count in sorted(row.rungs.items())) or "-"
+        strategies = ", ".join(f"{count} {strategy}" for strategy, count in sorted(row.rungs.items())) or "-"
         times = (f"{row.median_ms:.0f}", f"{row.worst_ms:.0f}") if row.rungs else ("-", "-")
-        made.add_row(str(row.fault), str(row.times), rungs, str(row.unnoticed), *times)
+        table.add_row(str(row.fault), str(row.times), strategies, str(row.unnoticed), *times)
     console = Console()
-    console.print(made)
+    console.print(table)
     length = f"{summary.strikes} faults in {summary.seconds:.0f} s with seed {summary.seed}"
     console.print(f"{length}; {summary.cluster_id} is {summary.phase}: {summary.reason}", highlight=False, soft_wrap=True)

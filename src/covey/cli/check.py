@@ -1,4 +1,4 @@
-"""`covey check HOST:PORT`: what MindSpore's pages use telnet for, with an answer."""
+"""`covey check HOST:PORT`: checks whether this host can join a scheduler."""
 
 from __future__ import annotations
 
@@ -22,56 +22,58 @@ from covey.transport import address
 
 CONNECT_TIMEOUT_S: Final = 5.0
 PrintFinding = Callable[[str], None]
-TLS_HANDSHAKE, TLS_ALERT = b"\x16", b"\x15"  # how TLS records begin
-CLOCK_OFFSET_MAX_S: Final = 2.0  # how far clocks may be apart before it is worth a word
+TLS_HANDSHAKE, TLS_ALERT = b"\x16", b"\x15"  # first byte of a TLS record
+CLOCK_OFFSET_MAX_S: Final = 2.0  # between the clocks without a warning
 
 
 def check_scheduler(where: str, as_json: bool) -> int:
-    """Say what is there, one finding a line; returns the exit code."""
+    """Print the findings, one per line, and return the exit code."""
     findings: list[str] = []
-    say = findings.append if as_json else click.echo
+    report = findings.append if as_json else click.echo
     with show_spinner(f"waiting for {where}"):
-        code = _run_checks(where, say)
+        code = _run_checks(where, report)
     if as_json:
         click.echo(msgspec.json.encode({"code": int(code), "findings": findings}).decode())
     return code
 
 
-def _run_checks(where: str, say: PrintFinding) -> int:
+def _run_checks(where: str, report: PrintFinding) -> int:
     host, port = address.split_host_port(where)
     if not port:
-        raise UsageError(f"{where} has no port: give HOST:PORT")
+        raise UsageError(f"{where} has no port: expected HOST:PORT")
     name = address.join_host_port(host, port)
     try:
         with socket.create_connection((host, port), CONNECT_TIMEOUT_S):
-            say(f"{name} is reachable")
+            report(f"{name} is reachable")
     except OSError as error:
-        say(f"{name} is not reachable: {error.strerror or error}")
+        report(f"{name} is not reachable: {error.strerror or error}")
         return ExitCode.UNREACHABLE
-    door = find_cluster(name)
+    scheduler = find_cluster(name)
     try:
-        return asyncio.run(_check_handshake(door, say))
+        return asyncio.run(_check_handshake(scheduler, report))
     except CoveyError as error:
-        if door.ssl_context is None and _is_tls_server(host, port):
-            say("TLS is expected there: set COVEY_TLS to the cluster's config.json, and its password")
+        if scheduler.ssl_context is None and _is_tls_server(host, port):
+            report("the scheduler requires TLS: set COVEY_TLS to the cluster's config.json, and its password")
         else:
-            say(str(error))
+            report(str(error))
         return ExitCode.REFUSED
 
 
-async def _check_handshake(door: SchedulerAddress, say: PrintFinding) -> int:
+async def _check_handshake(scheduler: SchedulerAddress, report: PrintFinding) -> int:
     before = time.time()
-    async with SchedulerSession(door) as visit:
+    async with SchedulerSession(scheduler) as session:
         after = time.time()
-        say("a covey scheduler answers and takes our secret" if door.secret else "a covey scheduler answers")
-        offset = visit.scheduler_clock - (before + after) / 2
-        word = "agree" if abs(offset) < CLOCK_OFFSET_MAX_S else "do not agree: set them by NTP, or timestamps will mislead"
-        say(f"the clocks {word} (offset {offset * 1000:+.0f} ms)")
+        report("a covey scheduler replies and accepts the secret" if scheduler.secret else "a covey scheduler replies")
+        offset = session.scheduler_clock - (before + after) / 2
+        verdict = (
+            "agree" if abs(offset) < CLOCK_OFFSET_MAX_S else "differ: synchronize them (NTP), else timestamps are misleading"
+        )
+        report(f"the clocks {verdict} (offset {offset * 1000:+.0f} ms)")
     return 0
 
 
 def _is_tls_server(host: str, port: int) -> bool:
-    """A TLS server shows itself by the first byte it answers to a hello, even if it then refuses us."""
+    """Whether a TLS server listens there: it replies to a ClientHello with a TLS record, even if it then refuses."""
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

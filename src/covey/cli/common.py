@@ -1,4 +1,4 @@
-"""What the verbs have in common: options, examples below their help, how they judge a file and say what they did."""
+"""Options, help examples, output and file checks that commands share."""
 
 from __future__ import annotations
 
@@ -16,33 +16,35 @@ MASTER = click.option(
     metavar="HOST:PORT",
     default="",
     shell_complete=complete_clusters,
-    help="The scheduler; else this user's running clusters.",
+    help="Address of the scheduler. Default: this user's running cluster.",
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-def KUBERNETES(verb: Callable[..., None]) -> Callable[..., None]:
-    """The options that say which Kubernetes."""
-    verb = click.option("--namespace", default="", help="Of Kubernetes; else the kubeconfig's own, for operators all.")(verb)
-    verb = click.option("--context", default="", help="Of the kubeconfig.")(verb)
-    return click.option("--kubeconfig", default="", help="A file; else $KUBECONFIG, or this pod's service account.")(verb)
+def KUBERNETES(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that select a Kubernetes cluster."""
+    namespace = "Namespace. Default: the kubeconfig's; for an operator: all."
+    command = click.option("--namespace", default="", help=namespace)(command)
+    command = click.option("--context", default="", help="Context of the kubeconfig.")(command)
+    kubeconfig = "Path of the kubeconfig. Default: $KUBECONFIG, else this pod's service account."
+    return click.option("--kubeconfig", default="", help=kubeconfig)(command)
 
 
 def format_examples(*lines: str) -> str:
-    """The end of a verb's help."""
+    """Return the examples as the epilog of a command's help."""
     return "\n".join(["\b", "Examples:", *(f"  {line}" for line in lines)])
 
 
-def print_result(as_json: bool, sentence: str, **fields: Any) -> None:
-    """What a verb did: a sentence for people, the same with its parts for programs."""
-    click.echo(msgspec.json.encode({"message": sentence, **fields}).decode() if as_json else sentence)
+def print_result(as_json: bool, message: str, **fields: Any) -> None:
+    """Print the message; with `as_json`, as JSON together with the fields."""
+    click.echo(msgspec.json.encode({"message": message, **fields}).decode() if as_json else message)
 
 
 def read_blocker(path: Path) -> str:
-    """Why a file cannot be read, after "it cannot be"; "" if it can."""
+    """Return why a file cannot be read, as the end of "cannot be ..."; "" if it can."""
     try:
-        if not path.is_file():  # one that is there but no file, such as a pipe, would be waited for
-            return "read (it is no file)" if path.exists() else "found"
+        if not path.is_file():  # opening a named pipe would block
+            return "read (not a regular file)" if path.exists() else "found"
         path.open("rb").close()
     except OSError as error:
         return f"read ({error.strerror})"

@@ -1,4 +1,4 @@
-"""Completion by the shell: the script that asks us, and what we answer for the words click does not know."""
+"""Shell completion: the script of a shell, and the completion of `covey run` and of clusters."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ COMPLETE_VARIABLE = "_COVEY_COMPLETE"
 
 
 def completion_script(verbs: click.Command, shell: str) -> str:
-    """What the shell is to read at its start."""
-    made = get_completion_class(shell)
-    if made is None:
-        raise UsageError(f"there is no completion for {shell}: choose {', '.join(SHELLS)}")
-    return made(verbs, {}, "covey", COMPLETE_VARIABLE).source()
+    """Return the completion script of a shell. Raise UsageError for an unknown shell."""
+    completion_class = get_completion_class(shell)
+    if completion_class is None:
+        raise UsageError(f"no completion for {shell}: expected {', '.join(SHELLS)}")
+    return completion_class(verbs, {}, "covey", COMPLETE_VARIABLE).source()
 
 
 class RunCompletion(click.Command):
-    """`covey run` has a table of its own; what is no option of it is a file."""
+    """Command that completes the options of `covey run` from its table, and other words as files."""
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         from covey.cli.run.options import OPTION_BY_NAME
@@ -32,7 +32,7 @@ class RunCompletion(click.Command):
 
 
 def complete_clusters(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """This user's clusters on this host."""
+    """Complete the addresses of this user's clusters on this host."""
     from covey.storage import cluster_registry
 
     return [

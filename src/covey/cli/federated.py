@@ -1,4 +1,4 @@
-"""The verbs of `covey federated`: up, stop, status; `simulate` has a file of its own."""
+"""The commands `covey federated` up, stop and status; `simulate` is in `federated_simulate`."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from covey.storage.cluster_registry import RegistryEntry
 from covey.transport import address
 
 STARTED_MARKER = b"Server started successfully."
-WAIT_NOTICE_S = 10.0  # until a command that waits says so
+WAIT_NOTICE_S = 10.0  # until `up` prints that it waits
 MASTER = click.option(
-    "--master", metavar="HOST:PORT", default="", help="The scheduler; else this user's only federated cluster."
+    "--master", metavar="HOST:PORT", default="", help="Address of the scheduler. Default: this user's only federated cluster."
 )
 
 
 @click.group()
 def federated() -> None:
-    """Federated learning: a scheduler, servers and devices.
+    """Run and inspect federated learning clusters.
 
     \b
     covey federated up --servers 4 --port 6668 --threshold 8 model.py
@@ -52,22 +52,40 @@ def federated() -> None:
         "covey federated up --threshold 8 --secure model.safetensors",
     ),
 )
-@click.option("--servers", default=1, show_default=True, help="How many servers to start on this host.")
-@click.option("--server-num", default=0, help="How many the whole cluster has, if more hosts bring some.")
-@click.option("--join", "join", metavar="HOST:PORT", default="", help="Bring the servers to the cluster of this scheduler.")
-@click.option("--ip", default="127.0.0.1", show_default=True, help="Where the scheduler listens.")
-@click.option("--scheduler-port", default=6667, show_default=True, help="The scheduler's port.")
-@click.option("--port", default=6668, show_default=True, help="The first server's port for devices; the others follow.")
-@click.option("--manage-port", default=11202, show_default=True, help="The scheduler's REST port; 0: none.")
-@click.option("--threshold", default=1, show_default=True, help="Devices per iteration.")
-@click.option("--iterations", default=20, show_default=True, help="Iterations until the training is finished.")
+@click.option("--servers", default=1, show_default=True, help="Number of servers to start on this host.")
 @click.option(
-    "--durability", type=click.Choice(DURABILITIES), default="process", show_default=True, help="What an update survives."
+    "--server-num", default=0, help="Number of servers in the cluster, if other hosts start some. Default: --servers."
 )
-@click.option("--secure", is_flag=True, help="Mask updates: servers learn their sum only (encrypt_type=PW_ENCRYPT).")
-@click.option("--name", default="", help="The job's name, which devices may check.")
-@click.option("--dir", "folder", default="", help="Where state and logs lie; else ./federated_PORT.")
-@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Any other key of set_fl_context; may be repeated.")
+@click.option(
+    "--join", "join", metavar="HOST:PORT", default="", help="Join the cluster of this scheduler instead of starting one."
+)
+@click.option("--ip", default="127.0.0.1", show_default=True, help="Address on which the scheduler listens.")
+@click.option("--scheduler-port", default=6667, show_default=True, help="Port of the scheduler.")
+@click.option(
+    "--port",
+    default=6668,
+    show_default=True,
+    help="Port for devices of the first server; the other servers use the next ports.",
+)
+@click.option("--manage-port", default=11202, show_default=True, help="REST port of the scheduler; 0: none.")
+@click.option("--threshold", default=1, show_default=True, help="Number of updates that closes an iteration.")
+@click.option("--iterations", default=20, show_default=True, help="Number of iterations of the training.")
+@click.option(
+    "--durability",
+    type=click.Choice(DURABILITIES),
+    default="process",
+    show_default=True,
+    help="Failures that an acknowledged update survives.",
+)
+@click.option("--secure", is_flag=True, help="Mask updates, so that servers see only their sum (encrypt_type=PW_ENCRYPT).")
+@click.option("--name", default="", help="Name of the job, which devices can check.")
+@click.option(
+    "--dir",
+    "folder",
+    default="",
+    help="Directory in which federated_PORT, with state and logs, is created. Default: the current one.",
+)
+@click.option("--set", "settings", multiple=True, metavar="KEY=VALUE", help="Another key of set_fl_context; may be repeated.")
 @click.argument("script")
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def up(
@@ -88,17 +106,19 @@ def up(
     script: str,
     words: tuple[str, ...],
 ) -> None:
-    """Start a federated cluster and keep it alive: for a script that calls `covey.federated.run`, or a .safetensors file."""
+    """Start and supervise a federated cluster. SCRIPT calls `covey.federated.run`, or is a .safetensors file."""
     from covey.federated.process_supervisor import ProcessSupervisor, SupervisedProcess
 
-    if why := read_blocker(Path(script)):
-        raise UsageError(f"{printable(script)} cannot be {why}: give a script or a .safetensors file", ExitCode.BAD_SCRIPT)
+    if blocker := read_blocker(Path(script)):
+        raise UsageError(f"{printable(script)} cannot be {blocker}: give a script or a .safetensors file", ExitCode.BAD_SCRIPT)
     if join:
         ip, scheduler_port = address.split_host_port(join, scheduler_port)
     elif server_num and servers > server_num:
-        raise UsageError(f"--servers {servers} are more than the whole cluster has: --server-num {server_num}")
+        raise UsageError(f"--servers {servers} exceeds the number of servers in the cluster: --server-num {server_num}")
     if servers < (1 if join or not server_num else 0):
-        raise UsageError(f"--servers {servers} is not possible: start at least one, or with --server-num the scheduler alone")
+        raise UsageError(
+            f"--servers {servers} is invalid: expected 1 or more, or 0 with --server-num, to start only the scheduler"
+        )
     check_value("fl_server_port", port + max(0, servers - 1))
     shared: dict[str, Any] = {
         "enable_fl": True,
@@ -117,43 +137,43 @@ def up(
     for key, value in shared.items():
         check_value(key, value)
     check_config_file(shared)
-    start = f"{os.getpid()}_" if join else ""
+    prefix = f"{os.getpid()}_" if join else ""
     roles = [] if join else [SupervisedProcess("scheduler", "20", {**shared, "ms_role": "MS_SCHED"})]
     for number in range(servers):
-        mine = {**shared, "ms_role": "MS_SERVER", "fl_server_port": port + number}
-        roles.append(SupervisedProcess(f"{start}server_{number}", "" if join else str(number), mine))
+        context = {**shared, "ms_role": "MS_SERVER", "fl_server_port": port + number}
+        roles.append(SupervisedProcess(f"{prefix}server_{number}", "" if join else str(number), context))
     command = ["-m", "covey.federated", script] if script.endswith(".safetensors") else [script, *words]
     logs = Path(folder or ".").absolute() / f"federated_{scheduler_port}" / "logs"
-    keeper = ProcessSupervisor(command, roles, cluster_id=uuid.uuid4().hex[:12], folder=logs, environ=os.environ)
-    ports = {0: "of other hosts", 1: f"{port}"}.get(servers, f"{port} to {port + servers - 1}")
-    said = f"devices at port {ports}, scheduler at {address.join_host_port(ip, scheduler_port)}, logs in {logs}"
-    own = [logs / f"{role.name}.log" for role in roles if role.context["ms_role"] == "MS_SERVER"]
-    sys.exit(asyncio.run(_run_supervisor(keeper, own, said)))
+    supervisor = ProcessSupervisor(command, roles, cluster_id=uuid.uuid4().hex[:12], folder=logs, environ=os.environ)
+    ports = {0: "on other hosts", 1: f"{port}"}.get(servers, f"{port} to {port + servers - 1}")
+    addresses = f"devices at port {ports}, scheduler at {address.join_host_port(ip, scheduler_port)}, logs in {logs}"
+    server_logs = [logs / f"{role.name}.log" for role in roles if role.context["ms_role"] == "MS_SERVER"]
+    sys.exit(asyncio.run(_run_supervisor(supervisor, server_logs, addresses)))
 
 
-async def _run_supervisor(keeper: Any, logs: list[Path], said: str) -> int:
+async def _run_supervisor(supervisor: Any, logs: list[Path], addresses: str) -> int:
     before = {path: path.stat().st_size if path.exists() else 0 for path in logs}
-    saying = asyncio.get_running_loop().create_task(_announce_start(before, said))
+    announcement = asyncio.get_running_loop().create_task(_announce_start(before, addresses))
     try:
-        return int(await keeper.run())
+        return int(await supervisor.run())
     finally:
-        saying.cancel()
+        announcement.cancel()
 
 
-async def _announce_start(before: dict[Path, int], said: str) -> None:
-    """When every server of ours has said that it is in the cluster; after a while, that they wait."""
+async def _announce_start(before: dict[Path, int], addresses: str) -> None:
+    """Print the addresses when every log in `before` has the start marker after its old size; after a while, print a notice."""
     loop = asyncio.get_running_loop()
-    late = loop.call_later(WAIT_NOTICE_S, click.echo, f"waiting for the scheduler, or for other servers: {said}")
+    late = loop.call_later(WAIT_NOTICE_S, click.echo, f"waiting for the scheduler or for other servers: {addresses}")
     while not all(path.exists() and STARTED_MARKER in path.read_bytes()[size:] for path, size in before.items()):  # noqa: ASYNC110
         await asyncio.sleep(0.05)
     late.cancel()
-    click.echo(f"{STARTED_MARKER.decode() if before else 'waiting for servers'}\n{said}")
+    click.echo(f"{STARTED_MARKER.decode() if before else 'waiting for servers'}\n{addresses}")
 
 
 def _parse_setting(pair: str) -> tuple[str, ContextValue]:
     key, equals, text = pair.partition("=")
     if not equals:
-        raise UsageError(f"--set {pair} is not KEY=VALUE")
+        raise UsageError(f"--set {pair} is invalid: expected KEY=VALUE")
     return key, from_text(key, text)
 
 
@@ -161,17 +181,17 @@ def _parse_setting(pair: str) -> tuple[str, ContextValue]:
 @MASTER
 @JSON
 def stop(master: str, as_json: bool) -> None:
-    """End the whole cluster."""
+    """Shut down a federated cluster gracefully."""
     entry = _find_federated_cluster(master)
-    asyncio.run(ask_to_stop(address_from_entry(entry), "asked by covey federated stop"))
-    print_result(as_json, f"the cluster at {entry.address} ends", address=entry.address)
+    asyncio.run(ask_to_stop(address_from_entry(entry), "requested by covey federated stop"))
+    print_result(as_json, f"stopping the cluster at {entry.address}", address=entry.address)
 
 
 @federated.command(epilog=format_examples("covey federated status", "covey federated status --json"))
 @MASTER
 @JSON
 def status(master: str, as_json: bool) -> None:
-    """Show the servers, and where the training stands."""
+    """Show the servers, the current iteration and the spent privacy budget."""
     entry = _find_federated_cluster(master)
     view = fetch_view_with_spinner(address_from_entry(entry))
     instance = _query_instance(entry) if entry.manage and not entry.tls else {}
@@ -190,17 +210,18 @@ def status(master: str, as_json: bool) -> None:
 
 
 def _find_federated_cluster(master: str) -> RegistryEntry:
-    """The federated cluster that is meant."""
+    """Return the federated cluster at `master`, else this user's only one. Raise UsageError if there is none, or several."""
     running = [entry for entry in cluster_registry.running_clusters() if entry.job.startswith("federated")]
     if master:
         running = [entry for entry in running if entry.address == master]
     if not running:
         raise UsageError(
-            "no federated cluster of yours runs on this host: start one with covey federated up", ExitCode.UNREACHABLE
+            "no running federated cluster of this user found on this host: start one with covey federated up",
+            ExitCode.UNREACHABLE,
         )
     if len(running) > 1:
         listed = "\n".join(f"  --master {entry.address}   {entry.job}" for entry in running)
-        raise UsageError(f"several federated clusters of yours run on this host, choose one:\n{listed}")
+        raise UsageError(f"several federated clusters of this user run on this host, choose one:\n{listed}")
     return running[0]
 
 
@@ -209,12 +230,12 @@ def _query_instance(entry: RegistryEntry) -> dict[str, Any]:
     connection = http.client.HTTPConnection(host, port, timeout=10)
     try:
         connection.request("GET", "/queryInstance", headers={"Authorization": f"Bearer {entry.token}"})
-        answer = msgspec.json.decode(connection.getresponse().read(), type=dict[str, Any])
+        document = msgspec.json.decode(connection.getresponse().read(), type=dict[str, Any])
     except OSError as error:
-        raise PeerError(f"{entry.manage} cannot be asked: {error}", ExitCode.UNREACHABLE) from None
+        raise PeerError(f"cannot connect to the REST port at {entry.manage}: {error}", ExitCode.UNREACHABLE) from None
     finally:
         connection.close()
-    result: dict[str, Any] = answer.get("result", {})
+    result: dict[str, Any] = document.get("result", {})
     return result
 
 

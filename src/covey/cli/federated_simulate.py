@@ -1,4 +1,4 @@
-"""`covey federated simulate`: many devices in one process, to see how fast a model learns before any device has to."""
+"""`covey federated simulate`: many devices in one process, to compare strategies and privacy options without a cluster."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from covey.core.federated.dp_accounting import Noise
     from covey.federated.simulation.simulator import RoundResult
 
-DP_DELTA = 1e-5  # of what noise hides
+DP_DELTA = 1e-5  # delta of the (epsilon, delta) guarantee
 BAR_CHARACTERS = "▁▂▃▄▅▆▇█"
 
 
@@ -29,24 +29,28 @@ BAR_CHARACTERS = "▁▂▃▄▅▆▇█"
         "covey federated simulate --devices 20 --rounds 5 --json",
     )
 )
-@click.option("--devices", default=1000, show_default=True, help="How many devices share the digits.")
-@click.option("--rounds", default=20, show_default=True, help="How many rounds.")
-@click.option("--strategy", default="FedAvg", show_default=True, help="How updates become a model.")
-@click.option("--alpha", default=0.3, show_default=True, help="How even the devices' labels are: small is uneven.")
-@click.option("--sample", default=1.0, show_default=True, help="The share of devices in each round.")
-@click.option("--epochs", default=5, show_default=True, help="Of each device, per round.")
-@click.option("--lr", default=0.1, show_default=True, help="The devices' learning rate.")
-@click.option("--secure", is_flag=True, help="Mask every update: slow, because all devices share this machine.")
+@click.option("--devices", default=1000, show_default=True, help="Number of devices.")
+@click.option("--rounds", default=20, show_default=True, help="Number of rounds.")
+@click.option("--strategy", default="FedAvg", show_default=True, help="Aggregation strategy.")
 @click.option(
-    "--compress", type=click.Choice(COMPRESSION_TYPES), default=NO_COMPRESSION, show_default=True, help="How small uploads are."
+    "--alpha", default=0.3, show_default=True, help="Dirichlet parameter of the devices' labels: smaller is less even."
 )
-@click.option("--sparse-rate", default=0.1, show_default=True, help="The share of values in them, where not all are sent.")
+@click.option("--sample", default=1.0, show_default=True, help="Fraction of devices in each round.")
+@click.option("--epochs", default=5, show_default=True, help="Local epochs of each device per round.")
+@click.option("--lr", default=0.1, show_default=True, help="Learning rate of the devices.")
+@click.option("--secure", is_flag=True, help="Mask every update; slow, because all devices run on this machine.")
 @click.option(
-    "--noise", default=0.0, show_default=True, help="On the servers, in units of one device's influence (a norm of --clip)."
+    "--compress",
+    type=click.Choice(COMPRESSION_TYPES),
+    default=NO_COMPRESSION,
+    show_default=True,
+    help="Compression of uploads.",
 )
-@click.option("--clip", default=1.0, show_default=True, help="The greatest norm of an update, where there is noise.")
+@click.option("--sparse-rate", default=0.1, show_default=True, help="Fraction of values in a sparse upload.")
+@click.option("--noise", default=0.0, show_default=True, help="Noise that servers add, in units of --clip; 0: none.")
+@click.option("--clip", default=1.0, show_default=True, help="Maximum norm of an update; used with --noise.")
 @click.option("--seed", default=1, show_default=True)
-@click.option("--plot", "picture", default="accuracy.svg", show_default=True, help="Where the plot goes.")
+@click.option("--plot", "picture", default="accuracy.svg", show_default=True, help="File of the plot.")
 @JSON
 def simulate(
     devices: int,
@@ -65,7 +69,7 @@ def simulate(
     picture: str,
     as_json: bool,
 ) -> None:
-    """Run a whole federation on this machine: the embedded digits, dealt out unevenly."""
+    """Simulate federated learning on this machine, on the embedded digits dataset with uneven labels."""
     from covey.core.federated.dp_accounting import Noise
     from covey.core.federated.messages import RoundPlan
     from covey.federated import privacy_settings
@@ -73,59 +77,59 @@ def simulate(
     from covey.federated.simulation.privacy_pipeline import PrivacyOptions
     from covey.federated.strategies import find_strategy
 
-    above = {"devices": devices, "rounds": rounds, "epochs": epochs, "alpha": alpha, "lr": lr, "clip": clip}
-    _check_options(above, {"sample": sample, "sparse-rate": sparse_rate}, {"noise": noise, "seed": seed})
+    positive = {"devices": devices, "rounds": rounds, "epochs": epochs, "alpha": alpha, "lr": lr, "clip": clip}
+    _check_options(positive, {"sample": sample, "sparse-rate": sparse_rate}, {"noise": noise, "seed": seed})
     gauss = Noise(False, clip, noise, DP_DELTA) if noise else None
     plan = RoundPlan(threshold=devices, secure=secure, compress=compress, noise=gauss)
     privacy_settings.check_privacy_settings(plan, find_strategy(strategy))
-    treatment = PrivacyOptions(secure, compress, sparse_rate, gauss) if secure or gauss or compress != NO_COMPRESSION else None
-    how: dict[str, Any] = {"alpha": alpha, "sample": sample, "epochs": epochs, "rate": lr, "seed": seed, "treatment": treatment}
-    found = _run_with_progress(simulation.simulate(devices, rounds, find_strategy(strategy), **how), rounds)
+    privacy = PrivacyOptions(secure, compress, sparse_rate, gauss) if secure or gauss or compress != NO_COMPRESSION else None
+    how: dict[str, Any] = {"alpha": alpha, "sample": sample, "epochs": epochs, "rate": lr, "seed": seed, "treatment": privacy}
+    results = _run_with_progress(simulation.simulate(devices, rounds, find_strategy(strategy), **how), rounds)
     try:
-        simulation.write_plot(found, Path(picture))
+        simulation.write_plot(results, Path(picture))
     except OSError as error:
-        raise StoreError(f"the plot cannot be written to {picture}: {error.strerror}: choose another --plot") from None
-    framework = sum(one.framework_s for one in found) / len(found)
+        raise StoreError(f"cannot write the plot {picture}: {error.strerror}; choose another --plot") from None
+    framework = sum(result.framework_s for result in results) / len(results)
     lines = [
-        *_describe_result(found, strategy, compress, gauss),
-        f"{1000 * framework:.0f} ms of each round were the framework's",
-        f"the plot is {picture}",
+        *_describe_result(results, strategy, compress, gauss),
+        f"framework overhead: {1000 * framework:.0f} ms per round",
+        f"wrote the plot {picture}",
     ]
-    accuracies = [one.accuracy for one in found]
+    accuracies = [result.accuracy for result in results]
     print_result(as_json, "\n".join(lines), accuracy=accuracies, framework_s=framework, plot=picture)
 
 
-def _check_options(above: dict[str, float], shares: dict[str, float], from_zero: dict[str, float]) -> None:
-    for name, value in above.items():
+def _check_options(positive: dict[str, float], fractions: dict[str, float], nonnegative: dict[str, float]) -> None:
+    for name, value in positive.items():
         if not 0 < value < math.inf:
-            raise UsageError(f"--{name} {value} is not possible: give a number above 0")
-    for name, share in shares.items():
-        if not 0 < share <= 1:
-            raise UsageError(f"--{name} {share} is not possible: give a number above 0, up to 1")
-    for name, value in from_zero.items():
+            raise UsageError(f"--{name} {value} is invalid: expected a number above 0")
+    for name, fraction in fractions.items():
+        if not 0 < fraction <= 1:
+            raise UsageError(f"--{name} {fraction} is invalid: expected a number above 0, at most 1")
+    for name, value in nonnegative.items():
         if not 0 <= value < math.inf:
-            raise UsageError(f"--{name} {value} is not possible: give a number, 0 or more")
+            raise UsageError(f"--{name} {value} is invalid: expected a number, 0 or more")
 
 
 def _run_with_progress(run: Iterator[RoundResult], rounds: int) -> list[RoundResult]:
-    """All rounds, with a bar that grows as they come."""
+    """Return the results of all rounds; show a progress bar on stderr."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-    found = []
+    results = []
     columns = (TextColumn("round"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("", total=rounds)
-        for one in run:
-            found.append(one)
-            progress.update(task, advance=1, description=f"accuracy {100 * one.accuracy:.1f} %")
-    return found
+        for result in run:
+            results.append(result)
+            progress.update(task, advance=1, description=f"accuracy {100 * result.accuracy:.1f} %")
+    return results
 
 
-def _describe_result(found: list[RoundResult], strategy: str, compress: str, gauss: Noise | None) -> list[str]:
-    last = found[-1]
+def _describe_result(results: list[RoundResult], strategy: str, compress: str, gauss: Noise | None) -> list[str]:
+    last = results[-1]
     lines = [
-        "".join(BAR_CHARACTERS[min(int(len(BAR_CHARACTERS) * one.accuracy), len(BAR_CHARACTERS) - 1)] for one in found),
+        "".join(BAR_CHARACTERS[min(int(len(BAR_CHARACTERS) * result.accuracy), len(BAR_CHARACTERS) - 1)] for result in results),
         f"accuracy {100 * last.accuracy:.1f} % after {count_noun(last.number, 'round')} of {last.devices} devices ({strategy})",
     ]
     if compress != NO_COMPRESSION:

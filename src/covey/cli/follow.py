@@ -1,4 +1,4 @@
-"""The verbs that watch: top, events, story."""
+"""The commands top, events and story."""
 
 from __future__ import annotations
 
@@ -25,49 +25,49 @@ LEVEL_COLORS = {Level.WARNING: "yellow", Level.DETAIL: "bright_black"}
 
 
 def follow_cluster(master: str, as_json: bool) -> None:
-    """The table of `covey run`, for any cluster, until it ends."""
-    door = find_cluster(master)
+    """Show the live table of a cluster until it ends; with `as_json`, print its views."""
+    scheduler = find_cluster(master)
     asyncio.run(
-        _print_views(door)
+        _print_views(scheduler)
         if as_json
-        else LiveDisplay(door, live=True, patience_s=SCHEDULER_RETURN_TIMEOUT_S).follow_until_ended()
+        else LiveDisplay(scheduler, live=True, reconnect_timeout_s=SCHEDULER_RETURN_TIMEOUT_S).follow_until_ended()
     )
 
 
-async def _print_views(door: SchedulerAddress) -> None:
-    async with SchedulerSession(door) as visit:
-        async for view in visit.follow_views():
+async def _print_views(scheduler: SchedulerAddress) -> None:
+    async with SchedulerSession(scheduler) as session:
+        async for view in session.follow_views():
             click.echo(msgspec.json.encode(view).decode())
 
 
 def print_events(master: str, follow: bool, as_json: bool) -> None:
-    """What happened in the cluster, one line each."""
-    tell = partial(_print_event, as_json=as_json)
+    """Print the newest events, one per line; with `follow`, also new ones until the cluster ends."""
+    print_one = partial(_print_event, as_json=as_json)
     if follow:
-        return asyncio.run(_print_new_events(find_cluster(master), tell))
+        return asyncio.run(_print_new_events(find_cluster(master), print_one))
     for event in asyncio.run(ask_story(find_cluster(master))):
-        tell(event)
+        print_one(event)
     return None
 
 
-async def _print_new_events(door: SchedulerAddress, tell: Callable[[Event], None]) -> None:
-    async for event in follow_events(door):
-        tell(event)
+async def _print_new_events(scheduler: SchedulerAddress, print_one: Callable[[Event], None]) -> None:
+    async for event in follow_events(scheduler):
+        print_one(event)
 
 
 def print_node_events(master: str, node: str, as_json: bool) -> None:
-    """What happened to one node."""
+    """Print the events of one node, given as a rank or a name. Raise UsageError if the node is unknown."""
     name = f"worker:{node}" if node.isdigit() else node
     found = asyncio.run(ask_story(find_cluster(master), name))
     if not found:
-        door = find_cluster(master)
-        here = next((member for member in asyncio.run(fetch_view(door)).nodes if member.name == name), None)
-        if here is not None:
+        scheduler = find_cluster(master)
+        present = next((member for member in asyncio.run(fetch_view(scheduler)).nodes if member.name == name), None)
+        if present is not None:
             if not as_json:
-                click.echo(f"nothing has happened to {name} so far: it is {here.state}")
+                click.echo(f"no events of {name} so far: it is {present.state}")
             return
-        known = sorted({event.node for event in asyncio.run(ask_story(door))})
-        raise UsageError(f"nothing is known of {node}: there are stories of {', '.join(known) or 'nobody yet'}")
+        known = sorted({event.node for event in asyncio.run(ask_story(scheduler))})
+        raise UsageError(f"no node {node}: there are events of {', '.join(known) or 'no node yet'}")
     for event in found:
         _print_event(event, as_json=as_json)
 

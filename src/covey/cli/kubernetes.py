@@ -1,4 +1,4 @@
-"""The verbs about Kubernetes: operator install and run, submit, jobs, and logs of a job."""
+"""The commands operator install, operator run, submit and jobs, and the logs of a job."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FAULT_RETRIES = 10  # fault-retry-times of a submitted job
 
 
 class KubernetesTarget(NamedTuple):
-    """Which cluster, and which namespace of it ("": the kubeconfig's own)."""
+    """A Kubernetes cluster and a namespace in it ("": the kubeconfig's)."""
 
     kubeconfig: str
     context: str
@@ -50,7 +50,7 @@ def _connect_api(where: KubernetesTarget) -> Api:
 
 def _run_async(work: Coroutine[Any, Any, None]) -> None:
     factory: Callable[[], asyncio.AbstractEventLoop] | None = None
-    with contextlib.suppress(ModuleNotFoundError):  # an accelerator, never required
+    with contextlib.suppress(ModuleNotFoundError):  # optional, faster
         from uvloop import new_event_loop as factory
     with asyncio.Runner(loop_factory=factory) as runner:
         runner.run(work)
@@ -60,12 +60,12 @@ def _run_async(work: Coroutine[Any, Any, None]) -> None:
 
 
 def install_operator(where: KubernetesTarget, image: str, *, dry_run: bool, ascend: bool, as_json: bool) -> None:
-    """Apply what deploy/v1/covey-operator.yaml holds, or print it."""
+    """Apply the objects of deploy/v1/covey-operator.yaml, or print them with `dry_run`."""
     from covey.kubernetes import manifests
 
-    things = manifests.make_manifests(image, where.namespace, ascend=ascend)
+    objects = manifests.make_manifests(image, where.namespace, ascend=ascend)
     if dry_run:
-        _print_manifests(things, as_json)
+        _print_manifests(objects, as_json)
         return
 
     async def work() -> None:
@@ -73,7 +73,7 @@ def install_operator(where: KubernetesTarget, image: str, *, dry_run: bool, asce
 
         api = _connect_api(where)
         try:
-            async for line in apply_objects(api, things):
+            async for line in apply_objects(api, objects):
                 print_result(as_json, line)
         finally:
             await api.close()
@@ -81,28 +81,28 @@ def install_operator(where: KubernetesTarget, image: str, *, dry_run: bool, asce
     _run_async(work())
 
 
-def _print_manifests(things: list[KubeObject], as_json: bool) -> None:
+def _print_manifests(objects: list[KubeObject], as_json: bool) -> None:
     from covey.kubernetes.manifests import to_yaml
 
-    click.echo(msgspec.json.encode(things) + b"\n" if as_json else to_yaml(things), nl=False)
+    click.echo(msgspec.json.encode(objects) + b"\n" if as_json else to_yaml(objects), nl=False)
 
 
 def run_operator(where: KubernetesTarget, console: int = -1, **options: Any) -> None:
-    """Run the operator here, against the current kubeconfig."""
+    """Run the operator in this process; with `console` >= 0, also serve the console of the jobs on that port."""
     settings = load_settings(os.environ).settings
     configure_logging(settings, "operator")
 
     async def work() -> None:
         from covey.kubernetes.operator import OperatorOptions, run_operator
 
-        beside = functools.partial(_serve_jobs_console, console, settings.token) if console >= 0 else None
-        await run_operator(_connect_api(where), OperatorOptions(namespace=where.namespace, **options), beside)
+        serve_console = functools.partial(_serve_jobs_console, console, settings.token) if console >= 0 else None
+        await run_operator(_connect_api(where), OperatorOptions(namespace=where.namespace, **options), serve_console)
 
     _run_async(work())
 
 
 async def _serve_jobs_console(port: int, token: str, operator: Operator) -> None:
-    """The console of the jobs, on loopback: `kubectl port-forward` leads there."""
+    """Serve the console of the jobs on loopback, for `kubectl port-forward`. Raise UsageError if the port is taken."""
     from covey.management import jobs_api
     from covey.management.http_server import HttpServer
 
@@ -112,7 +112,7 @@ async def _serve_jobs_console(port: int, token: str, operator: Operator) -> None
         raise UsageError(f"the console cannot listen on port {port}: {error.strerror}", ExitCode.PORT_IN_USE) from None
     server = HttpServer(jobs_api.make_app(operator, token=token), [sock])
     await server.start()
-    log.info("the console of the jobs is at http://127.0.0.1:%d/", sock.getsockname()[1])
+    log.info("console of the jobs: http://127.0.0.1:%d/", sock.getsockname()[1])
     try:
         await asyncio.Event().wait()
     finally:
@@ -123,7 +123,7 @@ async def _serve_jobs_console(port: int, token: str, operator: Operator) -> None
 
 
 class SubmitOptions(NamedTuple):
-    """What `covey submit` was asked for."""
+    """Options of `covey submit`."""
 
     script: str
     args: tuple[str, ...]
@@ -135,30 +135,30 @@ class SubmitOptions(NamedTuple):
     gpus: int
 
 
-def build_msjob(wish: SubmitOptions) -> tuple[KubeObject, str]:
-    """The MSJob, and the text of the script if it lies here; else it is the image's."""
-    path = Path(wish.script)
-    name = wish.name or re.sub(r"[^a-z0-9-]+", "-", path.stem.lower().lstrip("0123456789_-.")).strip("-")
+def build_msjob(options: SubmitOptions) -> tuple[KubeObject, str]:
+    """Return the MSJob and the text of a local script; "" if the script is a path in the image. Raise UsageError."""
+    path = Path(options.script)
+    name = options.name or re.sub(r"[^a-z0-9-]+", "-", path.stem.lower().lstrip("0123456789_-.")).strip("-")
     text = _read_script(path)
     if len(text) > SCRIPT_BYTES_MAX:
         raise UsageError(
-            f"{wish.script} is larger than {SCRIPT_BYTES_MAX} bytes: build it into the image and give its path there"
+            f"{options.script} is larger than {SCRIPT_BYTES_MAX} bytes: build it into the image and give its path there"
         )
-    script = f"{SCRIPT_FOLDER}/{path.name}" if text else wish.script
-    alone = ["python", script, *wish.args]
-    several = ["covey", "run", "--no-live", "--log-dir", "/tmp/covey", script, *wish.args]
-    command = several if wish.processes > 1 else alone
-    worker: KubeObject = {"name": "mindspore", "image": wish.image, "command": command}
-    if wish.gpus:
-        worker["resources"] = {"limits": {"nvidia.com/gpu": wish.gpus}}
+    script = f"{SCRIPT_FOLDER}/{path.name}" if text else options.script
+    alone = ["python", script, *options.args]
+    several = ["covey", "run", "--no-live", "--log-dir", "/tmp/covey", script, *options.args]
+    command = several if options.processes > 1 else alone
+    worker: KubeObject = {"name": "mindspore", "image": options.image, "command": command}
+    if options.gpus:
+        worker["resources"] = {"limits": {"nvidia.com/gpu": options.gpus}}
     spec: KubeObject = {"containers": [worker]}
     if text:
         worker["volumeMounts"] = [{"name": "script", "mountPath": SCRIPT_FOLDER}]
         spec["volumes"] = [{"name": "script", "configMap": {"name": f"{name}-script"}}]
-    scheduler = {"name": "mindspore", "image": wish.image, "command": ["python", "-c", "import covey; covey.init()"]}
-    annotations = {"recover-strategy": wish.strategy or ("recover-in-place" if wish.processes > 1 else "recover")}
-    if wish.processes > 1:
-        annotations["covey/processes-per-pod"] = str(wish.processes)
+    scheduler = {"name": "mindspore", "image": options.image, "command": ["python", "-c", "import covey; covey.init()"]}
+    annotations = {"recover-strategy": options.strategy or ("recover-in-place" if options.processes > 1 else "recover")}
+    if options.processes > 1:
+        annotations["covey/processes-per-pod"] = str(options.processes)
     job = {
         "apiVersion": "mindspore.gitee.com/v1",
         "kind": "MSJob",
@@ -175,7 +175,7 @@ def build_msjob(wish: SubmitOptions) -> tuple[KubeObject, str]:
                     "restartPolicy": "OnFailure",
                     "template": {"spec": {"containers": [scheduler]}},
                 },
-                "Worker": {"replicas": wish.workers, "restartPolicy": "Never", "template": {"spec": spec}},
+                "Worker": {"replicas": options.workers, "restartPolicy": "Never", "template": {"spec": spec}},
             },
         },
     }
@@ -186,33 +186,31 @@ def build_msjob(wish: SubmitOptions) -> tuple[KubeObject, str]:
 
 
 def _read_script(script: Path) -> str:
-    """Of a script that lies here; "" of one that the image has."""
+    """Return the text of a local script, or "" if it is not a file. Raise UsageError if it is unreadable or empty."""
     try:
         if not script.is_file():
             return ""
         text = script.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(
-            f"{printable(str(script))} lies here but cannot be read as a script: {error}", ExitCode.BAD_SCRIPT
+            f"the local file {printable(str(script))} cannot be read as a script: {error}", ExitCode.BAD_SCRIPT
         ) from None
     if not text:
-        raise UsageError(
-            f"{printable(str(script))} lies here but is empty: give a script that does something", ExitCode.BAD_SCRIPT
-        )
+        raise UsageError(f"the local file {printable(str(script))} is empty: give a script with content", ExitCode.BAD_SCRIPT)
     return text
 
 
-def submit_job(where: KubernetesTarget, wish: SubmitOptions, *, dry_run: bool, as_json: bool) -> None:
-    """Write the MSJob, or apply it."""
+def submit_job(where: KubernetesTarget, options: SubmitOptions, *, dry_run: bool, as_json: bool) -> None:
+    """Create the MSJob and the ConfigMap of its script, or print them with `dry_run`."""
     from covey.kubernetes.pod_builder import owner_reference
 
-    job, text = build_msjob(wish)
+    job, text = build_msjob(options)
     name = job["metadata"]["name"]
     script: KubeObject = {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {"name": f"{name}-script"},
-        "data": {Path(wish.script).name: text},
+        "data": {Path(options.script).name: text},
     }
     if dry_run:
         _print_manifests([job, *([script] if text else [])], as_json)
@@ -230,18 +228,18 @@ def submit_job(where: KubernetesTarget, wish: SubmitOptions, *, dry_run: bool, a
                 await api.create(CONFIG_MAP, namespace, script)
         except ApiError as error:
             if error.code == 409:
-                raise UsageError(f"there is a job {name} already: give another --name, or delete it") from None
+                raise UsageError(f"job {name} exists already: choose another --name, or delete it") from None
             raise
         finally:
             await api.close()
-        sentence = f"{name} is submitted: covey jobs shows it, covey logs 0 --job {name} what rank 0 prints"
-        print_result(as_json, sentence, name=name, namespace=namespace)
+        message = f"submitted job {name}: see covey jobs, and covey logs 0 --job {name} for the output of rank 0"
+        print_result(as_json, message, name=name, namespace=namespace)
 
     _run_async(work())
 
 
 def list_jobs(where: KubernetesTarget, *, everywhere: bool, as_json: bool) -> None:
-    """One line per job."""
+    """Print one line per job, below a header."""
 
     async def work() -> None:
         from covey.kubernetes.api_client import MSJOB
@@ -253,8 +251,8 @@ def list_jobs(where: KubernetesTarget, *, everywhere: bool, as_json: bool) -> No
             await api.close()
         if as_json:
             found = [{**job["metadata"], "status": job.get("status") or {}} for job in page.items]
-            kept = ("namespace", "name", "uid", "creationTimestamp", "status")
-            return click.echo(msgspec.json.encode([{key: job.get(key) for key in kept} for job in found]).decode())
+            fields = ("namespace", "name", "uid", "creationTimestamp", "status")
+            return click.echo(msgspec.json.encode([{key: job.get(key) for key in fields} for job in found]).decode())
         rows = [("NAMESPACE", "NAME", "STATE", "WORKERS", "RESTARTS", "WHY")]
         for job in page.items:
             status, metadata = job.get("status") or {}, job["metadata"]
@@ -274,7 +272,7 @@ def list_jobs(where: KubernetesTarget, *, everywhere: bool, as_json: bool) -> No
 
 
 def print_job_logs(where: KubernetesTarget, name: str, rank: int | None, *, follow: bool, as_json: bool) -> None:
-    """What the pod of a rank prints; without a rank, each worker's in turn."""
+    """Print the log of the pod of a rank; without a rank, of each worker pod in turn. Raise UsageError if a pod is missing."""
 
     async def work() -> None:
         from covey.core.jobs import parse_job
@@ -289,14 +287,14 @@ def print_job_logs(where: KubernetesTarget, name: str, rank: int | None, *, foll
             wanted = [rank // job.processes_per_pod] if rank is not None else list(pods)
             if any(index not in pods for index in wanted):
                 last = workers * job.processes_per_pod - 1
-                raise UsageError(f"there is no rank {rank} in {name}: ranks go from 0 to {last}")
+                raise UsageError(f"rank {rank} of job {name} does not exist: expected 0 to {last}")
             for index in wanted:
                 async for line in api.stream_log(namespace, pods[index], job.main_container, follow=follow):
                     print_log_line(index, line, named=len(wanted) > 1, as_json=as_json)
         except ApiError as error:
             if error.code == 404:
-                sentence = f"{name} has no such pod in {namespace}, or there is no such job: {error}"
-                raise UsageError(sentence, ExitCode.UNREACHABLE) from None
+                message = f"job {name} or its pod not found in namespace {namespace}: {error}"
+                raise UsageError(message, ExitCode.UNREACHABLE) from None
             raise
         finally:
             await api.close()

@@ -1,4 +1,4 @@
-"""Talk to a scheduler from a command: look at the cluster, follow it, stop it, or find out why it does not answer."""
+"""Client of a scheduler for commands: one request, or a stream of views or events, per connection."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ from covey.transport.connection import Connection, connect
 from covey.transport.handshake import SecretNotRequired
 
 REPLY_TIMEOUT_S: Final = 10.0
-RETRY_INTERVAL_S: Final = 0.2  # between two tries to find a scheduler again
+RETRY_INTERVAL_S: Final = 0.2  # between two connection attempts
 SCHEDULER_RETURN_TIMEOUT_S: Final = 10.0
 
 
 class SchedulerSession:
-    """One connection, as an async context manager."""
+    """One connection to a scheduler, as an async context manager."""
 
-    def __init__(self, door: SchedulerAddress) -> None:
-        self._scheduler_address = door
+    def __init__(self, scheduler: SchedulerAddress) -> None:
+        self._scheduler_address = scheduler
         self._received: asyncio.Queue[Any] = asyncio.Queue(maxsize=1000)
         self._connection: Connection | None = None
 
     async def __aenter__(self) -> SchedulerSession:
-        """Where there are several addresses, the one that answers is the leader's: the others listen when they lead."""
-        door, failures = self._scheduler_address, []
+        """Connect to the first address that answers; only the leader listens. Raise PeerError if none answers."""
+        scheduler, failures = self._scheduler_address, []
         refused: SecretNotRequired | None = None
-        for host, port in door.addresses:
+        for host, port in scheduler.addresses:
             try:
                 await self._connect(host, port)
             except PeerError as error:
@@ -58,34 +58,38 @@ class SchedulerSession:
         if refused is not None:
             raise refused
         if len(failures) == 1:
-            raise PeerError(f"{door.name} cannot be asked: {failures[0]}", ExitCode.UNREACHABLE)
-        said = "; ".join(dict.fromkeys(failures))
-        raise PeerError(f"nobody leads at {door.name} now ({said}): ask again in a moment", ExitCode.UNREACHABLE)
+            raise PeerError(f"cannot connect to the scheduler at {scheduler.name}: {failures[0]}", ExitCode.UNREACHABLE)
+        reasons = "; ".join(dict.fromkeys(failures))
+        raise PeerError(f"no scheduler leads at {scheduler.name} ({reasons}): retry in a few seconds", ExitCode.UNREACHABLE)
 
     async def _connect(self, host: str, port: int) -> None:
         opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        opened.add_done_callback(lambda done: done.cancelled() or done.exception())  # who asked may be gone by then
+        opened.add_done_callback(lambda done: done.cancelled() or done.exception())  # marks the exception as retrieved
 
-        def open_(link: Connection) -> None:
+        def open_(connection: Connection) -> None:
             if not opened.done():
                 opened.set_result(None)
 
-        def closed(link: Connection, reason: str) -> None:
-            error = SecretNotRequired(reason) if link.peer_requires_no_secret else PeerError(reason, ExitCode.UNREACHABLE)
+        def closed(connection: Connection, reason: str) -> None:
+            error = SecretNotRequired(reason) if connection.peer_requires_no_secret else PeerError(reason, ExitCode.UNREACHABLE)
             if not opened.done():
                 opened.set_exception(error)
-            elif link is self._connection:
+            elif connection is self._connection:
                 self._enqueue(error)
 
-        calls = {"on_open": open_, "on_message": lambda _, message: self._enqueue(message), "on_close": closed}
-        door = self._scheduler_address
-        self._connection = await connect(host, port, door.secret, door.ssl_context, insist=door.secret_required, **calls)
+        callbacks = {"on_open": open_, "on_message": lambda _, message: self._enqueue(message), "on_close": closed}
+        scheduler = self._scheduler_address
+        self._connection = await connect(
+            host, port, scheduler.secret, scheduler.ssl_context, insist=scheduler.secret_required, **callbacks
+        )
         try:
             async with asyncio.timeout(REPLY_TIMEOUT_S):
                 await opened
         except TimeoutError:
-            self._connection.abort("too late")
-            raise PeerError(f"no greeting within {REPLY_TIMEOUT_S:g} s: it is stopped, or nobody leads there now") from None
+            self._connection.abort("handshake timed out")
+            raise PeerError(
+                f"no handshake within {REPLY_TIMEOUT_S:g} s: the scheduler is suspended, or none leads there"
+            ) from None
 
     async def __aexit__(self, *_: object) -> None:
         if self._connection is not None:
@@ -93,50 +97,50 @@ class SchedulerSession:
 
     @property
     def scheduler_clock(self) -> float:
-        """The scheduler's wall clock as it greeted."""
+        """Wall clock of the scheduler at the handshake, in seconds since 1970."""
         assert self._connection is not None
         return self._connection.scheduler_clock
 
     async def request(self, message: Message) -> Any:
-        """Say something and wait for the answer."""
+        """Send a message and return the next message received. Raise PeerError if none arrives within `REPLY_TIMEOUT_S`."""
         self._send(message)
         return await self._next_reply(REPLY_TIMEOUT_S)
 
     async def follow_views(self) -> AsyncIterator[ClusterView]:
-        """The cluster now, and again as it changes, until it ends."""
+        """Yield the cluster's view now and after each change, until the connection closes. Raise UsageError if refused."""
         self._send(ViewRequest(follow=True))
         while True:
             try:
-                told = await self._next_reply(None)
+                reply = await self._next_reply(None)
             except PeerError:
                 return
-            if isinstance(told, Refused):
-                raise UsageError(told.reason, ExitCode.REFUSED)
-            if isinstance(told, ViewReply):
-                yield msgspec.json.decode(told.view, type=ClusterView)
+            if isinstance(reply, Refused):
+                raise UsageError(reply.reason, ExitCode.REFUSED)
+            if isinstance(reply, ViewReply):
+                yield msgspec.json.decode(reply.view, type=ClusterView)
 
-    async def read_events(self, asked: EventsRequest) -> AsyncIterator[list[Event]]:
-        """The story so far, then what is added to it; it ends with the connection, or at once if nothing is followed."""
-        self._send(asked)
+    async def read_events(self, request: EventsRequest) -> AsyncIterator[list[Event]]:
+        """Yield the events so far; with `request.follow`, new ones until the connection closes. Raise UsageError if refused."""
+        self._send(request)
         while True:
             try:
-                told = await self._next_reply(None if asked.follow else REPLY_TIMEOUT_S)
+                reply = await self._next_reply(None if request.follow else REPLY_TIMEOUT_S)
             except PeerError:
                 return
-            if isinstance(told, Refused):
-                raise UsageError(told.reason, ExitCode.REFUSED)
-            if isinstance(told, EventsReply):
-                yield msgspec.json.decode(told.events, type=list[Event])
-            if not asked.follow:
+            if isinstance(reply, Refused):
+                raise UsageError(reply.reason, ExitCode.REFUSED)
+            if isinstance(reply, EventsReply):
+                yield msgspec.json.decode(reply.events, type=list[Event])
+            if not request.follow:
                 return
 
     def _send(self, message: Message) -> None:
-        """What a person typed may be longer than a message, or no text: else the scheduler would hang up on us."""
+        """Send a message. Raise UsageError if the scheduler could not decode it: a value is too long or not UTF-8."""
         assert self._connection is not None
         try:
             msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
         except (ValueError, OverflowError, msgspec.ValidationError) as error:
-            raise UsageError(f"{self._scheduler_address.name} cannot be asked that: {error}") from None
+            raise UsageError(f"cannot send this request to {self._scheduler_address.name}: {error}") from None
         self._connection.send(message)
 
     async def _next_reply(self, timeout_s: float | None) -> Any:
@@ -145,7 +149,7 @@ class SchedulerSession:
                 message = await self._received.get()
         except TimeoutError:
             raise PeerError(
-                f"{self._scheduler_address.name} did not answer within {timeout_s:g} s", ExitCode.UNREACHABLE
+                f"no reply from {self._scheduler_address.name} within {timeout_s:g} s", ExitCode.UNREACHABLE
             ) from None
         if isinstance(message, PeerError):
             raise message
@@ -153,74 +157,82 @@ class SchedulerSession:
 
     def _enqueue(self, message: Any) -> None:
         if self._received.full():
-            self._received.get_nowait()  # a view that nobody looked at in time
+            self._received.get_nowait()  # drop the oldest view
         self._received.put_nowait(message)
 
 
-async def fetch_view(door: SchedulerAddress) -> ClusterView:
-    """The cluster as it is now."""
-    async with SchedulerSession(door) as visit:
-        told = await visit.request(ViewRequest())
-        if not isinstance(told, ViewReply):
-            raise PeerError(f"{door.name} gave an answer that makes no sense")
-        return msgspec.json.decode(told.view, type=ClusterView)
+async def fetch_view(scheduler: SchedulerAddress) -> ClusterView:
+    """Return the current view of the cluster. Raise PeerError."""
+    async with SchedulerSession(scheduler) as session:
+        reply = await session.request(ViewRequest())
+        if not isinstance(reply, ViewReply):
+            raise _unexpected_reply(scheduler)
+        return msgspec.json.decode(reply.view, type=ClusterView)
+
+
+def _unexpected_reply(scheduler: SchedulerAddress) -> PeerError:
+    return PeerError(f"unexpected reply from {scheduler.name}: use the same version of covey on all hosts")
 
 
 async def follow_events(
-    door: SchedulerAddress, node: str = "", patience_s: float = SCHEDULER_RETURN_TIMEOUT_S
+    scheduler: SchedulerAddress, node: str = "", reconnect_timeout_s: float = SCHEDULER_RETURN_TIMEOUT_S
 ) -> AsyncIterator[Event]:
-    """The story as it grows, until the cluster has ended. A scheduler that is away is looked for again, for `patience_s`."""
-    after, tried_until = 0.0, math.inf if patience_s == math.inf else 0.0
+    """Yield the events so far and new ones until the cluster has ended, of one node if it is given.
+
+    A lost connection is retried for `reconnect_timeout_s`, then raise PeerError; the first attempt is retried only if that is
+    infinite.
+    """
+    after, tried_until = 0.0, math.inf if reconnect_timeout_s == math.inf else 0.0
     clock = asyncio.get_running_loop().time
     while True:
         try:
-            async with SchedulerSession(door) as visit:
-                async for events in visit.read_events(EventsRequest(node, after, follow=True)):
+            async with SchedulerSession(scheduler) as session:
+                async for events in session.read_events(EventsRequest(node, after, follow=True)):
                     for event in events:
                         after = event.at
                         yield event
                         if (event.node, event.what) == ("cluster", "ended"):
                             return
-                tried_until = clock() + patience_s
+                tried_until = clock() + reconnect_timeout_s
         except PeerError:
             if clock() > tried_until:
                 raise
         await asyncio.sleep(RETRY_INTERVAL_S)
 
 
-async def fetch_events(door: SchedulerAddress, node: str = "") -> list[Event]:
-    """The newest of the story."""
-    async with SchedulerSession(door) as visit:
-        async for events in visit.read_events(EventsRequest(node)):
+async def fetch_events(scheduler: SchedulerAddress, node: str = "") -> list[Event]:
+    """Return the newest events, oldest first, of one node if it is given. Raise PeerError."""
+    async with SchedulerSession(scheduler) as session:
+        async for events in session.read_events(EventsRequest(node)):
             return events
-    raise PeerError(f"{door.name} did not tell its story", ExitCode.UNREACHABLE)
+    raise PeerError(f"no reply from {scheduler.name} within {REPLY_TIMEOUT_S:g} s", ExitCode.UNREACHABLE)
 
 
-async def request_stop(door: SchedulerAddress, reason: str) -> None:
-    """Ask the cluster to end, and hear that it was understood."""
-    async with SchedulerSession(door) as visit:
-        answer = await visit.request(StopRequest(reason))
-        if not isinstance(answer, LeaveAcknowledged):
-            raise PeerError(f"{door.name} gave an answer that makes no sense")
+async def request_stop(scheduler: SchedulerAddress, reason: str) -> None:
+    """Request the end of the cluster and wait for the acknowledgement. Raise PeerError."""
+    async with SchedulerSession(scheduler) as session:
+        reply = await session.request(StopRequest(reason))
+        if not isinstance(reply, LeaveAcknowledged):
+            raise _unexpected_reply(scheduler)
 
 
-async def request_kill(door: SchedulerAddress, node: str) -> str:
-    """Ask for a node's process to be killed; return what was decided."""
-    async with SchedulerSession(door) as visit:
-        answer = await visit.request(KillRequest(node, "asked by covey kill"))
-        if isinstance(answer, Refused):
-            raise PeerError(f"the cluster at {door.name} kills nothing: {answer.reason}", ExitCode.REFUSED)
-        if not isinstance(answer, RequestAccepted):
-            raise PeerError(f"{door.name} gave an answer that makes no sense")
-        return answer.reason
+async def request_kill(scheduler: SchedulerAddress, node: str) -> str:
+    """Request that a node's process is killed; return the reason of the decision. Raise PeerError if it is refused."""
+    async with SchedulerSession(scheduler) as session:
+        reply = await session.request(KillRequest(node, "requested by covey kill"))
+        if isinstance(reply, Refused):
+            raise PeerError(f"kill refused by the cluster at {scheduler.name}: {reply.reason}", ExitCode.REFUSED)
+        if not isinstance(reply, RequestAccepted):
+            raise _unexpected_reply(scheduler)
+        return reply.reason
 
 
-async def request_scale(door: SchedulerAddress, workers: int, servers: int = -1) -> ScaleAccepted:
-    """Ask for another number of workers or parameter servers (-1: of the other), and hear what was decided."""
-    async with SchedulerSession(door) as visit:
-        answer = await visit.request(ScaleRequest(workers, servers=servers))
-        if isinstance(answer, Refused):
-            raise PeerError(f"the cluster at {door.name} stays as it is: {answer.reason}", ExitCode.REFUSED)
-        if not isinstance(answer, ScaleAccepted):
-            raise PeerError(f"{door.name} gave an answer that makes no sense")
-        return answer
+async def request_scale(scheduler: SchedulerAddress, workers: int, servers: int = -1) -> ScaleAccepted:
+    """Request a number of workers or of parameter servers (-1: unchanged); return the decision. Raise PeerError if refused."""
+    async with SchedulerSession(scheduler) as session:
+        reply = await session.request(ScaleRequest(workers, servers=servers))
+        if isinstance(reply, Refused):
+            raise PeerError(f"scale refused by the cluster at {scheduler.name}: {reply.reason}", ExitCode.REFUSED)
+        if not isinstance(reply, ScaleAccepted):
+            raise _unexpected_reply(scheduler)
+        return reply

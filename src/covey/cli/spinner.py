@@ -1,4 +1,4 @@
-"""What a person at a terminal sees while a verb takes its time; nothing where no terminal is."""
+"""Spinner on stderr for slow commands, and the decision about colours."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ SPINNER_DELAY_S = 2.0
 
 
 @contextlib.contextmanager
-def show_spinner(words: str) -> Iterator[None]:
-    """Say what is waited for, on stderr, if it takes longer than two seconds."""
+def show_spinner(text: str) -> Iterator[None]:
+    """Show a spinner with this text after `SPINNER_DELAY_S` seconds, if stderr is a terminal."""
     if not sys.stderr.isatty():
         yield
         return
-    over = threading.Event()
-    thread = threading.Thread(target=_run_spinner, args=(words, over), daemon=True)
+    done = threading.Event()
+    thread = threading.Thread(target=_run_spinner, args=(text, done), daemon=True)
     thread.start()
     try:
         yield
     finally:
-        over.set()
+        done.set()
         thread.join()
 
 
-def _run_spinner(words: str, over: threading.Event) -> None:
-    if over.wait(SPINNER_DELAY_S):
+def _run_spinner(text: str, done: threading.Event) -> None:
+    if done.wait(SPINNER_DELAY_S):
         return
     from rich.console import Console
 
-    with Console(stderr=True).status(words):
-        over.wait()
+    with Console(stderr=True).status(text):
+        done.wait()
 
 
 def is_color_enabled() -> bool:
-    """Whether stdout may have colours: a terminal, unless NO_COLOR says otherwise."""
+    """Whether stdout is a terminal and NO_COLOR is not set."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")

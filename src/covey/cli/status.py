@@ -1,4 +1,4 @@
-"""The verbs that look: status, nodes, logs, env; and how they find the cluster they are asked about."""
+"""The commands status, nodes, logs and env, and the selection of the cluster."""
 
 from __future__ import annotations
 
@@ -29,37 +29,39 @@ from covey.transport import address
 
 RECOVERIES_SHOWN = 5
 NO_CLUSTER_MESSAGE = (
-    "no cluster of yours runs on this host, or nobody leads it now: give --master HOST:PORT, or ask again in a moment if it has"
-    " a standby"
+    "no running cluster of this user found on this host: give --master HOST:PORT, or, if a standby is taking over, retry in a"
+    " few seconds"
 )
-PIPE_WIDTH = 1000  # columns of a pipe
+PIPE_WIDTH = 1000  # columns of a table that is not printed to a terminal
 
 
 def find_cluster(master: str) -> SchedulerAddress:
-    """The door of the cluster that is meant: the one named, else this user's only one on this host, else that of
-    MS_SCHED_HOST."""
+    """Return the scheduler's address: `master` if given, else of this user's only cluster on this host, else MS_SCHED_HOST.
+
+    Raise UsageError if there is none, or more than one.
+    """
     running = cluster_registry.running_clusters()
     settings = load_settings(os.environ).settings
     if not master and not running and settings.sched_host and settings.sched_port:
         named = address.split_list(settings.sched_host, settings.sched_port)
         master = ",".join(address.join_host_port(host, port) for host, port in named)
     if master:
-        named = [address.split_host_port(one.strip()) for one in master.split(",")]
+        named = [address.split_host_port(endpoint.strip()) for endpoint in master.split(",")]
         if not all(port for _, port in named):
-            raise UsageError(f"--master {master} has no port: give HOST:PORT, or several with commas between them")
+            raise UsageError(f"--master {master} has no port: give HOST:PORT, or several separated by commas")
         (host, port), *others = named
-        known = next((e for e in running if e.address in {address.join_host_port(*one) for one in named}), None)
+        known = next((e for e in running if e.address in {address.join_host_port(*endpoint) for endpoint in named}), None)
         return address_from_entry(known) if known is not None else _make_scheduler_address(Settings(), host, port, *others)
     if not running:
         raise UsageError(NO_CLUSTER_MESSAGE, ExitCode.UNREACHABLE)
     if len(running) > 1:
         listed = "\n".join(f"  --master {entry.address}   {entry.job}" for entry in running)
-        raise UsageError(f"several clusters of yours run on this host, choose one:\n{listed}")
+        raise UsageError(f"several clusters of this user run on this host, choose one:\n{listed}")
     return address_from_entry(running[0])
 
 
 def address_from_entry(entry: RegistryEntry) -> SchedulerAddress:
-    """The door of a cluster in the registry, with the secret it keeps for us."""
+    """Return the scheduler's address of a registry entry, with the entry's secret."""
     host, port = address.split_host_port(entry.address)
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return _make_scheduler_address(Settings(secret=entry.secret, tls_config=entry.tls), host, port)
@@ -74,14 +76,14 @@ def _make_scheduler_address(given: Settings, host: str, port: int, *others: tupl
     return SchedulerAddress(host, port, guard.secret, guard.secret_configured, guard.client_context, others)
 
 
-def fetch_view_with_spinner(door: SchedulerAddress) -> ClusterView:
-    """The cluster as it is now."""
-    with show_spinner(f"waiting for {door.name}"):
-        return asyncio.run(ask_view(door))
+def fetch_view_with_spinner(scheduler: SchedulerAddress) -> ClusterView:
+    """Return the current view of the cluster. Raise PeerError."""
+    with show_spinner(f"waiting for {scheduler.name}"):
+        return asyncio.run(ask_view(scheduler))
 
 
 def print_status(master: str, as_json: bool) -> None:
-    """One cluster in full; without --master, all of this user's, as far as they answer."""
+    """Print one cluster; without --master, all clusters of this user that reply."""
     running = cluster_registry.running_clusters()
     if master or len(running) < 2:
         return _print_cluster_status(fetch_view_with_spinner(find_cluster(master)), as_json)
@@ -104,7 +106,7 @@ def _print_cluster_status(view: ClusterView, as_json: bool) -> None:
 
 
 def print_cluster_table(view: ClusterView) -> None:
-    """Heading and table; whole lines where no terminal limits their width."""
+    """Print heading and node table; lines are not cut if stdout is not a terminal."""
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
@@ -113,7 +115,7 @@ def print_cluster_table(view: ClusterView) -> None:
 
 
 def print_nodes(master: str, as_json: bool) -> None:
-    """One line per node, made for grep."""
+    """Print one line per node."""
     view = fetch_view_with_spinner(find_cluster(master))
     if as_json:
         click.echo(msgspec.json.encode(view.nodes).decode())
@@ -131,15 +133,15 @@ def format_node_lines(view: ClusterView) -> list[str]:
 
 
 def print_logs(master: str, rank: int | None, follow: bool, as_json: bool = False) -> None:
-    """Logs that lie on this host; for others the sentence says where they lie."""
+    """Print the logs of one rank or of all ranks on this host; print to stderr where other logs are."""
     view = fetch_view_with_spinner(find_cluster(master))
     workers = [n for n in view.nodes if n.role is Role.WORKER and rank in (None, n.rank)]
     if not workers:
-        raise UsageError(f"there is no rank {rank}: ranks go from 0 to {sum(n.role is Role.WORKER for n in view.nodes) - 1}")
+        raise UsageError(f"rank {rank} does not exist: expected 0 to {sum(n.role is Role.WORKER for n in view.nodes) - 1}")
     paths: dict[int, str] = {}
     for node in workers:
         if not node.log:
-            click.echo(f"rank {node.rank} was not started by covey run: its output is where you sent it", err=True)
+            click.echo(f"rank {node.rank} was not started by covey run: covey has no log of it", err=True)
         elif node.host != socket.gethostname() or not Path(node.log).exists():
             click.echo(f"rank {node.rank} runs on {node.host}: its log is {node.log} there", err=True)
         else:
@@ -148,15 +150,15 @@ def print_logs(master: str, rank: int | None, follow: bool, as_json: bool = Fals
 
 
 async def _print_log_files(paths: dict[int, str], followed: SchedulerAddress | None, as_json: bool) -> None:
-    """As they are; or as they grow, for as long as the cluster lives."""
-    over = followed is None
+    """Print the files; with `followed`, continue as they grow until the cluster ends."""
+    ended = followed is None
 
-    async def watch(door: SchedulerAddress) -> None:
-        nonlocal over
-        async with SchedulerSession(door) as visit:
-            async for _ in visit.follow_views():
+    async def watch(scheduler: SchedulerAddress) -> None:
+        nonlocal ended
+        async with SchedulerSession(scheduler) as session:
+            async for _ in session.follow_views():
                 pass
-        over = True
+        ended = True
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -164,13 +166,13 @@ async def _print_log_files(paths: dict[int, str], followed: SchedulerAddress | N
                 group.create_task(watch(followed))
             for rank, path in paths.items():
                 echo = partial(print_log_line, rank, named=len(paths) > 1, as_json=as_json)
-                group.create_task(follow_file(path, echo, lambda: over))
+                group.create_task(follow_file(path, echo, lambda: ended))
     except ExceptionGroup as failed:
-        raise failed.exceptions[0] from None  # a pipe that nobody reads, a log that is another user's: one sentence
+        raise failed.exceptions[0] from None  # such as a broken pipe or an unreadable log: one error message
 
 
 def print_log_line(rank: int, text: str, *, named: bool, as_json: bool) -> None:
-    """A line of a rank's log."""
+    """Print a line of a rank's log, with the rank as prefix if `named`."""
     if as_json:
         click.echo(msgspec.json.encode({"rank": rank, "line": text}).decode())
     else:
@@ -178,7 +180,7 @@ def print_log_line(rank: int, text: str, *, named: bool, as_json: bool) -> None:
 
 
 def print_settings(as_json: bool) -> None:
-    """Every setting with its value and origin."""
+    """Print every setting with its value, origin and meaning."""
     found = settings_table(load_settings(os.environ))
     if as_json:
         click.echo(

@@ -1,4 +1,4 @@
-"""The verbs about certificates: `covey tls init` and `covey tls revoke`."""
+"""The commands `covey tls init` and `covey tls revoke`."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ import click
 from covey.cli.common import print_result
 from covey.errors import UsageError
 
-SERIAL_DIGITS_MAX = 48  # at most, of a certificate's serial number
+SERIAL_DIGITS_MAX = 48  # of a certificate's serial number
 
 
 def create_certificates(folder: str, names: tuple[str, ...], days: int, password: str, *, as_json: bool) -> None:
-    """The files of `covey tls init`."""
+    """Create the files of `covey tls init` and print their paths."""
     from covey.transport import local_ca
 
     password = _resolve_password(password, new=True)
-    everyone = list(names) or ["localhost", "127.0.0.1", "::1", socket.gethostname()]
-    made = [str(path) for path in local_ca.make_authority(Path(folder), names=everyone, days=days, password=password)]
+    hosts = list(names) or ["localhost", "127.0.0.1", "::1", socket.gethostname()]
+    made = [str(path) for path in local_ca.make_authority(Path(folder), names=hosts, days=days, password=password)]
     for path in [] if as_json else made:
         click.echo(path)
-    print_result(as_json, f"use it: covey run --tls {Path(folder) / 'config.json'} -n 4 train.py", files=made)
+    print_result(as_json, f"use them with: covey run --tls {Path(folder) / 'config.json'} -n 4 train.py", files=made)
 
 
 def revoke_certificate(folder: str, certificate: str, password: str, *, as_json: bool) -> None:
-    """`covey tls revoke`: by the file, or by the serial number where that is lost."""
+    """Revoke a certificate, given as a p12 file or, if that is lost, as a serial number."""
     from covey.transport import local_ca
 
-    what = int(certificate) if certificate.isdecimal() and len(certificate) <= SERIAL_DIGITS_MAX else Path(certificate)
-    path = local_ca.revoke_certificate(Path(folder), what, password=_resolve_password(password, new=False))
-    print_result(as_json, f"{path} lists it now: copy that file to every host, processes read it as they start", file=str(path))
+    target = int(certificate) if certificate.isdecimal() and len(certificate) <= SERIAL_DIGITS_MAX else Path(certificate)
+    path = local_ca.revoke_certificate(Path(folder), target, password=_resolve_password(password, new=False))
+    print_result(
+        as_json, f"added the certificate to {path}: copy this file to every host; processes read it at start", file=str(path)
+    )
 
 
 def _resolve_password(given: str, *, new: bool) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from covey.core.incidents import Outcome
 from covey.core.messages import FromScheduler
 from covey.core.types import Failure, Record
 
@@ -52,6 +53,7 @@ class PublishEvent(msgspec.Struct, frozen=True):
     what: str
     reason: str
     level: Level = Level.NOTE
+    outcome: Outcome | None = None  # of the incident that a "recovery" event closes; None for other events
 
 
 class EndCluster(msgspec.Struct, frozen=True):

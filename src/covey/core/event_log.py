@@ -10,6 +10,7 @@ from typing import Final
 import msgspec
 
 from covey.core.effects import Level, PublishEvent
+from covey.core.incidents import Outcome
 
 EVENTS_MAX: Final = 10_000  # events in memory; the journal keeps more
 REPLY_EVENTS_MAX: Final = 1000  # events in one reply
@@ -25,6 +26,15 @@ class Event(msgspec.Struct, frozen=True):
     what: str
     reason: str
     level: Level = Level.NOTE
+    outcome: Outcome | None = None  # of the incident that a "recovery" event closes; None for other events
+
+
+EventRow = tuple[float, str, str, str, str, str]  # the fields of an `Event` as journals store them; "" for no outcome
+
+
+def event_row(event: Event) -> EventRow:
+    """Return the event as a row of a journal."""
+    return event.at, event.node, event.what, event.reason, str(event.level), str(event.outcome or "")
 
 
 class EventLog:
@@ -33,15 +43,15 @@ class EventLog:
     def __init__(self) -> None:
         self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
 
-    def restore(self, rows: Iterable[tuple[float, str, str, str, str]]) -> None:
+    def restore(self, rows: Iterable[EventRow]) -> None:
         """Add the events that an earlier scheduler stored: rows of (at, node, what, reason, level), oldest first."""
-        for at, node, what, reason, level in rows:
-            self._events.append(Event(at, node, what, reason, Level(level)))
+        for at, node, what, reason, level, outcome in rows:
+            self._events.append(Event(at, node, what, reason, Level(level), Outcome(outcome) if outcome else None))
 
     def add(self, published: PublishEvent, wall: float) -> Event:
         """Add an event at wall-clock time `wall`, or just after the newest event if that is later; return it."""
         at = max(wall, self._events[-1].at + EVENT_SPACING_S) if self._events else wall
-        event = Event(at, published.node, published.what, published.reason, published.level)
+        event = Event(at, published.node, published.what, published.reason, published.level, published.outcome)
         self._events.append(event)
         return event
 

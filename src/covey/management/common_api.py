@@ -1,7 +1,7 @@
-"""The management port's paths, and the gate every request passes before it reaches one.
+"""Operations of the management port that every kind of cluster has, and the checks before every request.
 
-Thin: replies come from `replies`, numbers from `metrics`, the decision who may speak from `guard`. Every answer that is not a
-success is the same JSON, `{"error_message": ..., "code": "1"}`, whatever went wrong.
+Replies come from `schemas`, metrics from `cluster_metrics`, authorization from `auth`. Every error has the same JSON,
+`{"error_message": ..., "code": "1"}`.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from covey.management import auth, cluster_metrics, live_stream, openapi, schema
 from covey.version import VERSION
 
 BODY_MAX = 1 << 20  # bytes
-QUOTED_TEXT_MAX = 100  # characters of a path that a sentence repeats
+QUOTED_TEXT_MAX = 100  # characters of a path in an error message
 
-_BODY_TOO_LONG = f"the body is longer than {BODY_MAX} bytes: send less"
+_BODY_TOO_LONG = f"the body is longer than {BODY_MAX} bytes: send a shorter one"
 _PUBLIC_PATHS = frozenset(operation.path for operation in openapi.COMMON_OPERATIONS if operation.is_public)
-# A proxy's own connection comes from loopback, whoever stands behind it.
+# The connection of a local proxy comes from loopback, also for clients on other hosts.
 _PROXY_HEADERS = ("forwarded", "via", "x-forwarded-for", "x-real-ip")
 
 log = logging.getLogger("covey.management")
 
 
 class ClusterSource(live_stream.StreamSource, Protocol):
-    """What the scheduler lends the console: a look, and one verb."""
+    """The scheduler as the management port uses it: its view, its events, and stop."""
 
     def stop(self, reason: str) -> None: ...
 
@@ -48,12 +48,12 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class CommonHandlers:
-    """What every kind of cluster answers: one method per operation of `openapi.COMMON_OPERATIONS`, by its name."""
+    """Handlers of `openapi.COMMON_OPERATIONS`: one method per operation, of the same name."""
 
     def __init__(self, source: ClusterSource, settings: Sequence[tuple[str, str, str, str]], key: str) -> None:
         self.version = VERSION
         self.live_stream = live_stream.LiveStream(source, self.version)
-        self.document = b""  # set once all operations are known
+        self.document = b""  # OpenAPI document; set by `make_app`
         self._source = source
         self._settings = schemas.SettingsReply("Get settings successful.", [schemas.Setting(*setting) for setting in settings])
         self._key = key
@@ -69,9 +69,9 @@ class CommonHandlers:
 
     async def stop(self, request: Request) -> Response:
         reason = schemas.parse_stop_reason(await read_body(request))
-        log.info("stop asked by %s: %s", describe_peer(request), reason)
+        log.info("stop requested by %s: %s", describe_peer(request), reason)
         self._source.stop(reason)
-        return json_response(schemas.Reply("The cluster was asked to end."))
+        return json_response(schemas.Reply("The cluster is stopping."))
 
     async def metrics(self, request: Request) -> Response:
         return make_response(cluster_metrics.render(self._source.view(), self.version), cluster_metrics.CONTENT_TYPE)
@@ -80,11 +80,11 @@ class CommonHandlers:
         return json_response(schemas.Reply("ok"))
 
     async def story(self, request: Request) -> Response:
-        said = request.query_params
-        limit = schemas.parse_integer(said.get("limit", str(REPLY_EVENTS_MAX)), "limit", 1, REPLY_EVENTS_MAX)
+        query = request.query_params
+        limit = schemas.parse_integer(query.get("limit", str(REPLY_EVENTS_MAX)), "limit", 1, REPLY_EVENTS_MAX)
         after, node = (
-            schemas.parse_timestamp(said.get("after", "0"), "after"),
-            schemas.check_text_length(said.get("node", ""), "node"),
+            schemas.parse_timestamp(query.get("after", "0"), "after"),
+            schemas.check_text_length(query.get("node", ""), "node"),
         )
         return json_response(
             schemas.StoryReply("Get story successful.", self._source.event_log.events_after(after, node, limit))
@@ -94,10 +94,12 @@ class CommonHandlers:
         return json_response(self._settings)
 
     async def stream(self, request: Request) -> Response:
-        pieces = self.live_stream.stream()
-        if pieces is None:
-            return error_response(503, f"{live_stream.CLIENTS_MAX} pages look at this cluster already: close one, or try again")
-        return StreamingResponse(pieces, 200, common_headers(), openapi.EVENT_STREAM)
+        messages = self.live_stream.stream()
+        if messages is None:
+            return error_response(
+                503, f"{live_stream.CLIENTS_MAX} pages follow this cluster already: close one, or retry later"
+            )
+        return StreamingResponse(messages, 200, common_headers(), openapi.EVENT_STREAM)
 
     async def key(self, request: Request) -> Response:
         return json_response(schemas.KeyReply("Get key successful.", self._key))
@@ -114,31 +116,32 @@ def make_app(
     settings: Sequence[tuple[str, str, str, str]] = (),
     without: frozenset[str] = frozenset(),
 ) -> Starlette:
-    """The application for `covey.management.http_server.HttpServer`. An empty `token` shuts out all but commands on loopback.
+    """Return the application for `covey.management.http_server.HttpServer`. With an empty `token`, only requests from loopback
+    are allowed.
 
-    `more` are the operations of this kind of cluster, with their answers; one of the name of a common one replaces it.
-    `without` names common ones that make no sense here.
+    `more` maps the operations of this kind of cluster to their handlers; one with the name of a common operation replaces it.
+    `without` names common operations that are omitted.
     """
     key = secrets.token_urlsafe(24)
     common = CommonHandlers(source, settings, key)
-    theirs = {operation.name for operation in more} | without
-    doors: dict[openapi.Operation, Handler] = {
-        **{op: getattr(common, op.name) for op in openapi.COMMON_OPERATIONS if op.name not in theirs},
+    excluded = {operation.name for operation in more} | without
+    handlers: dict[openapi.Operation, Handler] = {
+        **{op: getattr(common, op.name) for op in openapi.COMMON_OPERATIONS if op.name not in excluded},
         **more,
     }
-    common.document = msgspec.json.encode(openapi.make_document(common.version, tuple(doors)))
+    common.document = msgspec.json.encode(openapi.make_document(common.version, tuple(handlers)))
     files = web_files.read_web_files()
     app = Starlette(
         routes=[
-            *(Route(path, _make_file_handler(*found)) for path, found in files.items()),
-            *(Route(op.path, reply, methods=[op.method]) for op, reply in doors.items()),
+            *(Route(path, _make_file_handler(*file)) for path, file in files.items()),
+            *(Route(op.path, handler, methods=[op.method]) for op, handler in handlers.items()),
         ],
         middleware=[Middleware(AuthMiddleware, token=token, key=key, open_to_all=_PUBLIC_PATHS | files.keys())],
         exception_handlers={HTTPException: _on_http_exception, CoveyError: _on_covey_error},
     )
-    app.router.redirect_slashes = False  # a redirect would repeat whatever the Host header says
+    app.router.redirect_slashes = False  # a redirect would contain the client's Host header
     app.state.beside = common.live_stream.run
-    app.state.operations = tuple(doors)
+    app.state.operations = tuple(handlers)
     return app
 
 
@@ -150,7 +153,7 @@ def _make_file_handler(content: bytes, media_type: str) -> Handler:
 
 
 class AuthMiddleware:
-    """Asks the guard, refuses a body that announces itself as too long, and turns a bug of ours into a 500."""
+    """Authorizes requests, refuses a Content-Length above `BODY_MAX`, and turns unexpected exceptions into a 500."""
 
     def __init__(self, app: ASGIApp, token: str, key: str, open_to_all: frozenset[str]) -> None:
         self._app = app
@@ -166,15 +169,16 @@ class AuthMiddleware:
         try:
             await (self._check_request(request) or self._app)(scope, receive, send)
         except ClientDisconnect:
-            log.debug("%s hung up before the end of its request", request.client)
+            log.debug("%s disconnected before the end of its request", request.client)
         except Exception as bug:
-            # Replies are made whole before they are sent, so nothing has been sent yet.
+            # Nothing has been sent yet, because replies are complete before they are sent.
             log.error("%s %s failed: %s: %s", request.method, _printable_path(request), type(bug).__name__, bug)
-            log.debug("where it failed:", exc_info=bug)
-            sentence = f"the scheduler failed to answer {request.method} {_printable_path(request)}: its log says why"
-            await error_response(500, sentence)(scope, receive, send)
+            log.debug("traceback:", exc_info=bug)
+            message = f"{request.method} {_printable_path(request)} failed in the scheduler: see its log"
+            await error_response(500, message)(scope, receive, send)
 
     def _check_request(self, request: Request) -> Response | None:
+        """Return the error response of a request that is not allowed, else None."""
         headers = request.headers
         hosts = headers.getlist("host")
         verdict = auth.authorize(
@@ -197,7 +201,7 @@ class AuthMiddleware:
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body, or a refusal as soon as it grows too long: a chunked one has announced no length."""
+    """Return the body. Raise HTTPException 413 as soon as more than `BODY_MAX` bytes arrive: a chunked body has no length."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
@@ -207,20 +211,20 @@ async def read_body(request: Request) -> bytes:
 
 
 async def _on_http_exception(request: Request, exc: Exception) -> Response:
-    """What the router or an answer refuses, in our JSON."""
+    """Return the error response for an HTTPException of the router or of a handler."""
     assert isinstance(exc, HTTPException)
     headers = dict(exc.headers or {})
     if exc.status_code == 404:
         paths = ", ".join(op.path for op in request.app.state.operations)
-        return error_response(404, f"there is no {_printable_path(request)} here: the paths are {paths}", headers)
+        return error_response(404, f"unknown path {_printable_path(request)}: expected one of {paths}", headers)
     if exc.status_code == 405:
-        sentence = f"{_printable_path(request)} does not answer {request.method}: use {headers['Allow']}"
-        return error_response(405, sentence, headers)
+        message = f"{_printable_path(request)} does not support {request.method}: use {headers['Allow']}"
+        return error_response(405, message, headers)
     return error_response(exc.status_code, exc.detail, headers)
 
 
 async def _on_covey_error(request: Request, exc: Exception) -> Response:
-    """A sentence for the caller: they can do something about it."""
+    """Return the error response for an error that the client can fix (400), or that is temporary (503)."""
     return error_response(503 if isinstance(exc, StoreError) else 400, str(exc))
 
 
@@ -228,8 +232,8 @@ def json_response(reply: msgspec.Struct, status: int = 200, headers: dict[str, s
     return make_response(msgspec.json.encode(reply), "application/json", status, headers)
 
 
-def error_response(status: int, sentence: str, headers: dict[str, str] | None = None) -> Response:
-    return json_response(schemas.ErrorReply(sentence), status, headers)
+def error_response(status: int, message: str, headers: dict[str, str] | None = None) -> Response:
+    return json_response(schemas.ErrorReply(message), status, headers)
 
 
 def make_response(body: bytes, media_type: str, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -237,23 +241,23 @@ def make_response(body: bytes, media_type: str, status: int = 200, headers: dict
 
 
 def common_headers() -> dict[str, str]:
-    kept_out = {"X-Content-Type-Options": "nosniff", "Cross-Origin-Resource-Policy": "same-origin"}
-    return {"Date": formatdate(usegmt=True), "Cache-Control": "no-store", **kept_out}
+    isolation = {"X-Content-Type-Options": "nosniff", "Cross-Origin-Resource-Policy": "same-origin"}
+    return {"Date": formatdate(usegmt=True), "Cache-Control": "no-store", **isolation}
 
 
 def describe_peer(request: Request) -> str:
-    """Who asks, for the log and the story."""
+    """Return the client's address, for logs and events."""
     return request.client.host if request.client else "an unknown peer"
 
 
 def path_and_query(request: Request, path: str = "") -> str:
-    """Path and query, to be asked for elsewhere; with another `path`, the same question there."""
+    """Return path and query of a request, for a redirect or a forwarded request; `path` replaces the path."""
     query = request.scope["query_string"].decode("latin-1")
     return quote(path or _request_path(request)) + (f"?{query}" if query else "")
 
 
 def _request_path(request: Request) -> str:
-    """As the router sees it. Not `request.url.path`: that one is made from the Host header too, and a Host can lie."""
+    """Return the path as the router sees it. `request.url.path` would depend on the Host header, which the client controls."""
     path: str = request.scope["path"]
     return path
 

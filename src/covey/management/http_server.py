@@ -1,9 +1,9 @@
-"""HTTP on sockets that are already bound, inside the event loop that is already running.
+"""HTTP server on bound sockets, in the running event loop, with limits per client.
 
-uvicorn reads and writes the HTTP. Its own `HttpServer` is not used: it takes over signals, which are the scheduler's, and waits
-for idle connections when it ends. Nor does uvicorn bound how long a client may take, so `HttpConnection` does: a client that
-sends its request in drops, or never reads its answer, is cut off. Where all places are taken, the oldest connection that never
-said a word makes room: those keep nobody else out.
+uvicorn parses and writes HTTP. Its `Server` is not used, because it installs signal handlers and waits for idle connections at
+the end. uvicorn does not limit the time a client may take, so `HttpConnection` does: it disconnects a client that sends its
+request too slowly or does not read the response. If the maximum number of connections is reached, the oldest connection that
+has not sent any byte is closed.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # linger: on, for 0 s
 
 
 class ClientLimits(msgspec.Struct, frozen=True):
-    """What a client may take of us."""
+    """Limits of clients."""
 
     connections: int = 128
     head_bytes: int = 64 * 1024  # request line and headers
     request_s: float = 10.0  # from the first byte, or from connecting, to the end of the request
-    response_s: float = 60.0  # from the end of the request until its answer has left
+    response_s: float = 60.0  # from the end of the request until its response is sent
     keep_alive_s: int = 5
-    linger_s: float = 1.0  # at the end, for answers under way
+    linger_s: float = 1.0  # at the end of the server, for responses in progress
 
 
 class HttpServer:
-    """Serves `app` between `start` and `stop`, which closes the sockets."""
+    """Serves `app` from `start` to `stop`, which closes the sockets."""
 
     def __init__(
         self,
@@ -54,10 +54,10 @@ class HttpServer:
         self._limits = limits or ClientLimits()
         self._state = ServerState()
         self._all_closed = asyncio.Event()
-        self._silent_connections: dict[HttpConnection, None] = {}  # those that never said a word, the oldest first
+        self._silent_connections: dict[HttpConnection, None] = {}  # connections without any received byte, oldest first
         self._listeners: list[asyncio.Server] = []
-        self._background_task: asyncio.Task[None] | None = None  # what the application does by itself (`app.state.beside`)
-        # Everything uvicorn would otherwise take from the environment or do to the process's logging is pinned here.
+        self._background_task: asyncio.Task[None] | None = None  # `app.state.beside` of the application
+        # Fixes everything that uvicorn would read from the environment or change in the process's logging.
         self._config = uvicorn.Config(
             app,
             http="httptools",
@@ -75,21 +75,21 @@ class HttpServer:
         )
 
     async def start(self) -> None:
-        """Listen. Returns when connections are accepted."""
+        """Start to accept connections."""
         self._config.load()
         loop = asyncio.get_running_loop()
-        patience = self._limits.request_s if self._ssl_context else None
+        handshake_timeout = self._limits.request_s if self._ssl_context else None
         for sock in self._sockets:
             listener = await loop.create_server(
-                self._make_connection, sock=sock, ssl=self._ssl_context, ssl_handshake_timeout=patience
+                self._make_connection, sock=sock, ssl=self._ssl_context, ssl_handshake_timeout=handshake_timeout
             )
             self._listeners.append(listener)
         state = getattr(self._config.app, "state", None)
-        if beside := getattr(state, "beside", None):
-            self._background_task = loop.create_task(beside())
+        if background := getattr(state, "beside", None):
+            self._background_task = loop.create_task(background())
 
     async def stop(self) -> None:
-        """Stop listening, let answers under way leave, cut off whoever is left."""
+        """Stop listening, wait `linger_s` for responses in progress, then abort the remaining connections."""
         if self._background_task is not None:
             self._background_task.cancel()
         for listener in self._listeners:
@@ -117,35 +117,35 @@ class HttpServer:
 
 
 class HttpConnection(HttpToolsProtocol):
-    """One client, with a deadline for whatever it is expected to do next, and errors in our JSON."""
+    """One connection, with a deadline for the client's next action, and errors as `ErrorReply`."""
 
     def __init__(
         self,
         config: uvicorn.Config,
         server_state: ServerState,
         limits: ClientLimits,
-        idle: asyncio.Event,
+        all_closed: asyncio.Event,
         silent: dict[HttpConnection, None],
     ) -> None:
         super().__init__(config, server_state, app_state={})
         self._limits = limits
-        self._all_closed = idle
+        self._all_closed = all_closed
         self._silent_connections = silent
         self._deadline: asyncio.TimerHandle | None = None
-        self._request_in_progress = False  # a request has begun and not ended
-        self._unparsed_bytes = 0  # bytes since the parser last completed a head or passed on a piece of body
+        self._request_in_progress = False  # a request has begun and is not complete
+        self._unparsed_bytes = 0  # since the parser last completed a head or delivered a part of a body
         self._head_too_long = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # asyncio does this only for sockets made with an explicit protocol number; without it an answer takes 40 ms.
+        # asyncio does this only for sockets created with an explicit protocol number; without it a response takes 40 ms.
         transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._set_deadline(self._limits.request_s)
         if len(self.connections) > self._limits.connections:
-            longest = next(iter(self._silent_connections), None)
-            if longest is None:
-                return self._send_error(503, f"there are {self._limits.connections} connections already: try again")
-            longest._reset_connection()
+            oldest = next(iter(self._silent_connections), None)
+            if oldest is None:
+                return self._send_error(503, f"{self._limits.connections} connections are open already: retry later")
+            oldest._reset_connection()
         self._silent_connections[self] = None
         return None
 
@@ -177,7 +177,7 @@ class HttpConnection(HttpToolsProtocol):
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > self._limits.head_bytes:
             self._head_too_long = True
-            raise ValueError(self._headers_too_long_text())  # reaches `send_400_response` by way of the parser
+            raise ValueError(self._headers_too_long_text())  # the parser passes it to `send_400_response`
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -191,21 +191,21 @@ class HttpConnection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        owes_nothing = self.cycle.response_complete and not self.transport.get_write_buffer_size()
-        if owes_nothing and not self._request_in_progress:
+        all_sent = self.cycle.response_complete and not self.transport.get_write_buffer_size()
+        if all_sent and not self._request_in_progress:
             self._clear_deadline()
 
     def send_400_response(self, msg: str) -> None:
         if self._head_too_long:
             self._send_error(431, self._headers_too_long_text())
         else:
-            self._send_error(400, "this is not a request that HTTP/1.1 allows: send one, or look for another port")
+            self._send_error(400, "not a valid HTTP/1.1 request: check the client, and the port")
 
     def _headers_too_long_text(self) -> str:
-        return f"the headers are longer than {self._limits.head_bytes} bytes: send less"
+        return f"the headers are longer than {self._limits.head_bytes} bytes: send shorter ones"
 
-    def _send_error(self, status: int, sentence: str) -> None:
-        body = msgspec.json.encode(ErrorReply(sentence))
+    def _send_error(self, status: int, message: str) -> None:
+        body = msgspec.json.encode(ErrorReply(message))
         head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
         self.transport.write(STATUS_LINE[status] + head + body)
         self.transport.close()
@@ -216,7 +216,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def _reset_connection(self) -> None:
         self._silent_connections.pop(self, None)
-        # With a reset: else the kernel keeps what the client does not read, long after we have closed.
+        # With RST, because otherwise the kernel keeps unread data long after the connection was closed.
         self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
         self.transport.abort()
 

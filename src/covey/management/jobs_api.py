@@ -1,8 +1,8 @@
-"""The console of the operator: every MSJob with its state, workers, restarts, progress and what was told of it.
+"""The management port of the operator: all MSJobs with state, workers, restarts, progress and events.
 
-Whoever opens one job sees the page of that job's own scheduler: what the page reads there is passed on below
-`/jobs/NAMESPACE/NAME`, by the operator, who has the token. Two wishes are the operator's own, since a scheduler in a pod could
-not keep them: another number of workers, and an end, are written into the job.
+The page of one job shows the job's scheduler. The operator forwards the page's requests below `/jobs/NAMESPACE/NAME` to the
+scheduler, because it has the token. The operator itself handles scale and suspend by changing the job object, because the
+scheduler in a pod cannot create or delete pods.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from covey.management.openapi import EVENT_STREAM, Operation, Parameter
 
 JobKey = tuple[str, str]  # namespace and name
 
-EXCLUDED_OPERATIONS = frozenset({"nodes", "state", "view", "stop", "metrics"})  # an operator has its numbers elsewhere
+EXCLUDED_OPERATIONS = frozenset({"nodes", "state", "view", "stop", "metrics"})  # the operator has another metrics port
 
 
 class JobView(msgspec.Struct, frozen=True):
-    """One job, as its status tells it."""
+    """One job, from its status."""
 
     kind: str
     namespace: str
@@ -49,7 +49,7 @@ class JobView(msgspec.Struct, frozen=True):
 
 
 class JobsReply(msgspec.Struct, frozen=True):
-    """All jobs, by namespace and name."""
+    """All jobs, sorted by namespace and name."""
 
     message: str
     jobs: list[JobView]
@@ -57,29 +57,29 @@ class JobsReply(msgspec.Struct, frozen=True):
 
 
 class WorkersBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How many workers there are to be."""
+    """New number of workers."""
 
     workers: Annotated[int, Meta(ge=1, le=WORLD_MAX)]
 
 
 class SuspendBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """True: the job's pods are taken away. False: it starts anew."""
+    """True: delete the job's pods. False: create them again."""
 
     suspend: bool
 
 
-JOBS_OPERATION = Operation("jobs", "GET", "/jobs", "The jobs, and how each of them goes.", JobsReply)
+JOBS_OPERATION = Operation("jobs", "GET", "/jobs", "All jobs, with their state.", JobsReply)
 JOB_PATH = "/jobs/{namespace}/{name}"
 NAME_LIMITS = (("minLength", 1), ("maxLength", 253))
 JOB_PARAMETERS = (
-    Parameter("namespace", "path", "string", "The job's.", NAME_LIMITS),
-    Parameter("name", "path", "string", "The job's.", NAME_LIMITS),
+    Parameter("namespace", "path", "string", "Namespace of the job.", NAME_LIMITS),
+    Parameter("name", "path", "string", "Name of the job.", NAME_LIMITS),
 )
 SCALE_OPERATION = Operation(
     "job-scale",
     "POST",
     f"{JOB_PATH}/scale",
-    "Give a job more workers, or fewer.",
+    "Change the number of workers of a job.",
     schemas.Reply,
     WorkersBody,
     False,
@@ -89,7 +89,7 @@ SUSPEND_OPERATION = Operation(
     "job-suspend",
     "POST",
     f"{JOB_PATH}/suspend",
-    "Stop a job, or let it go on.",
+    "Suspend or resume a job.",
     schemas.Reply,
     SuspendBody,
     False,
@@ -99,11 +99,11 @@ STREAM_OPERATION = Operation(
     "job-stream",
     "GET",
     f"{JOB_PATH}/stream",
-    "A job's cluster, as server-sent events.",
+    "The cluster of a job, as server-sent events.",
     EVENT_STREAM,
     parameters=JOB_PARAMETERS,
 )
-FORWARDED_OPERATIONS = tuple(  # to the job's scheduler
+FORWARDED_OPERATIONS = tuple(
     Operation(
         f"job-{op.name}", op.method, JOB_PATH + op.path, op.summary, op.reply, op.body, False, (*JOB_PARAMETERS, *op.parameters)
     )
@@ -113,7 +113,7 @@ FORWARDED_OPERATIONS = tuple(  # to the job's scheduler
 
 
 class JobsSource(Protocol):
-    """What the operator lends the console: a look at its jobs, and into each of them. `PeerError` says why not."""
+    """The operator as the management port uses it. Methods raise `PeerError` with a reason for the user."""
 
     @property
     def event_log(self) -> EventLog: ...
@@ -130,7 +130,7 @@ class JobsSource(Protocol):
 
 
 def job_view(job: Mapping[str, Any]) -> JobView:
-    """One object of the API server, in the console's words."""
+    """Return the view of an object of the API server."""
     metadata, status = job["metadata"], job.get("status") or {}
     last = (status.get("conditions") or [{}])[-1]
     progress = status.get("progress") or {}
@@ -151,7 +151,7 @@ def job_view(job: Mapping[str, Any]) -> JobView:
 
 
 class OperatorSource:
-    """The operator in the form the console's stream looks at: no nodes of its own, but jobs."""
+    """The operator as a source of the live stream: it has jobs and no nodes."""
 
     def __init__(self, source: JobsSource) -> None:
         self._source = source
@@ -169,7 +169,7 @@ class OperatorSource:
         return ClusterView(
             cluster_id="operator",
             phase=Phase.READY,
-            reason=f"{count_noun(count, 'job')} {is_or_are(count)} looked after",
+            reason=f"{count_noun(count, 'job')} {is_or_are(count)} managed",
             generation=0,
             worker_num=0,
             server_num=0,
@@ -182,72 +182,72 @@ class OperatorSource:
         return {"kind": "operator", "jobs": [msgspec.structs.asdict(job) for job in self.list_jobs()]}
 
     def stop(self, reason: str) -> None:
-        raise AssertionError("an operator has no door for this")
+        raise AssertionError("the operator has no operation stop")
 
 
 class JobHandlers:
-    """The answers below one job's path."""
+    """Handlers of the paths of one job."""
 
     def __init__(self, source: JobsSource) -> None:
         self._source = source
         self._open_streams = 0
 
     async def forward_to_scheduler(self, request: Request) -> Response:
-        """Ask the job's scheduler, and repeat its answer. If it refuses the operator, whoever asked is not to blame."""
+        """Forward a request to the job's scheduler and return its response; 409 if it is unreachable or refuses."""
         key = _job_key(request)
         path = request.scope["path"].removeprefix("/jobs/{}/{}".format(*key))
         body = await common_api.read_body(request) if request.method == "POST" else None
         try:
-            status, answer = await self._source.forward_request(
+            status, reply = await self._source.forward_request(
                 key, request.method, common_api.path_and_query(request, path), body
             )
-        except PeerError as why:
-            return common_api.error_response(409, str(why))
+        except PeerError as error:
+            return common_api.error_response(409, str(error))
         if status in (401, 403):
             return common_api.error_response(
-                409, f"the scheduler of {'/'.join(key)} does not let the operator in: its COVEY_TOKEN is another"
+                409, f"the scheduler of {'/'.join(key)} refuses the operator: its COVEY_TOKEN differs from the operator's"
             )
-        return common_api.make_response(answer, "application/json", status)
+        return common_api.make_response(reply, "application/json", status)
 
     async def stream(self, request: Request) -> Response:
         key = _job_key(request)
         if self._open_streams >= live_stream.CLIENTS_MAX:
             return common_api.error_response(
-                503, f"{live_stream.CLIENTS_MAX} pages look at jobs already: close one, or try again"
+                503, f"{live_stream.CLIENTS_MAX} pages follow jobs already: close one, or retry later"
             )
         try:
-            pieces = self._source.stream(key)
-            first = await anext(pieces)  # whoever is refused is told so before an answer has begun
-        except (PeerError, StopAsyncIteration) as why:
-            return common_api.error_response(409, str(why) or f"the scheduler of {'/'.join(key)} said nothing")
-        return StreamingResponse(self._count_while_open(first, pieces), 200, common_api.common_headers(), EVENT_STREAM)
+            messages = self._source.stream(key)
+            first = await anext(messages)  # before the response begins, so that a refusal has its own status
+        except (PeerError, StopAsyncIteration) as error:
+            return common_api.error_response(409, str(error) or f"the scheduler of {'/'.join(key)} sent no data")
+        return StreamingResponse(self._count_while_open(first, messages), 200, common_api.common_headers(), EVENT_STREAM)
 
     async def _count_while_open(self, first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         self._open_streams += 1
         try:
             yield first
-            async for piece in rest:
-                yield piece
-        except PeerError as why:
-            common_api.log.info("a job's stream ended: %s", why)  # the page asks again, and is told
+            async for message in rest:
+                yield message
+        except PeerError as error:
+            common_api.log.info("stream of a job ended: %s", error)  # the page reconnects and gets the reason
         finally:
             self._open_streams -= 1
 
     async def scale(self, request: Request) -> Response:
-        wish = schemas.decode_body(await common_api.read_body(request), WorkersBody, "/scale", '{"workers": 4}')
-        return await self._run_request(request, self._source.scale(_job_key(request), wish.workers))
+        body = schemas.decode_body(await common_api.read_body(request), WorkersBody, "/scale", '{"workers": 4}')
+        return await self._run_request(request, self._source.scale(_job_key(request), body.workers))
 
     async def suspend(self, request: Request) -> Response:
-        wish = schemas.decode_body(await common_api.read_body(request), SuspendBody, "/suspend", '{"suspend": true}')
-        return await self._run_request(request, self._source.suspend(_job_key(request), wish.suspend))
+        body = schemas.decode_body(await common_api.read_body(request), SuspendBody, "/suspend", '{"suspend": true}')
+        return await self._run_request(request, self._source.suspend(_job_key(request), body.suspend))
 
-    async def _run_request(self, request: Request, wish: Awaitable[str]) -> Response:
+    async def _run_request(self, request: Request, action: Awaitable[str]) -> Response:
         try:
-            sentence = await wish
-        except PeerError as why:
-            return common_api.error_response(409, str(why))
-        common_api.log.info("asked by %s: %s", common_api.describe_peer(request), sentence)
-        return common_api.json_response(schemas.Reply(sentence))
+            message = await action
+        except PeerError as error:
+            return common_api.error_response(409, str(error))
+        common_api.log.info("requested by %s: %s", common_api.describe_peer(request), message)
+        return common_api.json_response(schemas.Reply(message))
 
 
 def _job_key(request: Request) -> JobKey:
@@ -255,12 +255,17 @@ def _job_key(request: Request) -> JobKey:
 
 
 def make_app(source: JobsSource, *, token: str) -> Starlette:
-    """The application for `covey.management.http_server.HttpServer`."""
-    board, doors = OperatorSource(source), JobHandlers(source)
+    """Return the application for `covey.management.http_server.HttpServer`."""
+    operator, handlers = OperatorSource(source), JobHandlers(source)
 
     async def jobs(request: Request) -> Response:
-        return common_api.json_response(JobsReply("Get jobs successful.", board.list_jobs()))
+        return common_api.json_response(JobsReply("Get jobs successful.", operator.list_jobs()))
 
-    passed_on = dict.fromkeys(FORWARDED_OPERATIONS, doors.forward_to_scheduler)
-    own = {JOBS_OPERATION: jobs, SCALE_OPERATION: doors.scale, SUSPEND_OPERATION: doors.suspend, STREAM_OPERATION: doors.stream}
-    return common_api.make_app(board, token=token, more={**own, **passed_on}, without=EXCLUDED_OPERATIONS)
+    forwarded = dict.fromkeys(FORWARDED_OPERATIONS, handlers.forward_to_scheduler)
+    own = {
+        JOBS_OPERATION: jobs,
+        SCALE_OPERATION: handlers.scale,
+        SUSPEND_OPERATION: handlers.suspend,
+        STREAM_OPERATION: handlers.stream,
+    }
+    return common_api.make_app(operator, token=token, more={**own, **forwarded}, without=EXCLUDED_OPERATIONS)

@@ -1,7 +1,7 @@
-"""The cluster as a stream: one whole picture, then what changed, to every page that looks.
+"""Live stream of a cluster for open console pages: a full snapshot, then deltas.
 
-A picture is taken once per turn and encoded once, however many look. Whoever reads too slowly for the changes loses those that
-wait for it and gets a whole picture again, so no client can make the scheduler remember more than a few pieces for it.
+Each update is computed and encoded once for all clients. At most `QUEUED_MESSAGES_MAX` messages wait for one client; a client
+that reads more slowly loses them and gets a full snapshot instead.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from covey.core.incidents import Incident
 from covey.core.types import Phase, Role
 
 CLIENTS_MAX: Final = 32
-UPDATE_INTERVAL_S: Final = 0.5  # while somebody looks
-IDLE_INTERVAL_S: Final = 2.0  # while nobody does: the charts still need their points
-CPU_SHARE_MAX: Final = 0.05  # of the scheduler's time: a large cluster is looked at less often,
-INTERVAL_MAX_S: Final = 60.0  # but so often
-STREAM_DURATION_S: Final = 45.0  # then the page asks again: a stream is an answer, and answers have a limit (`server.Limits`)
-QUEUED_MESSAGES_MAX: Final = 8  # that wait for one client
+UPDATE_INTERVAL_S: Final = 0.5  # with clients
+IDLE_INTERVAL_S: Final = 2.0  # without clients: the charts still need points
+CPU_SHARE_MAX: Final = 0.05  # of the scheduler's time: updates of a large cluster are less frequent
+INTERVAL_MAX_S: Final = 60.0  # between two updates
+STREAM_DURATION_S: Final = 45.0  # then the page reconnects; below `http_server.ClientLimits.response_s`
+QUEUED_MESSAGES_MAX: Final = 8  # per client
 POINTS_MAX: Final = 1200
-SNAPSHOT_EVENTS_MAX: Final = 300  # in a whole picture
+SNAPSHOT_EVENTS_MAX: Final = 300
 RECOVERIES_MAX: Final = 100
 
 log = logging.getLogger("covey.management")
 
 
 class NodeRow(msgspec.Struct, frozen=True, array_like=True):
-    """A node, as a line of a table: arrays, for there may be thousands."""
+    """A row of the node table; encoded as an array, because there may be thousands."""
 
     name: str
     role: Role
@@ -45,19 +45,19 @@ class NodeRow(msgspec.Struct, frozen=True, array_like=True):
     state: str
     step: int
     phase: str
-    last_heartbeat_at: float  # wall clock; negative: it has no beats
+    last_heartbeat_at: float  # wall clock; negative: the node sends no heartbeats
     restarts: int
     incarnation: int
     pid: int
     busy_ms: float
     straggles: float
     loss: float | None
-    log: bool  # an agent keeps its output
+    log: bool  # an agent has its log
     address: str
 
 
 class NodeDelta(msgspec.Struct, frozen=True, array_like=True):
-    """What changes of a node with every beat. Most rows change in nothing else."""
+    """The fields of a node that change with every heartbeat; most rows change in no other field."""
 
     name: str
     step: int
@@ -69,7 +69,7 @@ class NodeDelta(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ChartPoint(msgspec.Struct, frozen=True, array_like=True):
-    """What the charts show of a moment."""
+    """One point of the charts."""
 
     at: float
     step: int
@@ -78,7 +78,7 @@ class ChartPoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ClusterSummary(msgspec.Struct, frozen=True):
-    """What is said of the cluster as a whole, in every piece."""
+    """The cluster's fields in every message."""
 
     cluster_id: str
     phase: Phase
@@ -98,7 +98,7 @@ class ClusterSummary(msgspec.Struct, frozen=True):
 
 
 class FullSnapshot(msgspec.Struct, frozen=True):
-    """Everything."""
+    """Message `whole`: the complete state of a page."""
 
     cluster: ClusterSummary
     nodes: list[NodeRow]
@@ -110,7 +110,7 @@ class FullSnapshot(msgspec.Struct, frozen=True):
 
 
 class SnapshotDelta(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What is not as it was a turn ago."""
+    """Message `news`: the changes since the last update."""
 
     cluster: ClusterSummary
     point: ChartPoint | None = None
@@ -123,7 +123,7 @@ class SnapshotDelta(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class StreamSource(Protocol):
-    """What is looked at."""
+    """The cluster as the stream uses it."""
 
     @property
     def event_log(self) -> EventLog: ...
@@ -134,7 +134,7 @@ class StreamSource(Protocol):
 
 
 def make_node_row(node: NodeView, now: float) -> NodeRow:
-    heard = round(now - node.beat_age_s, 1) if node.beat_age_s >= 0 else -1.0
+    heartbeat_at = round(now - node.beat_age_s, 1) if node.beat_age_s >= 0 else -1.0
     return NodeRow(
         name=node.name,
         role=node.role,
@@ -144,7 +144,7 @@ def make_node_row(node: NodeView, now: float) -> NodeRow:
         state=node.state,
         step=node.step,
         phase=node.phase,
-        last_heartbeat_at=heard,
+        last_heartbeat_at=heartbeat_at,
         restarts=node.restarts,
         incarnation=node.incarnation,
         pid=node.pid,
@@ -156,14 +156,14 @@ def make_node_row(node: NodeView, now: float) -> NodeRow:
     )
 
 
-def fields_outside_delta(found: NodeRow) -> tuple[object, ...]:
-    """Everything of a row that `NodeDelta` does not tell."""
-    beyond = (found.restarts, found.incarnation, found.pid, found.log, found.address)
-    return (found.name, found.role, found.node_id, found.rank, found.host, found.state, *beyond)
+def fields_outside_delta(row: NodeRow) -> tuple[object, ...]:
+    """Return the fields of a row that `NodeDelta` does not have, and its name."""
+    process = (row.restarts, row.incarnation, row.pid, row.log, row.address)
+    return (row.name, row.role, row.node_id, row.rank, row.host, row.state, *process)
 
 
-def make_node_delta(found: NodeRow) -> NodeDelta:
-    return NodeDelta(found.name, found.step, found.phase, found.last_heartbeat_at, found.busy_ms, found.straggles, found.loss)
+def make_node_delta(row: NodeRow) -> NodeDelta:
+    return NodeDelta(row.name, row.step, row.phase, row.last_heartbeat_at, row.busy_ms, row.straggles, row.loss)
 
 
 def make_cluster_summary(view: ClusterView) -> ClusterSummary:
@@ -181,15 +181,15 @@ def make_chart_point(view: ClusterView) -> ChartPoint:
 
 
 class ChartHistory:
-    """Points from the beginning on. When there are too many, every second goes: the time they span is never cut."""
+    """Points since the start. Above the limit, every second point is removed, so that the time range stays complete."""
 
     def __init__(self, limit: int = POINTS_MAX) -> None:
         self.points: list[ChartPoint] = []
         self._limit = limit
-        self._min_interval_s = 0.0  # seconds between two that are kept
+        self._min_interval_s = 0.0  # between two points
 
     def add(self, new: ChartPoint) -> None:
-        if self.points and 0 <= new.at - self.points[-1].at < self._min_interval_s:  # a clock may be set back
+        if self.points and 0 <= new.at - self.points[-1].at < self._min_interval_s:  # negative after the clock was set back
             return
         self.points.append(new)
         if len(self.points) > self._limit:
@@ -198,16 +198,16 @@ class ChartHistory:
 
 
 class StreamClient:
-    """One page that looks. What waits for it is bounded; `behind` says that something was dropped."""
+    """One page. `needs_snapshot` is true until it has a snapshot, and again after messages were dropped."""
 
     def __init__(self) -> None:
         self.messages: deque[bytes] = deque()
-        self.needs_snapshot = True  # it knows nothing yet
+        self.needs_snapshot = True
         self.wakeup = asyncio.Event()
 
-    def push(self, piece: bytes) -> None:
+    def push(self, message: bytes) -> None:
         if not self.needs_snapshot and len(self.messages) < QUEUED_MESSAGES_MAX:
-            self.messages.append(piece)
+            self.messages.append(message)
         else:
             self.messages.clear()
             self.needs_snapshot = True
@@ -215,7 +215,7 @@ class StreamClient:
 
 
 class LiveStream:
-    """All pages that look at one cluster. `run` takes the pictures, beside the server."""
+    """All pages of one cluster. `run` computes the updates, as a task of the server."""
 
     def __init__(self, source: StreamSource, version: str) -> None:
         self.history = ChartHistory()
@@ -225,22 +225,22 @@ class LiveStream:
         self._rows: dict[str, NodeRow] = {}
         self._recoveries: dict[int, Incident] = {}
         self._console_details: dict[str, Any] = {}
-        self._last_event_at = 0.0  # the newest event that was told
-        self._snapshot_message = b""  # of this turn, once somebody needs it
+        self._last_event_at = 0.0  # of the newest event that was sent
+        self._snapshot_message = b""  # of the current update, encoded on first use
         self._update_requested = asyncio.Event()
         self._is_closed = False
 
     async def run(self) -> None:
-        """Until it is cancelled. A picture that cannot be taken is a bug, told once, and no reason to end."""
-        clock, told = asyncio.get_running_loop().time, ""
+        """Publish updates until cancelled. An exception of an update is logged once and does not end the loop."""
+        clock, logged = asyncio.get_running_loop().time, ""
         try:
             while True:
                 began = clock()
                 try:
                     self._publish_update()
                 except Exception as bug:
-                    if told != (told := f"{type(bug).__name__}: {bug}"):
-                        log.error("the console could not look at the cluster: %s", told)
+                    if logged != (logged := f"{type(bug).__name__}: {bug}"):
+                        log.error("update of the console failed: %s", logged)
                 pause = max(
                     UPDATE_INTERVAL_S if self._clients else IDLE_INTERVAL_S,
                     min(INTERVAL_MAX_S, (clock() - began) / CPU_SHARE_MAX),
@@ -255,27 +255,27 @@ class LiveStream:
             self.close()
 
     def close(self) -> None:
-        """No more pieces: every stream ends once it has read what waits for it."""
+        """End every stream after its queued messages."""
         self._is_closed = True
         for client in self._clients:
             client.wakeup.set()
 
     def stream(self) -> AsyncIterator[bytes] | None:
-        """What one more page reads; None where there are too many."""
+        """Return the messages for a new page, or None if `CLIENTS_MAX` pages are open."""
         if len(self._clients) >= CLIENTS_MAX:
             return None
         client = StreamClient()
         self._clients.add(client)
-        if len(self._clients) == 1:  # nobody looked, so nothing is known but the points
+        if len(self._clients) == 1:  # without clients, updates record only chart points
             self._publish_update()
         self._update_requested.set()
         return self._stream_messages(client)
 
     async def _stream_messages(self, client: StreamClient) -> AsyncIterator[bytes]:
         clock = asyncio.get_running_loop().time
-        until = clock() + STREAM_DURATION_S
+        deadline = clock() + STREAM_DURATION_S
         try:
-            while clock() < until:
+            while clock() < deadline:
                 client.wakeup.clear()
                 if client.needs_snapshot:
                     client.needs_snapshot = False
@@ -288,7 +288,7 @@ class LiveStream:
                 if client.needs_snapshot:
                     continue
                 try:
-                    async with asyncio.timeout_at(until):
+                    async with asyncio.timeout_at(deadline):
                         await client.wakeup.wait()
                 except TimeoutError:
                     return
@@ -299,41 +299,41 @@ class LiveStream:
         if not self._snapshot_message:
             view = self._source.view()
             events = self._source.event_log.events_after(limit=SNAPSHOT_EVENTS_MAX)
-            told = [event for event in events if event.at <= self._last_event_at]  # the rest comes as news
+            sent = [event for event in events if event.at <= self._last_event_at]  # newer ones follow in a delta
             recoveries = list(self._recoveries.values())[-RECOVERIES_MAX:]
             rows = list(self._rows.values())
-            whole = FullSnapshot(
-                make_cluster_summary(view), rows, self.history.points, recoveries, told, self._console_details, self._version
+            snapshot = FullSnapshot(
+                make_cluster_summary(view), rows, self.history.points, recoveries, sent, self._console_details, self._version
             )
-            self._snapshot_message = _encode_message("whole", whole)
+            self._snapshot_message = _encode_message("whole", snapshot)
         return self._snapshot_message
 
     def _publish_update(self) -> None:
-        """One picture, and what is new in it."""
+        """Add a chart point; with clients, compute the delta to the last update and queue it for each."""
         view = self._source.view()
-        now = make_chart_point(view)
-        self.history.add(now)
+        point = make_chart_point(view)
+        self.history.add(point)
         self._snapshot_message = b""
         if not self._clients:
             return
         rows = {node.name: make_node_row(node, view.now) for node in view.nodes}
-        other: list[NodeRow] = []
-        same: list[NodeDelta] = []
-        for name, found in rows.items():
+        changed: list[NodeRow] = []
+        moved: list[NodeDelta] = []
+        for name, row in rows.items():
             old = self._rows.get(name)
-            if old is None or fields_outside_delta(old) != fields_outside_delta(found):
-                other.append(found)
-            elif old != found:
-                same.append(make_node_delta(found))
+            if old is None or fields_outside_delta(old) != fields_outside_delta(row):
+                changed.append(row)
+            elif old != row:
+                moved.append(make_node_delta(row))
         gone = [name for name in self._rows if name not in rows]
         recoveries = [i for i in view.recoveries if self._recoveries.get(i.number) != i]
         events = self._source.event_log.events_after(self._last_event_at, limit=SNAPSHOT_EVENTS_MAX)
         about = self._source.console_details()
-        news = SnapshotDelta(
+        delta = SnapshotDelta(
             make_cluster_summary(view),
-            now,
-            other,
-            same,
+            point,
+            changed,
+            moved,
             gone,
             recoveries,
             events,
@@ -343,9 +343,9 @@ class LiveStream:
         self._recoveries = dict(list({**self._recoveries, **{i.number: i for i in recoveries}}.items())[-RECOVERIES_MAX:])
         if events:
             self._last_event_at = events[-1].at
-        piece = _encode_message("news", news)
+        message = _encode_message("news", delta)
         for client in self._clients:
-            client.push(piece)
+            client.push(message)
 
 
 def _encode_message(kind: str, content: msgspec.Struct) -> bytes:

@@ -1,6 +1,6 @@
-"""Every operation of the management port in one table, and the OpenAPI 3.1 document made from it.
+"""Table of the common operations of the management port, and the OpenAPI 3.1 document.
 
-The routes are made from the same table, so an operation cannot exist without being documented.
+Routes and document are made from the same operations, so every operation is documented.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _REF_TEMPLATE = "#/components/schemas/{name}"
 
 
 class Parameter(msgspec.Struct, frozen=True):
-    """One thing a path or its query says. Only what stands in a path is required."""
+    """A parameter of a path or query. Path parameters are required, query parameters are optional."""
 
     name: str
     location: str  # "path" or "query"
@@ -39,7 +39,7 @@ class Parameter(msgspec.Struct, frozen=True):
 
 
 class Operation(msgspec.Struct, frozen=True):
-    """One door. `reply` is the type of its JSON, or a media type where it is not one of ours."""
+    """One operation. `reply` is the type of its JSON reply, or a media type."""
 
     name: str
     method: str
@@ -47,49 +47,55 @@ class Operation(msgspec.Struct, frozen=True):
     summary: str
     reply: type[msgspec.Struct] | str
     body: type[msgspec.Struct] | None = None
-    is_public: bool = False  # to everybody, token or not
+    is_public: bool = False  # needs no token
     parameters: tuple[Parameter, ...] = ()
 
 
 EVENT_STREAM = "text/event-stream"
-NODE_PARAMETER = Parameter("node", "query", "string", "Of this node alone, as in worker:1.", (("maxLength", NODE_ID_MAX),))
-AFTER_PARAMETER = Parameter("after", "query", "number", "Only what came after this moment, in seconds since 1970.")
+NODE_PARAMETER = Parameter(
+    "node", "query", "string", "Only events of this node, such as worker:1.", (("maxLength", NODE_ID_MAX),)
+)
+AFTER_PARAMETER = Parameter("after", "query", "number", "Only events after this time, in seconds since 1970.")
 LIMIT_PARAMETER = Parameter(
-    "limit", "query", "integer", "At most so many, the newest.", (("minimum", 1), ("maximum", REPLY_EVENTS_MAX))
+    "limit",
+    "query",
+    "integer",
+    "Maximum number of events; the newest are returned.",
+    (("minimum", 1), ("maximum", REPLY_EVENTS_MAX)),
 )
 
-COMMON_OPERATIONS = (  # to every kind of cluster
-    Operation("nodes", "GET", "/nodes", "The nodes, in MindSpore's JSON.", NodesReply),
-    Operation("state", "GET", "/state", "The state of the cluster, in MindSpore's JSON.", StateReply),
-    Operation("view", "GET", "/view", "All there is to know about the cluster.", ClusterView),
-    Operation("stop", "POST", "/stop", "Ask the cluster to end.", Reply, StopBody),
-    Operation("metrics", "GET", "/metrics", "Numbers for Prometheus.", CONTENT_TYPE),
-    Operation("healthz", "GET", "/healthz", "Answers while the scheduler's loop turns.", Reply, is_public=True),
+COMMON_OPERATIONS = (  # of every kind of cluster
+    Operation("nodes", "GET", "/nodes", "All nodes, in MindSpore's JSON.", NodesReply),
+    Operation("state", "GET", "/state", "State of the cluster, in MindSpore's JSON.", StateReply),
+    Operation("view", "GET", "/view", "Complete view of the cluster.", ClusterView),
+    Operation("stop", "POST", "/stop", "Shut down the cluster gracefully.", Reply, StopBody),
+    Operation("metrics", "GET", "/metrics", "Metrics for Prometheus.", CONTENT_TYPE),
+    Operation("healthz", "GET", "/healthz", "Liveness of the scheduler's event loop.", Reply, is_public=True),
     Operation(
         "story",
         "GET",
         "/story",
-        "What happened, oldest first.",
+        "Events, oldest first.",
         StoryReply,
         parameters=(NODE_PARAMETER, AFTER_PARAMETER, LIMIT_PARAMETER),
     ),
-    Operation("settings", "GET", "/settings", "Every setting, and where its value comes from.", SettingsReply),
-    Operation("stream", "GET", "/stream", "The cluster as it is and changes, as server-sent events.", EVENT_STREAM),
-    Operation("key", "GET", "/key", "What the page at / sends with its actions, on loopback.", KeyReply),
+    Operation("settings", "GET", "/settings", "Every setting, with the origin of its value.", SettingsReply),
+    Operation("stream", "GET", "/stream", "Live state of the cluster, as server-sent events.", EVENT_STREAM),
+    Operation("key", "GET", "/key", "Key of the console's page for requests on loopback.", KeyReply),
     Operation("openapi", "GET", "/openapi.json", "This document.", "application/json"),
 )
 
 ERROR_DESCRIPTIONS = {
-    400: "The request cannot be understood.",
+    400: "The request is invalid.",
     401: "The token is missing or wrong.",
-    403: "The Host header could be a web page's doing.",
-    404: "There is nothing under this path.",
-    405: "This path answers another method.",
-    409: "The cluster is not in a state for this; the sentence says why.",
+    403: "The Host header is neither an address nor localhost.",
+    404: "Unknown path.",
+    405: "The path does not support this method.",
+    409: "The cluster refuses the request in its current state; the message has the reason.",
     413: "The body is longer than 1 MiB.",
     431: "The headers are too long.",
-    500: "The scheduler failed to answer; its log says why.",
-    503: "Too many connections: try again.",
+    500: "Internal error; see the scheduler's log.",
+    503: "Too many connections; retry later.",
 }
 _ERROR_HEADERS = {
     401: {"WWW-Authenticate": {"required": True, "schema": {"type": "string"}}},
@@ -98,14 +104,15 @@ _ERROR_HEADERS = {
 
 
 def make_document(version: str, operations: tuple[Operation, ...]) -> dict[str, Any]:
+    """Return the OpenAPI document of these operations."""
     types = {ErrorReply, *(t for op in operations for t in (op.reply, op.body) if isinstance(t, type))}
     _, schemas = msgspec.json.schema_components(sorted(types, key=lambda t: t.__name__), ref_template=_REF_TEMPLATE)
     return {
         "openapi": "3.1.0",
         "info": {
-            "title": "covey: the management port",
+            "title": "covey management port",
             "version": version,
-            "description": "Commands on loopback need no token. Everything else does, and so does every web page.",
+            "description": "Commands on loopback need no token; all other requests, and every web page, do.",
         },
         "security": [{}, {"token": []}],
         "paths": {op.path: {op.method.lower(): _operation_object(op)} for op in operations},
@@ -118,7 +125,7 @@ def make_document(version: str, operations: tuple[Operation, ...]) -> dict[str, 
 
 
 def _operation_object(op: Operation) -> dict[str, Any]:
-    shut = () if not op.is_public else (401, 403)
+    impossible = () if not op.is_public else (401, 403)
     operation: dict[str, Any] = {
         "operationId": op.name,
         "summary": op.summary,
@@ -126,7 +133,9 @@ def _operation_object(op: Operation) -> dict[str, Any]:
         "responses": {
             "200": {"description": op.summary, "content": _content_object(op.reply)},
             **{
-                str(status): {"$ref": f"#/components/responses/{status}"} for status in ERROR_DESCRIPTIONS if status not in shut
+                str(status): {"$ref": f"#/components/responses/{status}"}
+                for status in ERROR_DESCRIPTIONS
+                if status not in impossible
             },
         },
     }

@@ -1,6 +1,6 @@
-"""What the management port says and hears, as types: MindSpore's JSON, where every value is a string, and the errors.
+"""JSON bodies of the management port as types: MindSpore's JSON, in which every value is a string, and errors.
 
-Pure: a `ClusterView` goes in, a reply comes out. The OpenAPI document is made from these types, so it cannot differ.
+All functions are pure. The OpenAPI document is made from these types.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from covey.core.types import Role
 from covey.errors import UsageError
 
 REASON_MAX = 500
-QUOTED_TEXT_MAX = 100  # characters of what was said that a sentence repeats
-_RESIZE_STATES = {"scale-out": "CLUSTER_SCALE_OUT", "scale-in": "CLUSTER_SCALE_IN"}  # by the operation under way
-DEFAULT_STOP_REASON = "asked by POST /stop"
+QUOTED_TEXT_MAX = 100  # characters of a parameter in an error message
+_RESIZE_STATES = {"scale-out": "CLUSTER_SCALE_OUT", "scale-in": "CLUSTER_SCALE_IN"}  # by the strategy of the open incident
+DEFAULT_STOP_REASON = "requested by POST /stop"
 NodeId = Annotated[str, Meta(min_length=1, max_length=NODE_ID_MAX)]
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """It went well."""
+    """Success."""
 
     message: str
     code: Literal["0"] = "0"
 
 
 class ErrorReply(msgspec.Struct, frozen=True):
-    """It did not, and this sentence says why and what to do."""
+    """An error: what happened and what to do."""
 
     error_message: str
     code: Literal["1"] = "1"
 
 
 class NodeReply(msgspec.Struct, frozen=True, rename="camel"):
-    """One node, in MindSpore's words."""
+    """One node, in MindSpore's JSON."""
 
     node_id: str
     rank_id: Annotated[str, Meta(description="A number; -1 before the cluster has formed.")]
@@ -53,7 +53,7 @@ class NodeReply(msgspec.Struct, frozen=True, rename="camel"):
 
 
 class NodesReply(msgspec.Struct, frozen=True, rename={"node_ids": "nodeIds"}):
-    """Every node of the cluster, the scheduler included."""
+    """Every node of the cluster, including the scheduler."""
 
     message: str
     node_ids: list[NodeReply]
@@ -61,7 +61,7 @@ class NodesReply(msgspec.Struct, frozen=True, rename={"node_ids": "nodeIds"}):
 
 
 class StateReply(msgspec.Struct, frozen=True):
-    """Where the cluster as a whole stands, in MindSpore's words."""
+    """State of the cluster, in MindSpore's JSON."""
 
     message: str
     cluster_state: Annotated[
@@ -71,7 +71,7 @@ class StateReply(msgspec.Struct, frozen=True):
 
 
 class RecoveriesReply(msgspec.Struct, frozen=True):
-    """Every recovery that is kept, oldest first."""
+    """The stored recoveries and resizes, oldest first."""
 
     message: str
     recoveries: list[Incident]
@@ -79,7 +79,7 @@ class RecoveriesReply(msgspec.Struct, frozen=True):
 
 
 class StoryReply(msgspec.Struct, frozen=True):
-    """What happened, oldest first."""
+    """Events, oldest first."""
 
     message: str
     events: list[Event]
@@ -87,7 +87,7 @@ class StoryReply(msgspec.Struct, frozen=True):
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """One setting. A secret shows only that there is one."""
+    """One setting. The value of a secret is "(set)"."""
 
     name: str
     value: str
@@ -96,7 +96,7 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 class SettingsReply(msgspec.Struct, frozen=True):
-    """The scheduler's settings."""
+    """Settings of the scheduler."""
 
     message: str
     settings: list[Setting]
@@ -104,7 +104,7 @@ class SettingsReply(msgspec.Struct, frozen=True):
 
 
 class KeyReply(msgspec.Struct, frozen=True):
-    """What a page of this origin sends as `Authorization: Bearer KEY`. It opens nothing beyond loopback."""
+    """Key that the console's page sends as `Authorization: Bearer KEY`. It is accepted on loopback only."""
 
     message: str
     key: str
@@ -112,7 +112,8 @@ class KeyReply(msgspec.Struct, frozen=True):
 
 
 class LogReply(msgspec.Struct, frozen=True):
-    """Lines of a log, the byte where they begin, and where to go on. What is not UTF-8 is replaced."""
+    """Lines of a log, the byte offset of the first, the offset of the next request, and the size of the log. Bytes that are not
+    UTF-8 are replaced."""
 
     message: str
     text: str
@@ -123,7 +124,7 @@ class LogReply(msgspec.Struct, frozen=True):
 
 
 class ScaleReply(msgspec.Struct, frozen=True):
-    """The cluster changes its size; GET /operations/ID tells how it goes."""
+    """A resize has started; GET /operations/ID returns its state."""
 
     message: str
     operation: str
@@ -132,35 +133,35 @@ class ScaleReply(msgspec.Struct, frozen=True):
 
 
 class ScaleOutBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How many more of each there are to be."""
+    """Number of additional workers and parameter servers."""
 
-    worker_num: Annotated[float, Meta(ge=0, le=WORLD_MAX, multiple_of=1)]  # in JSON 2.0 is a whole number too
+    worker_num: Annotated[float, Meta(ge=0, le=WORLD_MAX, multiple_of=1)]  # float, because in JSON 2.0 is an integer too
     server_num: Annotated[float, Meta(ge=0, le=SLOTS, multiple_of=1)]
-    start: Annotated[bool, Meta(description="False: nobody is started, and workers that come by themselves may join.")] = True
+    start: Annotated[bool, Meta(description="False: no process is started; workers started by other means may join.")] = True
 
 
 class ScaleInBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who is to go: node ids, with or without "worker:" or "pserver:" in front. Where there are parameter servers, they are
-    meant."""
+    """Node ids that leave, with or without the prefix "worker:" or "pserver:". In a cluster with parameter servers they must be
+    parameter servers, because its number of workers cannot change."""
 
     node_ids: Annotated[list[NodeId], Meta(min_length=1, max_length=WORLD_MAX)]
 
 
 class KillBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Whose process is to be killed: "worker:1"."""
+    """Node whose process is killed, such as "worker:1"."""
 
     node: NodeId
 
 
 class GoneBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which life of a host is over (its COVEY_HOST_LIFE), and why."""
+    """Host instance that is gone (its COVEY_HOST_LIFE), and the reason."""
 
     life: Annotated[str, Meta(min_length=1, max_length=NODE_ID_MAX)]
     reason: Annotated[str, Meta(max_length=REASON_MAX)] = "its host is gone"
 
 
 class StopBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Why the cluster shall end. The whole body may be absent."""
+    """Reason of the stop. The body may be omitted."""
 
     reason: Annotated[str, Meta(max_length=REASON_MAX)] = DEFAULT_STOP_REASON
 
@@ -179,32 +180,34 @@ def make_nodes_reply(view: ClusterView) -> NodesReply:
 
 
 def _make_node_reply(node: NodeView) -> NodeReply:
-    # MindSpore gives the scheduler rank 0; here it has none.
+    # MindSpore reports rank 0 for the scheduler, which has no rank here.
     rank = 0 if node.role is Role.SCHEDULER else node.rank
     return NodeReply(node.node_id, str(rank), _MINDSPORE_ROLES[node.role], "true" if node.alive else "false")
 
 
 def make_state_reply(view: ClusterView) -> StateReply:
-    under_way = [
+    resizing = [
         _RESIZE_STATES[i.strategy] for i in view.recoveries if i.outcome is Outcome.OPEN and i.strategy in _RESIZE_STATES
     ]
-    return StateReply("Get cluster state successful.", (under_way or [MINDSPORE_STATES[view.phase]])[-1])
+    return StateReply("Get cluster state successful.", (resizing or [MINDSPORE_STATES[view.phase]])[-1])
 
 
-def make_recoveries_reply(kept: list[Incident]) -> RecoveriesReply:
-    return RecoveriesReply("Get recoveries successful.", kept)
+def make_recoveries_reply(incidents: list[Incident]) -> RecoveriesReply:
+    return RecoveriesReply("Get recoveries successful.", incidents)
 
 
-def find_resize(kept: list[Incident], number: str) -> Incident | None:
-    """A change of the world's size, by its number."""
-    found = (i for i in kept if str(i.number) == number and i.strategy in _RESIZE_STATES)
+def find_resize(incidents: list[Incident], number: str) -> Incident | None:
+    """Return the resize with this number, or None."""
+    found = (i for i in incidents if str(i.number) == number and i.strategy in _RESIZE_STATES)
     return next(found, None)
 
 
 def parse_scale_out(body: bytes) -> ScaleRequest:
-    """The wish in the body of POST /scaleout, with MindSpore's words where it is none."""
-    asked = decode_body(body, ScaleOutBody, "/scaleout", '{"worker_num": 2, "server_num": 0}')
-    return ScaleRequest(more_workers=int(asked.worker_num), more_servers=int(asked.server_num), start_processes=asked.start)
+    """Return the request in the body of POST /scaleout. Raise UsageError, with MindSpore's messages for its cases."""
+    request = decode_body(body, ScaleOutBody, "/scaleout", '{"worker_num": 2, "server_num": 0}')
+    return ScaleRequest(
+        more_workers=int(request.worker_num), more_servers=int(request.server_num), start_processes=request.start
+    )
 
 
 def parse_scale_in(body: bytes) -> ScaleRequest:
@@ -212,58 +215,58 @@ def parse_scale_in(body: bytes) -> ScaleRequest:
 
 
 def parse_stop_reason(body: bytes, path: str = "/stop") -> str:
-    """The reason in the body of POST /stop; a body that is none says where it breaks."""
-    default = DEFAULT_STOP_REASON if path == "/stop" else f"asked by POST {path}"
+    """Return the reason in the body of a POST, or a default if it is empty. Raise UsageError if the body is malformed."""
+    default = DEFAULT_STOP_REASON if path == "/stop" else f"requested by POST {path}"
     if not body:
         return default
-    asked = decode_body(body, StopBody, path, '{"reason": "..."}')
-    return _printable(asked.reason) or default
+    stop = decode_body(body, StopBody, path, '{"reason": "..."}')
+    return _printable(stop.reason) or default
 
 
 def parse_kill_target(body: bytes) -> str:
     return decode_body(body, KillBody, "/kill", '{"node": "worker:1"}').node
 
 
-def make_log_reply(told: LogChunk) -> LogReply:
-    return LogReply("Get log successful.", told.lines.decode("utf-8", "replace"), told.start, told.next_start, told.size)
+def make_log_reply(chunk: LogChunk) -> LogReply:
+    return LogReply("Get log successful.", chunk.lines.decode("utf-8", "replace"), chunk.start, chunk.next_start, chunk.size)
 
 
-def parse_integer(said: str, name: str, low: int, high: int) -> int:
-    """A whole number of a query."""
-    if not re.fullmatch(r"[+-]?[0-9]{1,18}", said, re.ASCII) or not low <= int(said) <= high:
-        raise UsageError(f"{name}={said[:QUOTED_TEXT_MAX]!r} is not a whole number from {low} to {high}")
-    return int(said)
+def parse_integer(text: str, name: str, low: int, high: int) -> int:
+    """Return an integer of a query. Raise UsageError."""
+    if not re.fullmatch(r"[+-]?[0-9]{1,18}", text, re.ASCII) or not low <= int(text) <= high:
+        raise UsageError(f"{name}={text[:QUOTED_TEXT_MAX]!r} is invalid: expected an integer from {low} to {high}")
+    return int(text)
 
 
-def parse_timestamp(said: str, name: str) -> float:
-    """A time of a query, in seconds since 1970."""
+def parse_timestamp(text: str, name: str) -> float:
+    """Return a time of a query, in seconds since 1970. Raise UsageError."""
     try:
-        found = float(said)
+        seconds = float(text)
     except ValueError:
-        found = math.nan
-    if not math.isfinite(found):
-        raise UsageError(f"{name}={said[:QUOTED_TEXT_MAX]!r} is not a time: give seconds since 1970")
-    return found
+        seconds = math.nan
+    if not math.isfinite(seconds):
+        raise UsageError(f"{name}={text[:QUOTED_TEXT_MAX]!r} is invalid: expected seconds since 1970")
+    return seconds
 
 
-def check_text_length(said: str, name: str) -> str:
-    """A text of a query."""
-    if len(said) > NODE_ID_MAX:
-        raise UsageError(f"{name} is longer than {NODE_ID_MAX} characters: ask for less")
-    return said
+def check_text_length(text: str, name: str) -> str:
+    """Return a text of a query. Raise UsageError if it is too long."""
+    if len(text) > NODE_ID_MAX:
+        raise UsageError(f"{name} is longer than {NODE_ID_MAX} characters: give a shorter text")
+    return text
 
 
 def parse_host_gone(body: bytes) -> GoneBody:
-    said = decode_body(body, GoneBody, "/gone", '{"life": "...", "reason": "..."}')
-    return GoneBody(said.life, _printable(said.reason))
+    gone = decode_body(body, GoneBody, "/gone", '{"life": "...", "reason": "..."}')
+    return GoneBody(gone.life, _printable(gone.reason))
 
 
 def _printable(text: str) -> str:
-    """Fit for a log line and a terminal."""
+    """Return the text as one line of printable characters."""
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
-_MINDSPORE_MESSAGES = {  # what MindSpore says where a body is wrong, by what msgspec says
+_MINDSPORE_MESSAGES = {  # MindSpore's messages for invalid bodies, by msgspec's
     "missing required field": "The json is not contain the key:{}. ",
     "`float` >= 0": "The value should not be less than 0. ",
     "`array` of length >= 1": "The node ids should not be empty. ",
@@ -271,7 +274,7 @@ _MINDSPORE_MESSAGES = {  # what MindSpore says where a body is wrong, by what ms
 
 
 def decode_body(body: bytes, kind: type[Body], path: str, shape: str) -> Body:
-    """The body of a POST, or a sentence that says where it breaks."""
+    """Return the decoded body of a POST. Raise UsageError with the position or field of the error, and the expected `shape`."""
     try:
         body.decode()
         return msgspec.json.decode(body, type=kind)
@@ -279,12 +282,12 @@ def decode_body(body: bytes, kind: type[Body], path: str, shape: str) -> Body:
         raise UsageError(f"the body of POST {path} is not UTF-8 (byte {bad.start}): send JSON in UTF-8") from bad
     except msgspec.ValidationError as bad:
         key = str(bad).partition("field `")[2].partition("`")[0]
-        seed = next((words.format(key) for mark, words in _MINDSPORE_MESSAGES.items() if mark in str(bad)), "")
-        raise UsageError(f"{seed}the body of POST {path} is not {shape}: {_lower_first_letter(str(bad))}") from bad
+        prefix = next((text.format(key) for mark, text in _MINDSPORE_MESSAGES.items() if mark in str(bad)), "")
+        raise UsageError(f"{prefix}the body of POST {path} is not {shape}: {_lower_first_letter(str(bad))}") from bad
     except msgspec.DecodeError as bad:
         where = "" if "(byte " in str(bad) else f" (byte {len(body)})"
         raise UsageError(f"the body of POST {path} is not JSON: {_lower_first_letter(str(bad))}{where}") from bad
 
 
-def _lower_first_letter(sentence: str) -> str:
-    return sentence if sentence.startswith("JSON") else sentence[:1].lower() + sentence[1:]
+def _lower_first_letter(text: str) -> str:
+    return text if text.startswith("JSON") else text[:1].lower() + text[1:]

@@ -1,4 +1,4 @@
-"""What the management port of a scheduler that stands by answers: where the leader's is."""
+"""The management port of a standby scheduler: redirects every request to the leader."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from covey.management.common_api import error_response, path_and_query
 
 
 def make_app(leader: Callable[[], str]) -> ASGIApp:
-    """The application for `console.server.Server`. `leader` is where the leader's port is, "" while nobody leads."""
+    """Return the application for `http_server.HttpServer`. `leader` returns the URL of the leader's port, or ""."""
 
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-        where = leader()
-        if where:
-            sentence = f"this scheduler stands by: the one that leads answers at {where}"
-            reply = error_response(307, sentence, {"location": where + path_and_query(Request(scope))})
+    async def redirect(scope: Scope, receive: Receive, send: Send) -> None:
+        url = leader()
+        if url:
+            message = f"this scheduler is a standby: the leader is at {url}"
+            response = error_response(307, message, {"location": url + path_and_query(Request(scope))})
         else:
-            reply = error_response(503, "this scheduler stands by, and nobody leads now: ask again in a moment")
-        await reply(scope, receive, send)
+            response = error_response(503, "this scheduler is a standby, and no scheduler leads: retry in a few seconds")
+        await response(scope, receive, send)
 
-    return answer
+    return redirect

@@ -1,4 +1,4 @@
-"""What the management port of a training cluster answers beyond what every cluster does: recoveries, and the world's size."""
+"""Operations of the management port of a training cluster: recoveries, resizes, kill, dump, logs."""
 
 from __future__ import annotations
 
@@ -29,48 +29,59 @@ from covey.management.schemas import (
 
 LOG_START_MAX: Final = 1 << 53  # bytes
 START_LIMITS: Final = (("minimum", -LOG_START_MAX), ("maximum", LOG_START_MAX))
-NUMBER_PARAMETER = Parameter("number", "path", "integer", "The operation's number.", (("minimum", 1),))
+NUMBER_PARAMETER = Parameter("number", "path", "integer", "Number of the operation.", (("minimum", 1),))
 LOG_PARAMETERS = (
-    Parameter("node", "path", "string", "As in worker:1.", (("minLength", 1), ("maxLength", 200))),
-    Parameter("start", "query", "integer", "The byte to begin at; negative: so many before the end.", START_LIMITS),
-    Parameter("find", "query", "string", "Only lines that have this text.", (("maxLength", NODE_ID_MAX),)),
+    Parameter("node", "path", "string", "Name of the node, such as worker:1.", (("minLength", 1), ("maxLength", 200))),
+    Parameter("start", "query", "integer", "First byte; negative: counted from the end of the log.", START_LIMITS),
+    Parameter("find", "query", "string", "Only lines that contain this text.", (("maxLength", NODE_ID_MAX),)),
 )
 TRAINING_OPERATIONS = (
-    Operation("recoveries", "GET", "/recoveries", "What went wrong, what was done, how long each stage took.", RecoveriesReply),
     Operation(
-        "scaleout", "POST", "/scaleout", "Ask for more workers, or for more parameter servers.", ScaleReply, ScaleOutBody
+        "recoveries",
+        "GET",
+        "/recoveries",
+        "Recoveries and resizes: cause, strategy, outcome, duration of each stage.",
+        RecoveriesReply,
     ),
-    Operation("scalein", "POST", "/scalein", "Ask workers or parameter servers to go.", ScaleReply, ScaleInBody),
-    Operation("rollback", "POST", "/scaleoutRollback", "Take back a growth that is under way.", ScaleReply),
+    Operation("scaleout", "POST", "/scaleout", "Add workers or parameter servers.", ScaleReply, ScaleOutBody),
+    Operation("scalein", "POST", "/scalein", "Remove workers or parameter servers.", ScaleReply, ScaleInBody),
+    Operation("rollback", "POST", "/scaleoutRollback", "Roll back a scale-out in progress.", ScaleReply),
     Operation(
         "operation",
         "GET",
         "/operations/{number}",
-        "How a change of the world's size goes.",
+        "State of a resize.",
         Incident,
         parameters=(NUMBER_PARAMETER,),
     ),
-    Operation("kill", "POST", "/kill", "Kill a node's process, to see what follows.", Reply, KillBody),
-    Operation("dump", "POST", "/dump", "Have the ranks write down what they hold, then end.", Reply, StopBody),
+    Operation("kill", "POST", "/kill", "Kill the process of a node, to test the recovery.", Reply, KillBody),
+    Operation("dump", "POST", "/dump", "Have the ranks dump their state, then end the cluster.", Reply, StopBody),
     Operation(
         "logs",
         "GET",
         "/logs/{node}",
-        "What a node has printed: whole lines, a piece at a time.",
+        "Log of a node: complete lines, one chunk per request.",
         LogReply,
         parameters=LOG_PARAMETERS,
     ),
-    Operation("gone", "POST", "/gone", "Say that a host is over, so that nobody waits for it.", Reply, GoneBody),
+    Operation(
+        "gone",
+        "POST",
+        "/gone",
+        "Report that a host instance is gone, so that the scheduler does not wait for it.",
+        Reply,
+        GoneBody,
+    ),
 )
 ALL_OPERATIONS = (*COMMON_OPERATIONS, *TRAINING_OPERATIONS)
 
 
 class TrainingSource(common_api.ClusterSource, Protocol):
-    """What the scheduler of a training lends the console besides."""
+    """The scheduler of a training as the management port uses it."""
 
     def recoveries(self) -> list[Incident]: ...
 
-    async def submit_request(self, wish: ScaleRequest | KillRequest | StopRequest) -> ScaleAccepted | RequestAccepted: ...
+    async def submit_request(self, request: ScaleRequest | KillRequest | StopRequest) -> ScaleAccepted | RequestAccepted: ...
 
     async def read_log(self, node: str, start: int, find: str) -> LogChunk: ...
 
@@ -78,7 +89,7 @@ class TrainingSource(common_api.ClusterSource, Protocol):
 
 
 class TrainingHandlers:
-    """One method for each operation of a training, by its name."""
+    """Handlers of `TRAINING_OPERATIONS`: one method per operation, of the same name."""
 
     def __init__(self, source: TrainingSource) -> None:
         self._source = source
@@ -101,12 +112,12 @@ class TrainingHandlers:
         return (
             json_response(found)
             if found is not None
-            else error_response(404, f"no operation has the number {number[:QUOTED_TEXT_MAX]!r}")
+            else error_response(404, f"operation {number[:QUOTED_TEXT_MAX]!r} does not exist")
         )
 
     async def kill(self, request: Request) -> Response:
         return await self._submit_request(
-            "", KillRequest(schemas.parse_kill_target(await read_body(request)), f"asked by {describe_peer(request)}")
+            "", KillRequest(schemas.parse_kill_target(await read_body(request)), f"requested by {describe_peer(request)}")
         )
 
     async def dump(self, request: Request) -> Response:
@@ -124,23 +135,23 @@ class TrainingHandlers:
             return error_response(404, str(refused))
 
     async def gone(self, request: Request) -> Response:
-        said = schemas.parse_host_gone(await read_body(request))
-        await self._source.report_host_gone(said.life, said.reason)
-        return json_response(Reply("Nobody waits for that host any longer."))
+        gone = schemas.parse_host_gone(await read_body(request))
+        await self._source.report_host_gone(gone.life, gone.reason)
+        return json_response(Reply("The scheduler no longer waits for this host."))
 
-    async def _submit_request(self, message: str, wish: ScaleRequest | KillRequest | StopRequest) -> Response:
+    async def _submit_request(self, message: str, request: ScaleRequest | KillRequest | StopRequest) -> Response:
         try:
-            decided = await self._source.submit_request(wish)
+            accepted = await self._source.submit_request(request)
         except PeerError as refused:
             return error_response(409, str(refused))
-        if isinstance(decided, RequestAccepted):
-            return json_response(Reply(decided.reason))
-        return json_response(ScaleReply(message, str(decided.operation), decided.reason))
+        if isinstance(accepted, RequestAccepted):
+            return json_response(Reply(accepted.reason))
+        return json_response(ScaleReply(message, str(accepted.operation), accepted.reason))
 
 
 def make_app(source: TrainingSource, *, token: str, settings: Sequence[tuple[str, str, str, str]] = ()) -> Starlette:
-    """The application for `covey.management.http_server.HttpServer`."""
-    answers = TrainingHandlers(source)
+    """Return the application for `covey.management.http_server.HttpServer`."""
+    handlers = TrainingHandlers(source)
     return common_api.make_app(
-        source, token=token, settings=settings, more={op: getattr(answers, op.name) for op in TRAINING_OPERATIONS}
+        source, token=token, settings=settings, more={op: getattr(handlers, op.name) for op in TRAINING_OPERATIONS}
     )

@@ -1,7 +1,7 @@
-"""The web page: static files inside the package, and the headers with which a browser keeps others out of it.
+"""Static files of the web console, and their security headers.
 
-The page asks nobody else for anything and runs no script but its own files; no other page may frame it, hold a handle on
-it, or read what it reads.
+The page loads nothing from other hosts and runs only its own scripts. Other pages cannot frame it, keep a reference to its
+window, or read its resources.
 """
 
 from __future__ import annotations
@@ -31,6 +31,6 @@ SECURITY_HEADERS: Final = {
 
 
 def read_web_files() -> dict[str, tuple[bytes, str]]:
-    """By path: content and type."""
+    """Return content and media type of each file by URL path."""
     found = {URL_PREFIX + path.name: (path.read_bytes(), MEDIA_TYPES[path.suffix]) for path in sorted(WEB_DIRECTORY.iterdir())}
     return {"/": found.pop(f"{URL_PREFIX}index.html"), **found}

@@ -15,7 +15,7 @@ from typing import Final
 
 import msgspec
 
-from covey.core.event_log import Event
+from covey.core.event_log import Event, EventRow, event_row
 from covey.core.types import ClusterRecord, Record
 from covey.errors import ExitCode, StoreError
 from covey.storage.cas_store import CasStore
@@ -36,7 +36,7 @@ class _JournalContents(msgspec.Struct):
 
     token: int
     records: dict[str, Record]
-    story: list[tuple[float, str, str, str, str]]
+    story: list[EventRow]
     format: int
 
 
@@ -55,9 +55,9 @@ class CasJournal:
 
     def append_event(self, event: Event) -> None:
         """Add an event to the event log; it is written with the next commit."""
-        self._events.append((event.at, event.node, event.what, event.reason, str(event.level)))
+        self._events.append(event_row(event))
 
-    def read_events(self, limit: int = EVENTS_MAX) -> list[tuple[float, str, str, str, str]]:
+    def read_events(self, limit: int = EVENTS_MAX) -> list[EventRow]:
         """Return the newest events, oldest first."""
         return list(self._events)[-limit:]
 

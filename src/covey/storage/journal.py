@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from covey.atomic_file import replace_durably
-from covey.core.event_log import Event
+from covey.core.event_log import Event, EventRow, event_row
 from covey.core.incidents import INCIDENTS_MAX, Incident
 from covey.core.types import AgentRecord, ClusterRecord, MemberRecord, Phase, Record, Role
 from covey.errors import ExitCode, StoreError
@@ -30,7 +30,7 @@ FORMAT = 2
 EVENTS_MAX = 100_000
 _SCHEMA = f"""
 create table facts (key text primary key, value blob not null) without rowid;
-create table story (seq integer primary key, at real, node text, what text, reason text, level text);
+create table story (seq integer primary key, at real, node text, what text, reason text, level text, outcome text);
 pragma user_version = {FORMAT};
 """
 
@@ -55,7 +55,7 @@ class Journal:
         self._lock_fd = lock
         self._database = database
         self._token = 0
-        self._pending_events: list[tuple[float, str, str, str, str]] = []
+        self._pending_events: list[EventRow] = []
 
     def claim_token(self, token: int) -> None:
         """Store the leader's token; earlier leaders cannot write from now on. Raises `FencedError` if a higher one is
@@ -73,7 +73,7 @@ class Journal:
     def append_event(self, event: Event) -> None:
         """Add an event to the event log; it is written with the next commit."""
         if len(self._pending_events) < EVENTS_MAX:
-            self._pending_events.append((event.at, event.node, event.what, event.reason, str(event.level)))
+            self._pending_events.append(event_row(event))
 
     def rewrite_if_removed(self) -> None:
         """Write the journal again if its file was removed, for example by a cleaner of temporary files. Raises `StoreError`.
@@ -109,7 +109,7 @@ class Journal:
                 ((record_key(record), _encode(record)) for record in records),
             )
             database.executemany(
-                "insert into story (at, node, what, reason, level) values (?, ?, ?, ?, ?)", self._pending_events
+                "insert into story (at, node, what, reason, level, outcome) values (?, ?, ?, ?, ?, ?)", self._pending_events
             )
             database.execute("delete from story where seq <= (select max(seq) from story) - ?", (EVENTS_MAX,))
             database.execute("commit")
@@ -134,10 +134,10 @@ class Journal:
         if newest < self._token:
             self._database.execute(f"pragma application_id = {self._token:d}")
 
-    def read_events(self, limit: int = 1000) -> list[tuple[float, str, str, str, str]]:
+    def read_events(self, limit: int = 1000) -> list[EventRow]:
         """Return the newest events, oldest first."""
         rows = self._database.execute(
-            "select at, node, what, reason, level from story order by seq desc limit ?", (limit,)
+            "select at, node, what, reason, level, outcome from story order by seq desc limit ?", (limit,)
         ).fetchall()
         return rows[::-1]
 

@@ -22,10 +22,10 @@ def refusal(wanted: str, *, pid: int) -> str:
     scheduler = NodeView(Role.SCHEDULER, "sched", 0, "box", "127.0.0.1", "alive", True, pid=pid)
     worker = NodeView(Role.WORKER, "0", 0, "box", "127.0.0.1", "alive", True, pid=pid)
     view = ClusterView("c", Phase.READY, "", 1, 1, 0, 0.0, 0.0, [scheduler, worker])
-    told = ViewReply(msgspec.json.encode(view))
+    reply = ViewReply(msgspec.json.encode(view))
     port = free_port()
     with (
-        fake_scheduler(port, lambda message: [told] if isinstance(message, ViewRequest) else []),
+        fake_scheduler(port, lambda request: [reply] if isinstance(request, ViewRequest) else []),
         pytest.raises(PeerError) as refused,
     ):
         kill_process(f"127.0.0.1:{port}", wanted)
@@ -39,16 +39,18 @@ def no_clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("pid", "process"), [(0, "its process"), (17, "process 17")], ids=["unknown", "known"])
-def test_kill_of_a_worker_without_agent_names_its_pid_if_it_is_known(pid: int, process: str) -> None:
-    sentence = "worker:0 was not started by covey run, so no agent can kill it: kill {} on box"
-    assert refusal("0", pid=pid) == sentence.format(process)
+def test_kill_of_worker_without_agent_names_pid_if_known(pid: int, process: str) -> None:
+    message = "cannot kill worker:0: it was not started by covey run; kill {} on box"
+    assert refusal("0", pid=pid) == message.format(process)
 
 
-def test_refused_kill_of_a_scheduler_leaves_no_descriptor_open() -> None:
+def test_refused_kill_of_scheduler_closes_pidfd() -> None:
     def pidfds() -> int:
         links = list(Path("/proc/self/fd").iterdir())
         return sum("pidfd" in str(link.readlink()) for link in links if link.is_symlink())
 
     before = pidfds()
-    assert refusal("scheduler", pid=os.getpid()).startswith(f"the scheduler is process {os.getpid()} on box, and none of yours")
+    assert refusal("scheduler", pid=os.getpid()).endswith(
+        f"is not a process of this user on this host; kill process {os.getpid()} on box"
+    )
     assert pidfds() == before

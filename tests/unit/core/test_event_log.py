@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from covey.core.effects import Level, PublishEvent
 from covey.core.event_log import EVENTS_MAX, Event, EventLog
+from covey.core.incidents import Outcome
 
 
 def story(*told: tuple[str, str]) -> EventLog:
@@ -33,7 +34,7 @@ def test_the_newest_are_kept_and_told_in_order() -> None:
 
 def test_a_restarted_scheduler_goes_on_with_the_story() -> None:
     made = EventLog()
-    made.restore([(100.0, "cluster", "formed", "all are here", "warning")])
+    made.restore([(100.0, "cluster", "formed", "all are here", "warning", "")])
     event = made.add(PublishEvent("cluster", "restored", ""), 99.0)  # a clock that was set back
     assert event.at > 100.0 and made.events_after(100.0) == [event]
     assert made.events_after()[0].level is Level.WARNING
@@ -41,9 +42,11 @@ def test_a_restarted_scheduler_goes_on_with_the_story() -> None:
 
 def test_an_event_is_told_as_it_was() -> None:
     made = EventLog()
-    made.restore([(1.0, "cluster", "formed", "all are here", "note")])
+    made.restore([(1.0, "cluster", "recovery", "recover of worker:1", "note", "resumed")])
     made.add(PublishEvent("worker:1", "died", "killed", Level.WARNING), 2.0)
+    made.add(PublishEvent("cluster", "recovery", "scale-out of cluster", outcome=Outcome.ROLLED_BACK), 3.0)
     assert made.events_after() == [
-        Event(1.0, "cluster", "formed", "all are here", Level.NOTE),
+        Event(1.0, "cluster", "recovery", "recover of worker:1", Level.NOTE, Outcome.RESUMED),
         Event(2.0, "worker:1", "died", "killed", Level.WARNING),
+        Event(3.0, "cluster", "recovery", "scale-out of cluster", Level.NOTE, Outcome.ROLLED_BACK),
     ]

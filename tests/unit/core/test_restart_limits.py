@@ -31,4 +31,4 @@ def test_every_record_has_the_same_default(kind: type, default: int) -> None:
 
 
 def test_the_help_names_both_defaults() -> None:
-    assert f"restarts of all ({MAX_RESTARTS}); replacements of one ({REPLACEMENTS_MAX})" in help_text()
+    assert f"limit of full restarts ({MAX_RESTARTS}), and of replaced processes per host ({REPLACEMENTS_MAX})" in help_text()

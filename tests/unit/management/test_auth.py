@@ -1,4 +1,4 @@
-"""Who may speak to the management port."""
+"""Authorization of requests to the management port."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Headers(TypedDict, total=False):
     token: str
 
 
-def judge(**given: Unpack[Headers]) -> AuthDecision:
-    """A plain curl on loopback, unless said otherwise."""
+def decide(**given: Unpack[Headers]) -> AuthDecision:
+    """Return the decision about a plain curl on loopback with the given changes."""
     return authorize(
         peer=given.get("peer", "127.0.0.1"),
         host=given.get("host", "127.0.0.1:11202"),
@@ -55,27 +55,27 @@ def judge(**given: Unpack[Headers]) -> AuthDecision:
         "[::FFFF:127.0.0.1]:11202",
     ],
 )
-def test_a_command_on_loopback_needs_no_token(peer: str, host: str, method: str) -> None:
-    assert judge(peer=peer, host=host, method=method).allowed
+def test_command_on_loopback_needs_no_token(peer: str, host: str, method: str) -> None:
+    assert decide(peer=peer, host=host, method=method).allowed
 
 
 @pytest.mark.parametrize(
     "peer",
     ["192.168.1.5", "10.0.0.1", "0.0.0.0", "fe80::1", "2001:db8::1", "::ffff:10.0.0.1", "", "localhost", "127.0.0.1.evil"],
 )
-def test_beyond_loopback_a_token_is_needed(peer: str) -> None:
-    verdict = judge(peer=peer)
+def test_peer_beyond_loopback_needs_token(peer: str) -> None:
+    verdict = decide(peer=peer)
     assert (verdict.allowed, verdict.status) == (False, 401)
     assert "Authorization: Bearer TOKEN" in verdict.reason
-    assert judge(peer=peer, authorization=f"Bearer {TOKEN}").allowed
+    assert decide(peer=peer, authorization=f"Bearer {TOKEN}").allowed
 
 
 @pytest.mark.parametrize(
     "host", ["192.168.1.5:11202", "0.0.0.0:11202", "[2001:db8::1]:11202", "[::]:11202", "[::ffff:10.0.0.1]", "::1:1120"]
 )
-def test_a_host_that_is_an_address_beyond_loopback_needs_a_token(host: str) -> None:
-    assert judge(host=host)[:2] == (False, 401)
-    assert judge(host=host, authorization=f"Bearer {TOKEN}").allowed
+def test_host_address_beyond_loopback_needs_token(host: str) -> None:
+    assert decide(host=host)[:2] == (False, 401)
+    assert decide(host=host, authorization=f"Bearer {TOKEN}").allowed
 
 
 @pytest.mark.parametrize(
@@ -101,31 +101,31 @@ def test_a_host_that_is_an_address_beyond_loopback_needs_a_token(host: str) -> N
     ],
 )
 @pytest.mark.parametrize("peer", ["127.0.0.1", "10.0.0.1"])
-def test_a_name_made_up_by_dns_is_refused_without_the_token(host: str, peer: str) -> None:
-    verdict = judge(host=host, peer=peer)
+def test_host_name_other_than_localhost_needs_token(host: str, peer: str) -> None:
+    verdict = decide(host=host, peer=peer)
     assert (verdict.allowed, verdict.status) == (False, 403)
     assert repr(host) in verdict.reason
-    assert judge(host=host, peer=peer, authorization=f"Bearer {TOKEN}").allowed
+    assert decide(host=host, peer=peer, authorization=f"Bearer {TOKEN}").allowed
 
 
 @pytest.mark.parametrize("host", ["", "  "])
-def test_no_host_at_all_needs_a_token(host: str) -> None:
-    assert judge(host=host)[:2] == (False, 401)
-    assert judge(host=host, authorization=f"Bearer {TOKEN}").allowed
+def test_empty_host_needs_token(host: str) -> None:
+    assert decide(host=host)[:2] == (False, 401)
+    assert decide(host=host, authorization=f"Bearer {TOKEN}").allowed
 
 
 @pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
 @pytest.mark.parametrize("origin", ["https://evil.example", "http://127.0.0.1:11202", "http://localhost:3000", "null", ""])
-def test_a_web_page_needs_the_token_even_on_loopback(origin: str, method: str) -> None:
-    verdict = judge(origin=origin, method=method)
+def test_web_page_needs_token_on_loopback(origin: str, method: str) -> None:
+    verdict = decide(origin=origin, method=method)
     assert (verdict.allowed, verdict.status) == (False, 401)
-    assert judge(origin=origin, method=method, authorization=f"Bearer {TOKEN}").allowed
+    assert decide(origin=origin, method=method, authorization=f"Bearer {TOKEN}").allowed
 
 
 @pytest.mark.parametrize(
-    ("site", "method", "passes"),
+    ("site", "method", "allowed"),
     [
-        ("none", "GET", True),  # an address a person typed
+        ("none", "GET", True),  # the user typed the address
         ("same-origin", "GET", True),
         ("NONE", "HEAD", True),
         ("same-origin", "POST", False),
@@ -138,37 +138,37 @@ def test_a_web_page_needs_the_token_even_on_loopback(origin: str, method: str) -
         ("something-new", "GET", False),
     ],
 )
-def test_what_a_browser_says_of_its_fetch(site: str, method: str, passes: bool) -> None:
-    verdict = judge(sec_fetch_site=site, method=method)
-    assert verdict.allowed is passes
-    assert verdict.status == (200 if passes else 401)
-    assert judge(sec_fetch_site=site, method=method, authorization=f"Bearer {TOKEN}").allowed
+def test_sec_fetch_site_decides_about_browser_requests(site: str, method: str, allowed: bool) -> None:
+    verdict = decide(sec_fetch_site=site, method=method)
+    assert verdict.allowed is allowed
+    assert verdict.status == (200 if allowed else 401)
+    assert decide(sec_fetch_site=site, method=method, authorization=f"Bearer {TOKEN}").allowed
 
 
 @pytest.mark.parametrize("given", [f"Bearer {TOKEN}", f"bearer {TOKEN}", f"BEARER  {TOKEN} "])
-def test_the_token_opens_everything(given: str) -> None:
-    assert judge(peer="10.0.0.1", host="evil.example", origin="null", authorization=given, method="POST").allowed
+def test_token_allows_any_request(given: str) -> None:
+    assert decide(peer="10.0.0.1", host="evil.example", origin="null", authorization=given, method="POST").allowed
 
 
 @pytest.mark.parametrize(
     "given", ["", "Bearer", "Bearer ", TOKEN, f"Basic {TOKEN}", f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", "Bearer ü\udcff"]
 )
 @pytest.mark.parametrize("peer", ["127.0.0.1", "10.0.0.1"])
-def test_a_wrong_token_is_refused_wherever_it_comes_from(given: str, peer: str) -> None:
-    verdict = judge(peer=peer, authorization=given)
+def test_wrong_token_is_refused_also_on_loopback(given: str, peer: str) -> None:
+    verdict = decide(peer=peer, authorization=given)
     assert (verdict.allowed, verdict.status) == (False, 401)
     assert TOKEN not in verdict.reason
 
 
 @pytest.mark.parametrize("given", ["Bearer ", "Bearer", ""])
-def test_an_empty_token_opens_nothing(given: str) -> None:
-    assert not judge(peer="10.0.0.1", authorization=given, token="").allowed
-    assert judge(token="").allowed
+def test_empty_token_matches_no_request(given: str) -> None:
+    assert not decide(peer="10.0.0.1", authorization=given, token="").allowed
+    assert decide(token="").allowed
 
 
-def test_a_reason_is_one_short_printable_line_whatever_was_sent() -> None:
+def test_reason_is_short_and_printable_for_any_header() -> None:
     for nasty in ("x" * 10_000, "a\r\nb: c", "\x1b[31mred"):
-        for verdict in (judge(host=nasty), judge(origin=nasty), judge(sec_fetch_site=nasty)):
+        for verdict in (decide(host=nasty), decide(origin=nasty), decide(sec_fetch_site=nasty)):
             assert not verdict.allowed
             assert verdict.reason.isprintable()
             assert len(verdict.reason) < 400
@@ -179,7 +179,7 @@ OWN = {"host": "127.0.0.1:11202", "origin": "http://127.0.0.1:11202", "sec_fetch
 
 
 @pytest.mark.parametrize(
-    ("changed", "passes"),
+    ("changed", "allowed"),
     [
         ({}, True),
         ({"origin": None, "method": "GET"}, True),
@@ -196,6 +196,6 @@ OWN = {"host": "127.0.0.1:11202", "origin": "http://127.0.0.1:11202", "sec_fetch
         ({"key": ""}, False),
     ],
 )
-def test_our_own_page_carries_its_key_on_loopback_and_nowhere_else(changed: dict[str, str], passes: bool) -> None:
-    asked = {"peer": "127.0.0.1", "authorization": f"Bearer {KEY}", "token": "the-token", "key": KEY} | OWN | changed
-    assert authorize(**asked).allowed is passes
+def test_page_key_is_accepted_only_on_loopback_and_from_own_origin(changed: dict[str, str], allowed: bool) -> None:
+    request = {"peer": "127.0.0.1", "authorization": f"Bearer {KEY}", "token": "the-token", "key": KEY} | OWN | changed
+    assert authorize(**request).allowed is allowed

@@ -1,4 +1,4 @@
-"""The stream: a whole picture, then what changed; and what it keeps for those who read slowly, or for ever."""
+"""Live stream: snapshots, deltas, slow clients, limits, chart history."""
 
 from __future__ import annotations
 
@@ -8,101 +8,105 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
-from tests.http.serving import Shown, a_node, a_recovery, a_view
+from tests.http.serving import FakeScheduler, example_node, example_recovery, example_view
 
 from covey.core.effects import PublishEvent
 from covey.core.types import NodeState, Phase, Role
 from covey.management.live_stream import CLIENTS_MAX, QUEUED_MESSAGES_MAX, ChartHistory, ChartPoint, LiveStream, StreamClient
 
 
-async def piece(pieces: AsyncIterator[bytes]) -> tuple[str, Any]:
-    kind, data, *_ = (await anext(pieces)).decode().split("\n")
+async def next_message(messages: AsyncIterator[bytes]) -> tuple[str, Any]:
+    kind, data, *_ = (await anext(messages)).decode().split("\n")
     return kind.removeprefix("event: "), json.loads(data.removeprefix("data: "))
 
 
-def nodes(*states: NodeState) -> Shown:
-    return Shown(a_view(*(a_node(Role.WORKER, rank, state) for rank, state in enumerate(states))))
+def nodes(*states: NodeState) -> FakeScheduler:
+    return FakeScheduler(example_view(*(example_node(Role.WORKER, rank, state) for rank, state in enumerate(states))))
 
 
-def test_a_page_gets_everything_and_then_only_what_changed() -> None:
-    async def look() -> None:
+def test_client_gets_snapshot_then_deltas() -> None:
+    async def scenario() -> None:
         source = nodes(NodeState.ALIVE, NodeState.ALIVE)
         source.event_log.add(PublishEvent("cluster", "formed", "all are here"), 1.0)
         live = LiveStream(source, "1.2")
-        pieces = live.stream()
-        assert pieces is not None
-        kind, whole = await piece(pieces)
-        assert kind == "whole" and [row[0] for row in whole["nodes"]][1:] == ["worker:worker-0", "worker:worker-1"]
-        assert [event["what"] for event in whole["events"]] == ["formed"] and whole["version"] == "1.2"
-        assert [incident["number"] for incident in whole["recoveries"]] == [1] and len(whole["history"]) == 1
+        messages = live.stream()
+        assert messages is not None
+        kind, snapshot = await next_message(messages)
+        assert kind == "whole" and [row[0] for row in snapshot["nodes"]][1:] == ["worker:worker-0", "worker:worker-1"]
+        assert [event["what"] for event in snapshot["events"]] == ["formed"] and snapshot["version"] == "1.2"
+        assert [incident["number"] for incident in snapshot["recoveries"]] == [1] and len(snapshot["history"]) == 1
 
         changed = nodes(NodeState.ALIVE, NodeState.DEAD).cluster
-        again = msgspec.structs.replace(a_recovery(), number=2)
-        source.cluster = msgspec.structs.replace(changed, phase=Phase.HEALING, recoveries=[a_recovery(), again])
+        again = msgspec.structs.replace(example_recovery(), number=2)
+        source.cluster = msgspec.structs.replace(changed, phase=Phase.HEALING, recoveries=[example_recovery(), again])
         source.event_log.add(PublishEvent("worker:worker-1", "died", "killed"), 2.0)
         live._publish_update()
-        kind, news = await piece(pieces)
-        assert kind == "news" and news["cluster"]["phase"] == "healing"
-        assert [(row[0], row[5]) for row in news["nodes"]] == [("worker:worker-1", "dead")], "the other is as it was"
-        assert [incident["number"] for incident in news["recoveries"]] == [2]
-        assert [event["what"] for event in news["events"]] == ["died"]
+        kind, delta = await next_message(messages)
+        assert kind == "news" and delta["cluster"]["phase"] == "healing"
+        assert [(row[0], row[5]) for row in delta["nodes"]] == [("worker:worker-1", "dead")], (
+            "the unchanged worker must not be sent"
+        )
+        assert [incident["number"] for incident in delta["recoveries"]] == [2]
+        assert [event["what"] for event in delta["events"]] == ["died"]
 
         scheduler, first, second = changed.nodes
         further = [scheduler, msgspec.structs.replace(first, step=8, loss=0.5), msgspec.structs.replace(second, restarts=1)]
         source.cluster = msgspec.structs.replace(changed, nodes=further)
         live._publish_update()
-        _, news = await piece(pieces)
-        heard = round(changed.now - first.beat_age_s, 1)
-        assert news["moved"] == [["worker:worker-0", 8, "train", heard, 0.0, 0.0, 0.5]], "a step needs no whole row"
-        assert [row[0] for row in news["nodes"]] == ["worker:worker-1"]
+        _, delta = await next_message(messages)
+        heartbeat_at = round(changed.now - first.beat_age_s, 1)
+        assert delta["moved"] == [["worker:worker-0", 8, "train", heartbeat_at, 0.0, 0.0, 0.5]], (
+            "a new step must not send the full row"
+        )
+        assert [row[0] for row in delta["nodes"]] == ["worker:worker-1"]
 
         source.cluster = nodes(NodeState.ALIVE).cluster
         live._publish_update()
-        assert (await piece(pieces))[1]["gone"] == ["worker:worker-1"]
-        await pieces.aclose()  # type: ignore[attr-defined]
+        assert (await next_message(messages))[1]["gone"] == ["worker:worker-1"]
+        await messages.aclose()  # type: ignore[attr-defined]
         assert not live._clients
 
-    asyncio.run(look())
+    asyncio.run(scenario())
 
 
-def test_who_reads_too_slowly_gets_everything_anew() -> None:
-    async def look() -> None:
+def test_slow_client_gets_full_snapshot() -> None:
+    async def scenario() -> None:
         source = nodes(NodeState.ALIVE)
         live = LiveStream(source, "")
-        pieces = live.stream()
-        assert pieces is not None and (await piece(pieces))[0] == "whole"
+        messages = live.stream()
+        assert messages is not None and (await next_message(messages))[0] == "whole"
         for step in range(QUEUED_MESSAGES_MAX + 3):
             source.cluster = msgspec.structs.replace(source.cluster, generation=step)
             live._publish_update()
         (client,) = live._clients
         assert len(client.messages) <= QUEUED_MESSAGES_MAX and client.needs_snapshot
-        kind, whole = await piece(pieces)
-        assert kind == "whole" and whole["cluster"]["generation"] == QUEUED_MESSAGES_MAX + 2
+        kind, snapshot = await next_message(messages)
+        assert kind == "whole" and snapshot["cluster"]["generation"] == QUEUED_MESSAGES_MAX + 2
 
-    asyncio.run(look())
+    asyncio.run(scenario())
 
 
-def test_only_so_many_may_look_and_the_end_of_the_server_is_theirs() -> None:
-    async def look() -> None:
+def test_stream_limits_clients_and_close_ends_them() -> None:
+    async def scenario() -> None:
         live = LiveStream(nodes(NodeState.ALIVE), "")
         streams = [live.stream() for _ in range(CLIENTS_MAX)]
         assert live.stream() is None
         live.close()
         first = streams[0]
-        assert first is not None and (await piece(first))[0] == "whole"
+        assert first is not None and (await next_message(first))[0] == "whole"
         assert [rest async for rest in first] == []
-        assert live.stream() is not None, "its place is free"
+        assert live.stream() is not None, "a closed stream must free its slot"
 
-    asyncio.run(look())
+    asyncio.run(scenario())
 
 
-def test_a_client_that_is_behind_keeps_nothing() -> None:
+def test_client_without_snapshot_queues_no_messages() -> None:
     client = StreamClient()
     client.push(b"x")
     assert not client.messages and client.needs_snapshot
 
 
-def test_history_never_grows_beyond_its_limit_nor_forgets_its_beginning() -> None:
+def test_chart_history_is_bounded_and_keeps_its_start() -> None:
     history = ChartHistory(limit=100)
     for second in range(10_000):
         history.add(ChartPoint(float(second), second, None, 1))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from covey.core.cluster.scheduler_machine import SchedulerMachine
+from covey.core.event_log import EventRow
 from covey.core.events import MessageReceived
 from covey.core.messages import (
     ChildDisconnected,
@@ -127,7 +128,7 @@ class FailingJournal(CasJournal):
     def read(self) -> tuple[()]:
         return ()
 
-    def read_events(self, limit: int = 1000) -> list[tuple[float, str, str, str, str]]:
+    def read_events(self, limit: int = 1000) -> list[EventRow]:
         return []
 
     async def commit(self, records: object = ()) -> None:

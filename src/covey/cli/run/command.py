@@ -1,4 +1,4 @@
-"""`covey run`: from a plan to a running cluster and an exit code."""
+"""The command `covey run`: runs a plan and returns the exit code."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ from covey.storage.journal import has_resumable_journal
 from covey.storage.tempdirs import TempDirectory
 from covey.transport import address
 
-DETACHED_VARIABLE: Final = "COVEY_DETACHED"  # this is the run that --join=False left in the background
+DETACHED_VARIABLE: Final = "COVEY_DETACHED"  # set in the process that --join=False starts in the background
 END_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 DISPLAY_CLOSE_TIMEOUT_S: Final = 5.0
-STANDBY_POLL_S: Final = 0.5  # between two looks whether the scheduler that was joined is gone
-SCHEDULER_STOP_TIMEOUT_S: Final = 20.0  # how long an ended cluster's scheduler may take to go
+STANDBY_POLL_S: Final = 0.5  # between two checks whether the joined scheduler is gone
+SCHEDULER_STOP_TIMEOUT_S: Final = 20.0  # for the scheduler to exit after its cluster has ended
 
 
 def run(argv: list[str]) -> int:
-    """The whole verb."""
+    """Run the command with these arguments and return the exit code. Raise UsageError for an invalid command line."""
     drop_cluster_variables(os.environ)
     plan = parse_command_line(argv, os.environ, cpu_count=os.cpu_count() or 1, gpu_count=count_gpus())
     if plan.help:
@@ -72,18 +72,19 @@ def run(argv: list[str]) -> int:
 
 
 def prepare_log_dir(plan: RunPlan) -> Path:
+    """Create the log directory if it is missing and return its absolute path. Raise UsageError if it is not usable."""
     try:
         log_dir = Path(plan.log_dir or ".")
         with contextlib.suppress(FileNotFoundError):
-            log_dir.stat()  # fails if symbolic links form a loop; resolve() fails, or not, by the version of Python
+            log_dir.stat()  # raises for a loop of symbolic links; resolve() does so in some versions of Python only
         log_dir = log_dir.resolve()
         log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"the log folder {printable(plan.log_dir)} cannot be made: {error.strerror}") from None
+        raise UsageError(f"cannot create the log directory {printable(plan.log_dir)}: {error.strerror}") from None
     if not os.access(log_dir, os.W_OK | os.X_OK):
-        raise UsageError(f"the log folder {printable(str(log_dir))} cannot be written to: name another with --log-dir")
+        raise UsageError(f"the log directory {printable(str(log_dir))} is not writable: choose another with --log-dir")
     if not is_utf8_text(str(log_dir)):
-        raise UsageError(f"the log folder {printable(str(log_dir))} has no name in UTF-8: name another with --log-dir")
+        raise UsageError(f"the path of the log directory {printable(str(log_dir))} is not UTF-8: choose another with --log-dir")
     return log_dir
 
 
@@ -93,42 +94,42 @@ async def _run_plan(plan: RunPlan, log_dir: Path) -> int:
         undo.enter_context(log_in_thread())
         sockets = _bind_sockets(plan)
         if sockets is not None and "," in plan.master_host:
-            choose_lease_store(settings, plan.recovery_path)  # a folder that this run makes for itself is no other host's
-        door, environ, guard = _prepare_scheduler_access(plan, sockets)
-        servers = settings.server_num if sockets is not None else 0  # they run beside the scheduler
-        agent = Agent(_make_agent_job(plan, log_dir, servers), settings, door, environ)
-        await agent.prepare()  # the template's imports are the longest part: begin with them
+            choose_lease_store(settings, plan.recovery_path)  # raises for a temporary directory, which other hosts cannot share
+        scheduler, environ, guard = _prepare_scheduler_access(plan, sockets)
+        servers = settings.server_num if sockets is not None else 0  # they run on the scheduler's host
+        agent = Agent(_make_agent_job(plan, log_dir, servers), settings, scheduler, environ)
+        await agent.prepare()  # first, because the template's imports take longest
         host = _SchedulerHost(plan, agent, environ, log_dir)
         if sockets is not None:
-            folder = plan.recovery_path or undo.enter_context(contextlib.closing(TempDirectory("run"))).name
-            await host.start(sockets, folder)
-            begins = f"scheduler at {door.name}{describe_management_port(sockets, tls=guard.uses_tls)}, logs in {log_dir}"
-            _print_message(plan, begins, address=door.name, manage_port=sockets.manage_port, log_dir=str(log_dir))
-        standing_by = asyncio.create_task(host.stand_by()) if plan.or_join and sockets is None else None
-        show = ThreadedDisplay(LiveDisplay(door, live=plan.live, as_json=plan.as_json))
-        notifier = EventHooks(plan.on_event, door, plan.job or _default_job_name(plan)) if plan.on_event else None
-        agent.on_start = echo = LogEcho(plan, show, agent)
-        interrupted = _install_signal_handlers(agent, show)
+            journal_dir = plan.recovery_path or undo.enter_context(contextlib.closing(TempDirectory("run"))).name
+            await host.start(sockets, journal_dir)
+            started = f"scheduler at {scheduler.name}{describe_management_port(sockets, tls=guard.uses_tls)}, logs in {log_dir}"
+            _print_message(plan, started, address=scheduler.name, manage_port=sockets.manage_port, log_dir=str(log_dir))
+        standby_task = asyncio.create_task(host.stand_by()) if plan.or_join and sockets is None else None
+        display = ThreadedDisplay(LiveDisplay(scheduler, live=plan.live, as_json=plan.as_json))
+        hooks = EventHooks(plan.on_event, scheduler, plan.job or _default_job_name(plan)) if plan.on_event else None
+        agent.on_start = echo = LogEcho(plan, display, agent)
+        interrupted = _install_signal_handlers(agent, display)
         _install_pause_handler(agent, host)
-        show.open()
-        if notifier is not None:
-            notifier.open()
+        display.open()
+        if hooks is not None:
+            hooks.open()
         outcome = await agent.run()
-        shown = asyncio.create_task(show.close())
-        await asyncio.wait({shown}, timeout=DISPLAY_CLOSE_TIMEOUT_S)  # where nobody reads, the rest of the run ends first
-        if notifier is not None:
-            await notifier.close(outcome, time.time())
-        if standing_by is not None:
-            standing_by.cancel()
-            await asyncio.gather(standing_by, return_exceptions=True)
+        closing = asyncio.create_task(display.close())
+        await asyncio.wait({closing}, timeout=DISPLAY_CLOSE_TIMEOUT_S)  # a blocked stdout must not delay the end of the run
+        if hooks is not None:
+            await hooks.close(outcome, time.time())
+        if standby_task is not None:
+            standby_task.cancel()
+            await asyncio.gather(standby_task, return_exceptions=True)
         await host.stop()
         _remove_signal_handlers()
-        await shown
+        await closing
     return _report_outcome(plan, outcome, interrupted, echo.printed_causes)
 
 
 class _SchedulerHost:
-    """The scheduler of a run, where it is this host's: from the start, or after the one that was joined is gone."""
+    """The scheduler process of a run on this host: started with the run, or after the joined scheduler is gone."""
 
     def __init__(self, plan: RunPlan, agent: Agent, environ: Mapping[str, str], log_dir: Path) -> None:
         self._plan = plan
@@ -137,12 +138,12 @@ class _SchedulerHost:
         self._log_path = log_dir / "scheduler.log"
         self._supervisor: SchedulerSupervisor | None = None
 
-    async def start(self, sockets: ListeningSockets, folder: str) -> None:
+    async def start(self, sockets: ListeningSockets, journal_dir: str) -> None:
         self._supervisor = SchedulerSupervisor(
             1 + self._plan.loaded.settings.standbys,
             sockets,
             self._environ,
-            journal=folder,
+            journal=journal_dir,
             log_path=self._log_path,
             called=_default_job_name(self._plan)[:100].replace("/", "."),
             max_restarts=self._plan.max_restarts,
@@ -153,16 +154,19 @@ class _SchedulerHost:
         self._agent.hosts_scheduler = True
 
     async def stand_by(self) -> None:
-        """If the scheduler that was joined dies, and could be this host's, go on from its journal. Whoever binds decides."""
-        folder = Path(self._plan.or_join)
+        """Wait until the joined scheduler is gone, then start one here from its journal, if this host can bind the address.
+
+        If several hosts try, the one that binds the address first runs the scheduler.
+        """
+        journal_dir = Path(self._plan.or_join)
         while True:
             await asyncio.sleep(STANDBY_POLL_S)
-            if not self._agent.is_disconnected or not has_resumable_journal(folder, self._plan.job):
+            if not self._agent.is_disconnected or not has_resumable_journal(journal_dir, self._plan.job):
                 continue
             sockets = _bind_sockets(self._plan)
             if sockets is not None:
-                log.warning("the scheduler at %s is gone: this host goes on in its place, from its journal", sockets.address)
-                return await self.start(sockets, str(folder))
+                log.warning("the scheduler at %s is gone: starting one on this host from its journal", sockets.address)
+                return await self.start(sockets, str(journal_dir))
 
     def signal(self, number: int) -> None:
         if self._supervisor is not None:
@@ -174,19 +178,19 @@ class _SchedulerHost:
 
 
 def _default_job_name(plan: RunPlan) -> str:
-    """The cluster, where nobody gave the job a name. Arguments may be bytes of any kind."""
+    """Return the command as the name of the job. Arguments that are not UTF-8 are escaped."""
     return " ".join(word if is_utf8_text(word) else ascii(word) for word in plan.command)
 
 
 def is_utf8_text(text: str) -> bool:
-    """Whether it can be written as UTF-8: what came from bytes that are none cannot."""
+    """Whether the text can be encoded as UTF-8; text decoded from other bytes contains surrogates."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
-def _print_message(plan: RunPlan, sentence: str, **fields: object) -> None:
-    """A word of our own: for people, or as a line of JSON with its parts."""
-    as_json = msgspec.json.encode({"message": sentence, **fields}).decode() if plan.as_json else ""
-    write_line(as_json or f"covey: {escape_unprintable(sentence)}", sys.stdout)
+def _print_message(plan: RunPlan, message: str, **fields: object) -> None:
+    """Print a message of covey; with --json, as a line of JSON together with `fields`."""
+    as_json = msgspec.json.encode({"message": message, **fields}).decode() if plan.as_json else ""
+    write_line(as_json or f"covey: {escape_unprintable(message)}", sys.stdout)
 
 
 def _report_outcome(plan: RunPlan, outcome: RunOutcome, interrupted: list[int], printed: set[tuple[str, str]]) -> int:
@@ -200,15 +204,18 @@ def _report_outcome(plan: RunPlan, outcome: RunOutcome, interrupted: list[int], 
     write_line(f"covey: the run ended: {escape_unprintable(outcome.reason)}", sys.stderr)
     if outcome.failure is not None:
         error = outcome.failure.error
-        above = error is not None and error.cause in printed and os.path.sameopenfile(1, 2)
-        write_line("\n".join(describe_failure(outcome.failure, traceback_is_above=above)), sys.stderr)
+        is_above = error is not None and error.cause in printed and os.path.sameopenfile(1, 2)
+        write_line("\n".join(describe_failure(outcome.failure, traceback_is_above=is_above)), sys.stderr)
     return code
 
 
 def _bind_sockets(plan: RunPlan) -> ListeningSockets | None:
-    """The scheduler's sockets if it belongs on this host, none if it is elsewhere."""
+    """Return the scheduler's listening sockets if it runs on this host, else None.
+
+    Raise UsageError if an address of this host cannot be bound; a taken port does so only if no other host can have it.
+    """
     if plan.loaded.settings.role is Role.WORKER or not plan.local_workers:
-        return None  # MS_ROLE says so: a pod of workers, with the scheduler in another; or only spares run here
+        return None  # MS_ROLE=MS_WORKER: the scheduler is in another pod; or only spares run here
     addresses = address.split_list(plan.master_host, plan.master_port)
     for number, (host, port) in enumerate(addresses, start=1):
         try:
@@ -219,7 +226,7 @@ def _bind_sockets(plan: RunPlan) -> ListeningSockets | None:
                 local and error.exit_code is not ExitCode.PORT_IN_USE
             ):
                 raise
-            continue  # another host's, or another agent's on this host: if it is not covey that answers, joining will say so
+            continue  # the address of another host, or of another agent on this one; if it is not covey's, joining fails
         return ListeningSockets(cluster, bind_management_port(plan.manage_port, host, strict=plan.manage_port > 0))
     return None
 
@@ -227,7 +234,7 @@ def _bind_sockets(plan: RunPlan) -> ListeningSockets | None:
 def _prepare_scheduler_access(
     plan: RunPlan, sockets: ListeningSockets | None
 ) -> tuple[SchedulerAddress, dict[str, str], credentials.Credentials]:
-    """How this host's processes reach the scheduler, and the environment they start from."""
+    """Return the scheduler's address with its secret, the environment of child processes, and the credentials."""
     settings = msgspec.structs.replace(plan.loaded.settings, tls_config=plan.tls or plan.loaded.settings.tls_config)
     (host, port), *others = address.split_list(plan.master_host, plan.master_port)
     if sockets is not None and not others:
@@ -241,13 +248,15 @@ def _prepare_scheduler_access(
         environ["COVEY_TLS_CLIENT_PASSWORD"] = settings.tls_client_password
     guard = credentials.load_credentials(settings, reaches=host)
     if sockets is not None and settings.tls_config:
-        credentials.load_credentials(settings, listens_at=host)  # the scheduler's files, judged where a person sees it
+        credentials.load_credentials(
+            settings, listens_at=host
+        )  # checks the scheduler's files here, so that the user sees the error
     secret = guard.secret
     if not secret and sockets is not None and plan.is_single_host:
-        secret = secrets.token_hex(16)  # for this run's own processes
+        secret = secrets.token_hex(16)  # shared by the processes of this run
     insist = bool(secret) and (guard.secret_configured or (sockets is not None and not others))
     if secret and (insist or sockets is not None or not is_loopback(host)):
-        environ["COVEY_SECRET"] = secret  # else it is the user's own, which a scheduler on loopback need not require
+        environ["COVEY_SECRET"] = secret  # else it is the user's secret file, which a scheduler on loopback does not require
     environ["MS_TOPO_TIMEOUT"] = f"{plan.topo_timeout_s:g}"
     environ["COVEY_WORKER_MAX"] = str(plan.world_max if plan.world_max > plan.world else 0)
     if plan.rank_table_file:
@@ -256,7 +265,7 @@ def _prepare_scheduler_access(
 
 
 def variables_from_options(loaded: LoadedSettings) -> dict[str, str]:
-    """Settings that came from the command line, as the variables by which the other processes learn of them."""
+    """Return the settings that came from the command line as variables for child processes."""
     return {
         TABLE[field].variable: format_value(getattr(loaded.settings, field))
         for field, origin in loaded.origins.items()
@@ -265,7 +274,7 @@ def variables_from_options(loaded: LoadedSettings) -> dict[str, str]:
 
 
 def _prompt_for_passwords(settings: Settings) -> Settings:
-    """The passwords of the p12 files come from the environment or, at a terminal, from a prompt."""
+    """Return the settings with the passwords of the p12 files; prompt for missing ones if stdin is a terminal."""
     found = {}
     for side in ("server", "client"):
         value = getattr(settings, f"tls_{side}_password")
@@ -292,7 +301,9 @@ def _make_agent_job(plan: RunPlan, log_dir: Path, servers: int) -> AgentJob:
         world=plan.world,
         slots=plan.local_workers,
         servers=servers,
-        max_restarts=plan.max_restarts if plan.or_join else NO_HOST_LIMIT,  # the scheduler may be one that was never told
+        max_restarts=plan.max_restarts
+        if plan.or_join
+        else NO_HOST_LIMIT,  # the joined scheduler may have been started without the option
         first_rank=plan.first_rank if not plan.is_single_host else 0,
         module=plan.is_module,
         python=plan.is_python,
@@ -309,21 +320,24 @@ def _make_agent_job(plan: RunPlan, log_dir: Path, servers: int) -> AgentJob:
 
 
 def _expand_log_name(plan: RunPlan) -> str:
-    """--worker_log_name with its places filled in."""
+    """Return --worker_log_name with its placeholders replaced."""
     name = plan.worker_log_name.replace("{hostname}", socket.gethostname())
     return name.replace("{ip}", local_address_for(address.strip_brackets(plan.master_host))) if "{ip}" in name else name
 
 
 def guess_imports(plan: RunPlan) -> list[str]:
-    """Return what the template imports before it forks: covey's functions and its loop, and, if the script's text names torch,
-    torch and what its first optimizer would import."""
+    """Return the modules that the template imports before it forks; [] if nothing is forked.
+
+    They are modules of covey, and numpy, torch and the module that the first optimizer imports if the script's text contains
+    their names.
+    """
     if not plan.is_python or plan.start != "fork":
         return []
     text = ""
     if not plan.is_module:
         with contextlib.suppress(OSError):
             text = Path(plan.command[0]).read_text(errors="replace")
-    wanted = ["covey.script_api", "covey.training.loop", "covey.training.model"]  # `import covey` alone imports none of them
+    wanted = ["covey.script_api", "covey.training.loop", "covey.training.model"]  # `import covey` imports them lazily
     if "numpy" in text or "torch" in text:
         wanted.append("numpy")
     if "torch" in text:
@@ -334,7 +348,7 @@ def guess_imports(plan: RunPlan) -> list[str]:
 
 
 def _assign_cores(plan: RunPlan) -> dict[int, list[int]]:
-    """--bind_core: an even share of the cores for each local rank, or what was named."""
+    """Return the cores of each local rank for --bind_core: equal shares, or the named ones; {} without the option."""
     if isinstance(plan.bind_core, dict):
         named = {name: cores for name, cores in plan.bind_core.items() if name.startswith("device")}
         return {int(name.removeprefix("device")): cores for name, cores in named.items()}
@@ -345,35 +359,41 @@ def _assign_cores(plan: RunPlan) -> dict[int, list[int]]:
     return {rank: [cores[(rank * share + n) % len(cores)] for n in range(share)] for rank in range(plan.local_workers)}
 
 
-def _install_signal_handlers(agent: Agent, show: ThreadedDisplay) -> list[int]:
-    """Ctrl-C once ends everything in order, twice at once; SIGTERM is a planned leave of this host."""
-    seen: list[int] = []
+def _install_signal_handlers(agent: Agent, display: ThreadedDisplay) -> list[int]:
+    """Install the handlers and return the list to which they append received signals.
+
+    The first SIGINT stops the cluster gracefully, the first SIGTERM or SIGHUP drains this host; the second signal kills all
+    processes.
+    """
+    received: list[int] = []
 
     def on(number: int) -> None:
-        seen.append(number)
-        if len(seen) > 1:
+        received.append(number)
+        if len(received) > 1:
             agent.kill_all()
         elif number == signal.SIGINT:
-            show.print_message("ending in order; Ctrl-C again ends at once")
+            display.print_message("stopping the cluster; press Ctrl-C again to kill it")
             agent.stop_cluster("interrupted by Ctrl-C")
         else:
             agent.drain_host(number)
 
     loop = asyncio.get_running_loop()
     for number in END_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup means it
+        if signal.getsignal(number) is not signal.SIG_IGN:  # ignored signals stay ignored, as under nohup
             loop.add_signal_handler(number, on, number)
-    return seen
+    return received
 
 
 def _install_pause_handler(agent: Agent, host: _SchedulerHost) -> None:
-    """Ctrl-Z stops all that this command has started, and `fg` or `bg` let all go on. Were this process to stop alone, its
-    workers would go on without it, until the scheduler took this host for lost."""
+    """Make Ctrl-Z suspend, and `fg` or `bg` continue, all processes of this command.
+
+    If only this process were suspended, its workers would continue, and the scheduler would declare the host lost.
+    """
 
     def on() -> None:
         agent.signal(signal.SIGSTOP)
         host.signal(signal.SIGSTOP)
-        os.kill(os.getpid(), signal.SIGSTOP)  # and goes on from here
+        os.kill(os.getpid(), signal.SIGSTOP)  # returns after SIGCONT
         host.signal(signal.SIGCONT)
         agent.signal(signal.SIGCONT)
 
@@ -382,7 +402,6 @@ def _install_pause_handler(agent: Agent, host: _SchedulerHost) -> None:
 
 
 def _remove_signal_handlers() -> None:
-    """Nothing is left to end in order."""
     loop = asyncio.get_running_loop()
     for number in (*END_SIGNALS, signal.SIGTSTP):
         loop.remove_signal_handler(number)
@@ -393,20 +412,25 @@ def _check_command(plan: RunPlan) -> None:
     try:
         here = Path.cwd()
     except FileNotFoundError:
-        raise UsageError("the folder this command runs in was removed: change to one that is there") from None
+        raise UsageError("the current directory was removed: change to an existing one") from None
     if plan.is_module:
         return
     if not plan.is_python:
         if shutil.which(script) is None:
-            raise UsageError(f"the program {script} cannot be found: give its path, or check PATH", ExitCode.BAD_SCRIPT)
-    elif why := read_blocker(Path(script)):
-        raise UsageError(f"the script {printable(script)} cannot be {why} from {printable(str(here))}", ExitCode.BAD_SCRIPT)
+            raise UsageError(f"program {script} not found: give its path, or check PATH", ExitCode.BAD_SCRIPT)
+    elif blocker := read_blocker(Path(script)):
+        raise UsageError(
+            f"the script {printable(script)} cannot be {blocker} (current directory: {printable(str(here))})",
+            ExitCode.BAD_SCRIPT,
+        )
     elif str(here / script).startswith(("/dev/stdin", "/dev/fd/", "/proc/self/")):
-        raise UsageError(f"the script {script} is open in this process alone: workers need a file", ExitCode.BAD_SCRIPT)
+        raise UsageError(
+            f"the script {script} is open in this process only: give a file that workers can read", ExitCode.BAD_SCRIPT
+        )
 
 
 def _run_detached(argv: list[str], log_dir: Path) -> int:
-    """--join=False: the run goes on in the background, and this command ends."""
+    """Start the run in the background (--join=False) and return 0. Its output goes to agent.log."""
     import subprocess
 
     path = log_dir / "agent.log"
@@ -419,10 +443,10 @@ def _run_detached(argv: list[str], log_dir: Path) -> int:
             stderr=file,
             start_new_session=True,
         )
-    print(f"covey: runs in the background as process {child.pid}, see {path}; covey stop ends it")
+    print(f"covey: running in the background as process {child.pid}, log: {path}; stop it with covey stop")
     return 0
 
 
 def count_gpus() -> int:
-    """GPUs of this host as the kernel's driver shows them; torch is not imported for it."""
+    """Return the number of GPUs, counted as /dev/nvidiaN, because importing torch is slow."""
     return len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()])

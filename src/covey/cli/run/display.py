@@ -1,4 +1,4 @@
-"""What `covey run` shows while it runs: a live table on a terminal, plain lines anywhere else, and the ranks' own output."""
+"""Output of `covey run`: a live table on a terminal, else plain lines, and the echoed output of ranks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rich.console import Group, RenderableType
     from rich.table import Table
 
-POLL_INTERVAL_S: Final = 0.1  # how often logs are looked at for new lines
+POLL_INTERVAL_S: Final = 0.1  # between two reads of a log
 ROWS_MAX: Final = 32
 CHUNK_BYTES_MAX: Final = 1 << 20
 
@@ -38,36 +38,38 @@ class LineFilter(Protocol):
 
 
 class LiveDisplay:
-    """Follows a cluster until it is closed."""
+    """Shows the changes of a cluster until it is closed. A lost scheduler is searched for `reconnect_timeout_s`."""
 
-    def __init__(self, door: SchedulerAddress, *, live: bool, as_json: bool = False, patience_s: float = math.inf) -> None:
-        self._scheduler_address = door
-        self._reconnect_timeout_s = patience_s
+    def __init__(
+        self, scheduler: SchedulerAddress, *, live: bool, as_json: bool = False, reconnect_timeout_s: float = math.inf
+    ) -> None:
+        self._scheduler_address = scheduler
+        self._reconnect_timeout_s = reconnect_timeout_s
         self._uses_terminal = live and not as_json and sys.stdout.isatty()
         self._as_json = as_json
         self._live_table: Any = None
         self._follow_task: asyncio.Task[None] | None = None
         self._tail_tasks: dict[str, asyncio.Task[None]] = {}
         self._node_states: dict[str, str] = {}
-        self._last_recovery = 0  # the newest that was told
-        self._last_full_restart = ""  # the newest that was printed
+        self._last_recovery = 0  # number of the newest incident that was printed
+        self._last_full_restart = ""  # description of the newest one that was printed
         self._last_phase: tuple[str, int, float] = ("", 0, 0)
         self._closing = False
 
     def open(self) -> None:
-        """Begin to follow."""
+        """Start to follow the cluster, in a task."""
         if self._uses_terminal:
             from rich.live import Live
             from rich.spinner import Spinner
 
             self._live_table = Live(
-                Spinner("dots", "starting: the script's imports come first"), transient=True, refresh_per_second=8
+                Spinner("dots", "starting: importing the script's modules"), transient=True, refresh_per_second=8
             )
             self._live_table.start()
         self._follow_task = asyncio.create_task(self._follow_view())
 
     async def follow_until_ended(self) -> None:
-        """Follow a cluster that is there already, until it has ended or its scheduler stays away."""
+        """Follow a running cluster until it has ended. Raise PeerError if its scheduler stays unreachable."""
         self.open()
         assert self._follow_task is not None
         try:
@@ -76,7 +78,7 @@ class LiveDisplay:
             await self.close()
 
     async def close(self) -> None:
-        """Print what is left of the logs and give the terminal back."""
+        """Print the rest of the echoed logs and remove the live table."""
         self._closing = True
         for tail in self._tail_tasks.values():
             await tail
@@ -87,20 +89,20 @@ class LiveDisplay:
             self._live_table.stop()
 
     def print_message(self, text: str) -> None:
-        """A word of covey's own."""
+        """Print a message of covey."""
         self._print_line(
             msgspec.json.encode({"message": text}).decode() if self._as_json else f"covey: {escape_unprintable(text)}"
         )
 
     def _print_rank_line(self, rank: int, prefix: str, text: str) -> None:
-        """A line that a rank printed; of a progress bar, what is left of it."""
+        """Print a line of a rank's log; of a progress bar, only the text after the last carriage return."""
         text = text.rpartition("\r")[2]
         self._print_line(msgspec.json.encode({"rank": rank, "line": text}).decode() if self._as_json else prefix + text)
 
     def _print_line(self, text: str) -> None:
-        """Above the table where there is one."""
+        """Print a line, above the live table if there is one."""
         if self._live_table is None and self._reconnect_timeout_s < math.inf:
-            return print(text, flush=True)  # who only looks goes when nobody reads any more
+            return print(text, flush=True)  # covey top exits on a broken pipe; a run continues
         if self._live_table is None:
             return write_line(text, sys.stdout)
         try:
@@ -109,28 +111,28 @@ class LiveDisplay:
             discard_output(sys.stdout)
         return None
 
-    def echo_log(self, path: str, rank: int, prefix: str, first: int, chosen: LineFilter) -> None:
-        """Echo a rank's log from a byte on, as it grows; one that is echoed already is not echoed twice."""
+    def echo_log(self, path: str, rank: int, prefix: str, offset: int, line_filter: LineFilter) -> None:
+        """Echo a rank's log from this byte offset, as it grows. Do nothing if the log is echoed already."""
 
         def echo(lines: list[str]) -> None:
             for line in lines:
                 self._print_rank_line(rank, prefix, line)
 
         async def follow() -> None:
-            await follow_file(path, lambda line: echo(chosen.feed(line)), lambda: self._closing, first)
-            echo(chosen.flush())
+            await follow_file(path, lambda line: echo(line_filter.feed(line)), lambda: self._closing, offset)
+            echo(line_filter.flush())
 
         if path not in self._tail_tasks:
             self._tail_tasks[path] = asyncio.create_task(follow())
 
     async def _follow_view(self) -> None:
-        """Until the cluster has ended. A scheduler that is starting, or away, is looked for again."""
+        """Show views until the cluster has ended. Reconnect to a scheduler that is starting or lost."""
         clock = asyncio.get_running_loop().time
         seen_at = clock()
         while True:
             try:
-                async with SchedulerSession(self._scheduler_address) as visit:
-                    async for view in visit.follow_views():
+                async with SchedulerSession(self._scheduler_address) as session:
+                    async for view in session.follow_views():
                         self._show_view(view)
                         if view.phase is Phase.ENDED:
                             return
@@ -147,14 +149,16 @@ class LiveDisplay:
             self._live_table.update(render_cluster(view, rows=max(4, self._live_table.console.height // 2)))
 
     def _describe_changes(self, view: ClusterView) -> Iterable[str]:
-        refused = view.counters.get("refused", 0) if view.phase is Phase.FORMING else 0  # others wait for who was
+        refused = (
+            view.counters.get("refused", 0) if view.phase is Phase.FORMING else 0
+        )  # shown, because the other nodes wait for the refused one
         if (view.phase, view.generation, refused) != self._last_phase:
             again = f" (restart {view.restarts}, generation {view.generation})" if view.restarts else ""
             self._last_phase = (view.phase, view.generation, refused)
             yield f"{view.phase}: {view.reason}{again}"
         if view.full_restart is not None and str(view.full_restart) != self._last_full_restart:
             self._last_full_restart = str(view.full_restart)
-            if view.phase is not Phase.ENDED:  # the end's reason includes it
+            if view.phase is not Phase.ENDED:  # the reason of the end includes it
                 yield self._last_full_restart
         for incident in view.recoveries:
             if incident.outcome is not Outcome.OPEN and incident.number > self._last_recovery:
@@ -168,10 +172,10 @@ class LiveDisplay:
 
 
 class ThreadedDisplay:
-    """A show in a thread of its own: where nobody reads what is printed, the show stands still and the run does not."""
+    """A `LiveDisplay` on its own thread, so that a blocked stdout (a paused pager) stalls the display and not the run."""
 
-    def __init__(self, show: LiveDisplay) -> None:
-        self._display = show
+    def __init__(self, display: LiveDisplay) -> None:
+        self._display = display
         self._loop = asyncio.new_event_loop()
 
     def open(self) -> None:
@@ -181,17 +185,17 @@ class ThreadedDisplay:
     def print_message(self, text: str) -> None:
         self._loop.call_soon_threadsafe(self._display.print_message, text)
 
-    def echo_log(self, path: str, rank: int, prefix: str, first: int, chosen: LineFilter) -> None:
-        self._loop.call_soon_threadsafe(self._display.echo_log, path, rank, prefix, first, chosen)
+    def echo_log(self, path: str, rank: int, prefix: str, offset: int, line_filter: LineFilter) -> None:
+        self._loop.call_soon_threadsafe(self._display.echo_log, path, rank, prefix, offset, line_filter)
 
     async def close(self) -> None:
-        """Once everything is printed."""
+        """Print what is queued, then stop the thread."""
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._display.close(), self._loop))
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 
 def write_line(text: str, stream: TextIO) -> None:
-    """A line of a run's. Where nobody reads any more, or the disk is full, the run goes on without."""
+    """Print a line. If the stream is a broken pipe or its disk is full, discard this and all further output."""
     try:
         print(text, file=stream, flush=True)
     except OSError:
@@ -199,17 +203,17 @@ def write_line(text: str, stream: TextIO) -> None:
 
 
 def discard_output(stream: TextIO) -> None:
-    """What is written there from now on, and what could not be, goes nowhere."""
+    """Redirect the stream to /dev/null, also for its unwritten buffer."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def cluster_heading(view: ClusterView) -> str:
-    """The cluster in one line."""
+    """Return the cluster in one line."""
     return f"covey {view.cluster_id} · {view.phase} · generation {view.generation} · {escape_unprintable(view.headline)}"
 
 
 def render_cluster(view: ClusterView, rows: int) -> Group:
-    """What a terminal shows of a cluster while it runs: its heading, as far as it fits, its nodes, its newest recovery."""
+    """Return what a terminal shows of a running cluster: heading, node table and newest recovery."""
     from rich.console import Group
     from rich.text import Text
 
@@ -218,27 +222,26 @@ def render_cluster(view: ClusterView, rows: int) -> Group:
         render_node_table(view, rows),
     ]
     if view.recoveries:
-        lines.append(Text(f"recoveries {len(view.recoveries)}, the newest: {view.recoveries[-1]}", style="dim"))
+        lines.append(Text(f"recoveries: {len(view.recoveries)}, newest: {view.recoveries[-1]}", style="dim"))
     return Group(*lines)
 
 
 def render_node_table(view: ClusterView, rows: int = ROWS_MAX) -> Table:
-    """rank, host, state, step, beat, restarts; at most a screenful, the troubled ones first."""
+    """Return the table of at most `rows` nodes, without the scheduler. Nodes that are not alive are listed with priority."""
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(pad_edge=False, box=None)
+    table = Table(pad_edge=False, box=None)
     for name in NODE_COLUMNS:
-        made.add_column(name, justify="right" if name in ("rank", "step", "beat", "restarts") else "left")
+        table.add_column(name, justify="right" if name in ("rank", "step", "beat", "restarts") else "left")
     nodes = sorted((n for n in view.nodes if n.role is not Role.SCHEDULER), key=lambda n: (n.alive, n.rank))
     shown = nodes[:rows]
     for node in sorted(shown, key=lambda n: (n.role, n.rank)):
-        made.add_row(
-            *map(Text, node_cells(node)), style=STATE_STYLES.get(node.state, "")
-        )  # as it is said: a host's name is no markup
+        cells = map(Text, node_cells(node))  # Text, because names must not be parsed as markup
+        table.add_row(*cells, style=STATE_STYLES.get(node.state, ""))
     if len(nodes) > len(shown):
-        made.caption = f"and {len(nodes) - len(shown)} more"
-    return made
+        table.caption = f"and {len(nodes) - len(shown)} more"
+    return table
 
 
 NODE_COLUMNS = ("rank", "role", "host", "state", "step", "doing", "beat", "restarts")
@@ -246,7 +249,7 @@ STATE_STYLES = {"dead": "red", "suspect": "yellow", "waiting": "dim", "left": "d
 
 
 def node_cells(node: NodeView) -> list[str]:
-    """A node as cells of a table with these `NODE_COLUMNS`."""
+    """Return the cells of a node for `NODE_COLUMNS`."""
     return [
         str(node.rank) if node.rank >= 0 else "-",
         node.role,
@@ -260,19 +263,20 @@ def node_cells(node: NodeView) -> list[str]:
 
 
 class LogTail:
-    """New lines of a growing file; a line counts once it is complete, or at the `end`."""
+    """Reader of the new lines of a growing file."""
 
-    def __init__(self, path: str, first: int = 0) -> None:
+    def __init__(self, path: str, offset: int = 0) -> None:
         self._path = Path(path)
-        self._position = first
+        self._position = offset
         self._partial_line = b""
 
     def read(self, *, end: bool = False) -> list[str]:
+        """Return the complete lines since the last call; at the `end`, also an incomplete last line."""
         found: list[bytes] = []
         if self._path.is_file():
             with self._path.open("rb") as file:
                 if file.seek(0, 2) < self._position:
-                    self._position, self._partial_line = 0, b""  # somebody emptied it, or removed it and another was begun
+                    self._position, self._partial_line = 0, b""  # the file was truncated or replaced
                 file.seek(self._position)
                 while piece := file.read(CHUNK_BYTES_MAX):
                     self._position += len(piece)
@@ -283,9 +287,9 @@ class LogTail:
         return [text.decode("utf-8", "replace") for text in found]
 
 
-async def follow_file(path: str, line: Callable[[str], None], closing: Callable[[], bool], first: int = 0) -> None:
-    """Lines of a file from a byte on, as they are written; after `closing`, what is left and then the end."""
-    tail = LogTail(path, first)
+async def follow_file(path: str, line: Callable[[str], None], closing: Callable[[], bool], offset: int = 0) -> None:
+    """Call `line` for each line of a file from this byte offset, as it grows; return after `closing`, with the rest read."""
+    tail = LogTail(path, offset)
     while True:
         last = closing()
         for text in tail.read(end=last):

@@ -1,4 +1,4 @@
-"""A plan in words: what `covey run --dry-run` prints."""
+"""Description of a plan, printed by `covey run --dry-run`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from covey.transport import address
 
 
 def describe_plan(plan: RunPlan) -> str:
-    """Who would start what, where, with which environment."""
+    """Return the description: one section per topic (workers, scheduler, command, logs, environment), empty ones omitted."""
     sections = [
         ("workers", _describe_workers(plan)),
         ("scheduler", [_describe_scheduler(plan)]),
@@ -35,10 +35,10 @@ def describe_plan(plan: RunPlan) -> str:
 
 
 def worker_variables(plan: RunPlan) -> list[tuple[str, str]]:
-    """The variables each worker of this host would see, as far as they are known before the cluster forms."""
-    ranks = f"{_format_range(plan.first_rank, plan.local_workers)}" if plan.first_rank >= 0 else "(dealt out by the scheduler)"
-    host = str(plan.node_rank) if plan.node_rank >= 0 else "(dealt out by the scheduler)"
-    port = str(plan.master_port or "(a free one)")
+    """Return the variables of this host's workers and their values, as far as they are known before the cluster forms."""
+    ranks = f"{_format_range(plan.first_rank, plan.local_workers)}" if plan.first_rank >= 0 else "(assigned by the scheduler)"
+    host = str(plan.node_rank) if plan.node_rank >= 0 else "(assigned by the scheduler)"
+    port = str(plan.master_port or "(a free port)")
     known = [
         ("MS_ROLE", "MS_WORKER"),
         ("MS_SCHED_HOST", plan.master_host),
@@ -59,25 +59,29 @@ def worker_variables(plan: RunPlan) -> list[tuple[str, str]]:
 
 def _describe_workers(plan: RunPlan) -> list[str]:
     if plan.is_single_host:
-        return [f"{plan.world} in all, all on this host"]
-    hosts = count_noun(plan.nnodes, "host") if plan.nnodes else "as many hosts as it takes"
-    which = f"host {plan.node_rank}" if plan.node_rank >= 0 else "ranks dealt out by the scheduler"
-    here = f"{plan.local_workers} on this one ({which})" if plan.local_workers else "none on this one, which has spares"
-    later = f"; up to {plan.world_max} as more hosts come" if plan.world_max > plan.world else ""
-    return [f"{plan.world} in all on {hosts}, {here}{later}"]
+        return [f"{plan.world}, all on this host"]
+    hosts = count_noun(plan.nnodes, "host") if plan.nnodes else "any number of hosts"
+    which = f"host {plan.node_rank}" if plan.node_rank >= 0 else "ranks assigned by the scheduler"
+    here = f"{plan.local_workers} on this host ({which})" if plan.local_workers else "only spares on this host"
+    later = f"; up to {plan.world_max} if more hosts join" if plan.world_max > plan.world else ""
+    return [f"{plan.world} on {hosts}, {here}{later}"]
 
 
 def _describe_scheduler(plan: RunPlan) -> str:
     found = address.split_list(plan.master_host, plan.master_port)
     at = ", ".join(f"[{host}]:{port}" if ":" in host else f"{host}:{port or '(a free port)'}" for host, port in found)
-    where = "started here" if plan.is_single_host else "started by the host that has this address"
-    where = "started by the hosts that have these addresses" if "," in plan.master_host else where
-    wait = f"waits {format_value(plan.topo_timeout_s)} s for all" if plan.topo_timeout_s > 0 else "waits for ever for all"
+    where = "started on this host" if plan.is_single_host else "started on the host with this address"
+    where = "started on the hosts with these addresses" if "," in plan.master_host else where
+    wait = (
+        f"waits {format_value(plan.topo_timeout_s)} s for all nodes"
+        if plan.topo_timeout_s > 0
+        else "waits for all nodes without limit"
+    )
     return f"{at}, {where}, {wait}"
 
 
 def _describe_manage_port(plan: RunPlan) -> str:
-    return {-1: "a free one", 0: "none"}.get(plan.manage_port, str(plan.manage_port))
+    return {-1: "a free port", 0: "none"}.get(plan.manage_port, str(plan.manage_port))
 
 
 def _describe_command(plan: RunPlan) -> str:
@@ -86,22 +90,24 @@ def _describe_command(plan: RunPlan) -> str:
 
 
 def _describe_start(plan: RunPlan) -> str:
-    how = "each anew" if plan.start == "exec" else "forked from one template"
+    how = "each by exec" if plan.start == "exec" else "forked from one template"
     preload = f", which also imports {', '.join(plan.preload)}" if plan.preload else ""
-    return f"{how}{preload}; {plan.max_restarts} restarts of all; {format_value(plan.grace_s)} s to end"
+    return f"{how}{preload}; {plan.max_restarts} full restarts; {format_value(plan.grace_s)} s to exit"
 
 
 def _describe_logs(plan: RunPlan) -> str:
-    folder = (plan.log_dir or ".").rstrip("/")
-    return f"{folder}/scheduler.log, {folder}/{plan.worker_log_name}_<rank>.log"
+    log_dir = (plan.log_dir or ".").rstrip("/")
+    return f"{log_dir}/scheduler.log, {log_dir}/{plan.worker_log_name}_<rank>.log"
 
 
 def _describe_echo(plan: RunPlan) -> list[str]:
-    """Whose output is also echoed."""
+    """Return one line for each option that selects the echoed output."""
     streams = {1: "stdout", 2: "stderr", 3: "stdout and stderr"}
     lines = [f"{streams[which]} of local rank {rank}" for rank, which in plan.tee.items()]
     if plan.tail_ranks:
-        lines.append("the log of " + ("every rank here" if plan.tail_ranks == [ALL_RANKS] else f"ranks {plan.tail_ranks}"))
+        lines.append(
+            "the log of " + ("every rank on this host" if plan.tail_ranks == [ALL_RANKS] else f"ranks {plan.tail_ranks}")
+        )
     if plan.shown_local_ranks:
         lines.append(f"only of local ranks {plan.shown_local_ranks}")
     return lines
@@ -109,12 +115,12 @@ def _describe_echo(plan: RunPlan) -> list[str]:
 
 def _describe_cores(plan: RunPlan) -> list[str]:
     if isinstance(plan.bind_core, bool):
-        return ["an even share for each worker"] if plan.bind_core else []
-    return [f"{who}: {', '.join(map(str, cores))}" for who, cores in plan.bind_core.items()]
+        return ["an equal share for each worker"] if plan.bind_core else []
+    return [f"{name}: {', '.join(map(str, cores))}" for name, cores in plan.bind_core.items()]
 
 
 def _describe_settings(plan: RunPlan) -> list[str]:
-    """Those that differ from their defaults, with their origin."""
+    """Return the settings that differ from their defaults, with their origin."""
     return [
         f"{variable}={value} (from {origin})" if origin != variable else f"{variable}={value}"
         for variable, value, origin, _ in settings_table(plan.loaded)

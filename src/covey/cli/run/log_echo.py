@@ -1,4 +1,4 @@
-"""Which of this host's logs reach the console while `covey run` runs, and from where on."""
+"""Echo of worker logs to the terminal of `covey run`: which logs, which streams, from which byte."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ TRACEBACK_STARTS: Final = ("Traceback (most recent call last):", '  File "', "  
 
 
 class LogEcho:
-    """Those that were asked for; by default that of this host's first rank, bare. Several get their rank in front. Where a
-    world has shrunk, another may be the first: it is echoed from then on."""
+    """Starts the echo of the selected logs when the agent starts workers.
 
-    def __init__(self, plan: RunPlan, show: ThreadedDisplay, agent: Agent) -> None:
-        self._plan, self._display, self._agent = plan, show, agent
-        self._known_workers: set[int] = set()  # the workers there were so far,
-        self._echoed_workers: set[int] = set()  # and those of them that are echoed
-        self.printed_causes: set[tuple[str, str]] = set()  # of the uncaught exceptions whose traceback was printed
+    Without options that is the log of this host's first rank. If several are echoed, each line has its rank as prefix. After a
+    scale-in another rank may be the first; its log is echoed from its current end.
+    """
 
-    def __call__(self, start: DesiredChildren) -> None:
-        here = {a.rank: a for a in start.assignments if a.role is Role.WORKER}
+    def __init__(self, plan: RunPlan, display: ThreadedDisplay, agent: Agent) -> None:
+        self._plan, self._display, self._agent = plan, display, agent
+        self._known_workers: set[int] = set()  # node numbers of all workers so far
+        self._echoed_workers: set[int] = set()  # node numbers
+        self.printed_causes: set[tuple[str, str]] = set()  # of exceptions whose traceback was printed
+
+    def __call__(self, children: DesiredChildren) -> None:
+        here = {a.rank: a for a in children.assignments if a.role is Role.WORKER}
         numbers = {a.node_number for a in here.values()}
         named = self._plan.tee or self._plan.tail_ranks or self._plan.shown_local_ranks
         if here and (named or not self._echoed_workers & numbers):
@@ -52,11 +55,11 @@ class LogEcho:
 
 
 class TracebackFilter:
-    """Passes the lines of one log on, except the traceback of an uncaught exception whose cause is in `printed` already.
+    """Filter that drops the traceback of an uncaught exception whose cause is already in `printed`.
 
-    A script that fails again, or on every rank, prints the same traceback each time. `newest` returns the exception of the
-    log's newest process, which describes it before it prints it: a traceback that the script itself prints is never dropped.
-    A traceback that is longer than its description (`ERROR_TRACE_MAX`) is not recognised, and printed each time.
+    A script that fails again, or on every rank, prints the same traceback each time. `newest` returns the exception that the
+    log's newest process has reported, which it does before it prints it. A traceback that the script itself prints is therefore
+    never dropped. A traceback that is longer than its report (`ERROR_TRACE_MAX`) is not recognised and always printed.
     """
 
     def __init__(self, newest: Callable[[], ScriptError | None], printed: set[tuple[str, str]]) -> None:
@@ -64,7 +67,7 @@ class TracebackFilter:
         self._held_lines: list[str] = []  # lines that may be the beginning of such a traceback
 
     def feed(self, line: str) -> list[str]:
-        """Take one line; return the lines to print now."""
+        """Add a line and return the lines to print now."""
         if not self._held_lines and not line.startswith(TRACEBACK_STARTS):
             return [line]
         error = self._newest_error()
@@ -80,15 +83,16 @@ class TracebackFilter:
         return held
 
     def flush(self) -> list[str]:
-        """Return the lines that are held, because the log has ended."""
+        """Return the held lines at the end of the log."""
         held, self._held_lines = self._held_lines, []
         return held
 
 
 def select_echoed_streams(plan: RunPlan, ranks: Mapping[int, int]) -> dict[int, int]:
-    """Which streams of which ranks reach the console: rank → 1 stdout, 2 stderr, 3 both. `ranks` maps to local ranks.
+    """Return the streams of each echoed rank: 1 stdout, 2 stderr, 3 both. `ranks` maps ranks to local ranks.
 
-    --tee names them; else the ranks of --tail_worker_log or --local-ranks-filter; else the first. --redirects takes away.
+    --tee selects ranks and streams. Without it, --local-ranks-filter or --tail_worker_log select the ranks, else the first rank
+    is echoed, and --redirects removes streams.
     """
     both = STDOUT | STDERR
     if plan.tee:

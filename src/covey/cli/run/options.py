@@ -1,8 +1,8 @@
-"""The options of `covey run`: one table, from which the command line is read and `--help` is written.
+"""Options of `covey run`: the table, the parser of the command line, and `--help`.
 
 The table is a superset of msrun's and torchrun's options. A long option may be written with dashes or underscores, its
-value after a space or after "=". Options end at the script: what follows belongs to the script. As with torchrun, each of its
-options may be said by a variable instead, `PET_NNODES` for `--nnodes`: operators of PyTorch jobs start pods in that way.
+value after a space or after "=". Options end at the script; later arguments belong to the script. Each of torchrun's options
+can also be set by a variable, as with torchrun (`PET_NNODES` for `--nnodes`): operators of PyTorch jobs set these in pods.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ from covey.transport import address
 
 __all__ = ["OPTIONS", "RunPlan", "describe_plan", "help_text", "parse_command_line"]
 
-SWITCH_VALUES = {"0": False, "1": True}  # a switch, as a variable
+SWITCH_VALUES = {"0": False, "1": True}  # of a switch that is set by a variable
 CORES_MAX = 4096
-RANKS_MAX = 4096  # how many ranks an option may name
-SIMILARITY_MIN = 0.7  # how like an option a word must be that is none
+RANKS_MAX = 4096  # ranks in the value of one option
+SIMILARITY_MIN = 0.7  # for the suggestion of a known option
 
-# -- kinds of values only these options have -------------------------------------------------------------------------
+# -- kinds of values of these options ---------------------------------------------------------------------------------
 
 
 def _parse_per_host(text: str) -> PerHost:
@@ -69,10 +69,13 @@ def _parse_host_range(text: str) -> tuple[int, int]:
 
 
 def _parse_endpoint(text: str) -> tuple[str, int]:
-    """Host and port; 0 where no port is given. An IPv6 address needs its brackets, or its end could be a port. Of several, each
-    with its port, the hosts as MS_SCHED_HOST has them."""
+    """Return host and port; port 0 if none is given. Raise ValueError.
+
+    An IPv6 address must be in brackets, because its end could be taken for a port. For a list, each entry with a port, return
+    the list as MS_SCHED_HOST has it and the first port.
+    """
     if "," in text:
-        found_all = [_parse_endpoint(one.strip()) for one in text.split(",")]
+        found_all = [_parse_endpoint(endpoint.strip()) for endpoint in text.split(",")]
         if not all(port for _, port in found_all):
             raise ValueError(text)
         return ",".join(address.join_host_port(host, port) for host, port in found_all), found_all[0][1]
@@ -88,7 +91,7 @@ def _parse_bool(text: str) -> bool:
 
 
 def _parse_cores(text: str) -> Cores:
-    """True, False or {"device0": ["0-10", "12"], "scheduler": ["11"]}."""
+    """Parse True, False or {"device0": ["0-10", "12"], "scheduler": ["11"]}."""
     if not text.startswith("{"):
         return _parse_bool(text)
     try:
@@ -109,7 +112,7 @@ def _parse_core_range(text: str) -> range:
 
 
 def _parse_streams(text: str) -> Streams:
-    """ "3" for every local rank, or "0:1,1:2" for each."""
+    """Parse "3" for every local rank, or "0:1,1:2" for the named ones."""
     stream = make_int_parser(0, 3)
     if ":" not in text:
         return {ALL_RANKS: stream(text)}
@@ -137,14 +140,14 @@ def _parse_modules(text: str) -> list[str]:
 
 def _parse_hook(text: str) -> str:
     if not text.startswith(("http://", "https://")):
-        words = shlex.split(text)  # raises ValueError where a quote is missing
+        words = shlex.split(text)  # raises ValueError if a quote is missing
         if not words or shutil.which(words[0]) is None:
             raise ValueError(text)
     return text
 
 
 def _parse_nonempty_path(text: str) -> str:
-    """A path that was meant: an empty variable of a shell is none, and must not mean to do without."""
+    """Return a path. An empty one raises ValueError, because an unset shell variable must not turn the option off silently."""
     if not text.strip():
         raise ValueError(text)
     return parse_path(text)
@@ -157,145 +160,173 @@ def _parse_log_name(text: str) -> str:
     return parse_name(text)
 
 
-PER_HOST = ValueKind(_parse_per_host, "a number of workers, auto, cpu or gpu is")
-HOST_RANGE = ValueKind(_parse_host_range, "a number of hosts, or a range such as 2:4, is")
-HOST_RANK = ValueKind(
-    make_int_parser(-1, NODES_MAX), "the number of this host, from 0, or -1 where the scheduler shall decide, is"
-)
+PER_HOST = ValueKind(_parse_per_host, "a number of workers, auto, cpu or gpu")
+HOST_RANGE = ValueKind(_parse_host_range, "N, or MIN:MAX with MIN <= MAX")
+HOST_RANK = ValueKind(make_int_parser(-1, NODES_MAX), "the index of this host, from 0, or -1 to let the scheduler choose")
 ENDPOINT = ValueKind(
     _parse_endpoint,
-    "HOST or HOST:PORT, with a port from 1024 to 65535 and an IPv6 address in brackets, or several HOST:PORT with commas, is",
+    "HOST or HOST:PORT, with a port from 1024 to 65535 and an IPv6 address in brackets, or several HOST:PORT with commas",
 )
-BOOLEAN = ValueKind(_parse_bool, "True or False is")
-CORES = ValueKind(_parse_cores, 'True, False or cores such as {"device0": ["0-10"]} is')
-STREAMS = ValueKind(_parse_streams, "0 (none), 1 (stdout), 2 (stderr) or 3 (both), or these per local rank such as 0:3,1:2, is")
-RANKS = ValueKind(_parse_ranks, "a list of ranks such as 0,3, or -1 for all, is")
-LOCAL_RANKS = ValueKind(_parse_local_ranks, "a list of local ranks such as 0,1 is")
-MODULES = ValueKind(_parse_modules, "a list of modules such as numpy,torch.optim is")
-HOOK = ValueKind(_parse_hook, "a command that exists, with its arguments, or a URL that begins with http:// or https:// is")
-NONEMPTY_PATH = ValueKind(_parse_nonempty_path, "a path in UTF-8, not empty and without control characters, is")
-LOG_NAME = ValueKind(_parse_log_name, 'a name without "/", with no placeholder but {ip} and {hostname}, is')
-START_METHOD = ValueKind(make_choice_parser({"fork": "fork", "exec": "exec"}), "fork or exec is")
-FRAMEWORK = ValueKind(make_choice_parser({"mindspore": "mindspore"}), "mindspore is, as scripts for torch need no option")
-RDZV_BACKEND = ValueKind(
-    make_choice_parser({"c10d": "", "static": ""}), "c10d or static is, and both mean covey's own scheduler"
+BOOLEAN = ValueKind(_parse_bool, "True or False")
+CORES = ValueKind(_parse_cores, 'True, False or cores such as {"device0": ["0-10"]}')
+STREAMS = ValueKind(
+    _parse_streams, "0 (none), 1 (stdout), 2 (stderr) or 3 (both), or one of these per local rank, such as 0:3,1:2"
 )
-TORCHRUN_START_METHOD = ValueKind(
-    make_choice_parser({"spawn": "", "fork": "", "forkserver": ""}), "spawn, fork or forkserver is"
-)
-NO_SIMULATION = ValueKind(make_int_parser(-1, -1), "only -1 (off) is, as covey has no simulation of a graph on one process")
+RANKS = ValueKind(_parse_ranks, "a list of ranks such as 0,3, or -1 for all")
+LOCAL_RANKS = ValueKind(_parse_local_ranks, "a list of local ranks such as 0,1")
+MODULES = ValueKind(_parse_modules, "a list of modules such as numpy,torch.optim")
+HOOK = ValueKind(_parse_hook, "an existing command with its arguments, or a URL that begins with http:// or https://")
+NONEMPTY_PATH = ValueKind(_parse_nonempty_path, "a path in UTF-8, not empty and without control characters")
+LOG_NAME = ValueKind(_parse_log_name, 'a name without "/"; the only placeholders are {ip} and {hostname}')
+START_METHOD = ValueKind(make_choice_parser({"fork": "fork", "exec": "exec"}), "fork or exec")
+FRAMEWORK = ValueKind(make_choice_parser({"mindspore": "mindspore"}), "mindspore (scripts for torch need no option)")
+RDZV_BACKEND = ValueKind(make_choice_parser({"c10d": "", "static": ""}), "c10d or static (both mean covey's scheduler)")
+TORCHRUN_START_METHOD = ValueKind(make_choice_parser({"spawn": "", "fork": "", "forkserver": ""}), "spawn, fork or forkserver")
+NO_SIMULATION = ValueKind(make_int_parser(-1, -1), "-1 (off), because covey cannot simulate a graph in one process")
 
 # -- the table -------------------------------------------------------------------------------------------------------
 
 
 class Option(NamedTuple):
-    """One option. `says` is the field of `RunOptions` it fills, or of `Settings` when `kind` is left to the setting."""
+    """One option. `field` is a field of `RunOptions`, or of `Settings`, which then determines the kind of the value."""
 
     names: str
-    metavar: str  # what follows it, as help shows it; "" for a switch, in brackets where it may be left away
+    metavar: str  # name of the value in the help; "" for a switch, in brackets if the value is optional
     field: str
     description: str
     kind: ValueKind | None = None
-    remark: str = ""  # accepted, but this is what it means here
-    refusal: str = ""  # not accepted, and why
+    remark: str = ""  # printed if the option is given: why it has no effect
+    refusal: str = ""  # why the option is not supported; "": it is
 
 
 OPTIONS: dict[str, list[Option]] = {
-    "covey's own": [
-        Option("-n", "N", "worker_num", "workers of the whole cluster (default 1, or MS_WORKER_NUM)"),
-        Option("--servers", "N", "server_num", "parameter servers, on the scheduler's host (default 0)"),
-        Option("--spares", "K", "spares", "workers of this host that wait to replace others (default 0)"),
-        Option("--local", "N", "local", "workers on this host (default: all); 0: its spares alone", COUNT_OR_ZERO),
-        Option("--master", "HOST:PORT", "master", "where the scheduler is; on that host it is started", ENDPOINT),
-        Option("--master-addr", "HOST", "sched_host", "the same, host and port apart"),
-        Option("--master-port", "PORT", "sched_port", "(default: a free one; 8118 for several hosts)"),
-        Option("--or-join", "DIR", "or_join", "join the scheduler at --master if it runs; DIR has its journal", NONEMPTY_PATH),
-        Option("--node-rank", "N", "node_rank", "which host this is (default: the scheduler decides)", HOST_RANK),
-        Option("--start", "fork|exec", "start", "fork workers from a template (default), or start each anew", START_METHOD),
-        Option("--preload", "A,B", "preload", "modules the template imports beside those it finds", MODULES),
-        Option("-m --module", "", "module", "run a module, as python -m does"),
-        Option("--no-python", "", "no_python", "run a program that is no Python script"),
-        Option("--framework", "mindspore", "framework", "the script is MindSpore's, whose scheduler rank 0 starts", FRAMEWORK),
+    "Options": [
+        Option("-n", "N", "worker_num", "number of workers in the cluster (default 1, or MS_WORKER_NUM)"),
+        Option("--servers", "N", "server_num", "number of parameter servers, on the scheduler's host (default 0)"),
+        Option("--spares", "K", "spares", "warm spare workers on this host, ready to replace a failed worker (default 0)"),
+        Option("--local", "N", "local", "workers on this host (default: all); 0: only spares", COUNT_OR_ZERO),
+        Option("--master", "HOST:PORT", "master", "address of the scheduler, which is started on that host", ENDPOINT),
+        Option("--master-addr", "HOST", "sched_host", "host of --master"),
+        Option("--master-port", "PORT", "sched_port", "port of --master (default: a free port; 8118 for several hosts)"),
+        Option("--or-join", "DIR", "or_join", "join the scheduler at --master if it runs; DIR: its journal", NONEMPTY_PATH),
+        Option("--node-rank", "N", "node_rank", "index of this host (default: chosen by the scheduler)", HOST_RANK),
+        Option(
+            "--start", "fork|exec", "start", "fork workers from a template (default), or start each with exec", START_METHOD
+        ),
+        Option("--preload", "A,B", "preload", "modules the template imports, in addition to those it detects", MODULES),
+        Option("-m --module", "", "module", "run a module, as with python -m"),
+        Option("--no-python", "", "no_python", "run a program that is not a Python script"),
+        Option(
+            "--framework", "mindspore", "framework", "run a MindSpore script; rank 0 starts MindSpore's scheduler", FRAMEWORK
+        ),
         Option(
             "--max-restarts",
             "N",
             "max_restarts",
-            f"restarts of all ({MAX_RESTARTS}); replacements of one ({REPLACEMENTS_MAX})",
+            f"limit of full restarts ({MAX_RESTARTS}), and of replaced processes per host ({REPLACEMENTS_MAX})",
             COUNT_OR_ZERO,
         ),
         Option(
             "--strategy",
             "A,B",
             "strategy",
-            f"what may follow a failure: {DEFAULT_STRATEGY} (all), {RecoveryStrategy.ELASTIC}",
+            f"strategies allowed after a failure (default {DEFAULT_STRATEGY}); also {RecoveryStrategy.ELASTIC}",
         ),
-        Option("--stuck", "SECONDS", "stuck_s", "how long all others may wait for a rank (600; negative: for ever)"),
-        Option("--node-timeout", "SECONDS", "node_timeout_s", "silence after which a node is dead (30)"),
-        Option("--standbys", "N", "standbys", "schedulers that stand by to take over from the one that leads (default 0)"),
-        Option("--recovery-path", "DIR", "recovery_path", "keep a journal there, so that the scheduler can come back"),
-        Option("--log-dir", "DIR", "logs", "folder of scheduler.log and worker_<rank>.log (default: this one)", PATH),
-        Option("--grace", "SECONDS", "grace_s", "time to end before being killed (default 10)"),
-        Option("--tls", "FILE", "tls", "config.json of the certificates", NONEMPTY_PATH),
-        Option("--manage-port", "PORT", "manage_port", "the REST port (default: a free one; 0: none)"),
-        Option("--on-event", "COMMAND|URL", "on_event", "gets deaths, recoveries and the end as JSON: docs/events.md", HOOK),
-        Option("--json", "", "as_json", "what covey says and what ranks print as lines of JSON"),
-        Option("--no-live", "", "no_live", "plain lines instead of the live table"),
-        Option("--dry-run", "", "dry_run", "say what would be started, and start nothing"),
-        Option("-h --help", "", "help", "show this"),
+        Option(
+            "--stuck", "SECONDS", "stuck_s", "time all other ranks wait for a rank until it is stuck (600; negative: no limit)"
+        ),
+        Option(
+            "--node-timeout",
+            "SECONDS",
+            "node_timeout_s",
+            "time without a heartbeat until a node is dead (30; negative: no limit)",
+        ),
+        Option("--standbys", "N", "standbys", "number of standby schedulers (default 0)"),
+        Option(
+            "--recovery-path", "DIR", "recovery_path", "directory of the journal, from which the scheduler can be restarted"
+        ),
+        Option("--log-dir", "DIR", "logs", "directory of scheduler.log and worker_<rank>.log (default: the current one)", PATH),
+        Option("--grace", "SECONDS", "grace_s", "time a process may take to exit before SIGKILL (default 10)"),
+        Option("--tls", "FILE", "tls", "config.json of the TLS certificates", NONEMPTY_PATH),
+        Option("--manage-port", "PORT", "manage_port", "REST port (default: a free port; 0: none)"),
+        Option(
+            "--on-event", "COMMAND|URL", "on_event", "receives deaths, recoveries and the exit as JSON (docs/events.md)", HOOK
+        ),
+        Option("--json", "", "as_json", "print messages of covey and output of ranks as lines of JSON"),
+        Option("--no-live", "", "no_live", "print plain lines instead of the live table"),
+        Option("--dry-run", "", "dry_run", "print what would be started, and start nothing"),
+        Option("-h --help", "", "help", "show this help"),
     ],
-    "msrun's spellings": [
-        Option("--worker_num", "N", "worker_num", "the same as -n"),
-        Option("--local_worker_num", "N", "local", "the same as --local", COUNT),
-        Option("--join", "[True|False]", "join", "stay and watch over the workers (default True)", BOOLEAN),
-        Option("--cluster_time_out", "SECONDS", "topo_timeout_s", "how long to wait for all (1800; negative: for ever)"),
-        Option("--bind_core", "[True|CORES]", "bind_core", 'share the cores, or as {"device0":["0-10"]}', CORES),
-        Option("--worker_log_name", "NAME", "worker_log_name", "instead of worker; may have {ip}, {hostname}", LOG_NAME),
-        Option("--tail_worker_log", "RANKS", "tail_ranks", "ranks whose log is echoed; -1: all of this host", RANKS),
-        Option("--rank_table_file", "FILE", "rank_table_file", "passed on as RANK_TABLE_FILE", PATH),
+    "msrun-compatible options": [
+        Option("--worker_num", "N", "worker_num", "same as -n"),
+        Option("--local_worker_num", "N", "local", "same as --local", COUNT),
+        Option("--join", "[True|False]", "join", "wait for the workers (default True); False: run in the background", BOOLEAN),
+        Option("--cluster_time_out", "SECONDS", "topo_timeout_s", "time to wait for all nodes (1800; negative: no limit)"),
+        Option(
+            "--bind_core",
+            "[True|CORES]",
+            "bind_core",
+            'pin workers to equal shares of the cores, or as {"device0":["0-10"]}',
+            CORES,
+        ),
+        Option(
+            "--worker_log_name",
+            "NAME",
+            "worker_log_name",
+            "prefix of worker logs (default worker); may contain {ip}, {hostname}",
+            LOG_NAME,
+        ),
+        Option("--tail_worker_log", "RANKS", "tail_ranks", "ranks whose log is echoed; -1: all on this host", RANKS),
+        Option("--rank_table_file", "FILE", "rank_table_file", "passed to workers as RANK_TABLE_FILE", PATH),
         Option("--sim_level", "-1", "", "only -1 (off)", NO_SIMULATION),
-        Option("--sim_rank_id", "N", "", "nothing without a simulation", HOST_RANK, remark="there is no simulation"),
+        Option("--sim_rank_id", "N", "", "no effect", HOST_RANK, remark="covey has no simulation"),
     ],
-    "torchrun's spellings": [
+    "torchrun-compatible options": [
         Option("--nproc-per-node", "N|auto|cpu|gpu", "per_host", "workers on each host", PER_HOST),
-        Option("--nnodes", "N|MIN:MAX", "nnodes", "hosts (default 1); with a range, more may come later", HOST_RANGE),
-        Option("--standalone", "", "standalone", "this host alone, whatever else is said"),
-        Option("--rdzv-endpoint", "HOST:PORT", "master", "the same as --master", ENDPOINT),
-        Option("--rdzv-id", "NAME", "job", "the job's name"),
-        Option("--local-addr", "ADDRESS", "worker_ip", "the address by which others reach this host"),
-        Option("--role", "NAME", "role_name", "the workers' ROLE_NAME", ValueKind(parse_name, 'a name without "/" is')),
-        Option("-t --tee", "STREAMS", "tee", "to console and log: 1 stdout, 2 stderr, 3 both; 0:3,1:2 by rank", STREAMS),
-        Option("-r --redirects", "STREAMS", "redirects", "to the log only, in the same form", STREAMS),
-        Option("--local-ranks-filter", "RANKS", "shown_local_ranks", "echo only these local ranks", LOCAL_RANKS),
-        Option("--shutdown-timeout", "SECONDS", "grace_s", "the same as --grace"),
-        Option("--run-path", "", "", "nothing: a script runs in the forked interpreter anyway"),
         Option(
-            *("--rdzv-backend", "NAME", "", "c10d or static; both mean covey's scheduler", RDZV_BACKEND),
-            remark="covey's own scheduler brings the workers together",
+            "--nnodes", "N|MIN:MAX", "nnodes", "number of hosts (default 1); with a range, hosts may join later", HOST_RANGE
+        ),
+        Option("--standalone", "", "standalone", "use only this host; overrides --master"),
+        Option("--rdzv-endpoint", "HOST:PORT", "master", "same as --master", ENDPOINT),
+        Option("--rdzv-id", "NAME", "job", "name of the job"),
+        Option("--local-addr", "ADDRESS", "worker_ip", "address at which other hosts reach this one"),
+        Option("--role", "NAME", "role_name", "ROLE_NAME of the workers", ValueKind(parse_name, 'a name without "/"')),
+        Option(
+            "-t --tee", "STREAMS", "tee", "streams to terminal and log: 1 stdout, 2 stderr, 3 both; 0:3,1:2 by rank", STREAMS
+        ),
+        Option("-r --redirects", "STREAMS", "redirects", "streams to the log only, in the same form", STREAMS),
+        Option("--local-ranks-filter", "RANKS", "shown_local_ranks", "echo only the output of these local ranks", LOCAL_RANKS),
+        Option("--shutdown-timeout", "SECONDS", "grace_s", "same as --grace"),
+        Option("--run-path", "", "", "no effect: scripts run in the forked interpreter"),
+        Option(
+            *("--rdzv-backend", "NAME", "", "c10d or static; no effect", RDZV_BACKEND),
+            remark="covey's scheduler does the rendezvous",
         ),
         Option(
-            *("--rdzv-conf", "KEY=VALUE,...", "", "nothing", TEXT),
-            remark="covey's own scheduler brings the workers together; --cluster_time_out says how long it waits",
+            *("--rdzv-conf", "KEY=VALUE,...", "", "no effect; see --cluster_time_out", TEXT),
+            remark="covey's scheduler does the rendezvous; --cluster_time_out is its timeout",
         ),
         Option(
-            *("--monitor-interval", "SECONDS", "", "nothing: a death is an event", POSITIVE_SECONDS),
-            remark="a death is noticed when it happens, nothing is polled",
+            *("--monitor-interval", "SECONDS", "", "no effect: exits are detected without polling", POSITIVE_SECONDS),
+            remark="covey detects an exit when it happens, without polling",
         ),
         Option(
-            *("--start-method", "NAME", "", "nothing for scripts; see --start", TORCHRUN_START_METHOD),
-            remark="scripts are not started by multiprocessing; --start fork or exec chooses",
+            *("--start-method", "NAME", "", "no effect; see --start", TORCHRUN_START_METHOD),
+            remark="covey does not start scripts with multiprocessing; use --start fork or exec",
         ),
         Option(
-            *("--numa-binding", "NAME", "", "nothing; see --bind_core", TEXT), remark="not there, --bind_core shares the cores"
+            *("--numa-binding", "NAME", "", "no effect; see --bind_core", TEXT),
+            remark="use --bind_core to pin workers to cores",
         ),
         Option(
-            *("--signals-to-handle", "NAMES", "", "nothing: SIGTERM and SIGINT end the run in order", TEXT),
-            remark="SIGTERM and SIGINT end the run in order, others are not passed on",
+            *("--signals-to-handle", "NAMES", "", "no effect: SIGTERM and SIGINT end the run gracefully", TEXT),
+            remark="SIGTERM and SIGINT end the run gracefully; other signals are not forwarded",
         ),
-        Option(*("--event-log-handler", "NAME", "", "nothing", TEXT), remark="events go to scheduler.log"),
-        Option(*("--logs-specs", "NAME", "", "nothing", TEXT), remark="logs go where --log-dir says"),
-        Option("--virtual-local-rank", "", "", "not supported", refusal="every worker here has its true LOCAL_RANK"),
-        Option("--duplicate-stdout-filters", "", "", "not supported", refusal="grep the logs below --log-dir"),
-        Option("--duplicate-stderr-filters", "", "", "not supported", refusal="grep the logs below --log-dir"),
+        Option(*("--event-log-handler", "NAME", "", "no effect", TEXT), remark="events are written to scheduler.log"),
+        Option(*("--logs-specs", "NAME", "", "no effect; see --log-dir", TEXT), remark="logs are written to --log-dir"),
+        Option("--virtual-local-rank", "", "", "not supported", refusal="LOCAL_RANK is always the worker's index on its host"),
+        Option("--duplicate-stdout-filters", "", "", "not supported", refusal="search the logs in --log-dir"),
+        Option("--duplicate-stderr-filters", "", "", "not supported", refusal="search the logs in --log-dir"),
     ],
 }
 
@@ -308,7 +339,7 @@ OPTION_BY_NAME: dict[str, Option] = {
     _canonical_name(word): option for options in OPTIONS.values() for option in options for word in option.names.split()
 }
 
-# Options of torchrun that covey has under the same name: they are in the table as covey's own.
+# Options of torchrun that are listed under "Options".
 SHARED_WITH_TORCHRUN = (
     "--max-restarts",
     "--module",
@@ -320,14 +351,14 @@ SHARED_WITH_TORCHRUN = (
 )
 OPTION_BY_VARIABLE: dict[str, Option] = {
     f"PET_{word.removeprefix('--').replace('-', '_').upper()}": OPTION_BY_NAME[word]
-    for word in (*(option.names.split()[-1] for option in OPTIONS["torchrun's spellings"]), *SHARED_WITH_TORCHRUN)
+    for word in (*(option.names.split()[-1] for option in OPTIONS["torchrun-compatible options"]), *SHARED_WITH_TORCHRUN)
 }
 
-# -- reading a command line ------------------------------------------------------------------------------------------
+# -- parsing a command line ------------------------------------------------------------------------------------------
 
 
 class OptionReader:
-    """What a command line said so far: each option as typed, and the values of those that are no settings."""
+    """Options read so far: each one as typed, and the parsed values of those that are not settings."""
 
     def __init__(self) -> None:
         self.given_options: dict[str, GivenValue] = {}
@@ -336,7 +367,7 @@ class OptionReader:
         self.help_requested = False
 
     def add_option(self, option: Option, typed: str, text: str) -> None:
-        """Take in one option with its value ("" for a switch)."""
+        """Add an option with its value ("" for a switch). Raise UsageError if it is invalid or contradicts another option."""
         if option.refusal:
             raise UsageError(f"{typed} is not supported: {option.refusal}.")
         value = self._parse_value(option, typed, text)
@@ -358,7 +389,7 @@ class OptionReader:
             self.values[option.field] = value
 
     def add_variables(self, environ: Mapping[str, str]) -> None:
-        """Take in torchrun's variables, after the options: they count where those said nothing."""
+        """Add options from torchrun's variables. Call it after all options of the command line, which take precedence."""
         for variable, option in OPTION_BY_VARIABLE.items():
             text = environ.get(variable, "")
             field = "sched_host" if option.field == "master" else option.field
@@ -367,7 +398,7 @@ class OptionReader:
             if option.metavar:
                 self.add_option(option, variable, text)
             elif text not in SWITCH_VALUES:
-                raise UsageError(f"{variable} {printable(text)} is not allowed: 1 (on) or 0 (off) is.")
+                raise UsageError(f"{variable} {printable(text)} is invalid: expected 1 (on) or 0 (off).")
             elif SWITCH_VALUES[text]:
                 self.add_option(option, variable, "")
 
@@ -377,14 +408,14 @@ class OptionReader:
         try:
             return option.kind.read(text)
         except ValueError:
-            raise UsageError(f"{typed} {printable(text)} is not allowed: {option.kind.allowed_text}.") from None
+            raise UsageError(f"{typed} {printable(text)} is invalid: expected {option.kind.allowed_text}.") from None
 
     def _set_field(self, field: str, new: GivenValue) -> None:
-        """The last word counts, unless two different options contradict each other."""
+        """Set a field; the last value of one option wins. Raise UsageError if another option gave another value."""
         old = self.given_options.get(field)
         if old and _canonical_name(old.origin) != _canonical_name(new.origin) and str(old.value) != str(new.value):
-            one, other = (f"{given.origin} says {printable(str(given.value))}" for given in (old, new))
-            raise UsageError(f"{one} but {other}: give one of them.")
+            first, second = (f"{given.origin} {printable(str(given.value))}" for given in (old, new))
+            raise UsageError(f"{first} contradicts {second}: give one of them.")
         self.given_options[field] = new
 
 
@@ -395,7 +426,7 @@ def parse_command_line(
     cpu_count: int,
     gpu_count: int,
 ) -> RunPlan:
-    """The plan that a command line asks for. Everything that cannot be is a UsageError."""
+    """Return the plan of a command line. Raise UsageError for an unknown option, an invalid value or a contradiction."""
     words = deque(argv)
     reading = OptionReader()
     while words and words[0].startswith("-") and words[0] != "-":
@@ -421,7 +452,10 @@ def parse_command_line(
 
 
 def _split_option(word: str) -> tuple[str, Option, str | None]:
-    """The option a word names, as it was typed, and the value that is part of the word."""
+    """Return the option as typed, the option, and the value after "=" (or after "-n"); None if the word has no value.
+
+    Raise UsageError for an unknown option, or for a switch with a value.
+    """
     if word.startswith("--"):
         typed, equals, after = word.partition("=")
         text = after if equals else None
@@ -432,15 +466,15 @@ def _split_option(word: str) -> tuple[str, Option, str | None]:
     if option is None:
         begun = [word for word in OPTION_BY_NAME if len(typed) > 3 and word.startswith(_canonical_name(typed))]
         close = begun or difflib.get_close_matches(_canonical_name(typed), OPTION_BY_NAME, n=1, cutoff=SIMILARITY_MIN)
-        hint = f"{close[0]} is the nearest" if close else "covey run --help shows them"
-        raise UsageError(f"There is no option {printable(typed)}: {hint}.")
+        hint = f"did you mean {close[0]}? covey run --help lists all." if close else "covey run --help lists all."
+        raise UsageError(f"Unknown option {printable(typed)}: {hint}")
     if not option.metavar and text is not None:
-        raise UsageError(f"{printable(word)} is not allowed: {typed} takes no value.")
+        raise UsageError(f"{printable(word)} is invalid: {typed} takes no value.")
     return typed, option, text
 
 
 def _take_value(option: Option, typed: str, words: deque[str]) -> str:
-    """The value after the option, taken off the words."""
+    """Remove the option's value from `words` and return it. Raise UsageError if it is missing."""
     if not option.metavar:
         return ""
     if option.metavar.startswith("["):
@@ -451,7 +485,7 @@ def _take_value(option: Option, typed: str, words: deque[str]) -> str:
 
 
 def _is_option_value(option: Option, word: str) -> bool:
-    """Whether a word can be the value that may also be left away."""
+    """Whether a word is a value of an option whose value is optional."""
     if option.kind is None:
         return False
     try:
@@ -473,12 +507,12 @@ EXAMPLES = """\
 
 
 def help_text() -> str:
-    """What `covey run --help` shows."""
+    """Return the text of `covey run --help`."""
     lines = [
         "covey run [options] SCRIPT [its arguments]",
         "",
-        "Start a cluster of workers that run SCRIPT, and stay with it until it ends. Options end at SCRIPT. A long option may",
-        'be written with dashes or underscores, and its value after a space or after "=".',
+        "Start a cluster of workers that run SCRIPT, and wait until it ends. Options end at SCRIPT. A long option may be",
+        'written with dashes or underscores, and its value after a space or after "=".',
         "",
         "Examples:",
         *EXAMPLES.splitlines(),
@@ -493,5 +527,6 @@ def help_text() -> str:
                 initial_indent=f"{left:<36}  ",
                 subsequent_indent=" " * 38,
                 break_long_words=False,
+                break_on_hyphens=False,
             )
     return "\n".join(lines) + "\n"

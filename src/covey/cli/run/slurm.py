@@ -1,6 +1,6 @@
-"""What `srun covey run` is told by Slurm: how many hosts, which of them this is, and where they meet.
+"""Number of hosts, index of this host and address of the scheduler in a Slurm job step (`srun covey run`).
 
-Only a job step counts. In a batch script outside `srun` there are other hosts too, but nobody starts covey on them.
+Slurm's variables are ignored outside a job step: a batch script has several hosts too, but covey is started on one only.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from covey.settings import NODES_MAX, make_int_parser, printable
 
 HOSTS_MAX = 100_000
 JOB_ID_MAX = 2**32 - 1
-PORT_RANGE = range(10_000, 30_000)  # below the range from which systems take ports for outgoing connections
+PORT_RANGE = range(10_000, 30_000)  # below the ephemeral ports (Linux: from 32768)
 
 
 class SlurmStep(msgspec.Struct, frozen=True):
-    """One job step, as one of its tasks sees it. Every task is an agent of its own."""
+    """A job step as seen by one of its tasks. Every task runs an agent."""
 
     agents: int
     agent_index: int
@@ -31,7 +31,7 @@ class SlurmStep(msgspec.Struct, frozen=True):
 
 
 def read_slurm_step(environ: Mapping[str, str]) -> SlurmStep | None:
-    """The job step this process is a task of, if any."""
+    """Return the job step of this process, or None. Raise UsageError if its variables are invalid."""
     if not is_in_step(environ):
         return None
     nodes = _read_number(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", low=1, default=1)
@@ -39,9 +39,9 @@ def read_slurm_step(environ: Mapping[str, str]) -> SlurmStep | None:
     hosts = expand_nodelist(_first_set_variable(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")[1])
     job = _read_number(environ, "SLURM_JOB_ID", high=JOB_ID_MAX)
     number = _read_number(environ, "SLURM_STEP_ID", "SLURM_STEPID", high=JOB_ID_MAX)
-    port = PORT_RANGE[(job + 1009 * number) % len(PORT_RANGE)]  # a prime apart, so that steps of one job do not collide
+    port = PORT_RANGE[(job + 1009 * number) % len(PORT_RANGE)]  # multiples of a prime: steps of one job get different ports
     if tasks > nodes:
-        remark = f"srun started {tasks} tasks on {nodes} hosts, each with its own agent: one task per host is enough."
+        remark = f"srun started {tasks} tasks on {nodes} hosts, each with its own agent: one task per host is sufficient."
         return SlurmStep(tasks, _read_number(environ, "SLURM_PROCID"), hosts[0], port, remarks=[remark])
     per_agent = _read_number(environ, "SLURM_NTASKS_PER_NODE", low=1, default=1)
     return SlurmStep(nodes, _read_number(environ, "SLURM_NODEID", default=0), hosts[0], port, per_agent)
@@ -52,21 +52,21 @@ def is_in_step(environ: Mapping[str, str]) -> bool:
 
 
 def missing_srun_remark(environ: Mapping[str, str]) -> str:
-    """A remark for a run inside an allocation of several hosts that no `srun` spreads over them."""
+    """Return a remark if this is an allocation of several hosts outside `srun`, else ""."""
     hosts = environ.get("SLURM_NNODES", "")
     if not environ.get("SLURM_JOB_ID") or is_in_step(environ) or hosts in ("", "1"):
         return ""
-    return f"SLURM_NNODES={printable(hosts)}, but without srun only this host is used: srun covey run ... takes them all."
+    return f"SLURM_NNODES={printable(hosts)}, but without srun only this host is used: use srun covey run ... for all hosts."
 
 
 def expand_nodelist(nodelist: str) -> list[str]:
-    """The hosts of a list such as "node[01-03,7],login"."""
+    """Return the hosts of a list such as "node[01-03,7],login". Raise UsageError if it is malformed."""
     try:
         hosts = [host for part in _split_nodelist(nodelist) for host in _expand_part(part)]
     except ValueError:
         hosts = []
     if not 0 < len(hosts) <= HOSTS_MAX:
-        raise UsageError(f'Slurm\'s list of hosts "{printable(nodelist)}" cannot be read: node[01-03,7],login would be one.')
+        raise UsageError(f'Slurm\'s node list "{printable(nodelist)}" is invalid: expected a list such as node[01-03,7],login.')
     return hosts
 
 
@@ -91,7 +91,7 @@ def _expand_part(part: str) -> list[str]:
 
 
 def _expand_numbers(inside: str) -> list[str]:
-    """ "01-03,7" is 01, 02, 03 and 7: a number keeps its leading zeros."""
+    """Return 01, 02, 03 and 7 for "01-03,7": leading zeros are kept. Raise ValueError."""
     numbers: list[str] = []
     for item in inside.split(","):
         found = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", item)
@@ -106,11 +106,11 @@ def _expand_numbers(inside: str) -> list[str]:
 
 
 def _first_set_variable(environ: Mapping[str, str], *variables: str) -> tuple[str, str]:
-    """The first of these variables that is set, and its value."""
+    """Return the first variable that is set, and its value. Raise UsageError if none is."""
     for variable in variables:
         if environ.get(variable):
             return variable, environ[variable]
-    raise UsageError(f"Slurm did not set {variables[0]}: give --master and --nnodes yourself.")
+    raise UsageError(f"Slurm did not set {variables[0]}: give --master and --nnodes.")
 
 
 def _read_number(
@@ -122,4 +122,4 @@ def _read_number(
     try:
         return make_int_parser(low, high)(text)
     except ValueError:
-        raise UsageError(f"{variable}={printable(text)} is not allowed: a whole number from {low} to {high} is.") from None
+        raise UsageError(f"{variable}={printable(text)} is invalid: expected an integer from {low} to {high}.") from None

@@ -118,7 +118,7 @@ class IncidentLog:
         for number, incident in closed.items():
             del self._open_times[number]
             step.out.persist(incident)
-            step.out.publish("cluster", "recovery", str(incident))
+            step.out.publish("cluster", "recovery", str(incident), outcome=incident.outcome)
 
     def close_if_resumed(self, step: Step) -> None:
         """Close the incidents as resumed, unless a rank that ended with an exception has made no progress since: its script may

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from covey.core.effects import Close, EndCluster, Level, Persist, PublishEvent, SchedulerEffect, Send
+from covey.core.incidents import Outcome
 from covey.core.parameter_server.sharding import ServerRanks, Sharding
 from covey.core.types import (
     AgentInfo,
@@ -69,8 +70,8 @@ class Outbox:
     def persist_cluster(self) -> None:
         self._effects.append(Persist(self._make_cluster_record()))
 
-    def publish(self, node: str, what: str, reason: str, level: Level = Level.NOTE) -> None:
-        self._effects.append(PublishEvent(node, what, reason, level))
+    def publish(self, node: str, what: str, reason: str, level: Level = Level.NOTE, *, outcome: Outcome | None = None) -> None:
+        self._effects.append(PublishEvent(node, what, reason, level, outcome))
 
     def end(self, ended: Ended) -> None:
         self._effects.append(EndCluster(ended.code, ended.reason, ended.failure))

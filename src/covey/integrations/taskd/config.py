@@ -120,7 +120,7 @@ def find_manager_address(settings: Settings, environ: Mapping[str, str], endpoin
             try:
                 return ManagerAddress(HOST.read(value), settings.taskd_port, variable)
             except ValueError:
-                raise UsageError(f"{variable}={printable(value)} is not allowed: {HOST.allowed_text}") from None
+                raise UsageError(f"{variable}={printable(value)} is invalid: expected {HOST.allowed_text}") from None
     return ManagerAddress(LOOPBACK, settings.taskd_port, "default")
 
 

@@ -1,9 +1,9 @@
-// What a person may do to a cluster. Each is asked twice, and the answer is the scheduler's own sentence.
+// Actions of the user on a cluster. Each needs a confirmation; the scheduler's reply is shown as it is.
 
 import { byId, h, plural } from "/console/dom.js";
 import { job, post } from "/console/net.js";
 
-/** A note at the edge of the page, gone after a while unless somebody is at it; a later one of the same `name` takes its place. */
+/** Show a note at the edge of the page. It disappears after a while, unless it is hovered or focused. A later note with the same `name` replaces it. */
 export function note(text, { bad = false, name = "", link = "", to = "" } = {}) {
   const made = h("p", { class: "note", "data-bad": String(bad), "data-name": name }, text, link && " ", link && h("a", { href: to, text: link }),
     h("button", { type: "button", class: "plain", "aria-label": "Close this note", text: "×", onclick: () => made.remove() }));
@@ -14,11 +14,11 @@ export function note(text, { bad = false, name = "", link = "", to = "" } = {}) 
   setTimeout(leave, bad || link ? 15_000 : 8000);
 }
 
-/** Ask; `act(form)` returns what is posted, as [path, body], once it was confirmed. */
-export function confirm({ title, says, fields = [], button, danger = false, act }) {
+/** Open a confirmation dialog; `act(form)` sends the request and returns the reply. */
+export function confirm({ title, texts, fields = [], button, danger = false, act }) {
   const trouble = h("p", { class: "trouble", role: "alert" });
   const yes = h("button", { type: "submit", class: danger ? "danger" : "primary", text: button });
-  const form = h("form", { method: "dialog" }, h("h2", { id: "asked", text: title }), ...says.map((text) => h("p", { text })), ...fields, trouble,
+  const form = h("form", { method: "dialog" }, h("h2", { id: "asked", text: title }), ...texts.map((text) => h("p", { text })), ...fields, trouble,
     h("div", { class: "choices" }, h("button", { type: "button", text: "Cancel", onclick: () => dialog.close() }), yes));
   const dialog = h("dialog", { "aria-labelledby": "asked" }, form);
   form.addEventListener("submit", async (event) => {
@@ -26,9 +26,9 @@ export function confirm({ title, says, fields = [], button, danger = false, act 
     yes.disabled = true;
     trouble.textContent = "";
     try {
-      const answer = await act(form);
+      const reply = await act(form);
       dialog.close();
-      note(answer.reason ? `${answer.message} ${answer.reason}` : answer.message);
+      note(reply.reason ? `${reply.message} ${reply.reason}` : reply.message);
     } catch (error) {
       trouble.textContent = error.message;
       yes.disabled = false;
@@ -43,9 +43,9 @@ export function confirm({ title, says, fields = [], button, danger = false, act 
 export function askToken(why) {
   return new Promise((done) => {
     const field = h("input", { type: "password", id: "token", name: "token", required: true, autocomplete: "off", "aria-describedby": "why" });
-    const form = h("form", { method: "dialog" }, h("h2", { id: "asked", text: "This cluster asks for its token" }), h("p", { id: "why", class: why ? "trouble" : "", role: "alert", text: why }),
-      h("label", { for: "token", text: "Token (COVEY_TOKEN, else the one in the registry file of who runs the scheduler)" }), field,
-      h("p", { class: "quiet", text: "It stays in this tab, until the tab is closed." }), h("div", { class: "choices" }, h("button", { type: "submit", class: "primary", text: "Open" })));
+    const form = h("form", { method: "dialog" }, h("h2", { id: "asked", text: "Token required" }), h("p", { id: "why", class: why ? "trouble" : "", role: "alert", text: why }),
+      h("label", { for: "token", text: "Token (COVEY_TOKEN, else from the registry file of the user who runs the scheduler)" }), field,
+      h("p", { class: "quiet", text: "The token is stored in this tab only, until the tab is closed." }), h("div", { class: "choices" }, h("button", { type: "submit", class: "primary", text: "Open" })));
     const dialog = h("dialog", { id: "login", "aria-labelledby": "asked" }, form);
     dialog.addEventListener("cancel", (event) => event.preventDefault());
     form.addEventListener("submit", (event) => {
@@ -67,12 +67,17 @@ export function scale(model) {
   const wanted = h("input", { type: "number", name: "wanted", min: "1", max: "4096", required: true, value: String(members.length) });
   confirm({
     title: `Change the number of ${role}s`,
-    says: [`There are ${members.length}. More are started at the next boundary; fewer drain first, those with the highest ranks.`, job && `The number is written into the job ${job}.`].filter(Boolean),
+    texts: [
+      `The cluster has ${plural(members.length, role)}. ` + (federated
+        ? "Scaling out makes room for servers that you start. Scaling in removes the highest ranks."
+        : "New workers start now and join the current step. Scaling in removes the highest ranks; samples they have not contributed move to the next step."),
+      job && `The number is written into the job ${job}.`,
+    ].filter(Boolean),
     fields: [field(`${role}s`, wanted)],
     button: "Scale",
     act: () => {
       const change = Number(wanted.value) - members.length;
-      if (change === 0) throw new Error(`there are ${plural(members.length, role)} already`);
+      if (change === 0) throw new Error(`the cluster has ${plural(members.length, role)} already: enter another number`);
       if (job) return post("/scale", { workers: Number(wanted.value) });
       if (change > 0) return post("/scaleout", federated ? { worker_num: 0, server_num: change } : { worker_num: change, server_num: 0 });
       return post("/scalein", { node_ids: members.slice(change).map((node) => node.id) });
@@ -82,34 +87,37 @@ export function scale(model) {
 
 export const drain = (node) => confirm({
   title: `Drain ${node.name}?`,
-  says: [`It finishes its step, hands over what it holds and leaves; the world is smaller by one.`],
+  texts: [{
+    worker: "The worker leaves the group now; samples it has not contributed move to the next step. The world size decreases by one.",
+    pserver: "Its rows move to the other parameter servers; then it leaves. The number of parameter servers decreases by one.",
+  }[node.role] ?? "The server takes no more updates, hands over those it has, and leaves."],
   button: "Drain",
   act: () => post("/scalein", { node_ids: [node.role === "server" ? node.id : node.name] }),
 });
 
 export const drainHost = (host, nodes) => confirm({
   title: `Drain the host ${host}?`,
-  says: [`${plural(nodes.length, "worker")} finish their step, hand over what they hold and leave: ${nodes.map((node) => node.name).join(", ")}.`],
+  texts: [`${plural(nodes.length, "worker")} leave the group now: ${nodes.map((node) => node.name).join(", ")}. Samples they have not contributed move to the next step.`],
   button: "Drain host",
   act: () => post("/scalein", { node_ids: nodes.map((node) => node.name) }),
 });
 
 export const kill = (node) => confirm({
   title: `Kill ${node.name}?`,
-  says: [`Process ${node.pid} on ${node.host} receives SIGKILL, as a fault would end it. What follows is what follows a death.`],
+  texts: [`Sends SIGKILL to process ${node.pid} on ${node.host}. The cluster recovers as from any crash.`],
   button: "Kill",
   danger: true,
   act: () => post("/kill", { node: node.name }),
 });
 
-const why = () => h("input", { name: "reason", maxlength: "500", placeholder: "for the log and the story" });
+const reasonField = () => h("input", { name: "reason", maxlength: "500", placeholder: "for logs and events" });
 
 export function dump() {
-  const reason = why();
+  const reason = reasonField();
   confirm({
     title: "Dump and end?",
-    says: ["Every rank writes down what it holds at its next safe point, in the form of a checkpoint. Then the run ends."],
-    fields: [field("Why", reason)],
+    texts: ["Every rank writes its state as a checkpoint at its next safe point. Then the run ends."],
+    fields: [field("Reason", reason)],
     button: "Dump and end",
     danger: true,
     act: () => post("/dump", reason.value ? { reason: reason.value } : {}),
@@ -118,7 +126,7 @@ export function dump() {
 
 const suspend = () => confirm({
   title: `Stop the job ${job}?`,
-  says: ["It is suspended: its pods are taken away, and what was not written down is lost. The job stays, and can be resumed."],
+  texts: ["Suspends the job: its pods are deleted, and progress since the last checkpoint is lost. The job can be resumed."],
   button: "Stop",
   danger: true,
   act: () => post("/suspend", { suspend: true }),
@@ -126,18 +134,18 @@ const suspend = () => confirm({
 
 export const resume = () => confirm({
   title: `Resume the job ${job}?`,
-  says: ["Its pods are created anew; what its program wrote down is where it begins."],
+  texts: ["Creates the pods again. The script resumes from its newest checkpoint."],
   button: "Resume",
   act: () => post("/suspend", { suspend: false }),
 });
 
 export function stop(model) {
   if (job) return suspend();
-  const reason = why();
+  const reason = reasonField();
   return confirm({
     title: "Stop the cluster?",
-    says: [`${plural(model.workers().length, model.about.kind === "federated" ? "server" : "worker")} end. What was not written down is lost.`],
-    fields: [field("Why", reason)],
+    texts: [`Stops ${plural(model.workers().length, model.about.kind === "federated" ? "server" : "worker")}. Progress since the last checkpoint is lost.`],
+    fields: [field("Reason", reason)],
     button: "Stop",
     danger: true,
     act: () => post("/stop", reason.value ? { reason: reason.value } : {}),

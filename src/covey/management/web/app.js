@@ -1,4 +1,4 @@
-// The page: what is above every view, which view is shown, the panel of one node, and the keys.
+// The page: header, views, the panel of one node, and keyboard shortcuts.
 
 import * as actions from "/console/actions.js";
 import { byId, h, mark, milliseconds, number, plural, put, span } from "/console/dom.js";
@@ -17,11 +17,11 @@ const show = (name) => void openPanel(name);
 let views = {};
 let shown = "";
 let panel = null;
-let waiting = null; // news that were not drawn yet
+let waiting = null; // changes that are not drawn yet
 let phase = "";
-let away = null; // a job of an operator whose scheduler cannot be asked
+let away = null; // view of an operator's job whose scheduler is unreachable
 
-// -- above every view ------------------------------------------------------------------------------------------------
+// -- header ---------------------------------------------------------------------------------------------------------
 
 function header() {
   const { cluster } = model;
@@ -79,17 +79,17 @@ function line_(state, why, status = 0) {
   element.title = why;
   if (job && status === 409) {
     away ??= new Away();
-    shown = ""; // whatever view is chosen is put back when there is something to see
+    shown = ""; // the chosen view returns with the next message of the stream
     document.body.classList.add("away");
     away.draw(why).catch((error) => actions.note(error.message, { bad: true }));
   } else if (!model.cluster && why) byId("main").replaceChildren(h("p", { class: "empty", role: "status", text: why }));
 }
 
-/** Say what happened to whom, what is done about it and how long it took; the same note tells the end of what it began with. */
-function tell(incident) {
+/** Show a note about an incident: node, cause, strategy, outcome and duration. The note of an open incident is replaced when it closes. */
+function showIncident(incident) {
   const resized = incident.strategy.startsWith("scale");
   const open = incident.outcome === "open";
-  const end = open ? "under way" : `${incident.outcome} after ${milliseconds(took(incident))}`;
+  const end = open ? "in progress" : `${incident.outcome} after ${milliseconds(took(incident))}`;
   const text = resized ? `${incident.strategy}: ${end}.` : `${incident.node}${ofRank(incident)}: ${incident.cause}. ${incident.strategy} ${end}.`;
   actions.note(text, { name: `incident-${incident.number}`, link: "Waterfall", to: `#recoveries/${incident.number}`, bad: incident.outcome === "ended" });
 }
@@ -101,7 +101,7 @@ const VIEWS = {
   jobs: [() => "Jobs", () => new Jobs(model)],
   rounds: [() => "Rounds", () => new Rounds(model)],
   recoveries: [() => "Recoveries", () => new Recoveries(model, show)],
-  story: [() => "Story", () => new Story(model, show, get)],
+  story: [() => "Events", () => new Story(model, show, get)],
   logs: [() => "Logs", () => new Logs(model, get)],
   settings: [() => "Settings", () => new Settings(get)],
 };
@@ -137,14 +137,14 @@ function route() {
   view.open?.(rest.join("/"))?.catch?.((error) => actions.note(error.message, { bad: true }));
 }
 
-function heard(kind, piece) {
-  const news = model.take(kind, piece);
+function receive(kind, message) {
+  const news = model.take(kind, message);
   if (!Object.keys(views).length) {
     build();
     route();
   } else if (!shown) route();
   document.body.classList.remove("away");
-  if (kind === "news" && "recoveries" in views) news.recoveries.forEach(tell);
+  if (kind === "news" && "recoveries" in views) news.recoveries.forEach(showIncident);
   if (waiting) {
     waiting.whole ||= news.whole;
     waiting.reordered ||= news.reordered;
@@ -164,9 +164,9 @@ function draw() {
   header();
   views[shown].view.draw(news);
   if (panel && (news.names.includes(panel.name) || news.whole)) panel.draw();
-  if (panel) panel.hear(news.events);
+  if (panel) panel.addEvents(news.events);
   line_("live", "");
-  document.dispatchEvent(new CustomEvent("drawn", { detail: performance.now() - began })); // for those who measure
+  document.dispatchEvent(new CustomEvent("drawn", { detail: performance.now() - began })); // for tests that measure it
 }
 
 // -- one node --------------------------------------------------------------------------------------------------------
@@ -174,13 +174,13 @@ function draw() {
 class Panel {
   constructor(name, from) {
     this.name = name;
-    this.from = from; // where the focus goes back to
+    this.from = from; // gets the focus back
     this.facts = h("dl", { class: "facts" });
     this.story = h("ol", { class: "story narrow" });
     this.buttons = h("div", { class: "choices left" });
     this.title = h("h2", { tabindex: "-1", text: name });
     this.element = h("aside", { class: "panel", "aria-label": `Node ${name}` }, h("div", { class: "panel-head" }, this.title, h("span", { class: "grow" }),
-      h("button", { type: "button", class: "plain", "aria-label": "Close", title: "Close (Esc)", text: "×", onclick: closePanel })), this.facts, this.buttons, h("h3", { text: "Story" }), this.story);
+      h("button", { type: "button", class: "plain", "aria-label": "Close", title: "Close (Esc)", text: "×", onclick: closePanel })), this.facts, this.buttons, h("h3", { text: "Events" }), this.story);
   }
 
   draw() {
@@ -193,7 +193,7 @@ class Panel {
     const facts = {
       state: node.state, rank: node.rank >= 0 ? String(node.rank) : "–", host: `${node.host} (${node.address})`, doing: node.doing || "–",
       step: node.step >= 0 ? number(node.step) : "–", loss: number(node.loss), "busy per step": node.busyMs ? `${number(node.busyMs)} ms` : "–",
-      straggles: node.straggles ? `${node.straggles.toFixed(2)} × the usual time` : "no", "last beat": node.heardAt > 0 ? `${span(model.now() - node.heardAt)} ago` : "–",
+      straggles: node.straggles ? `${node.straggles.toFixed(2)} × the median step time` : "no", "last heartbeat": node.heartbeatAt > 0 ? `${span(model.now() - node.heartbeatAt)} ago` : "–",
       restarts: String(node.restarts), incarnation: String(node.incarnation), process: node.pid ? String(node.pid) : "–",
     };
     this.facts.replaceChildren(...Object.entries(facts).map(([name, text]) => h("div", {}, h("dt", { text: name }), h("dd", { class: "mono", text }))));
@@ -203,23 +203,23 @@ class Panel {
     this.buttons.replaceChildren(...[
       node.hasLog && h("a", { class: "button", href: `#logs/${node.name}`, text: "Log" }),
       !job && node.role !== "spare" && button("Drain…", () => actions.drain(now())),
-      !job && this.beside().length > 1 && button("Drain host…", () => actions.drainHost(node.host, this.beside())),
+      !job && this.hostWorkers().length > 1 && button("Drain host…", () => actions.drainHost(node.host, this.hostWorkers())),
       model.about.kind === "training" && button("Kill…", () => actions.kill(now()), "danger-text"),
     ].filter(Boolean));
   }
 
   /** The workers on this node's host. */
-  beside() {
+  hostWorkers() {
     const { host } = model.nodes.get(this.name) ?? {};
     return [...model.nodes.values()].filter((node) => node.role === "worker" && node.host === host && node.rank >= 0 && node.state !== "left");
   }
 
   async read() {
-    const told = await get(`/story?node=${encodeURIComponent(this.name)}&limit=200`);
-    this.story.replaceChildren(...told.events.reverse().map((event) => line(event, show)));
+    const reply = await get(`/story?node=${encodeURIComponent(this.name)}&limit=200`);
+    this.story.replaceChildren(...reply.events.reverse().map((event) => line(event, show)));
   }
 
-  hear(events) {
+  addEvents(events) {
     this.story.prepend(...events.filter((event) => event.node === this.name).reverse().map((event) => line(event, show)));
   }
 }
@@ -248,7 +248,7 @@ function closePanel() {
 
 // -- keys ------------------------------------------------------------------------------------------------------------
 
-const KEYS = [["1 … 5", "the views"], ["/", "filter, or search the log"], ["j k ↑ ↓", "move in the table of nodes"], ["Enter", "open the node"], ["Esc", "close"], ["s", "scale"], ["?", "this list"]];
+const KEYS = [["1 … 5", "switch to a view"], ["/", "filter, or search the log"], ["j k ↑ ↓", "select a node in the table"], ["Enter", "open the selected node"], ["Esc", "close panel or dialog"], ["s", "scale"], ["?", "show this list"]];
 
 function help() {
   const dialog = h("dialog", { "aria-labelledby": "asked" }, h("h2", { id: "asked", text: "Keys" }),
@@ -287,8 +287,8 @@ setInterval(() => {
 if (job) {
   const mark_ = document.querySelector(".mark");
   mark_.href = "/";
-  mark_.setAttribute("aria-label", "covey, to all jobs");
+  mark_.setAttribute("aria-label", "covey: all jobs");
   put(byId("cluster"), job);
 }
-await open(actions.askToken).catch((error) => line_("lost", error.message)); // the stream asks again
-await follow(heard, line_);
+await open(actions.askToken).catch((error) => line_("lost", error.message)); // the stream reconnects
+await follow(receive, line_);

@@ -1,11 +1,11 @@
-// A line over time, drawn as SVG in pixels. Nothing but what is in the data: no smoothing, and the zero line where it is near.
+// Line chart over time as SVG, in pixels, without smoothing. The axis starts at zero if the values are close to it.
 
 import { h, number, plural, put, svg, time } from "/console/dom.js";
 
 const EDGE = { left: 44, right: 10, top: 8, bottom: 18 };
 
 export class Chart {
-  /** `fromZero`: the axis begins there, whatever the values are. */
+  /** `fromZero`: the axis always starts at zero. */
   constructor(title, unit, fromZero = false) {
     this.title = title;
     this.unit = unit;
@@ -35,7 +35,7 @@ export class Chart {
     this.faults = faults;
     const last = points.at(-1);
     put(this.value, last ? `${number(last.value)}${this.unit}` : "–");
-    this.picture.setAttribute("aria-label", last ? `${this.title}: ${number(last.value)}${this.unit} now, ${this.spread()}` : `${this.title}: nothing yet`);
+    this.picture.setAttribute("aria-label", last ? `${this.title}: ${number(last.value)}${this.unit} now, ${this.spread()}` : `${this.title}: no data yet`);
     if (!this.width) return;
     const shown = thin(points, this.width);
     const height = 132;
@@ -57,7 +57,7 @@ export class Chart {
     this.cursor.setAttribute("y2", floor);
   }
 
-  /** What the eye takes in of the curve, in words. */
+  /** Text description of the curve for screen readers. */
   spread() {
     let [low, high] = [Infinity, -Infinity];
     for (const { value } of this.points) [low, high] = [Math.min(low, value), Math.max(high, value)];
@@ -78,18 +78,18 @@ export class Chart {
   }
 }
 
-/** At most one point per two pixels: the lowest and highest of each stretch in turn, so that no peak is lost. */
+/** Return at most one point per two pixels: minimum and maximum of each interval, so that no peak is lost. */
 function thin(points, width) {
   const size = Math.ceil((points.length * 4) / Math.max(width, 1));
   if (size <= 2) return points;
-  const kept = [];
+  const selected = [];
   for (let place = 0; place < points.length; place += size) {
     const part = points.slice(place, place + size);
     const low = part.reduce((a, b) => (b.value < a.value ? b : a));
     const high = part.reduce((a, b) => (b.value > a.value ? b : a));
-    kept.push(...(low.at < high.at ? [low, high] : low === high ? [low] : [high, low]));
+    selected.push(...(low.at < high.at ? [low, high] : low === high ? [low] : [high, low]));
   }
-  return kept;
+  return selected;
 }
 
 function bounds(points, fromZero) {

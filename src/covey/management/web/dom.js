@@ -1,4 +1,4 @@
-// Small words for the rest: making elements, and numbers as people read them.
+// Helpers: creation of elements, and formatting of numbers, times and durations.
 
 export function h(tag, given = {}, ...children) {
   const element = document.createElement(tag);
@@ -20,10 +20,10 @@ export const svg = (tag, given = {}) => {
   return element;
 };
 
-/** Write a text only where it differs: most cells stay as they are. */
+/** Set the text of an element if it differs; return whether it did. Most cells do not change. */
 export function put(element, text) {
-  if (element.said === text) return false;
-  element.said = text;
+  if (element.lastText === text) return false;
+  element.lastText = text;
   element.textContent = text;
   return true;
 }

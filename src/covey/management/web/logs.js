@@ -1,11 +1,11 @@
-// What a rank has printed: its end first, followed as it grows, or searched from its beginning.
+// Log of a node: its end, followed as it grows, or a search from its start.
 
 import { bytes, h, put } from "/console/dom.js";
 
 const TAIL = 64 * 1024; // bytes shown first
 const LINES_MAX = 5000;
-const LOOK_MS = 1000;
-const AGAIN_MS = 2000;
+const REFRESH_MS = 1000;
+const RETRY_MS = 2000;
 const FOUND_MAX = 2000; // lines of a search
 const ESCAPES = /\u001b\[[0-9;?]*[A-Za-z]/g;
 
@@ -14,8 +14,8 @@ export class Logs {
     this.model = model;
     this.get = get;
     this.node = "";
-    this.turn = 0; // answers to an older question are no longer wanted
-    this.choice = h("select", { id: "log-node", "aria-label": "Whose log", onchange: () => (location.hash = `logs/${this.choice.value}`) });
+    this.turn = 0; // replies to older requests are ignored
+    this.choice = h("select", { id: "log-node", "aria-label": "Node of the log", onchange: () => (location.hash = `logs/${this.choice.value}`) });
     this.find = h("input", { type: "search", id: "find", placeholder: "Search the whole log, then Enter", "aria-label": "Search the log", maxlength: "100",
       autocomplete: "off", spellcheck: "false", onkeydown: (event) => event.key === "Enter" && void this.open(this.node), onsearch: () => !this.find.value && void this.open(this.node) });
     this.follow = h("input", { type: "checkbox", id: "follow", checked: true });
@@ -32,7 +32,7 @@ export class Logs {
     this.text.replaceChildren();
     clearTimeout(this.timer);
     if (!this.node) {
-      put(this.state, "no agent keeps a node's output here: it is where you sent it");
+      put(this.state, "no log: the nodes were not started by covey run");
       return;
     }
     try {
@@ -41,7 +41,7 @@ export class Logs {
     } catch (error) {
       if (turn !== this.turn) return;
       put(this.state, error.message);
-      if (!error.status) this.timer = setTimeout(() => this.element.isConnected && void this.open(this.node), AGAIN_MS); // nobody was there
+      if (!error.status) this.timer = setTimeout(() => this.element.isConnected && void this.open(this.node), RETRY_MS); // no reply: retry
     }
   }
 
@@ -63,11 +63,11 @@ export class Logs {
           piece = next;
           this.add(piece.text, false);
         }
-        put(this.state, `${bytes(piece.size)}${piece.start > 0 ? ", its end is shown" : ""}`);
+        put(this.state, `${bytes(piece.size)}${piece.start > 0 ? ", end shown" : ""}`);
       } catch (error) {
         put(this.state, error.message);
       }
-      this.timer = setTimeout(look, LOOK_MS);
+      this.timer = setTimeout(look, REFRESH_MS);
     };
     await look();
   }
@@ -86,7 +86,7 @@ export class Logs {
     put(this.state, `${found}${found >= FOUND_MAX ? " or more" : ""} lines found`);
   }
 
-  /** Append lines; what is looked at stays where it is unless its end was seen. */
+  /** Append lines and return their number. Scroll to the end only if the end was visible. */
   add(text, toEnd, marked = "") {
     const lines = text.replace(ESCAPES, "").split("\n").slice(0, -1);
     const box = this.text;

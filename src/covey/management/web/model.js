@@ -1,8 +1,8 @@
-// What the page knows: the last whole picture, and what changed since.
+// State of the page: the last snapshot with all later deltas applied.
 
-const FIELDS = ["name", "role", "id", "rank", "host", "state", "step", "doing", "heardAt", "restarts", "incarnation", "pid",
+const FIELDS = ["name", "role", "id", "rank", "host", "state", "step", "doing", "heartbeatAt", "restarts", "incarnation", "pid",
   "busyMs", "straggles", "loss", "hasLog", "address"];
-const MOVING = ["name", "step", "doing", "heardAt", "busyMs", "straggles", "loss"];
+const MOVING = ["name", "step", "doing", "heartbeatAt", "busyMs", "straggles", "loss"];
 const EVENTS_MAX = 1000;
 const POINTS_MAX = 2400;
 
@@ -17,43 +17,43 @@ export class Model {
     this.recoveries = new Map();
     this.events = [];
     this.version = "";
-    this.skew = 0; // the scheduler's clock, as this one sees it
+    this.skew = 0; // seconds that the scheduler's clock is ahead of this one
     this.ended = false;
   }
 
-  /** Take a piece in; returns what of it is new: the names of nodes, whether the set of nodes changed, events, recoveries. */
-  take(kind, piece) {
+  /** Apply a message; return its changes: names of changed nodes, whether nodes were added, removed or moved, events, recoveries. */
+  take(kind, message) {
     const whole = kind === "whole";
-    this.cluster = piece.cluster;
-    this.ended = piece.cluster.phase === "ended";
-    this.skew = piece.cluster.now - Date.now() / 1000;
+    this.cluster = message.cluster;
+    this.ended = message.cluster.phase === "ended";
+    this.skew = message.cluster.now - Date.now() / 1000;
     if (whole) {
       this.nodes.clear();
-      this.history = piece.history.map(([at, step, loss, alive]) => ({ at, step, loss, alive }));
+      this.history = message.history.map(([at, step, loss, alive]) => ({ at, step, loss, alive }));
       this.recoveries.clear();
       this.events = [];
-      this.version = piece.version;
+      this.version = message.version;
     }
-    if (piece.about) this.about = piece.about;
-    const news = { whole, names: [], reordered: whole, events: piece.events ?? [], recoveries: piece.recoveries ?? [] };
-    for (const row of piece.nodes ?? []) {
+    if (message.about) this.about = message.about;
+    const news = { whole, names: [], reordered: whole, events: message.events ?? [], recoveries: message.recoveries ?? [] };
+    for (const row of message.nodes ?? []) {
       const found = named(FIELDS, row);
       news.reordered ||= !this.nodes.has(found.name) || this.nodes.get(found.name).rank !== found.rank;
       this.nodes.set(found.name, found);
       news.names.push(found.name);
     }
-    for (const row of piece.moved ?? []) {
+    for (const row of message.moved ?? []) {
       const found = this.nodes.get(row[0]);
       if (!found) continue;
       MOVING.forEach((field, place) => { found[field] = row[place]; });
       news.names.push(found.name);
     }
-    for (const name of piece.gone ?? []) news.reordered = this.nodes.delete(name) || news.reordered;
+    for (const name of message.gone ?? []) news.reordered = this.nodes.delete(name) || news.reordered;
     for (const incident of news.recoveries) this.recoveries.set(incident.number, incident);
     this.events.push(...news.events);
     if (this.events.length > EVENTS_MAX) this.events.splice(0, this.events.length - EVENTS_MAX);
-    if (piece.point) {
-      const [at, step, loss, alive] = piece.point;
+    if (message.point) {
+      const [at, step, loss, alive] = message.point;
       this.history.push({ at, step, loss, alive });
       if (this.history.length > POINTS_MAX) this.history = this.history.filter((_, place) => place % 2 === 0);
     }
@@ -68,7 +68,7 @@ export class Model {
     return [...this.nodes.values()].filter((n) => n.role === "worker" || n.role === "server");
   }
 
-  /** Steps per second, between points far enough apart to say something. */
+  /** Return steps per second between points that are at least `least` seconds apart. */
   pace(least = 2) {
     const found = [];
     let from = null;

@@ -1,102 +1,102 @@
-// How this page speaks with the port it came from, and with nobody else.
+// Requests to the management port that served this page, and to no other host.
 //
-// On loopback the port lends the page a key; elsewhere a person gives the token, which this tab alone keeps. Both travel in a
-// header of each request, which no other web page can set or read: a cookie would be sent along with anybody's requests.
+// On loopback the page reads a key from the port; elsewhere the user enters the token, which is stored in this tab only. Both are
+// sent in a header, which other web pages can neither set nor read. A cookie would also be sent with requests of other pages.
 
 const STORE = "covey-token";
-const NOBODY = "the scheduler does not answer: what was asked for may not have been heard";
-const AGAIN_MS = [300, 1000, 2000, 5000];
+const NO_REPLY = "No answer from the scheduler. Check whether the request took effect before you repeat it.";
+const RETRY_MS = [300, 1000, 2000, 5000];
 
 export class Refused extends Error {
-  constructor(status, sentence) {
-    super(sentence);
+  constructor(status, message) {
+    super(message);
     this.status = status;
   }
 }
 
-/** The job of an operator that is looked into ("namespace/name"), and what stands before the paths of its scheduler. */
+/** The operator's job that this page shows ("namespace/name"), or ""; `base` is the prefix of the paths of its scheduler. */
 export const job = new URLSearchParams(location.search).get("job") ?? "";
 const base = job ? `/jobs/${job.split("/").map(encodeURIComponent).join("/")}` : "";
 
-/** Where a job of an operator is looked into. */
+/** Return the URL of the page of an operator's job. */
 export const jobPage = (name) => `/?job=${encodeURIComponent(name).replace("%2F", "/")}`;
 
 let bearer = "";
 let asking = null;
 
-/** Find what opens the port; `ask(why)` is called for a token where a person must give one. */
+/** Get the key or the token; `ask(why)` is called if the user must enter a token. */
 export async function open(ask) {
   asking = ask;
   const key = await fetch("/key", { cache: "no-store" });
   if (key.ok) bearer = (await key.json()).key;
-  else await login(sessionStorage.getItem(STORE) ? "" : await sentence(key));
+  else await login(sessionStorage.getItem(STORE) ? "" : await errorMessage(key));
 }
 
 async function login(why) {
   let trouble = why;
   for (;;) {
     const token = (!trouble && sessionStorage.getItem(STORE)) || (await asking(trouble));
-    const answer = await fetch("/settings", { headers: { Authorization: `Bearer ${token}` }, cache: "no-store" });
-    if (answer.ok) {
+    const response = await fetch("/settings", { headers: { Authorization: `Bearer ${token}` }, cache: "no-store" });
+    if (response.ok) {
       bearer = token;
       sessionStorage.setItem(STORE, token);
       return;
     }
     sessionStorage.removeItem(STORE);
-    trouble = await sentence(answer);
+    trouble = await errorMessage(response);
   }
 }
 
-async function sentence(answer) {
+async function errorMessage(response) {
   try {
-    return (await answer.json()).error_message ?? `HTTP ${answer.status}`;
+    return (await response.json()).error_message ?? `HTTP ${response.status}`;
   } catch {
-    return `HTTP ${answer.status}`;
+    return `HTTP ${response.status}`;
   }
 }
 
-/** A scheduler that was started anew has another key: what it refuses for that is asked once more. */
+/** Send a request. After a 401 get a new key and retry once, because a restarted scheduler has another key. */
 async function request(path, options = {}, again = true) {
   const headers = { Authorization: `Bearer ${bearer}`, ...(options.body ? { "Content-Type": "application/json" } : {}) };
-  let answer;
+  let response;
   try {
-    answer = await fetch(path, { ...options, headers, cache: "no-store" });
-    if (answer.status === 401 && again) {
+    response = await fetch(path, { ...options, headers, cache: "no-store" });
+    if (response.status === 401 && again) {
       await open(asking);
       return request(path, options, false);
     }
   } catch (error) {
-    throw error instanceof TypeError ? new Error(NOBODY) : error;
+    throw error instanceof TypeError ? new Error(NO_REPLY) : error;
   }
-  if (!answer.ok) throw new Refused(answer.status, await sentence(answer));
-  return answer;
+  if (!response.ok) throw new Refused(response.status, await errorMessage(response));
+  return response;
 }
 
 export const get = async (path) => (await request(base + path)).json();
 export const post = async (path, body) => (await request(base + path, { method: "POST", body: JSON.stringify(body ?? {}) })).json();
-/** The port this page came from, also where a job is looked into. */
+/** Get a path of the operator itself, also on the page of a job. */
 export const above = async (path) => (await request(path)).json();
 
-/** The stream, for ever: an end is answered by asking again. `heard(kind, content)` and `line(state, why)` tell of it. */
-export async function follow(heard, line) {
+/** Follow the stream and reconnect after its end. Calls `receive(kind, content)` for messages and `line(state, why, status)` for the connection. */
+export async function follow(receive, line) {
   for (let failures = 0; ; ) {
     try {
-      const answer = await request(`${base}/stream`);
+      const response = await request(`${base}/stream`);
       line("live", "");
-      await read(answer.body.getReader(), (kind, content) => {
+      await read(response.body.getReader(), (kind, content) => {
         failures = 0;
-        heard(kind, content);
+        receive(kind, content);
       });
       continue;
     } catch (error) {
       line("lost", error.message, error.status ?? 0);
     }
-    await new Promise((done) => setTimeout(done, AGAIN_MS[Math.min(failures, AGAIN_MS.length - 1)]));
+    await new Promise((done) => setTimeout(done, RETRY_MS[Math.min(failures, RETRY_MS.length - 1)]));
     failures += 1;
   }
 }
 
-async function read(reader, heard) {
+async function read(reader, receive) {
   const decoder = new TextDecoder();
   let rest = "";
   for (;;) {
@@ -108,7 +108,7 @@ async function read(reader, heard) {
     for (const piece of pieces) {
       const kind = /^event: (.*)$/m.exec(piece)?.[1];
       const data = /^data: (.*)$/m.exec(piece)?.[1];
-      if (kind && data) heard(kind, JSON.parse(data));
+      if (kind && data) receive(kind, JSON.parse(data));
     }
   }
 }

@@ -1,10 +1,10 @@
-// The cluster as it is: charts, a map of hosts, and a table in which only the rows that are seen exist.
+// View of the cluster: charts, a map of hosts, and a table that creates only visible rows.
 
 import { Chart } from "/console/charts.js";
 import { h, mark, number, plural, put, span } from "/console/dom.js";
 
 const ROW = 28; // pixels, as in the style sheet
-const SPARE = 6; // rows beyond the edges of what is seen
+const SPARE = 6; // rows beyond each edge of the visible part
 const STATES = ["dead", "suspect", "waiting", "alive", "left"];
 
 const COLUMNS = [
@@ -15,12 +15,12 @@ const COLUMNS = [
   { key: "step", title: "step", right: true, text: (n) => (n.step >= 0 ? number(n.step) : "–"), order: (n) => n.step },
   { key: "doing", title: "doing", text: doing, order: (n) => n.doing },
   { key: "busy", title: "busy per step", right: true, text: (n) => (n.busyMs ? `${number(n.busyMs)} ms` : "–"), order: (n) => n.busyMs },
-  { key: "beat", title: "last beat", right: true, text: (n, now) => (n.heardAt > 0 ? span(now - n.heardAt) : "–"), order: (n) => -n.heardAt },
+  { key: "beat", title: "last heartbeat", right: true, text: (n, now) => (n.heartbeatAt > 0 ? span(now - n.heartbeatAt) : "–"), order: (n) => -n.heartbeatAt },
   { key: "restarts", title: "restarts", right: true, text: (n) => String(n.restarts), order: (n) => n.restarts },
 ];
 
 function doing(n) {
-  return n.straggles ? `${n.doing || "–"}, ${n.straggles.toFixed(1)} × the usual time` : n.doing || "–";
+  return n.straggles ? `${n.doing || "–"}, ${n.straggles.toFixed(1)} × the median step time` : n.doing || "–";
 }
 
 export class Nodes {
@@ -75,7 +75,7 @@ export class Nodes {
     this.paint();
   }
 
-  // -- the map -------------------------------------------------------------------------------------------------------
+  // -- host map ------------------------------------------------------------------------------------------------------
 
   drawMap(news) {
     if (news.reordered) return this.layMap();
@@ -109,7 +109,7 @@ export class Nodes {
     }));
   }
 
-  // -- the table -----------------------------------------------------------------------------------------------------
+  // -- node table ----------------------------------------------------------------------------------------------------
 
   sorted() {
     const { column, down } = this.sort;
@@ -134,7 +134,7 @@ export class Nodes {
     this.paint();
   }
 
-  /** Only what is seen. A row keeps its element for as long as it stays in its place. */
+  /** Draw the visible rows. Elements are reused by position. */
   paint() {
     const from = Math.max(0, Math.floor(this.scroller.scrollTop / ROW) - SPARE);
     const count = Math.min(this.order.length - from, Math.ceil(this.scroller.clientHeight / ROW) + 2 * SPARE);

@@ -1,4 +1,4 @@
-// Each incident as a waterfall: every stage begins where the one before it ended.
+// Views of incidents (as waterfalls of their stages), events and settings.
 
 import { h, milliseconds, moment, put } from "/console/dom.js";
 import { jobPage } from "/console/net.js";
@@ -14,7 +14,7 @@ export class Recoveries {
     this.show = show;
     this.made = new Map();
     this.list = h("ol", { class: "incidents", reversed: true });
-    this.empty = h("p", { class: "empty", text: "Nothing has gone wrong so far, and the world has not changed its size." });
+    this.empty = h("p", { class: "empty", text: "No failures and no resizes so far." });
     this.element = h("div", {}, this.empty, this.list);
   }
 
@@ -34,7 +34,7 @@ export class Recoveries {
     this.empty.hidden = this.made.size > 0;
   }
 
-  /** Bring one incident into sight, by its number. */
+  /** Scroll to the incident with this number. */
   open(number) {
     const found = this.made.get(Number(number));
     found?.scrollIntoView({ block: "nearest" });
@@ -55,11 +55,11 @@ export class Recoveries {
     });
     const rank = incident.rank >= 0 ? `rank ${incident.rank}` : "";
     const open = incident.outcome === "open";
-    const who = incident.node.includes(":") ? h("button", { type: "button", class: "link", text: incident.node, onclick: () => this.show(incident.node) }) : incident.node;
+    const node = incident.node.includes(":") ? h("button", { type: "button", class: "link", text: incident.node, onclick: () => this.show(incident.node) }) : incident.node;
     return h("li", { class: "incident", value: incident.number, tabindex: "-1" },
-      h("h3", {}, h("span", { class: "mono quiet", text: `#${incident.number}` }), who, h("span", { class: "quiet light", text: rank }),
+      h("h3", {}, h("span", { class: "mono quiet", text: `#${incident.number}` }), node, h("span", { class: "quiet light", text: rank }),
         h("span", { class: "badge", "data-state": open ? "healing" : incident.outcome, text: incident.outcome }),
-        h("span", { class: "grow" }), h("strong", { class: "mono", text: open ? "under way" : milliseconds(total) })),
+        h("span", { class: "grow" }), h("strong", { class: "mono", text: open ? "in progress" : milliseconds(total) })),
       h("p", {}, h("b", { text: incident.strategy }), ` · ${incident.cause}`),
       h("p", { class: "quiet", text: incident.reason }), h("div", { class: "waterfall" }, ...bars),
       h("p", { class: "quiet mono small", text: moment(incident.at) }));
@@ -74,10 +74,10 @@ export class Story {
     this.show = show;
     this.get = get;
     this.node = "";
-    this.choice = h("select", { id: "story-node", "aria-label": "Of which node", onchange: () => (location.hash = this.choice.value ? `story/${this.choice.value}` : "story") });
+    this.choice = h("select", { id: "story-node", "aria-label": "Node of the events", onchange: () => (location.hash = this.choice.value ? `story/${this.choice.value}` : "story") });
     this.details = h("input", { type: "checkbox", id: "details", onchange: () => this.reload() });
     this.list = h("ol", { class: "story" });
-    this.element = h("div", {}, h("div", { class: "tools" }, this.choice, h("label", {}, this.details, " details too")), this.list);
+    this.element = h("div", {}, h("div", { class: "tools" }, this.choice, h("label", {}, this.details, " show details")), this.list);
   }
 
   async open(node) {
@@ -96,7 +96,7 @@ export class Story {
     if (this.node && !names.includes(this.node)) names.push(this.node);
     if (names.join() === this.known) return;
     this.known = names.join();
-    this.choice.replaceChildren(...names.map((name) => h("option", { value: name, text: name || "everybody", selected: name === this.node })));
+    this.choice.replaceChildren(...names.map((name) => h("option", { value: name, text: name || "all nodes", selected: name === this.node })));
   }
 
   draw(news) {
@@ -114,10 +114,10 @@ export class Story {
 }
 
 export function line(event, show) {
-  const who = show && event.node.includes(":") ? h("button", { type: "button", class: "link", text: event.node, onclick: () => show(event.node) })
+  const node = show && event.node.includes(":") ? h("button", { type: "button", class: "link", text: event.node, onclick: () => show(event.node) })
     : event.node.includes("/") ? h("a", { class: "link", href: jobPage(event.node), text: event.node }) : h("span", { text: event.node });
   return h("li", { "data-level": event.level }, h("time", { class: "mono quiet", text: new Date(event.at * 1000).toTimeString().slice(0, 8), title: moment(event.at) }),
-    who, h("b", { text: event.what }), h("span", { class: "quiet", text: event.reason }));
+    node, h("b", { text: event.what }), h("span", { class: "quiet", text: event.reason }));
 }
 
 export class Settings {
@@ -127,8 +127,8 @@ export class Settings {
     this.body = h("tbody");
     this.found = [];
     this.count = h("span", { class: "quiet" });
-    const head = h("tr", {}, ...["setting", "value", "from", "what it is"].map((text) => h("th", { text, scope: "col" })));
-    this.element = h("div", {}, h("div", { class: "tools" }, h("label", {}, this.all, " defaults too"), this.count),
+    const head = h("tr", {}, ...["setting", "value", "origin", "meaning"].map((text) => h("th", { text, scope: "col" })));
+    this.element = h("div", {}, h("div", { class: "tools" }, h("label", {}, this.all, " show defaults"), this.count),
       h("div", { class: "wide" }, h("table", { class: "plain-table" }, h("thead", {}, head), this.body)));
   }
 

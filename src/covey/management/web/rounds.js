@@ -1,4 +1,4 @@
-// A federated cluster: how its rounds go, what its updates came to, who serves them, and what privacy has cost.
+// View of a federated cluster: metrics of its rounds, updates, load of its servers, and spent privacy.
 
 import { Chart } from "/console/charts.js";
 import { h, number, put } from "/console/dom.js";
@@ -20,24 +20,24 @@ export class Rounds {
       this[name].draw(rounds.filter((round) => round[name] !== null).map((round) => ({ at: round.at, value: round[name] })), []);
     }
     const privacy = instance.privacy;
-    this.say("job", instance.flName || "–");
-    this.say("status", instance.instanceStatus);
-    this.say("iteration", `${instance.currentIteration} of ${instance.flIterationNum}`);
-    this.say("stage", instance.stage);
-    this.say("devices in this round", `${instance.joined} of ${instance.start_fl_job_threshold}`);
-    this.say("updates in this round", number(instance.counted));
-    this.say("updates accepted so far", number(this.model.about.updates));
-    this.say("windows missed", number(instance.missed));
-    for (const [reason, count] of Object.entries(this.model.about.refused ?? {})) this.say(`refused: ${reason}`, number(count));
-    for (const [name, value] of Object.entries(instance.metrics)) this.say(`model ${name}`, number(value));
-    if (privacy) this.say("privacy spent", `ε ${number(privacy.epsilon)}${privacy.budget ? ` of ${number(privacy.budget)}` : ""} at δ ${number(privacy.delta)}`);
+    this.set("job", instance.flName || "–");
+    this.set("status", instance.instanceStatus);
+    this.set("iteration", `${instance.currentIteration} of ${instance.flIterationNum}`);
+    this.set("stage", instance.stage);
+    this.set("devices in this round", `${instance.joined} of ${instance.start_fl_job_threshold}`);
+    this.set("updates in this round", number(instance.counted));
+    this.set("updates accepted so far", number(this.model.about.updates));
+    this.set("windows missed", number(instance.missed));
+    for (const [reason, count] of Object.entries(this.model.about.refused ?? {})) this.set(`refused: ${reason}`, number(count));
+    for (const [name, value] of Object.entries(instance.metrics)) this.set(`model ${name}`, number(value));
+    if (privacy) this.set("privacy spent", `ε ${number(privacy.epsilon)}${privacy.budget ? ` of ${number(privacy.budget)}` : ""} at δ ${number(privacy.delta)}`);
     for (const node of this.model.nodes.values()) {
-      if (node.role === "server") this.say(`load of ${node.name}`, this.model.about.load?.[node.id] ?? node.state);
+      if (node.role === "server") this.set(`load of ${node.name}`, this.model.about.load?.[node.id] ?? node.state);
     }
-    this.say("why", instance.reason);
+    this.set("reason", instance.reason);
   }
 
-  say(name, text) {
+  set(name, text) {
     if (!this.cells.has(name)) {
       const cell = h("dd", { class: "mono" });
       this.facts.append(h("div", {}, h("dt", { text: name }), cell));

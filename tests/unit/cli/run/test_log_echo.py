@@ -1,4 +1,4 @@
-"""The terminal prints the traceback of an uncaught exception once, and drops nothing else."""
+"""TracebackFilter drops repeated tracebacks of one cause, and no other line."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ HEAD = "Traceback (most recent call last):"
 LINES = [HEAD, '  File "train.py", line 4, in <module>', "    main()", "ValueError: bad"]
 
 
-def error(lines: list[str], place: str = "train.py:4") -> ScriptError:
-    return ScriptError("ValueError", "bad", place, "\n".join(lines) + "\n")
+def error(lines: list[str], location: str = "train.py:4") -> ScriptError:
+    return ScriptError("ValueError", "bad", location, "\n".join(lines) + "\n")
 
 
 def passed(once: TracebackFilter, lines: list[str]) -> list[str]:
@@ -24,22 +24,24 @@ def test_traceback_is_printed_once() -> None:
     assert printed == {("ValueError", "train.py:4")}
     assert passed(once, ["c", *LINES, "d"]) == ["c", "d"]
     other = [HEAD, *LINES[1:3], "ValueError: another text"]
-    assert passed(TracebackFilter(lambda: error(other), printed), other) == [], "the same cause, in another log"
+    assert passed(TracebackFilter(lambda: error(other), printed), other) == [], (
+        "a traceback of the same cause in another log must be dropped"
+    )
 
 
-def test_tracebacks_that_the_script_prints_are_all_printed() -> None:
+def test_tracebacks_printed_by_the_script_are_kept() -> None:
     caught = [HEAD, LINES[1], "    retry()", "ValueError: bad"]
     once = TracebackFilter(lambda: error(LINES), {("ValueError", "train.py:4")})
     assert passed(once, [*caught, *caught, HEAD, *caught]) == [*caught, *caught, HEAD, *caught]
     assert passed(TracebackFilter(lambda: None, set()), [*LINES, *LINES]) == [*LINES, *LINES]
 
 
-def test_traceback_after_the_beginning_of_another_one() -> None:
+def test_traceback_after_partial_traceback_is_recognized() -> None:
     printed = {("ValueError", "train.py:4")}
     assert passed(TracebackFilter(lambda: error(LINES), printed), [*LINES[:2], *LINES, "after"]) == [*LINES[:2], "after"]
 
 
-def test_lines_of_an_unfinished_traceback_are_printed_at_the_end() -> None:
+def test_lines_of_incomplete_traceback_are_printed_at_flush() -> None:
     once = TracebackFilter(lambda: error(LINES), {("ValueError", "train.py:4")})
     assert passed(once, LINES[:3]) == [] and once.flush() == LINES[:3] and once.flush() == []
 

@@ -1,4 +1,4 @@
-"""A command line in, a plan or one sentence out."""
+"""Command line of `covey run`: parsing, plan, error messages, Slurm, help and --dry-run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def refusal(line: str, environ: Mapping[str, str] | None = None) -> str:
     return str(caught.value)
 
 
-# -- how many, and where ---------------------------------------------------------------------------------------------
+# -- sizes and hosts -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -63,12 +63,14 @@ def refusal(line: str, environ: Mapping[str, str] | None = None) -> str:
         ("--nnodes 2:4 --nproc-per-node 4 --rdzv-endpoint a:2000 t.py", 8, 4, 2, -1),
     ],
 )
-def test_sizes(line: str, world: int, local: int, nnodes: int, node_rank: int) -> None:
+def test_plan_has_world_local_workers_hosts_and_node_rank(
+    line: str, world: int, local: int, nnodes: int, node_rank: int
+) -> None:
     made = plan(line)
     assert (made.world, made.local_workers, made.nnodes, made.node_rank) == (world, local, nnodes, node_rank)
 
 
-def test_gpus_are_counted_where_there_are_any() -> None:
+def test_nproc_per_node_counts_gpus_or_cpus() -> None:
     assert plan("--nproc-per-node gpu t.py", gpus=3).world == 3
     assert plan("--nproc-per-node auto t.py", gpus=3).world == 3
     assert plan("--nproc-per-node cpu t.py", gpus=3).world == 4
@@ -83,7 +85,7 @@ def test_gpus_are_counted_where_there_are_any() -> None:
         ("-n 8 --local 4 --master a:2000 t.py", -1),
     ],
 )
-def test_the_first_rank_is_known_where_the_host_is(line: str, first_rank: int) -> None:
+def test_first_rank_is_known_if_node_rank_is(line: str, first_rank: int) -> None:
     assert plan(line).first_rank == first_rank
 
 
@@ -93,36 +95,36 @@ def test_the_first_rank_is_known_where_the_host_is(line: str, first_rank: int) -
         ("-n 8 --nproc-per-node 3 --nnodes 2 t.py", "-n 8 contradicts --nproc-per-node 3 on 2 hosts, which makes 6"),
         ("-n 8 --nproc-per-node 3 t.py", "-n 8 contradicts --nproc-per-node 3, which makes 6"),
         ("-n 8 --local 4 --nnodes 1 t.py", "-n 8 contradicts --local 4 on 1 host, which makes 4"),
-        ("-n 8 --local 7 --nnodes 3 --master a t.py", "every host has at least one worker"),
-        ("-n 4 --local 5 t.py", "--local 5 is more than the whole cluster has: -n 4"),
+        ("-n 8 --local 7 --nnodes 3 --master a t.py", "every host needs at least one worker"),
+        ("-n 4 --local 5 t.py", "--local 5 exceeds the number of workers in the cluster: -n 4"),
         ("--local 3 --nproc-per-node 4 t.py", "--local 3 contradicts --nproc-per-node 4"),
-        ("-n 8 --worker_num 4 t.py", "-n says 8 but --worker_num says 4"),
-        ("-n 8 --nnodes 3 --master a t.py", "cannot be shared evenly by 3 hosts"),
-        ("-n 8 --local 4 t.py", "say with --master HOST:PORT"),
-        ("--nnodes 2 t.py", "say with --master HOST:PORT"),
-        ("--node-rank 2 --nnodes 2 --master a t.py", "--node-rank 2 is beyond the last host, 1"),
-        ("--node_rank 1 t.py", "--node_rank 1 is beyond the last host, 0"),
-        ("-n 8 --local 5 --master a --node-rank 0 t.py", "--node-rank 0 needs hosts of equal size"),
+        ("-n 8 --worker_num 4 t.py", "-n 8 contradicts --worker_num 4"),
+        ("-n 8 --nnodes 3 --master a t.py", "cannot be divided evenly among 3 hosts"),
+        ("-n 8 --local 4 t.py", "give --master HOST:PORT"),
+        ("--nnodes 2 t.py", "give --master HOST:PORT"),
+        ("--node-rank 2 --nnodes 2 --master a t.py", "--node-rank 2 is out of range: expected 0 to 1"),
+        ("--node_rank 1 t.py", "--node_rank 1 is out of range: expected 0 to 0"),
+        ("-n 8 --local 5 --master a --node-rank 0 t.py", "--node-rank 0 needs the same number of workers on every host"),
         ("--standalone -n 8 --local 4 t.py", "--local 4 on 1 host"),
-        ("--standalone --nnodes 2 t.py", "--standalone means this host alone"),
-        ("--master a:2000 --master-port 3000 t.py", "--master says 2000 but --master-port says 3000"),
-        ("--master-addr a --rdzv-endpoint b:3000 t.py", "--master-addr says a but --rdzv-endpoint says b"),
+        ("--standalone --nnodes 2 t.py", "--standalone uses only this host"),
+        ("--master a:2000 --master-port 3000 t.py", "--master 2000 contradicts --master-port 3000"),
+        ("--master-addr a --rdzv-endpoint b:3000 t.py", "--master-addr a contradicts --rdzv-endpoint b"),
         ("-n 5000 t.py", "too many"),
         ("--nnodes 1000000 --nproc-per-node 1000 --master a t.py", "too many"),
         ("--module --no-python t", "-m contradicts --no-python"),
         ("--start fork --no-python ./t", "--start fork contradicts"),
         ("--start exec --preload torch t.py", "--preload torch contradicts"),
-        ("--tee 4:3 -n 4 t.py", "--tee 4:3 names 4, but there are only 0 to 3"),
-        ("--tail_worker_log 0,9 -n 4 t.py", "names 9, but there are only 0 to 3"),
-        ("--local-ranks-filter 4 -n 4 t.py", "names 4, but there are only 0 to 3"),
-        ('--bind_core {"device4":["0"]} -n 4 t.py', "but there are only 0 to 3"),
+        ("--tee 4:3 -n 4 t.py", "--tee 4:3 names 4, which is out of range: expected 0 to 3"),
+        ("--tail_worker_log 0,9 -n 4 t.py", "names 9, which is out of range: expected 0 to 3"),
+        ("--local-ranks-filter 4 -n 4 t.py", "names 4, which is out of range: expected 0 to 3"),
+        ('--bind_core {"device4":["0"]} -n 4 t.py', "which is out of range: expected 0 to 3"),
     ],
 )
-def test_a_contradiction_is_one_sentence(line: str, words: str) -> None:
+def test_contradicting_options_are_refused(line: str, words: str) -> None:
     assert words in refusal(line.replace('"', '\\"'))
 
 
-# -- the master ------------------------------------------------------------------------------------------------------
+# -- scheduler address -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,7 @@ def test_a_contradiction_is_one_sentence(line: str, words: str) -> None:
         ("--standalone --rdzv-endpoint a:2000 t.py", "127.0.0.1", 0),
     ],
 )
-def test_masters(line: str, host: str, port: int) -> None:
+def test_plan_has_master_host_and_port(line: str, host: str, port: int) -> None:
     made = plan(line)
     assert (made.master_host, made.master_port) == (host, port)
 
@@ -163,8 +165,8 @@ def test_masters(line: str, host: str, port: int) -> None:
         "--rdzv-endpoint a:2000:3000 t.py",
     ],
 )
-def test_a_bad_master_is_refused(line: str) -> None:
-    assert "is not allowed: HOST or HOST:PORT" in refusal(line)
+def test_invalid_master_is_refused(line: str) -> None:
+    assert "is invalid: expected HOST or HOST:PORT" in refusal(line)
 
 
 # -- single options --------------------------------------------------------------------------------------------------
@@ -222,40 +224,46 @@ def test_a_bad_master_is_refused(line: str) -> None:
         ("t.py --help", "help", False),
     ],
 )
-def test_options(line: str, field: str, value: object) -> None:
+def test_option_sets_plan_field(line: str, field: str, value: object) -> None:
     assert getattr(plan(line), field) == value
 
 
 @pytest.mark.parametrize(
-    ("line", "sentence"),
+    ("line", "message"),
     [
-        ("-n 0 t.py", "-n 0 is not allowed: a whole number from 1 to 1000000 is."),
-        ("-n t.py", "-n t.py is not allowed: a whole number from 1 to 1000000 is."),
-        ("--local 0 t.py", "--local 0 leaves nothing to run here: say -n and --spares, or more workers."),
-        ("--nnodes 4:2 t.py", "--nnodes 4:2 is not allowed: a number of hosts, or a range such as 2:4, is."),
-        ("--nproc-per-node xpu t.py", "--nproc-per-node xpu is not allowed: a number of workers, auto, cpu or gpu is."),
-        ("--master_port 80 t.py", "--master_port 80 is not allowed: a port from 1024 to 65535 is."),
-        ("--start-method thread t.py", "--start-method thread is not allowed: spawn, fork or forkserver is."),
-        ("--start spawn t.py", "--start spawn is not allowed: fork or exec is."),
-        ("--join=maybe t.py", "--join maybe is not allowed: True or False is."),
-        ("--preload torch.,os t.py", "--preload torch.,os is not allowed: a list of modules such as numpy,torch.optim is."),
-        ("--dry-run=1 t.py", "--dry-run=1 is not allowed: --dry-run takes no value."),
-        ("-mx t.py", "-mx is not allowed: -m takes no value."),
+        ("-n 0 t.py", "-n 0 is invalid: expected an integer from 1 to 1000000."),
+        ("-n t.py", "-n t.py is invalid: expected an integer from 1 to 1000000."),
+        ("--local 0 t.py", "--local 0 leaves this host without processes: give -n and --spares, or more workers."),
+        ("--nnodes 4:2 t.py", "--nnodes 4:2 is invalid: expected N, or MIN:MAX with MIN <= MAX."),
+        ("--nproc-per-node xpu t.py", "--nproc-per-node xpu is invalid: expected a number of workers, auto, cpu or gpu."),
+        ("--master_port 80 t.py", "--master_port 80 is invalid: expected a port from 1024 to 65535."),
+        ("--start-method thread t.py", "--start-method thread is invalid: expected spawn, fork or forkserver."),
+        ("--start spawn t.py", "--start spawn is invalid: expected fork or exec."),
+        ("--join=maybe t.py", "--join maybe is invalid: expected True or False."),
+        ("--preload torch.,os t.py", "--preload torch.,os is invalid: expected a list of modules such as numpy,torch.optim."),
+        ("--dry-run=1 t.py", "--dry-run=1 is invalid: --dry-run takes no value."),
+        ("-mx t.py", "-mx is invalid: -m takes no value."),
         ("--log-dir --join t.py", "--log-dir needs a value: --log-dir DIR."),
         ("--log-dir", "--log-dir needs a value: --log-dir DIR."),
-        ("--tls= t.py", "--tls  is not allowed: a path in UTF-8, not empty and without control characters, is."),
-        ("--or-join= t.py", "--or-join  is not allowed: a path in UTF-8, not empty and without control characters, is."),
-        ("--recovery-path= t.py", "--recovery-path is empty: name the folder of the journal, or leave it away."),
-        ("--virtual-local-rank t.py", "--virtual-local-rank is not supported: every worker here has its true LOCAL_RANK."),
-        ("--nproc-pernode 3 t.py", "There is no option --nproc-pernode: --nproc-per-node is the nearest."),
-        ("--nproc 3 t.py", "There is no option --nproc: --nproc-per-node is the nearest."),
-        ("--use-env t.py", "There is no option --use-env: covey run --help shows them."),
-        ("--zzz t.py", "There is no option --zzz: covey run --help shows them."),
-        ("-q t.py", "There is no option -q: covey run --help shows them."),
+        ("--tls= t.py", "--tls  is invalid: expected a path in UTF-8, not empty and without control characters."),
+        ("--or-join= t.py", "--or-join  is invalid: expected a path in UTF-8, not empty and without control characters."),
+        ("--recovery-path= t.py", "--recovery-path is empty: give the directory of the journal, or omit the option."),
+        (
+            "--virtual-local-rank t.py",
+            "--virtual-local-rank is not supported: LOCAL_RANK is always the worker's index on its host.",
+        ),
+        (
+            "--nproc-pernode 3 t.py",
+            "Unknown option --nproc-pernode: did you mean --nproc-per-node? covey run --help lists all.",
+        ),
+        ("--nproc 3 t.py", "Unknown option --nproc: did you mean --nproc-per-node? covey run --help lists all."),
+        ("--use-env t.py", "Unknown option --use-env: covey run --help lists all."),
+        ("--zzz t.py", "Unknown option --zzz: covey run --help lists all."),
+        ("-q t.py", "Unknown option -q: covey run --help lists all."),
     ],
 )
-def test_a_bad_option_is_one_sentence(line: str, sentence: str) -> None:
-    assert refusal(line) == sentence
+def test_invalid_option_error_text(line: str, message: str) -> None:
+    assert refusal(line) == message
 
 
 @pytest.mark.parametrize(
@@ -281,9 +289,9 @@ def test_a_bad_option_is_one_sentence(line: str, sentence: str) -> None:
         "--local-addr node1 t.py",
     ],
 )
-def test_a_value_that_is_not_allowed_is_refused_with_its_option(line: str) -> None:
+def test_invalid_value_error_names_option(line: str) -> None:
     flag = shlex.split(line)[0].rstrip("=")
-    assert refusal(line).startswith(f"{flag} ") and " is not allowed: " in refusal(line)
+    assert refusal(line).startswith(f"{flag} ") and " is invalid: expected " in refusal(line)
 
 
 @pytest.mark.parametrize(
@@ -294,23 +302,23 @@ def test_a_value_that_is_not_allowed_is_refused_with_its_option(line: str) -> No
         ("--rdzv_backend=static t.py", "--rdzv_backend is accepted without effect"),
         ("--rdzv-conf timeout=5 t.py", "--cluster_time_out"),
         ("--start-method spawn t.py", "--start fork or exec"),
-        ("--sim_rank_id 0 t.py", "there is no simulation"),
-        ("--nnodes 2:4 --node-rank 3 --master a t.py", "--node-rank 3 is not used where the number of hosts is not fixed"),
-        ("--standalone --rdzv-endpoint a:2000 t.py", "the given master is not used"),
-        ("--rank_table_file r.json t.py", "passed on as RANK_TABLE_FILE"),
+        ("--sim_rank_id 0 t.py", "covey has no simulation"),
+        ("--nnodes 2:4 --node-rank 3 --master a t.py", "--node-rank 3 is ignored because the number of hosts is not fixed"),
+        ("--standalone --rdzv-endpoint a:2000 t.py", "the given master is ignored"),
+        ("--rank_table_file r.json t.py", "passed to workers as RANK_TABLE_FILE"),
     ],
 )
-def test_what_means_little_here_is_remarked(line: str, words: str) -> None:
+def test_option_without_full_effect_adds_remark(line: str, words: str) -> None:
     (remark,) = plan(line).remarks
     assert words in remark
 
 
 @pytest.mark.parametrize("line", ["t.py", "--sim_level -1 t.py", "--run-path t.py", "--nnodes 2:2 --master a t.py"])
-def test_what_is_plain_is_not_remarked(line: str) -> None:
+def test_ordinary_options_add_no_remark(line: str) -> None:
     assert plan(line).remarks == []
 
 
-# -- the command -----------------------------------------------------------------------------------------------------
+# -- command ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -332,15 +340,15 @@ def test_what_is_plain_is_not_remarked(line: str) -> None:
         ("--start exec train.py", "train.py", False, True, "exec"),
     ],
 )
-def test_commands(line: str, command: str, module: bool, python: bool, start: str) -> None:
+def test_command_module_and_start_method(line: str, command: str, module: bool, python: bool, start: str) -> None:
     made = plan(line)
     assert (made.command, made.is_module, made.is_python, made.start) == (command.split(), module, python, start)
 
 
-# -- the environment -------------------------------------------------------------------------------------------------
+# -- environment -----------------------------------------------------------------------------------------------------
 
 
-def test_variables_count_where_no_option_speaks() -> None:
+def test_variables_apply_without_options() -> None:
     environ = {"MS_WORKER_NUM": "8", "MS_SCHED_HOST": "node1", "MS_SCHED_PORT": "8118", "COVEY_GRACE": "2"}
     made = plan("--local 4 t.py", environ | {"MS_TOPO_TIMEOUT": "9", "MS_SCHED_MANAGE_PORT": "0"})
     assert (made.world, made.local_workers, made.master_host, made.master_port) == (8, 4, "node1", 8118)
@@ -348,19 +356,19 @@ def test_variables_count_where_no_option_speaks() -> None:
     assert made.loaded.origins["worker_num"] == "MS_WORKER_NUM"
 
 
-def test_options_go_before_variables() -> None:
+def test_options_override_variables() -> None:
     made = plan("-n 2 --master-port 3000 t.py", {"MS_WORKER_NUM": "8", "MS_SCHED_PORT": "8118"})
     assert (made.world, made.master_port, made.loaded.origins["sched_port"]) == (2, 3000, "--master-port")
 
 
-def test_workers_per_host_overrule_a_variable_and_say_so() -> None:
+def test_nproc_per_node_overrides_worker_num_with_remark() -> None:
     made = plan("--nproc-per-node 2 t.py", {"MS_WORKER_NUM": "8"})
     assert made.world == 2
-    assert made.remarks == ["MS_WORKER_NUM=8 is overruled by --nproc-per-node 2."]
+    assert made.remarks == ["MS_WORKER_NUM=8 is overridden by --nproc-per-node 2."]
 
 
-def test_torchruns_variables_count_where_no_option_speaks() -> None:
-    """As an operator of PyTorch jobs sets them in a pod whose command is `torchrun t.py`."""
+def test_torchrun_variables_apply_without_options() -> None:
+    """Operators of PyTorch jobs set these in a pod whose command is `torchrun t.py`."""
     environ = {"PET_NNODES": "1:4", "PET_NPROC_PER_NODE": "2", "PET_RDZV_ENDPOINT": "node1:29400", "PET_RDZV_BACKEND": "c10d"}
     environ |= {"PET_MASTER_ADDR": "elsewhere", "PET_MAX_RESTARTS": "3", "PET_STANDALONE": "0", "PET_NODE_RANK": ""}
     made = plan("t.py --lr 1", environ | {"PET_TEE": "3"})
@@ -375,22 +383,22 @@ def test_torchruns_variables_count_where_no_option_speaks() -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "allowed"),
     [
-        ("PET_NPROC_PER_NODE", "two", "a number of workers, auto, cpu or gpu is."),
-        ("PET_STANDALONE", "yes", "1 (on) or 0 (off) is."),
-        ("PET_MASTER_PORT", "80", "a port from 1024 to 65535 is."),
+        ("PET_NPROC_PER_NODE", "two", "a number of workers, auto, cpu or gpu."),
+        ("PET_STANDALONE", "yes", "1 (on) or 0 (off)."),
+        ("PET_MASTER_PORT", "80", "a port from 1024 to 65535."),
     ],
 )
-def test_a_bad_variable_of_torchrun_is_named(variable: str, value: str, allowed: str) -> None:
-    assert refusal("t.py", {variable: value}).endswith(f" is not allowed: {allowed}")
+def test_invalid_torchrun_variable_error_names_variable(variable: str, value: str, allowed: str) -> None:
+    assert refusal("t.py", {variable: value}).endswith(f" is invalid: expected {allowed}")
     assert variable in refusal("t.py", {variable: value})
 
 
-def test_a_bad_variable_is_named() -> None:
-    assert refusal("t.py", {"MS_WORKER_NUM": "none"}).startswith("MS_WORKER_NUM=none is not allowed")
+def test_invalid_variable_error_names_variable() -> None:
+    assert refusal("t.py", {"MS_WORKER_NUM": "none"}).startswith("MS_WORKER_NUM=none is invalid")
     assert "MS_WORKER_NUM=2" in refusal("--local 4 t.py", {"MS_WORKER_NUM": "2"})
 
 
-def test_recovery_by_variables_needs_a_folder() -> None:
+def test_enable_recovery_requires_recovery_path() -> None:
     assert "--recovery-path" in refusal("t.py", {"MS_ENABLE_RECOVERY": "1"})
     assert plan("t.py", {"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": "r"}).recovery_path == "r"
     assert plan("t.py", {"MS_RECOVERY_PATH": "r"}).recovery_path == ""
@@ -424,13 +432,15 @@ STEP = {
         ("-n 8 t.py", {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5"}, 8, 1, 5),
     ],
 )
-def test_srun_says_how_many_and_who(line: str, changes: dict[str, str], world: int, local: int, node_rank: int) -> None:
+def test_slurm_step_determines_sizes_and_node_rank(
+    line: str, changes: dict[str, str], world: int, local: int, node_rank: int
+) -> None:
     made = plan(line, STEP | changes)
     assert (made.world, made.local_workers, made.node_rank) == (world, local, node_rank)
     assert (made.master_host, made.master_port) == ("gpu07", 14242)
 
 
-def test_all_tasks_of_a_step_meet_at_one_place_and_steps_do_not_collide() -> None:
+def test_tasks_of_a_slurm_step_share_a_port_and_steps_do_not() -> None:
     first = plan("-n 4 t.py", STEP | {"SLURM_NODEID": "0"})
     other = plan("-n 4 t.py", STEP)
     later = plan("-n 4 t.py", STEP | {"SLURM_STEP_ID": "1"})
@@ -438,7 +448,7 @@ def test_all_tasks_of_a_step_meet_at_one_place_and_steps_do_not_collide() -> Non
     assert (first.first_rank, other.first_rank) == (0, 2)
 
 
-def test_a_given_port_goes_before_slurms() -> None:
+def test_master_port_overrides_slurm_port() -> None:
     made = plan("-n 4 --master-port 3000 t.py", STEP)
     assert (made.master_host, made.master_port) == ("gpu07", 3000)
 
@@ -451,45 +461,45 @@ def test_a_given_port_goes_before_slurms() -> None:
         ("--nnodes 1 -n 3 t.py", "127.0.0.1", 3, 3),
     ],
 )
-def test_what_was_said_goes_before_slurm(line: str, host: str, world: int, local: int) -> None:
+def test_options_override_slurm_step(line: str, host: str, world: int, local: int) -> None:
     made = plan(line, STEP)
     assert (made.master_host, made.world, made.local_workers) == (host, world, local)
 
 
-def test_many_tasks_on_a_host_are_remarked() -> None:
+def test_several_slurm_tasks_per_host_add_remark() -> None:
     (remark,) = plan("t.py", STEP | {"SLURM_STEP_NUM_TASKS": "8", "SLURM_PROCID": "5"}).remarks
     assert "8 tasks on 2 hosts" in remark
 
 
-def test_a_step_on_one_host_is_local() -> None:
+def test_slurm_step_on_one_host_uses_loopback() -> None:
     alone = {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "gpu07"}
     made = plan("-n 4 t.py", STEP | alone)
     assert (made.local_workers, made.master_host, made.master_port) == (4, "127.0.0.1", 0)
 
 
-def test_a_batch_script_without_srun_stays_on_its_host_and_says_so() -> None:
+def test_batch_script_without_srun_uses_one_host_with_remark() -> None:
     batch = {"SLURM_JOB_ID": "1", "SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "a[1-2]", "SLURM_NODEID": "0"}
     made = plan("-n 4 t.py", batch)
     assert (made.local_workers, made.master_host) == (4, "127.0.0.1")
-    assert made.remarks == ["SLURM_NNODES=2, but without srun only this host is used: srun covey run ... takes them all."]
+    assert made.remarks == ["SLURM_NNODES=2, but without srun only this host is used: use srun covey run ... for all hosts."]
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID=x is not allowed"),
-        ({"SLURM_STEP_NUM_NODES": "0"}, "SLURM_STEP_NUM_NODES=0 is not allowed"),
-        ({"SLURM_NODEID": "2"}, "Slurm's host number 2 is beyond the last host, 1"),
-        ({"SLURM_STEP_NODELIST": "gpu[07-"}, 'Slurm\'s list of hosts "gpu[07-"'),
+        ({"SLURM_JOB_ID": "x"}, "SLURM_JOB_ID=x is invalid"),
+        ({"SLURM_STEP_NUM_NODES": "0"}, "SLURM_STEP_NUM_NODES=0 is invalid"),
+        ({"SLURM_NODEID": "2"}, "the host index of the Slurm step, 2, is out of range: expected 0 to 1"),
+        ({"SLURM_STEP_NODELIST": "gpu[07-"}, 'Slurm\'s node list "gpu[07-" is invalid'),
         ({"SLURM_STEP_NODELIST": "", "SLURM_JOB_NODELIST": ""}, "Slurm did not set SLURM_STEP_NODELIST"),
     ],
 )
-def test_what_slurm_cannot_mean_is_one_sentence(changes: dict[str, str], words: str) -> None:
+def test_invalid_slurm_variables_are_refused(changes: dict[str, str], words: str) -> None:
     assert words in refusal("-n 4 t.py", STEP | changes)
 
 
-def test_a_size_that_does_not_fit_slurms_hosts_is_one_sentence() -> None:
-    assert "-n 4 contradicts --local 4 on 2 hosts, as Slurm started it" in refusal("-n 4 --local 4 t.py", STEP)
+def test_size_that_contradicts_slurm_step_is_refused() -> None:
+    assert "-n 4 contradicts --local 4 on 2 hosts (of the Slurm step)" in refusal("-n 4 --local 4 t.py", STEP)
 
 
 @pytest.mark.parametrize(
@@ -503,22 +513,22 @@ def test_a_size_that_does_not_fit_slurms_hosts_is_one_sentence() -> None:
         ("r[1-2]n[3,5]", ["r1n3", "r1n5", "r2n3", "r2n5"]),
     ],
 )
-def test_host_lists(nodelist: str, hosts: list[str]) -> None:
+def test_expand_nodelist(nodelist: str, hosts: list[str]) -> None:
     assert slurm.expand_nodelist(nodelist) == hosts
 
 
 @pytest.mark.parametrize(
     "nodelist", ["", "a[", "a]", "a[1-]", "a[3-1]", "a[x]", "a,,b", "a[]", "a[1-999999999]", "a[1-400][1-400]"]
 )
-def test_bad_host_lists(nodelist: str) -> None:
-    with pytest.raises(UsageError, match="cannot be read"):
+def test_malformed_nodelist_is_refused(nodelist: str) -> None:
+    with pytest.raises(UsageError, match="is invalid: expected a list such as"):
         slurm.expand_nodelist(nodelist)
 
 
-# -- the table, help and description ---------------------------------------------------------------------------------
+# -- option table, help, --dry-run ------------------------------------------------------------------------------------
 
 
-def test_every_option_fills_something_that_exists() -> None:
+def test_every_option_has_an_existing_field() -> None:
     fields = {*RunOptions.__struct_fields__, *TABLE, "master", "help", ""}
     for options in OPTIONS.values():
         for option in options:
@@ -527,12 +537,12 @@ def test_every_option_fills_something_that_exists() -> None:
     assert not set(RunOptions.__struct_fields__) & set(TABLE)
 
 
-def test_every_question_of_the_plan_can_be_asked() -> None:
-    said = {option.field for options in OPTIONS.values() for option in options}
-    assert set(RunOptions.__struct_fields__) <= said
+def test_every_field_of_run_options_has_an_option() -> None:
+    fields = {option.field for options in OPTIONS.values() for option in options}
+    assert set(RunOptions.__struct_fields__) <= fields
 
 
-def test_no_two_options_share_a_name() -> None:
+def test_option_names_are_unique() -> None:
     names = [name.replace("_", "-") for options in OPTIONS.values() for option in options for name in option.names.split()]
     assert sorted(names) == sorted(OPTION_BY_NAME)
 
@@ -550,11 +560,11 @@ TORCHRUN = (
 
 
 @pytest.mark.parametrize("name", [*MSRUN.split(), *TORCHRUN.split()])
-def test_every_option_of_msrun_and_torchrun_is_known(name: str) -> None:
+def test_every_msrun_and_torchrun_option_is_known(name: str) -> None:
     assert name.replace("_", "-") in OPTION_BY_NAME if name.startswith("--") else name in OPTION_BY_NAME
 
 
-def test_help_shows_every_option_once_below_its_heading() -> None:
+def test_help_lists_every_option_once() -> None:
     text = help_text()
     for heading, options in OPTIONS.items():
         assert f"\n{heading}:\n" in text
@@ -565,7 +575,7 @@ def test_help_shows_every_option_once_below_its_heading() -> None:
     assert all(len(line) <= 120 for line in text.splitlines())
 
 
-def test_a_description_says_who_starts_what_where() -> None:
+def test_dry_run_describes_plan() -> None:
     text = describe_plan(
         plan(
             "-n 8 --local 4 --master [::1]:2000 --node-rank 1 --log-dir out --tls c.json --recovery-path r --preload numpy "
@@ -574,13 +584,13 @@ def test_a_description_says_who_starts_what_where() -> None:
         )
     )
     for words in (
-        "8 in all on 2 hosts, 4 on this one (host 1)",
-        "[::1]:2000, started by the host that has this address",
+        "8 on 2 hosts, 4 on this host (host 1)",
+        "[::1]:2000, started on the host with this address",
         "python train.py 'a b'",
         "which also imports numpy",
         "out/scheduler.log, out/worker_<rank>.log",
         "stdout of local rank 0",
-        "an even share",
+        "an equal share",
         "journal      r",
         "TLS          c.json",
         "MS_WORKER_NUM=8 (from -n)",
@@ -592,21 +602,21 @@ def test_a_description_says_who_starts_what_where() -> None:
     assert "mellon" not in text
 
 
-def test_a_description_of_what_is_left_open() -> None:
+def test_dry_run_describes_values_chosen_later() -> None:
     text = describe_plan(plan("-n 8 --local 5 --master a --manage-port 0 --cluster_time_out -1 -m pkg"))
     for words in (
-        "as many hosts as it takes",
+        "any number of hosts",
         "a:8118",
-        "waits for ever",
+        "waits for all nodes without limit",
         "REST port    none",
         "python -m pkg",
-        "(dealt out by",
+        "(assigned by",
     ):
         assert words in text, words
-    assert "127.0.0.1:(a free port), started here" in describe_plan(plan("t.py"))
+    assert "127.0.0.1:(a free port), started on this host" in describe_plan(plan("t.py"))
 
 
-# -- anything at all -------------------------------------------------------------------------------------------------
+# -- random input ----------------------------------------------------------------------------------------------------
 
 WORDS = st.one_of(
     st.sampled_from(sorted(OPTION_BY_NAME)),
@@ -620,7 +630,7 @@ SLURM = st.dictionaries(st.sampled_from(sorted([*STEP, "SLURM_NTASKS_PER_NODE"])
 @settings(deadline=None)
 @example(["-h"], 1, 0, {})
 @given(st.lists(WORDS, max_size=8), st.integers(1, 256), st.integers(0, 8), st.one_of(st.just({}), SLURM))
-def test_any_command_line_is_a_whole_plan_or_one_sentence(
+def test_any_command_line_gives_consistent_plan_or_usage_error(
     argv: list[str], cpus: int, gpus: int, environ: dict[str, str]
 ) -> None:
     try:
@@ -637,16 +647,16 @@ def test_any_command_line_is_a_whole_plan_or_one_sentence(
 
 
 @pytest.mark.parametrize("words", ["-n 4", "--"])
-def test_no_script_is_a_sentence_of_its_own_family(words: str) -> None:
+def test_missing_script_exits_with_bad_script(words: str) -> None:
     with pytest.raises(UsageError, match="No script is given") as refusal:
         parse_command_line(words.split(), {}, cpu_count=4, gpu_count=0)
     assert refusal.value.exit_code is ExitCode.BAD_SCRIPT
 
 
-def test_a_run_that_a_worker_of_another_starts_is_one_of_its_own() -> None:
-    place = dict.fromkeys(("MS_ROLE", "MS_SCHED_HOST", "MS_SCHED_PORT", "MS_WORKER_NUM", "COVEY_INCARNATION"), "1")
-    inside = {**place, "COVEY_AGENT": "127.0.0.1:1@/relay", "MS_NODE_TIMEOUT": "5"}
+def test_cluster_variables_of_an_enclosing_worker_are_dropped() -> None:
+    manual = dict.fromkeys(("MS_ROLE", "MS_SCHED_HOST", "MS_SCHED_PORT", "MS_WORKER_NUM", "COVEY_INCARNATION"), "1")
+    inside = {**manual, "COVEY_AGENT": "127.0.0.1:1@/relay", "MS_NODE_TIMEOUT": "5"}
     drop_cluster_variables(inside)
     assert inside == {"MS_NODE_TIMEOUT": "5"}
-    drop_cluster_variables(place)
-    assert len(place) == 5, "by hand they mean what they say"
+    drop_cluster_variables(manual)
+    assert len(manual) == 5, "without COVEY_AGENT the variables must be kept"
