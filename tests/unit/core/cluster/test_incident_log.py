@@ -37,7 +37,9 @@ def closed_by(
     incidents = [
         effect.record for effect in effects[::2] if isinstance(effect, Persist) and isinstance(effect.record, Incident)
     ]
-    assert effects[1::2] == [PublishEvent("cluster", "recovery", str(incident)) for incident in incidents]
+    assert effects[1::2] == [
+        PublishEvent("cluster", "recovery", str(incident), outcome=incident.outcome) for incident in incidents
+    ]
     return incidents
 
 
