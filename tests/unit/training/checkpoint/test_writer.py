@@ -109,4 +109,4 @@ print("after")
     with log.open("ab") as file:
         done = subprocess.run([sys.executable, *flags, "-c", script], stdout=file, stderr=file, env=dict(os.environ))
     assert done.returncode == 0
-    assert log.read_text() == "before\ncovey: 100 bytes that were printed here are lost: there was no room for them\nafter\n"
+    assert log.read_text() == "before\ncovey: 100 bytes of output were lost here: the disk was full\nafter\n"
