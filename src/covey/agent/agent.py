@@ -467,7 +467,8 @@ class Agent:
 
 
 def _read_script_source(job: AgentJob) -> bytes | None:
-    """Return the script as it is at the start of the run; None for a module, an unreadable or a larger file.
+    """Return the script as it is at the start of the run; None for a module, an unreadable file, or one larger than
+    `SOURCE_MAX`.
 
     A replacement must run the same code as the other ranks, even if the user has edited the file since.
     """

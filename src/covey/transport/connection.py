@@ -283,7 +283,8 @@ class Connection(asyncio.Protocol):
 
 
 def set_tcp_options(sock: Any) -> None:
-    """Disable Nagle's algorithm, and set keepalive and timeouts (10 to 30 s) by which the kernel detects a lost host."""
+    """Disable Nagle's algorithm, and set keepalive (after 10 s) and a timeout of 30 s, by which the kernel detects a lost
+    host."""
     options = (
         (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),

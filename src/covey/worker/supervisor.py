@@ -1,7 +1,7 @@
 """Supervision of a script in a container: the first process becomes the supervisor, and the script continues in a child.
 
 For containers that run `python train.py` and must not end when the script dies (COVEY_SUPERVISE=1, the operator's
-recover-in-place). The supervisor is forked at `covey.init()` and acts as a template: it has imported the script's modules and
+recover-in-place). The supervisor also acts as the template: it has imported the script's modules before `covey.init()` and
 never computed, so each child is a fork of it. If the process cannot be forked safely, because a thread or CUDA was started
 before `covey.init()`, it executes a small supervisor that starts the whole script instead.
 
