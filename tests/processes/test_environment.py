@@ -309,7 +309,7 @@ def test_lccl_is_accepted_and_says_what_it_means_here(cluster: Cluster) -> None:
     _, (worker,) = cluster.formed(MS_ENABLE_LCCL=1)
     cluster.release()
     assert set(cluster.wait().values()) == {0}
-    assert "MS_ENABLE_LCCL=1 is accepted and changes nothing" in worker.text()
+    assert "MS_ENABLE_LCCL=1 has no effect" in worker.text()
 
 
 @pytest.mark.parametrize(
@@ -440,7 +440,7 @@ def test_half_of_the_variables_is_a_mistake_and_not_a_world_of_one(cluster: Clus
 @pytest.mark.parametrize("call", ["get_rank", "get_group_size", "get_local_rank", "get_local_rank_size", "barrier"])
 def test_questions_before_init_say_what_to_call(cluster: Cluster, call: str) -> None:
     early = program(cluster, SAID.format(call=f"{call}()"))
-    assert early.text() == "call covey.init() first: before it this process has no rank\n"
+    assert early.text() == "call covey.init() first: this process has no rank yet\n"
 
 
 def test_set_seed_seeds_python_numpy_and_torch(cluster: Cluster) -> None:
