@@ -309,7 +309,7 @@ def test_lccl_setting_is_accepted_with_a_note(cluster: Cluster) -> None:
     _, (worker,) = cluster.formed(MS_ENABLE_LCCL=1)
     cluster.release()
     assert set(cluster.wait().values()) == {0}
-    assert "MS_ENABLE_LCCL=1 is accepted and changes nothing" in worker.text()
+    assert "MS_ENABLE_LCCL=1 has no effect" in worker.text()
 
 
 @pytest.mark.parametrize(
@@ -440,7 +440,7 @@ def test_incomplete_variables_are_an_error(cluster: Cluster) -> None:
 @pytest.mark.parametrize("call", ["get_rank", "get_group_size", "get_local_rank", "get_local_rank_size", "barrier"])
 def test_calls_before_init_raise_an_error_naming_init(cluster: Cluster, call: str) -> None:
     early = program(cluster, SAID.format(call=f"{call}()"))
-    assert early.text() == "call covey.init() first: before it this process has no rank\n"
+    assert early.text() == "call covey.init() first: this process has no rank yet\n"
 
 
 def test_set_seed_seeds_python_numpy_and_torch(cluster: Cluster) -> None:
