@@ -1,10 +1,10 @@
-"""How many updates a server takes per second of its CPU, how long the framework's part of a round is, a thousand devices.
+"""Benchmark of federated learning: updates per CPU-second, duration of a round, simulation of 1,000 devices.
 
-Updates: devices join first; then their updates are sent over a few keep-alive connections, and the servers' own CPU time is
-read before and after. Rounds: devices are processes that add a constant, so all time is the framework's; the peer is Flower's
-persistent gRPC path (`start_server`, `start_client`) with the same clients, in an environment of its own; and, with 4
-clients and 3 rounds, its deployment path (SuperLink, SuperNodes, `flwr run`). Simulated: `covey federated simulate`'s rounds.
-Privacy is in `bench.private`, and alone with `--private`; memory in `bench.memory`, and alone with `--memory`.
+Updates: devices join first; then their updates are sent over a few keep-alive connections, and the servers' CPU time is read
+before and after. Rounds: devices are processes that add a constant, so the framework takes all the time. The peer is Flower's
+persistent gRPC path (`start_server`, `start_client`) with the same clients, in its own environment, and with 4 clients and 3
+rounds its deployment path (SuperLink, SuperNodes, `flwr run`). Simulation: the rounds of `covey federated simulate`. Privacy is
+measured by `bench.private` (only that with `--private`), memory by `bench.memory` (only that with `--memory`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ROLES = ("MS_SERVER", "MS_SCHED")
 
 
 class Running(msgspec.Struct):
-    """A cluster that is up."""
+    """A running cluster: server URLs, and the server and scheduler processes."""
 
     urls: list[str]
     servers: list[Any]
@@ -56,7 +56,7 @@ class Running(msgspec.Struct):
 
 @contextmanager
 def cluster(size: int, servers: int, threshold: int, durability: str, **settings: Any) -> Iterator[Running]:
-    """`covey federated up` with a model of so many values."""
+    """Run `covey federated up` with a model of `size` values."""
     with tempfile.TemporaryDirectory() as folder:
         save_file({"w": np.zeros(size, np.float32)}, f"{folder}/model.safetensors")
         first = _ports(servers)
@@ -92,7 +92,7 @@ def _ports(count: int) -> int:
 
 
 def measure_updates(size: int, servers: int, durability: str, count: int) -> dict[str, Any]:
-    """Updates per second of the servers' CPU, and per second of the clock."""
+    """Return updates per second of the servers' CPU time and of wall time, and CPU microseconds per update."""
     with cluster(size, servers, count + 1, durability) as running:
         sent = [_prepare(running.urls[n % servers], n) for n in range(count)]
         before = [_cpu(process) for process in running.servers]
@@ -111,7 +111,7 @@ def measure_updates(size: int, servers: int, durability: str, count: int) -> dic
 
 
 def _prepare(url: str, number: int) -> bytes:
-    """Join, and make the head of the update."""
+    """Join a round, and return the HTTP head and safetensors header of the update."""
     with Device(url, f"device-{number}", data_size=10) as device:
         task = device.join()
         assert task is not None
@@ -140,7 +140,7 @@ def _cpu(process: Any) -> float:
 
 
 def measure_rounds(size: int, clients: int, rounds: int) -> dict[str, float]:
-    """Milliseconds per round as the first client saw them."""
+    """Return milliseconds per round, measured by the first client."""
     with cluster(size, 1, clients, "process") as running:
         words = [sys.executable, str(SCRIPTS / "federated_device.py"), ",".join(running.urls)]
         environ = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -157,7 +157,7 @@ def measure_rounds(size: int, clients: int, rounds: int) -> dict[str, float]:
 def measure_flower(
     size: int, clients: int, rounds: int, python: str, script: str = "federated_flower.py"
 ) -> dict[str, float] | None:
-    """The same with Flower: its persistent path, or the one that another script takes."""
+    """Return the same for Flower, with its persistent path or the path of another script; None if that fails."""
     done = subprocess.run([python, str(SCRIPTS / script), str(size), str(clients), str(rounds)], capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     found: dict[str, float] | None = json.loads(lines[-1]) if lines else None
@@ -165,12 +165,12 @@ def measure_flower(
 
 
 class Found(msgspec.Struct):
-    """What was measured, by model, servers and durability, or by model and clients."""
+    """Measurements, by (model, servers, durability) or by (model, clients)."""
 
     updates: dict[tuple[str, int, str], dict[str, Any]]
     rounds: dict[tuple[str, int], dict[str, float]]
     flower: dict[tuple[str, int], dict[str, float] | None]
-    deployed: dict[str, float] | None  # Flower's other path
+    deployed: dict[str, float] | None  # Flower's deployment path
     simulated: Spread
     resident: list[dict[str, float]]
     secure: dict[str, Any]
@@ -178,11 +178,9 @@ class Found(msgspec.Struct):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--quick", action="store_true", help="small numbers of the small model; of Flower only its persistent path"
-    )
-    parser.add_argument("--private", action="store_true", help="only what privacy costs")
-    parser.add_argument("--memory", action="store_true", help="only what devices cost in memory")
+    parser.add_argument("--quick", action="store_true", help="fewer runs, the small model, and only Flower's persistent path")
+    parser.add_argument("--private", action="store_true", help="measure only the cost of privacy")
+    parser.add_argument("--memory", action="store_true", help="measure only the memory used per device")
     options = parser.parse_args()
     about = {"machine": machine(), "quick": options.quick}
     resident = memory.measure(cluster, few=options.quick) if not options.private else []

@@ -1,8 +1,8 @@
-"""A federated cluster without sockets: the real machines of scheduler and servers, on a heap clock, with a seeded network.
+"""Simulated federated cluster: the real state machines of scheduler and servers, with a simulated clock and a seeded network.
 
-Servers and the scheduler die and return at any moment; a server's log and models survive it, as files do. Devices send each
-update until it is acknowledged or the round has closed, at any server, and never twice on purpose. What must hold is checked
-when a sum is made (no update twice, none of the acknowledged missing) and at the end (rounds went on).
+Servers and the scheduler die and return at any time; a server's log and models survive it, as files do. Devices send each
+update to any server until it is acknowledged or the round has closed. The invariants are checked when a sum is made (no update
+twice, no acknowledged update missing) and at the end (rounds continued).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ DELAY_S = (0.001, 0.02)
 
 
 class Simulated:
-    """The whole: clock, network, processes, devices, and what was promised to whom."""
+    """Simulation of a cluster: clock, network, processes, devices, and acknowledged updates by round."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Simulated:
         self.gave_up: set[int] = set()
         self.voided: set[int] = set()
         self.plan = RoundPlan(
-            threshold=devices // 2 if staleness else devices,  # where slow ones need not be waited for
+            threshold=devices // 2 if staleness else devices,  # asynchronous rounds do not wait for slow devices
             ratio=0.75,
             start_window_s=1.0,
             update_window_s=1.0,
@@ -94,13 +94,13 @@ class Simulated:
         self.now = until
 
     def carry(self, sender: str, receiver: str, call: Callable[[], None]) -> None:
-        """A message, in order with the others between the two."""
+        """Deliver a message after a delay; messages between two processes keep their order."""
         at = max(self.now + self.random.uniform(*DELAY_S), self._order.get((sender, receiver), 0.0) + 1e-6)
         self._order[(sender, receiver)] = at
         self.after(at - self.now, call)
 
     def check_promises(self) -> None:
-        """Whatever was acknowledged, also after the sum was made, is in it."""
+        """Assert that each sum contains all acknowledged updates, unless a part of the round was given up."""
         for number, ids in self.results.items():
             missing = self.acked.get(number, set()) - ids
             assert not missing or number in self.gave_up, f"round {number} lost {missing}"
@@ -110,7 +110,7 @@ class Simulated:
 
 
 class SimScheduler:
-    """The scheduler's machine and the record that survives it."""
+    """Scheduler: the state machine, and the record that survives a crash."""
 
     def __init__(self, world: Simulated) -> None:
         self.world = world
@@ -179,7 +179,7 @@ class SimScheduler:
 
 
 class SimServer:
-    """A server's machine in a shell of ids instead of tensors. `logs` is its folder: round and former life, to ids."""
+    """Server with real claims, and device ids in place of tensors. `logs` has the ids by round and adopted instance id."""
 
     def __init__(self, world: Simulated, node_id: str, host: str) -> None:
         self.world = world
@@ -231,10 +231,10 @@ class SimServer:
             return self.world.after(0.05, lambda: self._call(life))
         self.link = scheduler.connect(self, life)
         number = self.orders.round if self.orders is not None else 0
-        enlist = RegisterServer(
+        registration = RegisterServer(
             self.node_id, self.name, self.host, self.node_id, self.name, log_directory=self.node_id, round=number
         )
-        self._say(enlist)
+        self._say(registration)
         return None
 
     def lost(self, life: int) -> None:
@@ -353,7 +353,7 @@ class SimServer:
         assert len(set(total)) == len(total), f"round {number} counts an update twice"
         assert number not in world.voided, f"round {number} was abandoned and has a sum"
         again = [d for d in total for other, ids in world.results.items() if other != number and d in ids and "@" in d]
-        assert not again, f"round {number} counts {again}, which an earlier one did"
+        assert not again, f"round {number} counts {again}, which an earlier round did"
         missing = world.acked.get(number, set()) - set(total)
         assert not missing or number in world.gave_up, f"round {number} lost {missing}"
         assert world.results.setdefault(number, frozenset(total)) == frozenset(total), f"round {number} has two results"
@@ -364,7 +364,7 @@ class SimServer:
         if not self.link:
             return
         adopted = tuple(life for number, life in self.logs if life and number == self.part_round)
-        standing = ServerStatus(
+        status = ServerStatus(
             generation=self.claims.generation,
             round=self.part_round,
             totals=RoundTotals(len(self.mine())),
@@ -372,38 +372,38 @@ class SimServer:
             model_round=self.model,
             digest=str(self.model),
             adopted_instances=adopted,
-            failed_adoptions=tuple(sorted(self.unable)),  # the order of a set differs from process to process
+            failed_adoptions=tuple(sorted(self.unable)),  # the order of a set differs between processes
             drained=self.drained,
             counted_devices=tuple(self.mine()) if self.sealed and self.world.plan.secure else (),
         )
-        self._say(standing)
+        self._say(status)
 
-    def carry(self, wishes: list[ClaimEffect]) -> None:
-        for wish in wishes:
-            if isinstance(wish, SendToServer):
-                self._tell_peer(wish)
-            elif isinstance(wish, StoreUpdate):
-                self._store(wish.round, wish.device)
+    def carry(self, effects: list[ClaimEffect]) -> None:
+        for effect in effects:
+            if isinstance(effect, SendToServer):
+                self._tell_peer(effect)
+            elif isinstance(effect, StoreUpdate):
+                self._store(effect.round, effect.device)
             else:
-                assert isinstance(wish, RejectUpdate)
-                for call in self.waiting.pop((wish.round, wish.device), ()):
-                    call(str(wish.outcome))
+                assert isinstance(effect, RejectUpdate)
+                for call in self.waiting.pop((effect.round, effect.device), ()):
+                    call(str(effect.outcome))
 
-    def _tell_peer(self, wish: SendToServer) -> None:
-        other = self.world.servers[wish.node_id]
-        known = next((p.peer_address for p in self.claims.members if p.node_id == wish.node_id), "")
+    def _tell_peer(self, effect: SendToServer) -> None:
+        other = self.world.servers[effect.node_id]
+        known = next((p.peer_address for p in self.claims.members if p.node_id == effect.node_id), "")
         if not other.alive or other.name != known:
             return
-        life, message = other.life, wish.message
+        life, message = other.life, effect.message
 
         def arrive() -> None:
             if other.life == life and other.alive:
                 other.carry(other.claims.on_message(self.node_id, message, self.world.now))
 
-        self.world.carry(self.node_id, wish.node_id, arrive)
+        self.world.carry(self.node_id, effect.node_id, arrive)
 
     def _store(self, number: int, device: str) -> None:
-        """Logged at once, as with durability `process`; the answer may still be lost."""
+        """Log an update immediately, as with durability `process`; the reply may still be lost."""
         if number != self.part_round or (number, device) not in self.waiting:
             return self.carry(self.claims.on_store_failed(number, device))
         self.logs.setdefault((number, ""), []).append(device)
@@ -422,7 +422,7 @@ class SimServer:
         return None
 
     def relay(self, number: int, ask: Any, call: Callable[[SecaggReply], None]) -> None:
-        """A request of a secure round."""
+        """Forward a request of a secure round to the scheduler."""
         self.serial += 1
         serial = self.serial
         self.asked[serial] = call
@@ -434,7 +434,7 @@ class SimServer:
 
 
 class SimDevice:
-    """Joins, sends, tries again elsewhere."""
+    """Device that joins, sends its update, and retries at another server."""
 
     def __init__(self, world: Simulated, name: str) -> None:
         self.world = world

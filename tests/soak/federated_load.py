@@ -1,7 +1,7 @@
 """A federated cluster under load and `covey chaos`: `python -m tests.soak.federated_load --minutes 5`.
 
-Devices send updates everyone can compute, in every round, and check each model against the exact sum, bit for bit, while
-servers and the scheduler are killed, stopped and slowed.
+Devices send known updates in every round and compare each model with the exact sum, bit for bit, while servers and the
+scheduler are killed, stopped and slowed.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ FAULTS = "kill,stop,slow,scheduler"
 
 
 def prove(shell: Shell, *chaos: str, servers: int = SERVERS, durability: str = "process") -> tuple[dict[str, Any], int]:
-    """What happened, and how many rounds were exact meanwhile. Fails at the first that was not."""
+    """Return the summary of `covey chaos`, and the number of exact rounds during it. Fail if a model is not exact."""
     settings: dict[str, Any] = {"fl_iteration_num": ROUNDS_MAX, "update_model_time_window": 600_000, "durability": durability}
     federation = Federation(shell, servers, DEVICES, **settings)
     crowd = Crowd(federation)
     crowd.until_round(2)
     found = harm(shell, "--master", f"127.0.0.1:{federation.scheduler}", *chaos)
     rounds = max(crowd.rounds)
-    crowd.until_round(rounds + 2)  # it goes on
+    crowd.until_round(rounds + 2)  # rounds must continue after the faults
     assert not crowd.wrong
     return found, rounds
 
@@ -42,7 +42,7 @@ def main() -> int:
         found, rounds = prove(shell, *words(options), servers=options.servers, durability=options.durability)
         print(table(found))
         took = time.monotonic() - began
-        print(f"{found['strikes']} faults, {rounds} rounds of {DEVICES} devices, every sum exact; {took:.0f} s in all")
+        print(f"{found['strikes']} faults, {rounds} rounds of {DEVICES} devices, every sum exact; {took:.0f} s in total")
     return 0
 
 

@@ -27,9 +27,7 @@ PublicKey = Annotated[bytes, Meta(min_length=PUBLIC_KEY_BYTES, max_length=PUBLIC
 SealedShareBytes = Annotated[bytes, Meta(min_length=SEALED_SHARE_BYTES, max_length=SEALED_SHARE_BYTES)]
 ShareBytes = Annotated[bytes, Meta(min_length=shamir.SHARE_BYTES, max_length=shamir.SHARE_BYTES)]
 Milliseconds = Annotated[int, Meta(description="Milliseconds since 1970.")]
-WaitMilliseconds = Annotated[
-    int, Meta(ge=0, le=60_000, description="How long the server may delay its reply until the request can succeed, in ms.")
-]
+WaitMilliseconds = Annotated[int, Meta(ge=0, le=60_000, description="Time in ms by which the server may delay a refusal.")]
 
 
 def min_count_for_share(count: int, share: float) -> int:
