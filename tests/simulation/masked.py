@@ -68,16 +68,16 @@ class MaskedDevice(SimDevice):
         server = world.random.choice(list(world.servers.values()))
 
         def answered(found: SecaggReply) -> None:
-            world.carry(server.node_id, self.name, lambda: self._told(attempt, number, found))
+            world.carry(server.node_id, self.name, lambda: self._on_reply(attempt, number, found))
 
         def arrive() -> None:
             if server.alive:
-                server.relay(number, self._ask(), answered)
+                server.relay(number, self._make_request(), answered)
 
         world.carry(self.name, server.node_id, arrive)
         return world.after(1.0, lambda: self._late(attempt))
 
-    def _ask(self) -> Any:
+    def _make_request(self) -> Any:
         def made(kind: type, **fields: object) -> Any:
             return kind(fl_id=self.name, iteration=1, timestamp=0, data_size=1, ticket="", **fields)
 
@@ -95,7 +95,7 @@ class MaskedDevice(SimDevice):
         ]
         return steps[self.step]()
 
-    def _told(self, attempt: int, number: int, found: SecaggReply) -> None:
+    def _on_reply(self, attempt: int, number: int, found: SecaggReply) -> None:
         if attempt != self.attempt or number != self.round:
             return
         assert found.verdict is not SecaggVerdict.INVALID, f"{self.name} in step {self.step}: {found.reason}"
@@ -115,13 +115,13 @@ class MaskedDevice(SimDevice):
             assert first == payload.clients, f"round {number} has two lists: {first} and {payload.clients}"
         self.step = min(self.step + 1, 6)  # shares are sent again until the round ends
 
-    def _heard(self, attempt: int, number: int, word: str, server: Any = None) -> None:
+    def _on_outcome(self, attempt: int, number: int, word: str, server: Any = None) -> None:
         joining = number < 0
         if attempt == self.attempt and not joining and word == str(UpdateOutcome.COUNTED):
             self.world.acked.setdefault(number, set()).add(self.name)
             self.step = 5
             return self._again()
-        return super()._heard(attempt, number, word, server)
+        return super()._on_outcome(attempt, number, word, server)
 
     def _again(self) -> None:
         self.attempt += 1

@@ -76,7 +76,7 @@ def live(seed: int, hosts: int, scheduler: bool, scaling: bool, kind: type[Simul
         assert len(world.results) > done + 3, "rounds are stuck"
     except Exception as error:
         where = f"seed {seed}, hosts {hosts}, scheduler {scheduler}, scaling {scaling}, {kind.__name__}"
-        raise AssertionError(f"{where}: {error!r}\n" + "\n".join(world.story[-60:])) from error
+        raise AssertionError(f"{where}: {error!r}\n" + "\n".join(world.event_log[-60:])) from error
     return world
 
 
