@@ -87,7 +87,7 @@ def test_devices_need_certificates_and_requests_are_accepted_once(shell: Shell) 
         def _sign_request(self, path: str, pieces: list[bytes | memoryview]) -> dict[str, str]:
             return super()._sign_request(path, [b"other words"])
 
-    assert "not one of device-1 over this request" in refused(Altered(federation.urls(), data_size=1, identity=one))
+    assert "not a valid signature of device-1" in refused(Altered(federation.urls(), data_size=1, identity=one))
     (shell.folder / "crl.pem").write_bytes(FIRST.revoked(one))
     until(lambda: revoked(device(federation, one)), "the new list to be read", details=federation.tails)
 

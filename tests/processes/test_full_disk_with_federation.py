@@ -41,7 +41,7 @@ def test_federation_survives_a_full_disk(shell: Shell) -> None:
                 assert refused.value.code == 500, "a device with retries treats this code as: try again"
                 device._patience_s = 60.0
             for path in ("/disableFLS", "/enableFLS"):
-                assert "cannot be written down yet" in federation.request(path, {})["error_message"]
+                assert "is not stored yet" in federation.request(path, {})["error_message"]
             os.kill(min(before), signal.SIGKILL)
             until(
                 lambda: {p.pid for p in federation.processes("MS_SERVER")} - before,

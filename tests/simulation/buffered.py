@@ -53,11 +53,11 @@ class BufferedDevice(SimDevice):
 
     def _arrive(self, server: SimServer, began: int, answered: Callable[[str], None]) -> None:
         """What `intake` does with it before it is claimed."""
-        if not server.alive or server.orders is None:
+        if not server.alive or server.instructions is None:
             return None
-        if began <= server.orders.forgotten or server.orders.round - began > self.world.plan.staleness:
+        if began <= server.instructions.forgotten or server.instructions.round - began > self.world.plan.staleness:
             return answered("refused")
-        return server.update(server.orders.round, async_update_key(self.name, began), answered)
+        return server.update(server.instructions.round, async_update_key(self.name, began), answered)
 
     def _answered(self, attempt: int, word: str) -> None:
         if attempt != self.attempt:

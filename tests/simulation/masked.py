@@ -1,7 +1,7 @@
-"""Devices of secure rounds for the simulation: every phase, at any server, with bytes that mean nothing.
+"""Simulated devices of secure rounds: every phase, at any server, with dummy keys and shares.
 
-What must hold whatever dies: in one round all devices that are given a list are given the same one, and a sum is unmasked with
-the list it was made of. The arithmetic is tested elsewhere.
+The invariant, whatever process dies: all devices of a round receive the same list of uploaders, and a sum is unmasked with the
+list it was made of. The arithmetic is tested elsewhere.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from covey.core.federated.secagg.messages import (
 
 
 class Masked(Simulated):
-    """A cluster whose updates are masked."""
+    """Simulated cluster with secure rounds."""
 
     def __init__(self, seed: int, servers: int, devices: int, *, hosts: int = 1, forgetful: float = 0.02) -> None:
         self.lists: dict[int, tuple[str, ...]] = {}
-        self.forgetful = forgetful  # how often a device goes away instead of its next step
+        self.forgetful = forgetful  # probability that a device drops out before its next step
         super().__init__(seed, servers, devices, hosts=hosts, secure=True)
 
     def device(self, name: str) -> SimDevice:
@@ -43,7 +43,7 @@ class Masked(Simulated):
 
 
 class MaskedDevice(SimDevice):
-    """Joins as any other; from then on one step after the other until the round is done, abandoned, or goes on without it."""
+    """Device that joins, then takes the steps of the protocol until the round is done, abandoned, or continues without it."""
 
     world: Masked
 
@@ -68,16 +68,16 @@ class MaskedDevice(SimDevice):
         server = world.random.choice(list(world.servers.values()))
 
         def answered(found: SecaggReply) -> None:
-            world.carry(server.node_id, self.name, lambda: self._told(attempt, number, found))
+            world.carry(server.node_id, self.name, lambda: self._on_reply(attempt, number, found))
 
         def arrive() -> None:
             if server.alive:
-                server.relay(number, self._ask(), answered)
+                server.relay(number, self._make_request(), answered)
 
         world.carry(self.name, server.node_id, arrive)
         return world.after(1.0, lambda: self._late(attempt))
 
-    def _ask(self) -> Any:
+    def _make_request(self) -> Any:
         def made(kind: type, **fields: object) -> Any:
             return kind(fl_id=self.name, iteration=1, timestamp=0, data_size=1, ticket="", **fields)
 
@@ -95,7 +95,7 @@ class MaskedDevice(SimDevice):
         ]
         return steps[self.step]()
 
-    def _told(self, attempt: int, number: int, found: SecaggReply) -> None:
+    def _on_reply(self, attempt: int, number: int, found: SecaggReply) -> None:
         if attempt != self.attempt or number != self.round:
             return
         assert found.verdict is not SecaggVerdict.INVALID, f"{self.name} in step {self.step}: {found.reason}"
@@ -113,15 +113,15 @@ class MaskedDevice(SimDevice):
         elif isinstance(payload, ClientList):
             first = self.world.lists.setdefault(number, payload.clients)
             assert first == payload.clients, f"round {number} has two lists: {first} and {payload.clients}"
-        self.step = min(self.step + 1, 6)  # shares are told again until the round is over
+        self.step = min(self.step + 1, 6)  # shares are sent again until the round ends
 
-    def _heard(self, attempt: int, number: int, word: str, server: Any = None) -> None:
+    def _on_outcome(self, attempt: int, number: int, word: str, server: Any = None) -> None:
         joining = number < 0
         if attempt == self.attempt and not joining and word == str(UpdateOutcome.COUNTED):
             self.world.acked.setdefault(number, set()).add(self.name)
             self.step = 5
             return self._again()
-        return super()._heard(attempt, number, word, server)
+        return super()._on_outcome(attempt, number, word, server)
 
     def _again(self) -> None:
         self.attempt += 1

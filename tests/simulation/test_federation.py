@@ -1,4 +1,4 @@
-"""Federated rounds under chaos: an update is counted at most once, an acknowledged one is never lost, no round is stuck."""
+"""Simulated federated rounds with faults: updates are counted at most once, none acknowledged is lost, no round is stuck."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from covey.core.federated.messages import ScaleOperation
 from covey.errors import UsageError
 
 CHAOS_S, PEACE_S = 15.0, 20.0
-SEEDS = 2  # more of them in a soak
+SEEDS = 2  # `make soak` runs more
 HOSTS = (1, 2, 4)
 KINDS = (Simulated, Buffered, Masked)
 
 
 def chaos(world: Simulated, *, scheduler: bool, scaling: bool) -> None:
-    """Deaths, returns and scaling at random moments, some of them together."""
+    """Schedule deaths, returns and scaling at random times, some of them together."""
     draw = world.random
 
     def strike() -> None:
@@ -57,7 +57,7 @@ def scale(world: Simulated) -> None:
 
 
 def live(seed: int, hosts: int, scheduler: bool, scaling: bool, kind: type[Simulated]) -> Simulated:
-    """One federation under chaos, and after it."""
+    """Run one federation with faults and then without; return it. Raise `AssertionError` with the seed and the event log."""
     world = kind(seed, 4, 8, hosts=hosts)
     chaos(world, scheduler=scheduler, scaling=scaling)
     try:
@@ -76,7 +76,7 @@ def live(seed: int, hosts: int, scheduler: bool, scaling: bool, kind: type[Simul
         assert len(world.results) > done + 3, "rounds are stuck"
     except Exception as error:
         where = f"seed {seed}, hosts {hosts}, scheduler {scheduler}, scaling {scaling}, {kind.__name__}"
-        raise AssertionError(f"{where}: {error!r}\n" + "\n".join(world.story[-60:])) from error
+        raise AssertionError(f"{where}: {error!r}\n" + "\n".join(world.event_log[-60:])) from error
     return world
 
 
@@ -84,12 +84,14 @@ def live(seed: int, hosts: int, scheduler: bool, scaling: bool, kind: type[Simul
 @pytest.mark.parametrize("scheduler", [False, True])
 @pytest.mark.parametrize("scaling", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_chaos_then_peace(hosts: int, scheduler: bool, scaling: bool, kind: type[Simulated]) -> None:
+def test_rounds_continue_and_keep_invariants_after_faults(
+    hosts: int, scheduler: bool, scaling: bool, kind: type[Simulated]
+) -> None:
     for seed in range(SEEDS):
         live(seed, hosts, scheduler, scaling, kind)
 
 
-def test_an_undisturbed_cluster_makes_a_round_a_moment() -> None:
+def test_undisturbed_cluster_completes_rounds() -> None:
     world = Simulated(1, servers=3, devices=6)
     world.run(20.0)
     assert len(world.results) > 40

@@ -25,7 +25,7 @@ WAIT_MAX_MS: Final = 60_000
 NOT_RUNNING: Final = "The server's training job is disabled or finished."
 
 DeviceName = Annotated[str, Meta(min_length=1, max_length=DEVICE_ID_MAX)]
-Wait = Annotated[int, Meta(ge=0, le=WAIT_MAX_MS, description="How long the server may delay a NOT_READY reply, in ms.")]
+Wait = Annotated[int, Meta(ge=0, le=WAIT_MAX_MS, description="Time in ms by which the server may delay a refusal.")]
 
 Compressions = Annotated[
     tuple[str, ...], Meta(max_length=16, description="QUANT: the device accepts models with 8 bits per value.")

@@ -122,7 +122,7 @@ class Roster:
         self.operation = ScaleOperation.NONE
         self.voids: dict[str, int] = {}  # by node id: the last round whose log was abandoned
         self._adoptions: dict[str, LogAdoption] = {}  # by instance id of the lost server
-        self._no_member_alive_at = now  # time without a live member is not part of `return_timeout_s`
+        self._no_member_alive_at = now  # the newest time without a live member; `return_timeout_s` starts again then
         self._instructions: ServerInstructions | None = None  # the newest ones
 
     # -- queries -----------------------------------------------------------------------------------------------------

@@ -145,7 +145,7 @@ async def aggregate_spooled_updates(
     mine: PartialAggregate,
     server_links: ServerLinks,
     strategy: Strategy,
-    folder: Path,
+    directory: Path,
     size: int,
 ) -> NDArray[np.float64]:
     """Return the aggregate of a strategy with `sees_all`: write all updates to disk as rows, then process blocks of columns.
@@ -158,7 +158,7 @@ async def aggregate_spooled_updates(
         raise UsageError(
             f"{count} updates of {4 * size} bytes exceed the limit of {SPOOL_BYTES_MAX} bytes for {type(strategy).__name__}"
         )
-    path = folder / "spool.f32"
+    path = directory / "spool.f32"
     weights = np.empty(count, np.float64)
     try:
         _reserve_disk_space(path, 4 * size * count)

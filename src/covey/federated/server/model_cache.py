@@ -60,14 +60,14 @@ class ModelCache:
         self._quantized: tuple[str, QuantizedModel] | None = None
         self._strategy_state: StrategyState = {}  # stored with the newest model
 
-    def open(self, folder: Path, *, name: str, keep: int, sync: bool) -> None:
+    def open(self, directory: Path, *, name: str, keep: int, sync: bool) -> None:
         """Load the models stored by an earlier process, or store the initial one.
 
         `keep` is the number of models to keep, 0 for all; models that devices may have begun with are always kept. Raise
         `StoreError` if a model cannot be read.
         """
         kept = max(keep, self._strategy.staleness + 1) if keep else 0
-        self._store = ModelStore(folder, self._layout, name=name, keep=kept, sync=sync)
+        self._store = ModelStore(directory, self._layout, name=name, keep=kept, sync=sync)
         if self._store.newest is None:
             self._store.save(0, self.values, {}, {})
             return

@@ -38,8 +38,8 @@ class StoredModel(msgspec.Struct, frozen=True):
 class ModelStore:
     """Directory of models. `keep` is the number of newest models to keep, 0 for all. `sync`: flush each model to disk."""
 
-    def __init__(self, folder: Path, layout: ModelLayout, *, name: str, keep: int, sync: bool) -> None:
-        self._directory = folder
+    def __init__(self, directory: Path, layout: ModelLayout, *, name: str, keep: int, sync: bool) -> None:
+        self._directory = directory
         self._layout = layout
         self._file_prefix = re.sub(r"[^\w.-]", "_", name) or "model"
         self._keep_count = keep

@@ -20,12 +20,12 @@ _encode_msgpack = msgspec.msgpack.Encoder().encode
 class PartialAggregate:
     """Sum and log of the updates that this server has counted in one round."""
 
-    def __init__(self, folder: LogDirectory, round_number: int, empty: Sum, durability: str) -> None:
+    def __init__(self, directory: LogDirectory, round_number: int, empty: Sum, durability: str) -> None:
         self.round = round_number
         self.sealed = False
         self.is_superseded = False  # another part has replaced it
         self.adopted_instances: list[str] = []  # instance ids of the servers whose logs it contains
-        self._directory = folder
+        self._directory = directory
         self._durability = durability
         self._sum = empty
         self._log: UpdateLog | None = None

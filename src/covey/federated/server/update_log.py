@@ -79,8 +79,8 @@ def unpack_records(content: memoryview) -> Iterator[tuple[Update, Floats, int]]:
 class UpdateLog:
     """Log that a server writes for one round. The constructor raises `StoreError` if the file cannot be opened."""
 
-    def __init__(self, folder: Path, round_number: int, *, checksum: bool) -> None:
-        self.path = folder / f"updates-{round_number}.log"
+    def __init__(self, directory: Path, round_number: int, *, checksum: bool) -> None:
+        self.path = directory / f"updates-{round_number}.log"
         self.round = round_number
         self._checksum = checksum
         try:

@@ -78,13 +78,13 @@ class ReplicaLogs:
     def __init__(self) -> None:
         self._logs: dict[str, UpdateLog] = {}
 
-    def store_replica(self, folder: LogDirectory, message: ReplicateUpdate) -> None:
+    def store_replica(self, directory: LogDirectory, message: ReplicateUpdate) -> None:
         """Store a replica of another server's update; remove replicas of its other rounds. Raise `StoreError` if that fails."""
         log = self._logs.get(message.instance_id)
         if log is None or log.round != message.round:
             self.close_log(message.instance_id)
             log = self._logs[message.instance_id] = _open_replica_log(
-                replica_directory(folder, message.instance_id), message.round
+                replica_directory(directory, message.instance_id), message.round
             )
         log.write([message.record])
 
@@ -112,8 +112,8 @@ def _open_replica_log(path: Path, round_number: int) -> UpdateLog:
     return UpdateLog(path, round_number, checksum=False)
 
 
-def replica_directory(folder: LogDirectory, instance_id: str) -> Path:
-    return folder.path / f"copies_{instance_id}"
+def replica_directory(directory: LogDirectory, instance_id: str) -> Path:
+    return directory.path / f"copies_{instance_id}"
 
 
 def _pack_record(update: Update, values: Floats) -> bytes:

@@ -27,7 +27,7 @@ PublicKey = Annotated[bytes, Meta(min_length=PUBLIC_KEY_BYTES, max_length=PUBLIC
 SealedShareBytes = Annotated[bytes, Meta(min_length=SEALED_SHARE_BYTES, max_length=SEALED_SHARE_BYTES)]
 ShareBytes = Annotated[bytes, Meta(min_length=shamir.SHARE_BYTES, max_length=shamir.SHARE_BYTES)]
 Milliseconds = Annotated[int, Meta(description="Milliseconds since 1970.")]
-WaitMilliseconds = Annotated[int, Meta(ge=0, le=60_000, description="How long the server may wait for a better answer, in ms.")]
+WaitMilliseconds = Annotated[int, Meta(ge=0, le=60_000, description="Time in ms by which the server may delay a refusal.")]
 
 
 def min_count_for_share(count: int, share: float) -> int:
@@ -67,7 +67,7 @@ class SecaggRequest(Message, frozen=True, kw_only=True):
     iteration: int
     timestamp: Milliseconds
     data_size: int
-    ticket: Annotated[str, Meta(max_length=64, description="From the answer to startFLJob.")]
+    ticket: Annotated[str, Meta(max_length=64, description="From the reply to startFLJob.")]
     wait: WaitMilliseconds = 0
 
 
