@@ -47,7 +47,7 @@ def finishes(cluster: Cluster, *refused: Process) -> None:
 
 
 @pytest.mark.parametrize("node_id", [None, "extra"])
-def test_one_worker_too_many(patient: Cluster, node_id: str | None) -> None:
+def test_worker_beyond_world_is_refused(patient: Cluster, node_id: str | None) -> None:
     scheduler, _ = patient.formed()
     extra = patient.worker(node_id, name="extra")
     refused(scheduler, extra, r"one worker too many: the cluster already has 2", "worker:0, worker:1")

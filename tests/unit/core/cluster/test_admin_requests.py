@@ -42,7 +42,7 @@ def asked(made: SchedulerMachine, wish: ScaleRequest | StopRequest | KillRequest
     return answer
 
 
-def test_another_size_is_promised_with_its_operation_or_refused_with_the_reason() -> None:
+def test_scale_request_returns_operation_or_refusal_with_reason() -> None:
     made = cut_under_an_agent(3)
     assert asked(made, ScaleRequest(workers=3)) == Refused("there are 3 workers already")
     assert asked(made, ScaleRequest(workers=4)) == ScaleAccepted(1, "the world grows from 3 to 4 workers, as requested")
@@ -50,7 +50,7 @@ def test_another_size_is_promised_with_its_operation_or_refused_with_the_reason(
     assert asked(made, ScaleRequest(roll_back=True)) == Refused("no scale-out is in progress that could be rolled back")
 
 
-def test_another_number_of_servers_is_too() -> None:
+def test_server_scale_request_returns_operation_or_refusal_with_reason() -> None:
     made = served()
     assert asked(made, ScaleRequest(servers=2)) == Refused("there are 2 parameter servers already")
     assert asked(made, ScaleRequest(servers=3)) == ScaleAccepted(
@@ -58,7 +58,7 @@ def test_another_number_of_servers_is_too() -> None:
     )
 
 
-def test_a_growth_of_servers_that_is_taken_back_is_named_by_its_own_number() -> None:
+def test_rolled_back_server_scale_out_returns_its_own_operation_number() -> None:
     made = served(strategies=IN_PLACE)
     asked(made, ScaleRequest(servers=3))
     made.step(MessageReceived(ChildExited("0", 1, 137, "killed"), 1), 1.0)
@@ -69,7 +69,7 @@ def test_a_growth_of_servers_that_is_taken_back_is_named_by_its_own_number() -> 
     assert [i.outcome for i in made.incidents.records] == [Outcome.ROLLED_BACK, Outcome.RESTARTED]
 
 
-def test_room_is_told_and_is_no_operation() -> None:
+def test_raised_target_is_published_without_operation() -> None:
     made = ready("a", "b")
     refused = asked(made, ScaleRequest(more_workers=1, start_processes=False))
     assert isinstance(refused, Refused) and refused.reason.startswith(
@@ -82,7 +82,7 @@ def test_room_is_told_and_is_no_operation() -> None:
     assert told(effects) == [f"cluster room: {accepted.reason}"] and records(effects)[-1].requested_workers == 3
 
 
-def test_a_dump_is_agreed_to_once_with_how_many_can() -> None:
+def test_dump_request_is_accepted_once_with_number_of_ranks() -> None:
     made = training()
     assert asked(made, StopRequest("enough", dump=True)) == RequestAccepted(
         "a dump was requested from 3 ranks; the run ends after it"
@@ -93,7 +93,7 @@ def test_a_dump_is_agreed_to_once_with_how_many_can() -> None:
     assert asked(early, StopRequest("enough", dump=True)) == Refused(why) and early.cluster.phase is Phase.READY
 
 
-def test_a_kill_is_a_warning_and_is_agreed_to_with_what_is_killed() -> None:
+def test_kill_request_publishes_warning_and_returns_killed_process() -> None:
     made = served()
     made.step(MessageReceived(ChildStarted("1", 1, 42, Role.PSERVER), 1), 1.0)
     effects = made.step(MessageReceived(KillRequest("pserver:1", "to see"), VISITOR), 1.0)
@@ -105,7 +105,7 @@ def test_a_kill_is_a_warning_and_is_agreed_to_with_what_is_killed() -> None:
     assert asked(made, KillRequest("worker:7")) == Refused("there is no node 'worker:7': GET /nodes lists them")
 
 
-def test_who_can_be_killed() -> None:
+def test_kill_target_must_run_under_connected_agent() -> None:
     made = training_cluster()
     assert find_kill_target(made, "worker:2") == (made.worker("2"), "process 1 of worker:2 on host-b is killed")
     assert find_kill_target(made, "worker:9") == (None, "there is no node 'worker:9': GET /nodes lists them")

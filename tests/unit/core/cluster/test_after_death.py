@@ -84,7 +84,7 @@ def members(effects: Effects) -> list[tuple[str, int, NodeState]]:
 # -- one starts again ------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_starts_again_on_its_host_and_nobody_else_is_asked_to_start_anything() -> None:
+def test_rank_restarts_on_its_host_and_other_agents_receive_nothing() -> None:
     made = training(strategies=IN_PLACE)
     effects = dies(made, "1")
     reason = "worker:1 is restarted on box; the other ranks wait in their step"
@@ -100,7 +100,7 @@ def test_a_rank_starts_again_on_its_host_and_nobody_else_is_asked_to_start_anyth
     assert failure is not None and (failure.code, failure.log) == (137, "")
 
 
-def test_three_deaths_without_a_step_between_are_enough_and_a_step_begins_the_count_anew() -> None:
+def test_third_death_without_step_ends_run_and_step_resets_count() -> None:
     made = training(strategies=IN_PLACE)
     for life in (1, 2):
         assert not ended(dies(made, "1", life=life))
@@ -112,7 +112,7 @@ def test_three_deaths_without_a_step_between_are_enough_and_a_step_begins_the_co
     assert end.reason == "worker:1 on box: killed; not recovered: worker:1 died 3 times without a step in between"
 
 
-def test_a_rank_whose_host_is_lost_starts_on_another_and_what_is_left_of_it_is_told_so() -> None:
+def test_rank_of_lost_host_restarts_elsewhere_and_old_process_is_refused() -> None:
     made = training(strategies=parse_strategies(("recover",)), agents_return=False)
     effects = made.step(ConnectionLost("reset", 2), 1.0)
     reason = "worker:2 is restarted on box; the other ranks wait in their step"
@@ -122,7 +122,7 @@ def test_a_rank_whose_host_is_lost_starts_on_another_and_what_is_left_of_it_is_t
     assert sent(effects, NewGeneration)[10].reason == "worker:2 died: the agent on other is gone (reset)"
 
 
-def test_a_spare_of_another_host_takes_over_and_both_hosts_hear_of_it() -> None:
+def test_promoted_spare_of_other_host_updates_both_agents() -> None:
     bench = Bench(here=0, there=1).begin().stand_by(0, OTHER)
     effects = bench.die(1)
     assert {link: [a.name for a in start.assignments] for link, start in sent(effects, DesiredChildren).items()} == {
@@ -133,13 +133,13 @@ def test_a_spare_of_another_host_takes_over_and_both_hosts_hear_of_it() -> None:
     assert bench.machine.incidents.records[-1].strategy == "recover"
 
 
-def test_a_rank_that_moves_leaves_the_host_before_it_alone() -> None:
+def test_moved_rank_sends_nothing_to_former_agent() -> None:
     made = training(strategies=parse_strategies(("recover",)))
     made.step(MessageReceived(Draining("asked to leave"), 2), 1.0)
     assert set(sent(dies(made, "2", link=2), DesiredChildren)) == {1}
 
 
-def test_a_life_that_was_asked_to_go_hands_over_and_has_not_failed() -> None:
+def test_process_asked_to_leave_hands_over_without_failure() -> None:
     made = training(strategies=IN_PLACE)
     for life in (1, 2):
         link = made.cluster.members[(Role.WORKER, "1")].connection
@@ -156,7 +156,7 @@ def test_a_life_that_was_asked_to_go_hands_over_and_has_not_failed() -> None:
     )
 
 
-def test_a_spares_end_is_told_with_its_reason_and_when_it_stands_by_too() -> None:
+def test_spare_exit_and_readiness_are_published() -> None:
     bench = Bench().begin().stand_by()
     assert "spare:0 stands by: train.py:7" in told(bench.effects)
     again = bench.hear(Heartbeat(Progress(phase="train.py:7", is_spare_ready=True)), SPARE)
@@ -164,14 +164,14 @@ def test_a_spares_end_is_told_with_its_reason_and_when_it_stands_by_too() -> Non
     assert warnings(bench.die(0, role=Role.SPARE)) == ["spare:0 died: killed"]
 
 
-def test_a_mistake_in_the_program_is_not_started_again() -> None:
+def test_script_error_code_ends_run_without_restart() -> None:
     made = training(strategies=IN_PLACE)
     effects = made.step(MessageReceived(ChildExited("1", 1, ExitCode.BAD_SCRIPT, "no such file"), 1), 1.0)
     assert f"cluster end: worker:1 exited with code {ExitCode.BAD_SCRIPT}: a restart does not fix that" in warnings(effects)
     assert ended(effects)
 
 
-def test_without_one_the_others_go_on_and_the_reason_is_shown() -> None:
+def test_world_shrinks_without_replacement_and_reason_is_shown() -> None:
     made = cut_under_an_agent(3)
     edited = EditableCluster.of(made)
     edited.change(edited.worker("1"), deaths_without_progress=3)
@@ -183,7 +183,7 @@ def test_without_one_the_others_go_on_and_the_reason_is_shown() -> None:
 # -- a host comes ----------------------------------------------------------------------------------------------------
 
 
-def test_a_host_that_comes_starts_what_lost_ones_had() -> None:
+def test_new_host_restarts_members_of_lost_hosts() -> None:
     made = training(strategies=parse_strategies(("recover",)), extra_ranks=0, recovery=True, agents_return=False)
     made.step(MessageReceived(RendezvousPut("met", b"", 1), 10), 0.0)
     made.step(ConnectionLost("reset", 2), 1.0)
@@ -203,14 +203,14 @@ def test_a_host_that_comes_starts_what_lost_ones_had() -> None:
     assert EditableCluster.of(made).recovery.first_failure is None
 
 
-def test_a_host_of_which_the_world_grows_is_the_cause_of_that() -> None:
+def test_joining_host_is_cause_of_scale_out() -> None:
     made = ready_agents(worker_max=4, last_call_s=0.0)
     EditableCluster.of(made).set(trains=True)
     made.step(MessageReceived(RegisterAgent("c", "life of c", THIRD, 1), 3), 1.0)
     assert noted(made)[0][:3] == ("scale-out", "a host joined", "the world grows from 3 to 4 workers because third joined")
 
 
-def test_a_world_that_nobody_came_for_goes_on_smaller_after_its_limit_and_not_before() -> None:
+def test_world_shrinks_after_shrink_limit_without_new_host() -> None:
     made = training(
         strategies=parse_strategies(("recover-in-place", "elastic-training")), shrink_after_s=5.0, agents_return=False
     )
@@ -225,7 +225,7 @@ def test_a_world_that_nobody_came_for_goes_on_smaller_after_its_limit_and_not_be
     assert f"cluster resized: {limit}; the world size is now 2" in warnings(effects)
 
 
-def test_where_the_world_cannot_shrink_the_end_names_the_failure_that_was_first() -> None:
+def test_end_reports_first_failure_if_world_cannot_shrink() -> None:
     made = training(
         strategies=parse_strategies(("recover-in-place", "elastic-training")), shrink_after_s=5.0, agents_return=False
     )
@@ -240,7 +240,7 @@ def test_where_the_world_cannot_shrink_the_end_names_the_failure_that_was_first(
 # -- everyone starts again -------------------------------------------------------------------------------------------
 
 
-def test_a_restart_of_all_is_counted_and_told_also_to_a_server_that_nobody_starts() -> None:
+def test_full_restart_is_counted_and_sent_to_server_without_agent() -> None:
     made = machine(1, server_num=1, max_restarts=2)
     made.step(MessageReceived(RegisterAgent("a", "la", BOX, 1), 1), 0.0)
     made.step(MessageReceived(Register(Role.PSERVER, "0", "ls", BOX), 2), 0.0)
@@ -260,7 +260,7 @@ def roll_back(made: SchedulerMachine) -> Effects:
     return effects
 
 
-def test_a_return_to_the_checkpoint_is_told_and_not_tried_twice_for_one_step() -> None:
+def test_rollback_to_checkpoint_is_published_and_not_repeated_for_one_step() -> None:
     made = cut_under_an_agent(3)
     dies(made, "1")
     begin_lives(made)
@@ -277,7 +277,7 @@ def test_a_return_to_the_checkpoint_is_told_and_not_tried_twice_for_one_step() -
     assert end.failure is not None and end.failure.node_id == "1", "what began it"
 
 
-def test_a_return_to_the_checkpoint_is_a_warning_and_after_a_further_step_there_may_be_another() -> None:
+def test_rollback_to_checkpoint_is_repeated_after_further_step() -> None:
     made = cut_under_an_agent(2)
     for step in (5, 6):
         made.step(MessageReceived(Heartbeat(Progress(step, "train", in_loop=True)), 11), 1.0)
@@ -292,14 +292,14 @@ def test_a_return_to_the_checkpoint_is_a_warning_and_after_a_further_step_there_
     assert made.counters["restarts"] == 2
 
 
-def test_where_one_cannot_be_started_again_nobody_returns_to_the_checkpoint() -> None:
+def test_no_rollback_to_checkpoint_if_one_worker_cannot_restart() -> None:
     assert ended(roll_back(cut_in_four(together=1))), "nobody can start raw workers"
     made = cut_under_an_agent(2)
     made.step(MessageReceived(Draining("asked to leave"), 1), 1.0)
     assert ended(roll_back(made)), "nothing more is started on that host"
 
 
-def test_a_state_that_all_who_had_it_took_along_is_told_and_kept() -> None:
+def test_lost_state_is_published_and_persisted() -> None:
     made = cut_under_an_agent(2)
     effects: Effects = []
     for member in made.cluster.members_in_role(Role.WORKER):
@@ -315,7 +315,7 @@ def test_a_state_that_all_who_had_it_took_along_is_told_and_kept() -> None:
 # -- the dying gasp --------------------------------------------------------------------------------------------------
 
 
-def test_before_the_end_the_others_write_down_what_they_hold_and_the_next_scheduler_knows() -> None:
+def test_remaining_ranks_dump_before_end_and_planned_end_is_persisted() -> None:
     made = training(strategies=parse_strategies(("dump",)), dump_s=20.0)
     tick(made, 1.0)
     effects = made.step(MessageReceived(ChildExited("2", 1, 139, "signal 11"), 2), 1.0)
@@ -333,7 +333,7 @@ def test_before_the_end_the_others_write_down_what_they_hold_and_the_next_schedu
     assert end == EndCluster(139, f"{reason}; step 5 is in there", failure)
 
 
-def test_who_dies_over_its_dump_is_not_waited_for() -> None:
+def test_rank_that_dies_during_dump_is_not_awaited() -> None:
     made = training(strategies=parse_strategies(("dump",)), dump_s=20.0)
     dies(made, "2", link=2)
     one = dies(made, "1")
@@ -342,14 +342,14 @@ def test_who_dies_over_its_dump_is_not_waited_for() -> None:
     assert end is not None and end.reason == "worker:2 on other: killed; no rank could dump its state"
 
 
-def test_without_anybody_who_could_write_it_down_the_end_is_at_once() -> None:
+def test_cluster_ends_immediately_if_no_rank_can_dump() -> None:
     made = ready_agents(strategies=parse_strategies(("dump",)))
     end = ended(dies(made, "2", link=2))
     assert end is not None and (end.code, end.reason) == (137, "worker:2 on other: killed")
     assert end.failure is EditableCluster.of(made).recovery.first_failure and made.incidents.records[0].strategy == "exit"
 
 
-def test_a_server_that_dies_meanwhile_writes_nothing_down_and_no_worker_for_it() -> None:
+def test_server_death_during_dump_does_not_replace_dump_of_worker() -> None:
     made = served(strategies=parse_strategies(("dump",)))
     made.step(MessageReceived(Heartbeat(Progress(5, "train", in_loop=True)), 11), 1.0)
     assert set(sent(made.step(MessageReceived(StopRequest("enough", dump=True), 9), 1.0), DumpRequest)) == {11}
@@ -359,7 +359,7 @@ def test_a_server_that_dies_meanwhile_writes_nothing_down_and_no_worker_for_it()
     assert end is not None and (end.code, end.reason) == (ExitCode.STOPPED, "enough; step 5 is in there")
 
 
-def test_the_last_host_that_leaves_has_everything_written_down_first() -> None:
+def test_leaving_host_with_scheduler_requests_dump() -> None:
     made = training(strategies=parse_strategies(("recover", "dump")))
     assert not sent(made.step(MessageReceived(Draining("asked to leave"), 1), 1.0), DumpRequest)
     effects = made.step(MessageReceived(Draining("asked to leave", scheduler_leaves=True), 2), 1.0)
@@ -367,7 +367,7 @@ def test_the_last_host_that_leaves_has_everything_written_down_first() -> None:
     assert records(effects)[-1].planned_end == Ended(ExitCode.STOPPED, "asked to leave")
 
 
-def test_a_host_that_leaves_and_cannot_hand_over_ends_it_with_its_workers_code() -> None:
+def test_leaving_host_without_successor_ends_run_with_worker_code() -> None:
     made = training(strategies=parse_strategies(("recover", "dump")), extra_ranks=0)
     made.step(MessageReceived(Draining("asked to leave"), 2), 0.0)
     effects = made.step(MessageReceived(ChildExited("2", 1, 143), 2), 0.0)
@@ -378,7 +378,7 @@ def test_a_host_that_leaves_and_cannot_hand_over_ends_it_with_its_workers_code()
 # -- how loudly ------------------------------------------------------------------------------------------------------
 
 
-def test_a_death_is_a_warning_and_a_leave_is_not() -> None:
+def test_death_is_published_as_warning_and_leave_is_not() -> None:
     made = ready("0", "1", "2", recovery=True)
     assert warnings(made.step(MessageReceived(Leave(), 1), 1.0)) == []
     assert warnings(made.step(ConnectionLost("reset", 2), 1.0))[0] == "worker:1 died: its connection closed (reset)"
@@ -389,7 +389,7 @@ def test_a_death_is_a_warning_and_a_leave_is_not() -> None:
     ]
 
 
-def test_a_silent_rank_and_a_lost_host_end_it_with_the_code_for_a_peer_that_failed() -> None:
+def test_silent_rank_or_lost_host_ends_run_with_peer_failed() -> None:
     for made, effects in (
         (silent := ready("0", "1", node_timeout_s=10.0), tick(silent, 11.0, beats=[1])),
         (lost := ready_agents(), lost.step(ConnectionLost("reset", 2), 1.0)),
@@ -399,7 +399,7 @@ def test_a_silent_rank_and_a_lost_host_end_it_with_the_code_for_a_peer_that_fail
         assert (end.code, end.failure.code) == (ExitCode.PEER_FAILED, ExitCode.PEER_FAILED)
 
 
-def test_a_host_that_is_said_to_be_gone_takes_its_workers_along_for_that_reason() -> None:
+def test_host_gone_declares_its_workers_dead_with_that_reason() -> None:
     pod = Host("pod-1", "pod-1", "10.0.0.2", life="uid-1")
     raw = machine(2, recovery=True)
     raw.step(MessageReceived(register("x"), 1), 0.0)
@@ -416,7 +416,7 @@ def test_a_host_that_is_said_to_be_gone_takes_its_workers_along_for_that_reason(
     assert end.reason == "worker:0 on pod-1: the agent on pod-1 is gone (its node is lost)"
 
 
-def test_what_ends_after_its_work_was_done_has_left() -> None:
+def test_exit_after_all_ranks_finished_is_leave() -> None:
     made = ready_agents(strategies=IN_PLACE)
     for rank in range(3):
         made.step(MessageReceived(register(str(rank), incarnation=1), 10 + rank), 0.0)
@@ -431,7 +431,7 @@ def test_what_ends_after_its_work_was_done_has_left() -> None:
 # -- forming ---------------------------------------------------------------------------------------------------------
 
 
-def test_who_could_begin_and_waits_for_more_says_for_how_many() -> None:
+def test_formation_reason_names_target_during_last_call() -> None:
     made = machine(2, worker_max=4, last_call_s=5.0)
     for link, name in ((1, "a"), (2, "b")):
         made.step(MessageReceived(register(name), link), 0.0)
@@ -444,7 +444,7 @@ def test_who_could_begin_and_waits_for_more_says_for_how_many() -> None:
 # -- parameter servers -----------------------------------------------------------------------------------------------
 
 
-def test_a_new_server_that_dies_on_its_way_takes_the_growth_back() -> None:
+def test_death_of_joining_server_rolls_scale_out_back() -> None:
     made = served()
     made.step(MessageReceived(ScaleRequest(servers=3), 9), 1.0)
     effects = made.step(MessageReceived(ChildExited("2", 1, 137, "killed", role=Role.PSERVER), 1), 1.0)
@@ -452,7 +452,7 @@ def test_a_new_server_that_dies_on_its_way_takes_the_growth_back() -> None:
     assert made.cluster.size(Role.PSERVER) == 2 and noted(made)[0][3] is Outcome.ROLLED_BACK
 
 
-def test_a_server_that_died_has_its_rows_in_place_only_when_it_says_so_again() -> None:
+def test_dead_server_is_not_in_sync_until_it_reports_again() -> None:
     made = served(strategies=IN_PLACE)
     made.step(MessageReceived(ScaleRequest(servers=3), 9), 1.0)
     serve(made, 2)
@@ -466,7 +466,7 @@ def test_a_server_that_died_has_its_rows_in_place_only_when_it_says_so_again() -
     assert not made.cluster.joining_servers and made.cluster.sharding is not None
 
 
-def test_a_workers_death_leaves_the_servers_rows_in_place() -> None:
+def test_worker_death_does_not_affect_servers_in_sync() -> None:
     made = served(strategies=IN_PLACE)
     made.step(MessageReceived(Heartbeat(Progress(5, "train", in_loop=True)), 11), 1.0)
     dies(made, "0")
@@ -477,7 +477,7 @@ def test_a_workers_death_leaves_the_servers_rows_in_place() -> None:
     assert made.cluster.joining_servers == (2,), "no copy is missing"
 
 
-def test_servers_begin_from_nothing_where_everyone_starts_anew() -> None:
+def test_servers_must_report_in_sync_again_after_full_restart() -> None:
     made = served(strategies=IN_PLACE)
     for life in (1, 2):
         made.step(MessageReceived(ChildExited("1", life, 137, "killed", role=Role.PSERVER), 1), 1.0)
@@ -489,7 +489,7 @@ def test_servers_begin_from_nothing_where_everyone_starts_anew() -> None:
     assert {layout.make_rank_assigned(m).restarts for m in made.cluster.members_in_role(Role.PSERVER)} == {0}
 
 
-def test_servers_that_were_to_come_have_their_time_anew_under_the_next_scheduler() -> None:
+def test_joining_servers_get_full_time_after_scheduler_restart() -> None:
     made = served()
     effects = made.step(MessageReceived(ScaleRequest(servers=3), 9), 1.0)
     everyone = (MemberRecord.from_member(m) for m in made.cluster.members.values())
@@ -505,7 +505,7 @@ def test_servers_that_were_to_come_have_their_time_anew_under_the_next_scheduler
     assert not again.cluster.joining_servers
 
 
-def test_a_servers_return_is_over_when_it_has_its_rows_and_a_workers_when_all_go_on() -> None:
+def test_recovery_of_server_ends_with_rows_and_of_worker_with_all_ranks_resumed() -> None:
     made = served(strategies=IN_PLACE)
     made.step(MessageReceived(Heartbeat(Progress(5, "train", in_loop=True)), 11), 1.0)
     dies(made, "0")
@@ -536,7 +536,7 @@ def ended_journal(*names: str, **settings: Any) -> tuple[Any, ...]:
     return journal(formed, made.step(ConnectionLost("reset", 2), 1.0))
 
 
-def test_a_scheduler_that_was_lost_while_it_told_the_end_is_there_to_tell_it() -> None:
+def test_restored_ended_scheduler_sends_outcome_to_members() -> None:
     made, effects = restored(ended_journal("a", "b", "c"), node_timeout_s=10.0)
     reason = "worker:b on box: its connection closed (reset)"
     assert warnings(effects) == [f"cluster ended: {reason}; 3 nodes may not have received it"] and not ended(effects)
@@ -552,21 +552,21 @@ def test_a_scheduler_that_was_lost_while_it_told_the_end_is_there_to_tell_it() -
     assert ended(last) == EndCluster(ExitCode.PEER_FAILED, reason, stop.failure), "all have heard it"
 
 
-def test_who_does_not_come_to_hear_of_the_end_is_waited_for_so_long_and_no_longer() -> None:
+def test_restored_ended_scheduler_exits_after_node_timeout() -> None:
     made, _ = restored(ended_journal("a", "b", "c"), node_timeout_s=10.0)
     assert made.step(Tick(), 109.5) == []
     end = ended(made.step(Tick(), 110.0))
     assert end is not None and end.code == ExitCode.PEER_FAILED
 
 
-def test_an_end_that_all_have_heard_is_over_at_once() -> None:
+def test_restored_ended_scheduler_exits_if_all_received_outcome() -> None:
     finished = ClusterRecord("c1", "job", 3, 0, Phase.ENDED, 1, ended=Ended(0, "all 3 workers finished", told=True))
     everyone = [r for r in crashed("a", "b", "c") if isinstance(r, MemberRecord)]
     _, effects = restored((finished, *everyone))
     assert ended(effects) == EndCluster(0, "all 3 workers finished") and warnings(effects) == []
 
 
-def test_whoever_waited_for_a_formation_that_failed_is_in_no_journal_and_is_waited_for() -> None:
+def test_restored_scheduler_waits_for_nodes_of_failed_formation() -> None:
     before = machine(2, topo_timeout_s=10.0)
     before.step(MessageReceived(register("a"), 1), 0.0)
     made, effects = restored(journal(tick(before, 11.0, beats=[1])), node_timeout_s=-1.0)
@@ -579,7 +579,7 @@ def test_whoever_waited_for_a_formation_that_failed_is_in_no_journal_and_is_wait
     assert ended(made.step(Tick(), 100.0 + END_DELIVERY_S)) == EndCluster(ExitCode.NOT_FORMED, said)
 
 
-def test_a_scheduler_that_is_back_says_for_whom_it_waits_and_then_why_it_is_ready() -> None:
+def test_restored_scheduler_states_reason_while_returning_and_ready() -> None:
     made, _ = restored(crashed("a", "b"), recovery=True)
     assert made.cluster.reason == "the scheduler was restarted and waits for 2 members to re-attach"
     held: dict[str, Any] = {"cluster_id": "c1", "incarnation": 1, "generation": 1}
@@ -602,13 +602,13 @@ def come_back(made: SchedulerMachine, effects: Effects) -> SchedulerMachine:
     return again
 
 
-def test_a_scheduler_that_comes_back_to_a_quiet_training_is_ready_when_all_have_called() -> None:
+def test_restored_scheduler_is_ready_when_all_re_attached() -> None:
     made = cut_under_an_agent(3)
     again = come_back(made, [])
     assert phase(again) is Phase.READY and again.cluster.trains
 
 
-def test_a_growth_has_its_time_anew_under_the_next_scheduler() -> None:
+def test_scale_out_gets_full_time_after_scheduler_restart() -> None:
     made = cut_under_an_agent(3)
     again = come_back(made, made.step(MessageReceived(ScaleRequest(workers=4), 9), 1.0))
     assert phase(again) is Phase.HEALING
@@ -620,7 +620,7 @@ def test_a_growth_has_its_time_anew_under_the_next_scheduler() -> None:
     assert workers_of(again) == ["0", "1", "2"]
 
 
-def test_a_place_that_is_filled_again_ends_the_recovery_and_shows_its_stages() -> None:
+def test_returned_member_closes_incident_with_its_stages() -> None:
     made = ready("0", "1", recovery=True)
     made.step(ConnectionLost("reset", 2), 1.0)
     assert made.cluster.reason == "waiting for worker:1 to be restarted with the same variables"
@@ -634,7 +634,7 @@ def test_a_place_that_is_filled_again_ends_the_recovery_and_shows_its_stages() -
 # -- words of those who do not count ---------------------------------------------------------------------------------
 
 
-def test_what_agents_and_strangers_say_in_a_workers_place_changes_nothing() -> None:
+def test_worker_messages_from_agents_and_unknown_connections_are_ignored() -> None:
     made = training(strategies=IN_PLACE)
     generation = made.cluster.generation
     for link in (1, 99):
@@ -645,13 +645,13 @@ def test_what_agents_and_strangers_say_in_a_workers_place_changes_nothing() -> N
     assert edited.lifecycle.highest_step == 5 and not edited.barrier.safe_point.reports
 
 
-def test_who_goes_on_shows_the_step_it_is_in() -> None:
+def test_resumed_rank_shows_its_step() -> None:
     made = training(strategies=IN_PLACE)
     made.step(MessageReceived(RankResumed(made.cluster.generation, 8), 10), 1.0)
     assert made.cluster.progress(made.cluster.members[(Role.WORKER, "0")]) == Progress(8, "train", in_loop=True)
 
 
-def test_a_silent_ones_leave_that_completes_the_cluster_is_the_reason_for_its_readiness() -> None:
+def test_leave_of_last_suspect_makes_cluster_ready() -> None:
     made = ready("0", "1", "2", recovery=True, node_timeout_s=10.0)
     made.step(ConnectionLost("reset", 3), 0.0)
     tick(made, 6.0, beats=[1])
@@ -659,7 +659,7 @@ def test_a_silent_ones_leave_that_completes_the_cluster_is_the_reason_for_its_re
     assert "cluster ready: all members are reachable again" in told(made.step(MessageReceived(Leave(), 2), 6.5))
 
 
-def test_a_late_beat_that_completes_the_cluster_is_the_reason_for_its_readiness() -> None:
+def test_late_heartbeat_of_last_suspect_makes_cluster_ready() -> None:
     made = ready("0", "1", "2", recovery=True, node_timeout_s=10.0)
     made.step(ConnectionLost("reset", 3), 0.0)
     tick(made, 6.0, beats=[1])
@@ -667,7 +667,7 @@ def test_a_late_beat_that_completes_the_cluster_is_the_reason_for_its_readiness(
     assert told(made.step(MessageReceived(Heartbeat(), 2), 6.5))[-1] == "cluster ready: all members are reachable again"
 
 
-def test_children_of_an_agent_that_left_speak_no_more() -> None:
+def test_messages_of_children_of_left_agent_are_ignored() -> None:
     made = training(recovery=True, strategies=parse_strategies(("recover",)), extra_ranks=0)
     effects = made.step(MessageReceived(Leave(143, "SIGTERM"), 2), 1.0)
     assert "agent:b gone: SIGTERM" in warnings(effects)

@@ -67,7 +67,7 @@ THIRD = Host("boot-third", "third", "10.0.0.3")
 # -- hosts that go ---------------------------------------------------------------------------------------------------
 
 
-def test_a_host_that_leaves_with_nobody_to_take_over_is_the_end_once_it_has_left() -> None:
+def test_leaving_host_without_successor_ends_run_after_it_left() -> None:
     made = training(strategies=parse_strategies(["retry", "recover-in-place"]))
     made.step(MessageReceived(Draining("asked to leave"), 2), 1.0)
     assert not ended(made.step(MessageReceived(ChildExited("2", 1, 143, "exit code 143"), 2), 2.0)), (
@@ -78,7 +78,7 @@ def test_a_host_that_leaves_with_nobody_to_take_over_is_the_end_once_it_has_left
     assert end.code == 143 and end.reason.startswith("worker:2 on other: the agent on other is gone (asked to leave); not rec")
 
 
-def test_that_a_host_leaves_is_news_once() -> None:
+def test_repeated_draining_of_host_is_ignored() -> None:
     made = training(strategies=parse_strategies(["recover-in-place", "dump"]))
     effects = made.step(MessageReceived(Draining("asked to leave", scheduler_leaves=True), 1), 1.0)
     assert set(sent(effects, DumpRequest)) == {10, 11, 12}
@@ -88,7 +88,7 @@ def test_that_a_host_leaves_is_news_once() -> None:
     )
 
 
-def test_after_a_host_has_left_another_may_come_where_recovery_waits_for_it() -> None:
+def test_host_may_join_after_host_left_if_recovery_waits() -> None:
     made = training(strategies=parse_strategies(["recover-in-place"]), recovery=True)
     made.step(MessageReceived(Draining("asked to leave"), 2), 1.0)
     made.step(MessageReceived(ChildExited("2", 1, 143, "exit code 143"), 2), 2.0)
@@ -107,7 +107,7 @@ def servers_of_three_hosts() -> SchedulerMachine:
     return made
 
 
-def test_rows_that_are_lost_while_the_host_of_another_server_is_away_are_the_end() -> None:
+def test_lost_rows_end_run_while_host_of_other_server_is_gone() -> None:
     made = servers_of_three_hosts()
     made.step(ConnectionLost("reset", 2), 1.0)
     assert phase(made) is Phase.HEALING, "another host may come for its server"
@@ -116,14 +116,14 @@ def test_rows_that_are_lost_while_the_host_of_another_server_is_away_are_the_end
     assert end is not None and end.code == ExitCode.ROWS_LOST
 
 
-def test_ranks_that_cannot_go_on_while_the_host_of_a_server_is_away_are_the_end() -> None:
+def test_failed_plan_ends_run_while_host_of_server_is_gone() -> None:
     made = servers_of_three_hosts()
     made.step(ConnectionLost("reset", 2), 1.0)
     end = ended(made.step(MessageReceived(SafePointReport(made.cluster.generation, slot_count=1), 10), 2.0))
     assert end is not None and end.reason.startswith("only dead ranks held the optimizer's state of 1 of 1 parameters")
 
 
-def test_nobody_starts_all_anew_while_a_host_is_leaving() -> None:
+def test_no_full_restart_while_host_is_leaving() -> None:
     made = ready_agents(max_restarts=3)
     made.step(MessageReceived(Draining("asked to leave"), 2), 1.0)
     effects = made.step(MessageReceived(ChildExited("2", 1, 143), 2), 2.0)
@@ -132,7 +132,7 @@ def test_nobody_starts_all_anew_while_a_host_is_leaving() -> None:
     assert ended(made.step(MessageReceived(Leave(143, "asked to leave"), 2), 3.0))
 
 
-def test_a_child_may_see_another_host_than_its_agent() -> None:
+def test_child_may_report_other_address_than_agent() -> None:
     """In a container with a network of its own, as any command may start one: where it runs is its agent's word."""
     made = ready_agents()
     inside = Host("boot-container", "container", "172.17.0.2")
@@ -151,14 +151,14 @@ def attach(made: SchedulerMachine, *waits: str, loop: bool = False) -> None:
         made.step(MessageReceived(Heartbeat(Progress(5, "train", in_loop=loop, waiting_in=where)), 10 + rank), 0.0)
 
 
-def test_two_ranks_that_are_stuck_together_are_one_restart_of_all() -> None:
+def test_two_stuck_ranks_cause_one_full_restart() -> None:
     made = ready_agents(max_restarts=1, stuck_s=5.0)
     attach(made, "5.0", "", "")
     effects = tick(made, 8.0)
     assert not ended(effects) and made.cluster.restarts == 1
 
 
-def test_who_starts_anew_with_all_others_has_as_long_to_come_as_after_any_death() -> None:
+def test_full_restart_resets_heal_deadline() -> None:
     made = ready_agents(strategies=("recover-in-place",), topo_timeout_s=60.0, stuck_s=-1.0, node_timeout_s=-1.0)
     attach(made, "5.0", "5.0", "5.0", loop=True)
     made.step(MessageReceived(RendezvousPut("met", b"", 1), 10), 0.0)
@@ -186,7 +186,7 @@ def begun_anew() -> SchedulerMachine:
     return made
 
 
-def test_deaths_on_the_way_back_to_where_all_were_are_not_called_fruitless() -> None:
+def test_deaths_while_repeating_steps_after_full_restart_are_counted_by_progress() -> None:
     made = begun_anew()
     for life, step in enumerate(range(100, 600, 100), start=2):
         for member in made.cluster.members_in_role(Role.WORKER):
@@ -196,7 +196,7 @@ def test_deaths_on_the_way_back_to_where_all_were_are_not_called_fruitless() -> 
     assert made.cluster.size(Role.WORKER) == 2 and made.cluster.members[(Role.WORKER, "0")].incarnation == 7
 
 
-def test_a_restart_of_all_uses_up_no_replacements() -> None:
+def test_full_restart_does_not_count_as_replacement() -> None:
     made = begun_anew()
     EditableCluster.of(made).change_agent("a", max_restarts=1)
     effects = made.step(MessageReceived(ChildExited("0", 2, 137, "killed"), 1), 1.0)
@@ -209,7 +209,7 @@ def test_a_restart_of_all_uses_up_no_replacements() -> None:
 # -- the scheduler was away ------------------------------------------------------------------------------------------
 
 
-def test_the_schedulers_own_sleep_makes_nobody_stuck() -> None:
+def test_suspension_makes_no_rank_stuck() -> None:
     made = ready_agents(strategies=("recover-in-place",), stuck_s=60.0, node_timeout_s=-1.0)
     attach(made, "5.0", "5.0", "")
     effects = made.step(Tick(), 0.5) + made.step(Tick(), 300.0)
@@ -217,7 +217,7 @@ def test_the_schedulers_own_sleep_makes_nobody_stuck() -> None:
     assert "worker:2 died: stuck" in " ".join(told(tick(made, 362.0, since=300.0)))
 
 
-def test_the_schedulers_own_sleep_ends_no_dump_and_explains_no_broken_collective() -> None:
+def test_suspension_extends_dump_and_death_report_time() -> None:
     made = training(strategies=parse_strategies(["retry", "dump"]))
     made.step(MessageReceived(CollectiveFailed(1, "connection reset"), 10), 0.5)
     assert not sent(made.step(Tick(), 300.0), NewGeneration), "the news of a death may wait in a socket"
@@ -249,7 +249,7 @@ def back_in_generation_two() -> SchedulerMachine:
     return made
 
 
-def test_old_reports_send_nobody_back_to_the_checkpoint() -> None:
+def test_stale_reports_do_not_cause_rollback_to_checkpoint() -> None:
     """Ranks 0 and 1 say again what they reported when the third was replaced, the third that it is at its end meanwhile."""
     made = back_in_generation_two()
     old = SafePointReport(2, CollectiveNumber(4, 0), waiting_in=CollectiveNumber(5, 0))
@@ -262,7 +262,7 @@ def test_old_reports_send_nobody_back_to_the_checkpoint() -> None:
     assert sent(effects, HealPlan) == dict.fromkeys((10, 11, 12), HealPlan(2, done=True)), "and all may go"
 
 
-def test_that_it_went_on_is_said_again_before_what_it_reported() -> None:
+def test_node_resends_resumed_before_report() -> None:
     """By that a scheduler knows an old report from a new one."""
     said: list[object] = []
 
@@ -287,7 +287,7 @@ def test_that_it_went_on_is_said_again_before_what_it_reported() -> None:
     assert said == [RankResumed(2, 5), SafePointReport(2, CollectiveNumber(9, 0), finished=True)]
 
 
-def test_ranks_that_have_gone_on_since_they_began_anew_have_lost_nothing() -> None:
+def test_resumed_ranks_after_full_restart_have_not_lost_state() -> None:
     made = back_in_generation_two()
     for link in (10, 11, 12):
         made.step(MessageReceived(Heartbeat(Progress(50, "train", in_loop=True)), link), 100.0)
@@ -299,7 +299,7 @@ def test_ranks_that_have_gone_on_since_they_began_anew_have_lost_nothing() -> No
 # -- the last rung ---------------------------------------------------------------------------------------------------
 
 
-def test_where_nobody_came_in_time_the_others_write_down_what_they_hold() -> None:
+def test_remaining_ranks_dump_if_no_host_joined_in_time() -> None:
     limits = {"topo_timeout_s": 60.0, "node_timeout_s": -1.0}
     made = training(strategies=parse_strategies(["recover-in-place", "dump"]), recovery=True, **limits)
     made.step(ConnectionLost("reset", 2), 0.0)
@@ -312,7 +312,7 @@ def test_where_nobody_came_in_time_the_others_write_down_what_they_hold() -> Non
     assert end is not None and end.reason == "worker:2 did not come back within 60 s; step 122 is in here"
 
 
-def test_a_collective_that_cannot_be_tried_again_is_the_end_after_a_dump() -> None:
+def test_collective_that_cannot_be_retried_ends_run_after_dump() -> None:
     made = training(strategies=parse_strategies(["dump"]))
     tick(made, 1.0)
     made.step(MessageReceived(CollectiveFailed(1, "connection reset"), 10), 1.0)
@@ -323,7 +323,7 @@ def test_a_collective_that_cannot_be_tried_again_is_the_end_after_a_dump() -> No
 # -- who asks again and again ----------------------------------------------------------------------------------------
 
 
-def test_a_place_that_new_lives_ask_for_again_and_again_is_not_the_whole_story() -> None:
+def test_deferred_registrations_are_limited_in_event_log() -> None:
     made = ready("0", "1", recovery=True, node_timeout_s=60.0)
     tick(made, 31.0)
     said: list[str] = []
@@ -348,7 +348,7 @@ def one_server_more() -> SchedulerMachine:
     return made
 
 
-def test_after_the_end_nothing_is_taken_back() -> None:
+def test_rollback_is_refused_after_end() -> None:
     made = one_server_more()
     made.step(MessageReceived(StopRequest("enough"), 9), 1.0)
     effects = made.step(MessageReceived(ScaleRequest(roll_back=True), 9), 1.0)

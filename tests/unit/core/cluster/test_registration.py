@@ -64,7 +64,7 @@ def child(state: NodeState = NodeState.ALIVE, **more: Any) -> Member:
 # -- let in ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_newcomer_is_admitted_while_places_are_free() -> None:
+def test_node_is_admitted_while_ranks_are_free() -> None:
     answer = decide_node_admission(forming(worker("a")), wish("b"))
     assert (answer.admission, answer.reason) == (Admission.ADMIT, "2 of 2 workers are here")
 
@@ -75,12 +75,12 @@ def test_worker_0_and_server_0_are_two_nodes() -> None:
 
 
 @pytest.mark.parametrize("cluster", [forming(worker("a")), formed(worker("a", 0), worker("b", 1))])
-def test_the_life_that_is_known_re_attaches(cluster: EditableCluster) -> None:
+def test_known_process_re_attaches(cluster: EditableCluster) -> None:
     answer = decide_node_admission(cluster, wish("a", "life of a"))
     assert (answer.admission, answer.member_key) == (Admission.REATTACH, (Role.WORKER, "a"))
 
 
-def test_a_node_without_an_id_is_known_by_its_life() -> None:
+def test_node_without_id_gets_instance_id() -> None:
     cluster = formed(worker("a", 0), Member(Role.WORKER, "beef", "beef", BOX, rank=1, state=NodeState.ALIVE, connection=2))
     assert decide_node_admission(cluster, wish("", "beef")).member_key == (Role.WORKER, "beef")
     assert choose_node_id(wish("", "beef")) == "beef"
@@ -88,7 +88,7 @@ def test_a_node_without_an_id_is_known_by_its_life() -> None:
 
 
 @pytest.mark.parametrize("name", ["b", "1"])
-def test_a_dead_place_is_filled_by_its_id_or_its_rank(name: str) -> None:
+def test_dead_member_is_replaced_by_id_or_rank(name: str) -> None:
     answer = decide_node_admission(formed(worker("a", 0), worker("b", 1, NodeState.DEAD), phase=Phase.HEALING), wish(name))
     assert (answer.admission, answer.member_key, answer.reason) == (
         Admission.NEXT_INCARNATION,
@@ -112,19 +112,19 @@ def test_the_process_an_agent_started_attaches_in_its_incarnation() -> None:
 
 
 @pytest.mark.parametrize("silent", [worker("b", 1, NodeState.SUSPECT), worker("b", 1, NodeState.SUSPECT, connection=0)])
-def test_a_new_life_waits_until_the_one_before_is_known_to_be_over(silent: Member) -> None:
+def test_new_process_is_deferred_until_previous_is_dead(silent: Member) -> None:
     answer = decide_node_admission(formed(worker("a", 0), silent), wish("b"))
     assert answer.admission is Admission.DEFER
     assert answer.reason == "the previous process, worker:b on box (process 42), is not known to be dead yet"
 
 
-def test_of_a_life_that_the_journal_alone_knows_no_process_is_named() -> None:
+def test_deferral_of_restored_member_names_no_process() -> None:
     known = worker("b", 1, NodeState.SUSPECT, pid=0)
     said = "the previous process, worker:b on box, is not known to be dead yet"
     assert decide_node_admission(formed(worker("a", 0), known), wish("b")).reason == said
 
 
-def test_a_stranger_waits_while_somebody_is_silent() -> None:
+def test_new_node_is_deferred_while_a_member_is_suspect() -> None:
     answer = decide_node_admission(formed(worker("a", 0), worker("b", 1, NodeState.SUSPECT), phase=Phase.RETURNING), wish("z"))
     assert answer.admission is Admission.DEFER
     assert answer.reason == "all ranks are taken, but worker:b sends no heartbeats: its rank may become free"
@@ -140,22 +140,22 @@ def refusal(cluster: EditableCluster, registration: Register) -> str:
 
 
 @pytest.mark.parametrize("cluster", [forming(worker("a"), worker("b"), servers=1), formed(worker("a", 0), worker("b", 1))])
-def test_one_worker_too_many(cluster: EditableCluster) -> None:
+def test_worker_beyond_world_is_refused(cluster: EditableCluster) -> None:
     assert refusal(cluster, wish("c")) == (
         "one worker too many: the cluster already has 2 (worker:a, worker:b)."
         " Stop this one, or start the cluster with a larger number"
     )
 
 
-def test_a_rank_taken_by_a_claim() -> None:
+def test_rank_taken_by_claim_is_refused() -> None:
     assert refusal(forming(worker("1", 1)), wish("01")) == "rank 1 is taken by worker:1 on box (process 42)"
 
 
-def test_a_rank_taken_by_a_node_that_got_it() -> None:
+def test_rank_taken_by_assignment_is_refused() -> None:
     assert refusal(formed(worker("a", 0), worker("b", 1)), wish("1")) == "rank 1 is taken by worker:b on box (process 42)"
 
 
-def test_a_rank_taken_by_an_agents_worker() -> None:
+def test_rank_taken_by_child_of_agent_is_refused() -> None:
     said = "rank 1 is taken by worker:1, which the agent on box runs"
     assert refusal(formed(worker("0", 0), child()), wish("1")) == said
     claimed = forming(worker("a/1", 1, NodeState.WAITING, agent="a", instance_id=""))
@@ -163,7 +163,7 @@ def test_a_rank_taken_by_an_agents_worker() -> None:
 
 
 @pytest.mark.parametrize("cluster", [forming(worker("a", state=NodeState.WAITING)), formed(worker("a", 0), worker("b", 1))])
-def test_a_live_nodes_id(cluster: EditableCluster) -> None:
+def test_id_of_live_node_is_refused(cluster: EditableCluster) -> None:
     said = "worker:a on box (process 42) is alive: a second node with its id is not allowed"
     assert refusal(cluster, wish("a")) == said
 
@@ -174,61 +174,61 @@ def test_other_settings_are_shown_as_a_difference() -> None:
     assert refusal(forming(), wish("a", fingerprint=theirs)) == said
 
 
-def test_a_node_of_another_cluster() -> None:
+def test_node_of_other_cluster_is_refused() -> None:
     said = "it belongs to cluster c9, and this is the scheduler of cluster c1"
     assert refusal(forming(), wish("a", cluster_id="c9")) == said
 
 
-def test_a_rank_that_does_not_exist() -> None:
+def test_nonexistent_rank_is_refused() -> None:
     assert refusal(forming(), wish("2")) == "MS_NODE_ID=2 claims rank 2, but the 2 worker ranks end at 1"
 
 
-def test_a_role_without_places() -> None:
+def test_role_without_members_is_refused() -> None:
     said = "this cluster has no members of role server (MS_SERVER_NUM is 0)"
     assert refusal(forming(), Register(Role.SERVER, "", "l", BOX)) == said
 
 
-def test_a_cluster_that_has_ended() -> None:
+def test_ended_cluster_refuses_nodes() -> None:
     cluster = formed(worker("a", 0), phase=Phase.ENDED)
     cluster.set(reason="the only worker finished")
     assert refusal(cluster, wish("a")) == "the cluster has ended: the only worker finished"
 
 
-def test_a_place_whose_work_is_done() -> None:
+def test_id_of_finished_node_is_refused() -> None:
     said = "worker:b has finished and left: no other process is needed"
     assert refusal(formed(worker("a", 0), worker("b", 1, NodeState.LEFT)), wish("b")) == said
 
 
-def test_a_dead_place_without_recovery() -> None:
+def test_id_of_dead_node_is_refused_without_recovery() -> None:
     cluster = formed(worker("a", 0), worker("b", 1, NodeState.DEAD), recovery=False)
     assert refusal(cluster, wish("b")) == "worker:b is dead and recovery is off: set MS_ENABLE_RECOVERY=1"
 
 
-def test_a_journal_older_than_what_the_node_has_seen() -> None:
+def test_node_with_newer_generation_is_refused() -> None:
     said = "its generation is 4, but the scheduler's journal ends at 3"
     assert refusal(formed(worker("a", 0)), wish("a", "life of a", generation=4)) == said
 
 
 @pytest.mark.parametrize("state", [NodeState.DEAD, NodeState.ALIVE, NodeState.SUSPECT])
-def test_a_life_that_another_one_followed_does_not_come_back(state: NodeState) -> None:
+def test_superseded_process_is_refused(state: NodeState) -> None:
     said = "rank 1 was reassigned to worker:b on box (process 42): this process must exit"
     assert refusal(formed(worker("a", 0), worker("b", 1, state)), wish("b", "older", incarnation=1, rank=1)) == said
 
 
-def test_a_life_whose_place_has_another_name_now_does_not_get_another_rank() -> None:
+def test_superseded_process_gets_no_other_rank() -> None:
     cluster = formed(worker("a", 0, NodeState.DEAD), worker("b", 1), phase=Phase.HEALING)
     said = "rank 1 was reassigned to another process: this one must exit"
     assert refusal(cluster, wish("old-b", "older", incarnation=1, rank=1)) == said
 
 
-def test_a_child_of_an_incarnation_that_is_over() -> None:
+def test_ended_incarnation_of_child_is_refused() -> None:
     cluster = formed(worker("0", 0), child())
     assert refusal(cluster, wish("1", incarnation=1)) == "incarnation 1 of worker:1 has ended: incarnation 2 is alive"
     gone = formed(worker("0", 0), child(NodeState.LEFT))
     assert refusal(gone, wish("1", incarnation=2)) == "incarnation 2 of worker:1 has ended: incarnation 2 is left"
 
 
-def test_a_second_process_in_the_name_of_a_child() -> None:
+def test_second_process_of_child_is_refused() -> None:
     said = "worker:1 is already registered, as process 42 on box"
     assert refusal(formed(worker("0", 0), child(instance_id="first")), wish("1", "second", incarnation=2)) == said
 
@@ -246,51 +246,51 @@ def agent_refusal(cluster: EditableCluster, registration: RegisterAgent) -> str:
     return answer.reason
 
 
-def test_an_agent_brings_its_workers() -> None:
+def test_agent_is_admitted_with_its_workers() -> None:
     answer = decide_agent_admission(forming(), agent_wish())
     assert (answer.admission, answer.reason) == (Admission.ADMIT, "other brings 2 workers")
 
 
-def test_the_same_agent_again() -> None:
+def test_known_agent_re_attaches() -> None:
     cluster = formed(worker("0", 0))
     cluster.add_agent(AgentInfo("b", "new", OTHER, 1))
     assert decide_agent_admission(cluster, agent_wish()).admission is Admission.REATTACH
 
 
-def test_another_agent_of_that_name() -> None:
+def test_connected_agent_name_is_refused() -> None:
     cluster = forming()
     cluster.add_agent(AgentInfo("b", "first", BOX, 1, connection=5))
     assert agent_refusal(cluster, agent_wish()) == "an agent named b is already connected, on box"
 
 
-def test_a_host_that_brings_too_many() -> None:
+def test_host_with_too_many_workers_is_refused() -> None:
     assert agent_refusal(forming(worker("a")), agent_wish()) == (
         "this host brings 2 workers, but 1 of 2 are registered already:"
         " start fewer, or raise the number of workers on every host"
     )
 
 
-def test_a_host_that_came_too_late() -> None:
+def test_late_host_is_refused_if_world_is_complete() -> None:
     said = "the cluster has formed with its 1 worker: this host registered too late"
     assert agent_refusal(formed(worker("0", 0)), agent_wish()) == said
 
 
-def test_two_hosts_with_one_node_rank() -> None:
+def test_duplicate_node_rank_is_refused() -> None:
     said = "rank 1 is taken by worker:a/0 on box: give each host its own --node-rank"
     assert agent_refusal(forming(worker("a/0", 1), workers=4), agent_wish(first_rank=0)) == said
 
 
-def test_a_node_rank_beyond_the_last() -> None:
+def test_node_rank_beyond_world_is_refused() -> None:
     assert agent_refusal(forming(), agent_wish(first_rank=2)) == "ranks 2 to 3 do not exist: the world size is 2"
     assert decide_agent_admission(forming(workers=4), agent_wish(first_rank=2)).admission is Admission.ADMIT, "3 is the last"
 
 
-def test_an_agent_with_other_settings() -> None:
+def test_agent_with_other_settings_is_refused() -> None:
     said = "its settings differ from the scheduler's: MS_WORKER_NUM is 3 on the node and 2 on the scheduler"
     assert agent_refusal(forming(), agent_wish(fingerprint={"MS_WORKER_NUM": "3"})) == said
 
 
-def test_an_agent_of_another_job() -> None:
+def test_agent_of_other_job_is_refused() -> None:
     named = EditableCluster(ClusterSettings(2, job="a"), cluster_id="c1")
     theirs = {"MS_WORKER_NUM": "2", "the job": "b"}
     assert (
@@ -304,7 +304,7 @@ def test_an_agent_of_another_job() -> None:
 # -- the whole answer, where more than a refusal follows from it -----------------------------------------------------
 
 
-def test_whoever_is_known_is_told_as_what() -> None:
+def test_known_process_is_re_attached_to_its_member() -> None:
     assert decide_node_admission(formed(worker("a", 0)), wish("a", "life of a")) == AdmissionDecision(
         Admission.REATTACH, "the same process again", (Role.WORKER, "a")
     )
@@ -316,7 +316,7 @@ def test_whoever_is_known_is_told_as_what() -> None:
     assert decide_agent_admission(cluster, agent_wish()) == AdmissionDecision(Admission.REATTACH, "the same agent again")
 
 
-def test_a_spare_that_has_not_heard_of_its_promotion_is_the_worker_it_became() -> None:
+def test_promoted_spare_re_attaches_as_its_worker() -> None:
     cluster = formed(worker("0", 0), child(instance_id="its life", promoted_from="spare:7.3"))
     asks = Register(Role.SPARE, "7", "its life", BOX, incarnation=3)
     assert decide_node_admission(cluster, asks) == AdmissionDecision(
@@ -333,7 +333,7 @@ def test_a_spare_that_has_not_heard_of_its_promotion_is_the_worker_it_became() -
     )
 
 
-def test_every_setting_that_differs_is_shown() -> None:
+def test_every_different_setting_is_listed() -> None:
     said = (
         "its settings differ from the scheduler's: MS_SERVER_NUM is 1 on the node and 0 on the scheduler;"
         " MS_WORKER_NUM is 8 on the node and 2 on the scheduler"
@@ -341,12 +341,12 @@ def test_every_setting_that_differs_is_shown() -> None:
     assert refusal(forming(), wish("a", fingerprint={"MS_WORKER_NUM": "8", "MS_SERVER_NUM": "1"})) == said
 
 
-def test_a_cluster_of_servers_alone_has_no_place_for_a_worker() -> None:
+def test_cluster_without_workers_refuses_worker() -> None:
     said = "this cluster has no members of role worker (MS_WORKER_NUM is 0)"
     assert refusal(forming(workers=0, servers=1), wish("a")) == said
 
 
-def test_one_server_too_many() -> None:
+def test_server_beyond_number_is_refused() -> None:
     cluster = formed(worker("a", 0), worker("b", 1))
     cluster.settings = ClusterSettings(2, 1)
     cluster.add(Member(Role.PSERVER, "s", "l", BOX, rank=0, state=NodeState.ALIVE))
@@ -355,7 +355,7 @@ def test_one_server_too_many() -> None:
     )
 
 
-def test_without_recovery_nobody_takes_a_dead_ones_place() -> None:
+def test_dead_member_is_not_replaced_without_recovery() -> None:
     cluster = formed(worker("a", 0), worker("b", 1, NodeState.DEAD), recovery=False)
     assert refusal(cluster, wish("z")).startswith("one worker too many: ")
 
@@ -367,7 +367,7 @@ def growing(**changed: Any) -> EditableCluster:
     return cluster
 
 
-def test_in_a_world_that_may_grow_a_number_is_no_claim_to_a_rank_that_somebody_has() -> None:
+def test_id_of_digits_is_no_claim_of_taken_rank_in_growing_world() -> None:
     cluster = growing(worker_max=3)
     later = AdmissionDecision(Admission.DEFER, f"up to 3 workers are allowed, but not yet: {resize.resize_blocker(cluster)}")
     assert decide_node_admission(cluster, wish("1")) == later
@@ -384,7 +384,7 @@ def test_in_a_world_that_may_grow_a_number_is_no_claim_to_a_rank_that_somebody_h
     assert decide_node_admission(forms, wish("2")).admission is Admission.ADMIT, "and the world is what it may become"
 
 
-def test_a_life_whose_rank_is_anothers_by_now_is_over() -> None:
+def test_process_whose_rank_was_reassigned_is_refused() -> None:
     cluster = formed(worker("a", 0), worker("b", 1))
     assert (
         refusal(cluster, wish("1", "older", incarnation=1, rank=1))
@@ -395,7 +395,7 @@ def test_a_life_whose_rank_is_anothers_by_now_is_over() -> None:
 # -- hosts -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_agents_next_life_waits_until_the_one_before_is_known_to_be_over() -> None:
+def test_restarted_agent_is_deferred_until_previous_is_dead() -> None:
     cluster = formed(worker("0", 0), child(agent="b"))
     cluster.add_agent(AgentInfo("b", "first", OTHER, 1))
     held = AdmissionDecision(Admission.DEFER, "the previous process of agent b is not known to be dead yet")
@@ -406,7 +406,7 @@ def test_an_agents_next_life_waits_until_the_one_before_is_known_to_be_over() ->
     )
 
 
-def test_a_host_with_spares_alone_is_welcome_at_any_time_and_with_more_it_is_not() -> None:
+def test_host_with_only_spares_is_always_admitted() -> None:
     cluster = formed(worker("0", 0))
     assert decide_agent_admission(cluster, agent_wish(slots=0, spares=2)) == AdmissionDecision(
         Admission.ADMIT, "other brings 2 spares"
@@ -415,7 +415,7 @@ def test_a_host_with_spares_alone_is_welcome_at_any_time_and_with_more_it_is_not
         assert decide_agent_admission(cluster, late).admission is Admission.REFUSE
 
 
-def test_a_host_brings_servers_too_and_not_too_many() -> None:
+def test_host_with_too_many_servers_is_refused() -> None:
     cluster = forming(worker("a"), Member(Role.PSERVER, "0", "l", BOX, rank=0), servers=2)
     assert decide_agent_admission(cluster, agent_wish(slots=1, servers=1)) == AdmissionDecision(
         Admission.ADMIT, "other brings 1 worker and 1 server"
@@ -424,13 +424,13 @@ def test_a_host_brings_servers_too_and_not_too_many() -> None:
     assert decide_agent_admission(cluster, agent_wish(slots=1, servers=2)) == AdmissionDecision(Admission.REFUSE, said)
 
 
-def test_a_host_whose_ranks_nobody_named_takes_what_is_free() -> None:
+def test_host_without_node_rank_gets_free_ranks() -> None:
     assert decide_agent_admission(forming(worker("0", 0)), agent_wish(slots=1)) == AdmissionDecision(
         Admission.ADMIT, "other brings 1 worker"
     )
 
 
-def test_a_host_that_comes_late_hears_what_it_is_good_for() -> None:
+def test_late_host_is_admitted_with_its_use_as_reason() -> None:
     assert decide_agent_admission(growing(worker_max=3), agent_wish(slots=1)) == AdmissionDecision(
         Admission.ADMIT, "other brings 1 worker, and the world may grow from 2 to 3"
     )
@@ -488,7 +488,7 @@ def test_the_cluster_forms_with_the_last_node_and_its_record_is_the_last_that_is
     assert last_write < min(told)
 
 
-def test_more_workers_than_are_needed_have_a_last_call() -> None:
+def test_formation_waits_for_more_workers_than_required() -> None:
     cluster = EditableCluster(ClusterSettings(1, worker_max=3, last_call_s=3.0))
     register(cluster, 1, wish("a"), now=1.0)
     assert not cluster.registration.form_or_give_up(cluster.step(3.9)) and cluster.phase is Phase.FORMING
@@ -499,7 +499,7 @@ def test_more_workers_than_are_needed_have_a_last_call() -> None:
     assert cluster.lifecycle.phase is Phase.READY and cluster.size(Role.WORKER) == 2
 
 
-def test_a_formation_is_given_up_when_its_time_is_over_which_a_suspension_prolongs() -> None:
+def test_formation_ends_after_timeout_extended_by_suspension() -> None:
     cluster = EditableCluster(ClusterSettings(2, topo_timeout_s=10.0))
     register(cluster, 1, wish("a"))
     cluster.registration.postpone(5.0)
@@ -520,7 +520,7 @@ def test_a_refusal_closes_the_connection_and_is_remembered_while_the_cluster_for
     assert formed_already.last_refusal == ""
 
 
-def test_a_connection_that_speaks_for_another_node_is_closed_and_that_node_is_lost() -> None:
+def test_second_registration_on_connection_closes_it_and_first_node_is_lost() -> None:
     cluster = of_two(recovery=True)
     effects = register(cluster, 1, wish("c"))
     assert sent(effects, Refused) == [1] and Close(1) in effects
@@ -551,7 +551,7 @@ def test_the_known_process_is_attached_to_its_new_connection_and_the_old_one_is_
     assert cluster.table.member_at(1) is None
 
 
-def test_a_node_that_takes_a_dead_ones_place_is_its_next_incarnation_in_a_new_generation() -> None:
+def test_replacement_of_dead_member_is_next_incarnation_in_new_generation() -> None:
     cluster = of_two(recovery=True)
     cluster.recovery.on_connection_lost(cluster.step(1.0), 2, "reset")
     dead = cluster.worker("b")
@@ -563,7 +563,7 @@ def test_a_node_that_takes_a_dead_ones_place_is_its_next_incarnation_in_a_new_ge
     assert (cluster.phase, cluster.reason) == (Phase.READY, "all ranks are filled again")
 
 
-def test_an_agent_is_admitted_with_its_children_and_told_what_to_run() -> None:
+def test_agent_is_admitted_and_receives_desired_children() -> None:
     cluster = EditableCluster(ClusterSettings(2))
     effects = register_agent(cluster, 1, agent_wish("b"))
     assert sent(effects, Registered) == sent(effects, DesiredChildren) == [1]
@@ -571,7 +571,7 @@ def test_an_agent_is_admitted_with_its_children_and_told_what_to_run() -> None:
     assert [(m.node_id, m.agent, m.rank) for m in cluster.members_in_role(Role.WORKER)] == [("0", "b", 0), ("1", "b", 1)]
 
 
-def test_an_agent_that_comes_back_over_another_connection_keeps_its_children() -> None:
+def test_reconnected_agent_keeps_its_children() -> None:
     cluster = EditableCluster(ClusterSettings(2))
     register_agent(cluster, 1, agent_wish("b"))
     cluster.change(cluster.worker("0"), state=NodeState.SUSPECT)
@@ -589,7 +589,7 @@ def test_the_first_call_of_init_by_a_child_is_durable_at_once() -> None:
     assert not records_of(register(cluster, 11, wish("1", "another", incarnation=1)))
 
 
-def test_a_worker_that_comes_after_formation_makes_the_world_grow() -> None:
+def test_worker_that_joins_after_formation_grows_world() -> None:
     cluster = of_two(worker_max=3, last_call_s=0.0)
     cluster.set(trains=True)
     effects = register(cluster, 3, wish("c"))

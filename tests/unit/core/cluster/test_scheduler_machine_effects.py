@@ -70,7 +70,7 @@ def noted(made: SchedulerMachine) -> list[tuple[str, str, str, Outcome]]:
 # -- another size ----------------------------------------------------------------------------------------------------
 
 
-def test_a_growth_is_counted_told_and_kept_and_has_its_time() -> None:
+def test_scale_out_is_counted_published_persisted_and_limited_in_time() -> None:
     made = cut_under_an_agent(3)
     tick(made, 1.0)
     effects = made.step(MessageReceived(ScaleRequest(workers=4), 9), 1.0)
@@ -102,7 +102,7 @@ def test_a_growth_is_counted_told_and_kept_and_has_its_time() -> None:
     assert (phase(made), noted(made)[1][3]) == (Phase.READY, Outcome.RESUMED)
 
 
-def test_a_smaller_world_is_counted_told_and_kept() -> None:
+def test_scale_in_is_counted_published_and_persisted() -> None:
     made = cut_in_four(together=0)
     effects = made.step(MessageReceived(ScaleRequest(node_ids=["b"]), 9), 1.0)
     reason = "the world shrinks from 4 to 3 workers, as requested"
@@ -112,7 +112,7 @@ def test_a_smaller_world_is_counted_told_and_kept() -> None:
     assert {r.node_id for r in kept(effects) if isinstance(r, MemberRecord)} == {"d"}, "whose rank changes"
 
 
-def test_a_rank_that_nobody_replaces_is_gone_on_without() -> None:
+def test_rank_without_replacement_shrinks_world() -> None:
     made = cut_under_an_agent(3)
     edited = EditableCluster.of(made)
     edited.change(edited.worker("1"), deaths_without_progress=3)
@@ -133,7 +133,7 @@ def broken(made: SchedulerMachine, now: float, reason: str = SAID) -> list[Sched
     return made.step(Tick(), now + 1.1 * DEATH_REPORT_S)
 
 
-def test_a_collective_that_breaks_while_all_live_is_tried_again() -> None:
+def test_failed_collective_is_retried_if_all_processes_live() -> None:
     made = training(strategies=parse_strategies(("retry",)))
     made.step(MessageReceived(CollectiveFailed(made.cluster.generation - 1, SAID), 10), 0.5)
     made.step(MessageReceived(CollectiveFailed(made.cluster.generation, SAID), 99), 0.5)
@@ -154,7 +154,7 @@ def test_a_collective_that_breaks_while_all_live_is_tried_again() -> None:
     assert sum(made.incidents.records[0].ms.values()) == pytest.approx(2500.0)
 
 
-def test_one_that_breaks_again_and_again_is_the_end() -> None:
+def test_repeatedly_failed_collective_ends_run() -> None:
     made = training(strategies=parse_strategies(("retry",)))
     now = 1.0
     for number in range(COLLECTIVE_RETRIES_MAX):
@@ -165,7 +165,7 @@ def test_one_that_breaks_again_and_again_is_the_end() -> None:
     assert end.reason == f"a collective failed ({SAID}) and all processes are alive, 5 times in a row without a step in between"
 
 
-def test_one_that_breaks_where_nothing_is_tried_again_is_the_end() -> None:
+def test_failed_collective_ends_run_without_retry_strategy() -> None:
     end = ended(broken(training(strategies=parse_strategies(("recover-in-place",))), 1.0))
     assert end is not None and end.code == ExitCode.PEER_FAILED
     assert end.reason == f"a collective failed ({SAID}) and all processes are alive, but retry is not enabled (COVEY_STRATEGY)"
@@ -199,7 +199,7 @@ def records(effects: list[SchedulerEffect]) -> list[ClusterRecord]:
     return [record for record in kept(effects) if isinstance(record, ClusterRecord)]
 
 
-def test_servers_become_more_and_rows_move_when_all_are_there() -> None:
+def test_server_scale_out_moves_rows_when_all_joined() -> None:
     made = served()
     effects = made.step(MessageReceived(ScaleRequest(servers=3), 9), 1.0)
     reason = "the number of parameter servers increases from 2 to 3, as requested"
@@ -233,7 +233,7 @@ def test_servers_become_more_and_rows_move_when_all_are_there() -> None:
     assert (noted(made)[0][3], made.cluster.rows_in_place, made.cluster.has_row_copies) == (Outcome.RESUMED, True, True)
 
 
-def test_servers_become_fewer_and_who_has_nothing_left_goes() -> None:
+def test_server_scale_in_removes_servers_without_rows() -> None:
     made = served()
     effects = made.step(MessageReceived(ScaleRequest(node_ids=["pserver:1"]), 9), 1.0)
     reason = "the number of parameter servers decreases from 2 to 1, as requested"
@@ -249,7 +249,7 @@ def test_servers_become_fewer_and_who_has_nothing_left_goes() -> None:
     assert made.cluster.sharding is not None and made.cluster.sharding.leaving == () and noted(made)[0][3] is Outcome.RESUMED
 
 
-def test_servers_that_do_not_come_are_not_counted_on() -> None:
+def test_server_scale_out_is_rolled_back_if_late() -> None:
     made = served()
     tick(made, 1.0)
     made.step(MessageReceived(ScaleRequest(more_servers=1), 9), 1.0)
@@ -268,7 +268,7 @@ def test_servers_that_do_not_come_are_not_counted_on() -> None:
 # -- words on the way ------------------------------------------------------------------------------------------------
 
 
-def test_who_leaves_comes_back_or_stands_by_is_told_of() -> None:
+def test_leave_return_and_standby_are_published() -> None:
     made = training(recovery=True)
     assert "agent:b leaving: asked to leave" in warnings(made.step(MessageReceived(Draining("asked to leave"), 2), 1.0))
     made = ready("a", "b", node_timeout_s=10.0)
@@ -277,7 +277,7 @@ def test_who_leaves_comes_back_or_stands_by_is_told_of() -> None:
     assert "worker:a heard again: its heartbeat arrived late" in told(made.step(MessageReceived(Heartbeat(), 1), 6.1))
 
 
-def test_who_was_away_for_a_change_of_the_world_learns_all_places() -> None:
+def test_re_attached_rank_receives_member_indexes_after_resize() -> None:
     """A rank whose report knows an older world gets the new one with its plan; who knows it gets none."""
     made = cut_under_an_agent(3)
     made.step(MessageReceived(ScaleRequest(workers=2), 9), 1.0)

@@ -71,7 +71,7 @@ def test_replacement_that_repeats_earlier_steps_makes_no_progress_by_them() -> N
     assert end is not None and "NameError at train.py:4, last reported step 5: " in end.reason
 
 
-def test_error_of_a_parameter_server_is_none_of_the_script() -> None:
+def test_error_of_parameter_server_is_not_a_script_error() -> None:
     made = EditableCluster(ClusterSettings(1, 1, strategies=IN_PLACE), phase=Phase.READY, generation=1, heals=True)
     server = Member(Role.PSERVER, "0", "life", BOX, rank=0, agent="a", state=NodeState.DEAD, error=ERROR)
     server = made.add(server)
@@ -97,7 +97,7 @@ def test_elastic_training_does_not_shrink_for_an_error_of_the_script() -> None:
     assert ended(raises(made, "1"))
 
 
-def test_script_that_never_joined_is_restarted_as_often_as_max_restarts_allows() -> None:
+def test_script_without_init_is_restarted_up_to_max_restarts() -> None:
     made = training(max_restarts=3)
     EditableCluster.of(made).set(heals=False)
     for _ in range(3):

@@ -70,7 +70,7 @@ class Bench:
         return self.machine.cluster.members[(Role.SPARE, str(number))]
 
 
-def test_spares_are_started_when_the_first_step_is_done_and_never_count() -> None:
+def test_spares_start_after_first_step_and_are_not_counted() -> None:
     bench = Bench(here=2, there=1)
     assert not bench.tell(Tick())
     bench.hear(Heartbeat(Progress(1, in_loop=True)), 10)
@@ -84,7 +84,7 @@ def test_spares_are_started_when_the_first_step_is_done_and_never_count() -> Non
     }
 
 
-def test_a_spare_that_stands_by_takes_the_place_and_everyone_is_told_once_it_is_durable() -> None:
+def test_promotion_of_ready_spare_is_persisted_then_sent() -> None:
     bench = Bench().begin().stand_by()
     effects = bench.die(1)
     formed = sent(effects, RankAssigned)
@@ -105,7 +105,7 @@ def test_a_spare_that_stands_by_takes_the_place_and_everyone_is_told_once_it_is_
     assert [(a.name, a.incarnation) for a in again.assignments][2:] == [("spare:0", 2)]
 
 
-def test_the_place_of_one_that_fell_silent_is_the_spares_from_then_on() -> None:
+def test_silent_worker_is_replaced_by_spare() -> None:
     bench, now = Bench(node_timeout_s=10.0).begin().stand_by(), 1.0
     while bench.machine.cluster.generation == 1:
         now += 0.5
@@ -119,7 +119,7 @@ def test_the_place_of_one_that_fell_silent_is_the_spares_from_then_on() -> None:
     assert set(plans) == {10, SPARE, 12}, "nobody else is told what the spare is to do"
 
 
-def test_one_that_does_not_stand_by_yet_is_not_waited_for_and_two_deaths_need_two_spares() -> None:
+def test_only_ready_spares_are_promoted_once_each() -> None:
     bench = Bench().begin()
     assert "cluster recover-in-place: worker:1" in "\n".join(told(bench.die(1)))
     bench = Bench().begin().stand_by()
@@ -127,14 +127,14 @@ def test_one_that_does_not_stand_by_yet_is_not_waited_for_and_two_deaths_need_tw
     assert any("cluster recover-in-place: worker:1" in line for line in told(bench.die(1)))
 
 
-def test_a_spare_of_the_same_host_goes_before_one_of_another() -> None:
+def test_spare_on_same_host_is_preferred() -> None:
     bench = Bench(here=1, there=1).begin().stand_by(0).stand_by(1, OTHER)
     assert any("spare:1 on other replaces worker:2" in line for line in told(bench.die(2, link=2)))
     effects = bench.die(1)
     assert any("spare:0 on box replaces worker:1" in line for line in told(effects))
 
 
-def test_a_spare_on_another_host_stands_in_for_a_lost_one_within_the_limit() -> None:
+def test_spare_on_other_host_replaces_worker_within_extra_ranks() -> None:
     bench = Bench().begin().stand_by()
     effects = bench.tell(ConnectionLost("cut", 2))
     assert sent(effects, RankAssigned)[SPARE].rank == 2 and sent(effects, RankAssigned)[SPARE].local_rank == 2
@@ -143,7 +143,7 @@ def test_a_spare_on_another_host_stands_in_for_a_lost_one_within_the_limit() -> 
     assert not any("promote" in line for line in told(none.tell(ConnectionLost("cut", 2))))
 
 
-def test_a_spares_own_death_is_no_incident_and_is_given_up_after_three_on_the_way() -> None:
+def test_spare_death_is_no_incident_and_third_unready_death_gives_up() -> None:
     bench = Bench().begin().stand_by()
     for life in range(1, 5):
         effects = bench.die(0, incarnation=life, role=Role.SPARE)
@@ -153,13 +153,13 @@ def test_a_spares_own_death_is_no_incident_and_is_given_up_after_three_on_the_wa
     assert not bench.machine.incidents.records and bench.spare().state is NodeState.LEFT
 
 
-def test_one_whose_program_ends_by_itself_is_not_started_again() -> None:
+def test_spare_that_exits_with_0_is_not_restarted() -> None:
     bench = Bench().begin()
     assert any("its script exited before it needed a rank" in line for line in told(bench.die(0, role=Role.SPARE, code=0)))
     assert not bench.tell(Tick())
 
 
-def test_spares_use_up_the_budget_of_their_host_by_their_deaths_alone() -> None:
+def test_only_deaths_of_spares_count_against_host_limit() -> None:
     bench = Bench(replacements_max=2).begin().stand_by()
     bench.die(1)  # the first replacement
     for link in (10, SPARE, 12):
@@ -171,7 +171,7 @@ def test_spares_use_up_the_budget_of_their_host_by_their_deaths_alone() -> None:
     assert not bench.tell(Tick())
 
 
-def test_a_spare_that_did_not_hear_of_its_promotion_is_told_by_the_next_scheduler() -> None:
+def test_unaware_promoted_spare_is_re_attached_by_restarted_scheduler() -> None:
     bench = Bench(recovery=True).begin().stand_by()
     bench.die(1)
     records: tuple[Record, ...] = journal(bench.effects)
@@ -183,7 +183,7 @@ def test_a_spare_that_did_not_hear_of_its_promotion_is_told_by_the_next_schedule
     assert not sent(made.step(MessageReceived(other, SPARE + 1), 100.0), RankAssigned)
 
 
-def test_a_host_with_spares_alone_may_come_at_any_time() -> None:
+def test_host_with_only_spares_may_join_at_any_time() -> None:
     bench = Bench(here=0, recovery=True).begin()
     effects = bench.hear(RegisterAgent("c", "life of c", OTHER, 0, spares=1), 3)
     assert [record.id for record in kept(effects) if isinstance(record, AgentRecord)] == ["c"]
@@ -196,7 +196,7 @@ def test_a_host_with_spares_alone_may_come_at_any_time() -> None:
     assert "c" in made.cluster.agents
 
 
-def test_a_promotion_is_told_and_counted_and_a_spares_end_is_kept() -> None:
+def test_promotion_is_published_and_counted_and_spare_exit_is_persisted() -> None:
     bench = Bench().begin().stand_by()
     EditableCluster.of(bench.machine).change(bench.spare(), handovers=3)
     effects = bench.die(1)
@@ -211,7 +211,7 @@ def test_a_promotion_is_told_and_counted_and_a_spares_end_is_kept() -> None:
     assert [(r.role, r.state) for r in gone if isinstance(r, MemberRecord)] == [(Role.SPARE, NodeState.LEFT)]
 
 
-def test_a_spare_that_is_given_up_is_a_warning_with_why() -> None:
+def test_given_up_spare_is_published_as_warning_with_reason() -> None:
     bench = Bench().begin()
     for life in (1, 2, 3):
         effects = bench.die(0, incarnation=life, role=Role.SPARE)
@@ -226,7 +226,7 @@ def warned(effects: list[Any]) -> list[str]:
     return [f"{e.node} {e.what}: {e.reason}" for e in effects if isinstance(e, PublishEvent) and e.level is Level.WARNING]
 
 
-def test_a_host_that_leaves_or_is_out_of_reach_gets_no_spares() -> None:
+def test_leaving_or_disconnected_host_gets_no_spares() -> None:
     leaving, away, none = Bench(), Bench(recovery=True), Bench(here=0)
     leaving.hear(Draining("asked to leave"), 1)
     away.tell(ConnectionLost("reset", 1))
@@ -235,7 +235,7 @@ def test_a_host_that_leaves_or_is_out_of_reach_gets_no_spares() -> None:
         assert not bench.machine.cluster.members_in_role(Role.SPARE)
 
 
-def test_a_spare_has_its_number_for_life() -> None:
+def test_spare_keeps_its_number() -> None:
     bench = Bench(here=2).begin()
     assert [(s.node_id, s.rank, s.member_index) for s in bench.machine.cluster.members_in_role(Role.SPARE)] == [
         ("0", 0, 0),
