@@ -6,9 +6,9 @@ from covey.core.effects import Level, PublishEvent
 from covey.core.event_log import EVENTS_MAX, Event, EventLog
 
 
-def story(*told: tuple[str, str]) -> EventLog:
+def event_log_of(*published: tuple[str, str]) -> EventLog:
     made = EventLog()
-    for second, (node, reason) in enumerate(told, start=1):
+    for second, (node, reason) in enumerate(published, start=1):
         made.add(PublishEvent(node, "said", reason), float(second))
     return made
 
@@ -16,17 +16,17 @@ def story(*told: tuple[str, str]) -> EventLog:
 def test_event_times_are_unique() -> None:
     made = EventLog()
     times = [made.add(PublishEvent("a", "b", "c"), 7.0).at for _ in range(3)]
-    assert times == sorted(set(times)), "whoever asks for what came after one event gets the next"
+    assert times == sorted(set(times)), "a client that asks for the events after one gets the next"
     assert [event.at for event in made.events_after(times[0])] == times[1:]
 
 
 def test_node_filter_returns_events_that_name_the_node() -> None:
-    made = story(("worker:1", "died"), ("cluster", "recover of worker:1 (SIGKILL)"), ("cluster", "worker:11 is here"))
+    made = event_log_of(("worker:1", "died"), ("cluster", "recover of worker:1 (SIGKILL)"), ("cluster", "worker:11 is here"))
     assert [event.reason for event in made.events_after(node="worker:1")] == ["died", "recover of worker:1 (SIGKILL)"]
 
 
 def test_newest_events_are_returned_in_order() -> None:
-    made = story(*((str(number), "") for number in range(EVENTS_MAX + 5)))
+    made = event_log_of(*((str(number), "") for number in range(EVENTS_MAX + 5)))
     assert [event.node for event in made.events_after(limit=2)] == [str(EVENTS_MAX + 3), str(EVENTS_MAX + 4)]
     assert len(made.events_after(limit=EVENTS_MAX + 5)) == EVENTS_MAX
 

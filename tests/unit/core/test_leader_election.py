@@ -1,4 +1,4 @@
-"""Leadership: one at a time, whoever is stopped or cut off, and however late the store answers."""
+"""Leader election: at most one leader, with suspended or disconnected candidates and late replies of the store."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ class Replica:
 
     def act(self, began: float, written: bool, answered: float | None) -> None:
         """One round trip: whether it reaches the store, and when its answer arrives, if it does."""
-        wish = self.candidate.next_action(began)
-        if isinstance(wish, ReadLease):
+        registration = self.candidate.next_action(began)
+        if isinstance(registration, ReadLease):
             if answered is None:
                 return self.candidate.on_store_failed()
             self.version = self.store.version
             return self.candidate.on_lease_read(self.store.cell, answered)
-        done = written and self.store.put(wish.record, self.version)
+        done = written and self.store.put(registration.record, self.version)
         if answered is None or not written:
             return self.candidate.on_store_failed()
         self.version = self.store.version if done else self.version
-        return self.candidate.on_lease_written(wish.record, done)
+        return self.candidate.on_lease_written(registration.record, done)
 
     def settle(self, now: float, times: int = 3) -> None:
         for _ in range(times):
@@ -96,8 +96,8 @@ def test_token_never_decreases_after_lease_was_removed() -> None:
 
 def test_released_lease_is_taken_immediately() -> None:
     store, first, second = pair()
-    wish = first.candidate.release_lease()
-    assert isinstance(wish, WriteLease) and store.put(wish.record, first.version)
+    registration = first.candidate.release_lease()
+    assert isinstance(registration, WriteLease) and store.put(registration.record, first.version)
     second.settle(0.1)
     assert second.candidate.is_leader(0.1) and not first.candidate.is_leader(0.1)
 
@@ -124,14 +124,14 @@ def test_next_token_is_above_that_of_journal() -> None:
     _, first, second = pair()
     second.candidate.raise_token(7)
     second.settle(0.1)
-    assert first.candidate.is_leader(0.1) and not second.candidate.is_leader(0.1), "it lets who leads lead"
+    assert first.candidate.is_leader(0.1) and not second.candidate.is_leader(0.1), "the second candidate does not interfere"
     first.candidate.raise_token(7)
     assert not first.candidate.is_leader(0.1)
     first.settle(0.2)
     assert first.candidate.is_leader(0.2) and first.candidate.token == 8
 
 
-def strangers(replica: Replica) -> str:
+def other_cluster_of(replica: Replica) -> str:
     return replica.candidate.other_cluster
 
 
@@ -139,13 +139,13 @@ def test_lease_of_other_cluster_is_reported_once_its_holder_is_alive() -> None:
     store, first, second = pair()
     other = Replica("c", store, cluster="theirs")
     other.settle(0.1)
-    assert strangers(other) == "", "it may be what is left of one that has ended"
+    assert other_cluster_of(other) == "", "it may be what is left of one that has ended"
     first.act(0.2, True, 0.2)
     other.settle(0.3)
     second.settle(0.3)
-    assert strangers(other) == "ours" and strangers(second) == ""
+    assert other_cluster_of(other) == "ours" and other_cluster_of(second) == ""
     other.settle(0.4 + D)
-    assert strangers(other) == "" and other.candidate.is_leader(0.4 + D), "whose holder died is free"
+    assert other_cluster_of(other) == "" and other.candidate.is_leader(0.4 + D), "the lease of a dead holder is free"
 
 
 # -- one candidate, with a literal cell ------------------------------------------------------------------------------
@@ -158,8 +158,8 @@ def candidate(now: float = 100.0) -> Candidate:
 def leader(now: float = 100.0) -> Candidate:
     made = candidate(now)
     made.on_lease_read(LeaseRecord(), now)
-    wish = made.next_action(now)
-    assert wish == WriteLease(LeaseRecord(1, "a", 0, "http://a"))
+    registration = made.next_action(now)
+    assert registration == WriteLease(LeaseRecord(1, "a", 0, "http://a"))
     made.on_lease_written(LeaseRecord(1, "a", 0, "http://a"), True)
     return made
 
@@ -172,7 +172,7 @@ def test_new_candidate_reads_first_and_takes_free_lease_immediately() -> None:
     assert made.due_at == 100.0 and made.next_action(100.0) == ReadLease()
     assert made.due_at == 100.0 + D / CHECKS_PER_LEASE
     made.on_lease_read(LeaseRecord(), 100.1)
-    assert made.due_at == 100.1, "there is no reason to wait"
+    assert made.due_at == 100.1, "no wait is needed"
     waits = candidate()
     waits.next_action(100.0)
     waits.on_lease_read(OTHER, 100.1)
@@ -231,12 +231,12 @@ def test_leader_steps_down_when_it_reads_another_holder() -> None:
         assert not made.is_leader(100.5), cell
     made = leader()
     made.on_lease_read(LeaseRecord(1, "a", 5), 100.5)
-    assert made.is_leader(100.5) and made.due_at == 100.5, "its own beat, whose answer was lost"
+    assert made.is_leader(100.5) and made.due_at == 100.5, "its own renewal, whose reply was lost"
 
 
 rounds = st.lists(
     st.tuples(
-        st.integers(0, 2),  # who
+        st.integers(0, 2),  # index of the replica
         st.floats(0.0, 1.2),  # seconds until it acts
         st.booleans(),  # its write reaches the store
         st.one_of(st.none(), st.floats(0.0, 4.0)),  # seconds until it is answered
@@ -257,16 +257,16 @@ def test_at_most_one_leader_and_tokens_increase(script: list[tuple[int, float, b
     def believed(candidate: Any) -> float:
         return float(candidate._leads_until)
 
-    for who, pause, reaches, answer in script:
+    for index, pause, reaches, answer in script:
         now += pause
-        if now < busy_until[who]:
+        if now < busy_until[index]:
             continue
-        replica = replicas[who]
+        replica = replicas[index]
         at = now + (answer or 0.0)
-        busy_until[who] = at
+        busy_until[index] = at
         replica.act(now, reaches, None if answer is None else at)
         if replica.candidate.is_leader(at):
-            spans.append((who, at, believed(replica.candidate), replica.candidate.token))
+            spans.append((index, at, believed(replica.candidate), replica.candidate.token))
         assert store.cell.token >= newest
         newest = store.cell.token
     for one, begin, end, token in spans:

@@ -1,4 +1,4 @@
-"""What follows a death, told and kept in full: who starts again and who hears of it, what is given up, and how it all ends."""
+"""All effects after a death: restarts, messages, events, records, rollbacks and the end of the cluster."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from tests.unit.core.cluster.test_scheduler_machine import (
     BOX,
     OTHER,
     Effects,
-    begin_lives,
     crashed,
-    cut_in_four,
-    cut_under_an_agent,
     ended,
     journal,
-    kept,
-    lose_the_state,
+    lose_state,
     machine,
     outcomes,
     phase,
+    published,
     ready,
     ready_agents,
     register,
     restored,
     sent,
+    sharded_over_four,
+    sharded_under_agent,
+    start_processes,
     state,
+    stored_records,
     tick,
-    told,
     training,
     workers_of,
 )
-from tests.unit.core.cluster.test_scheduler_machine_effects import noted, records, serve, served, warnings
-from tests.unit.core.cluster.test_spares_decided import SPARE, Bench
+from tests.unit.core.cluster.test_scheduler_machine_effects import incidents_of, records, serve, served, warnings
+from tests.unit.core.cluster.test_spares_decided import SPARE, SpareCluster
 
 from covey.core.cluster.members import HostLayout
 from covey.core.cluster.resize import JOIN_TIMEOUT_S
@@ -78,7 +78,7 @@ def dies(made: SchedulerMachine, node_id: str, link: int = 1, life: int = 1, rea
 
 def members(effects: Effects) -> list[tuple[str, int, NodeState]]:
     """Those that were written down, in order."""
-    return [(r.node_id, r.incarnation, r.state) for r in kept(effects) if isinstance(r, MemberRecord)]
+    return [(r.node_id, r.incarnation, r.state) for r in stored_records(effects) if isinstance(r, MemberRecord)]
 
 
 # -- one starts again ------------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def test_rank_restarts_on_its_host_and_other_agents_receive_nothing() -> None:
     effects = dies(made, "1")
     reason = "worker:1 is restarted on box; the other ranks wait in their step"
     assert warnings(effects) == ["worker:1 died: killed", f"cluster recover-in-place: {reason}"]
-    assert noted(made) == [("recover-in-place", "killed", reason, Outcome.OPEN)]
+    assert incidents_of(made) == [("recover-in-place", "killed", reason, Outcome.OPEN)]
     assert sent(effects, NewGeneration) == dict.fromkeys((10, 12), NewGeneration(2, "worker:1 died: killed"))
     assert members(effects) == [("1", 2, NodeState.ALIVE)], "the next scheduler must know which life is meant"
     assert {link: start.assignments for link, start in sent(effects, DesiredChildren).items()} == {
@@ -123,14 +123,14 @@ def test_rank_of_lost_host_restarts_elsewhere_and_old_process_is_refused() -> No
 
 
 def test_promoted_spare_of_other_host_updates_both_agents() -> None:
-    bench = Bench(here=0, there=1).begin().stand_by(0, OTHER)
-    effects = bench.die(1)
+    spare_cluster = SpareCluster(here=0, there=1).begin().stand_by(0, OTHER)
+    effects = spare_cluster.die(1)
     assert {link: [a.name for a in start.assignments] for link, start in sent(effects, DesiredChildren).items()} == {
         1: ["worker:0"],
         2: ["worker:1", "worker:2"],
     }, "the old life may still have to be ended"
     assert sent(effects, NewGeneration) == dict.fromkeys((10, 12), NewGeneration(2, "worker:1 died: killed"))
-    assert bench.machine.incidents.records[-1].strategy == "recover"
+    assert spare_cluster.machine.incidents.records[-1].strategy == "recover"
 
 
 def test_moved_rank_sends_nothing_to_former_agent() -> None:
@@ -157,11 +157,11 @@ def test_process_asked_to_leave_hands_over_without_failure() -> None:
 
 
 def test_spare_exit_and_readiness_are_published() -> None:
-    bench = Bench().begin().stand_by()
-    assert "spare:0 stands by: train.py:7" in told(bench.effects)
-    again = bench.hear(Heartbeat(Progress(phase="train.py:7", is_spare_ready=True)), SPARE)
-    assert told(again) == [], "once"
-    assert warnings(bench.die(0, role=Role.SPARE)) == ["spare:0 died: killed"]
+    spare_cluster = SpareCluster().begin().stand_by()
+    assert "spare:0 stands by: train.py:7" in published(spare_cluster.effects)
+    again = spare_cluster.receive(Heartbeat(Progress(phase="train.py:7", is_spare_ready=True)), SPARE)
+    assert published(again) == [], "once"
+    assert warnings(spare_cluster.die(0, role=Role.SPARE)) == ["spare:0 died: killed"]
 
 
 def test_script_error_code_ends_run_without_restart() -> None:
@@ -172,7 +172,7 @@ def test_script_error_code_ends_run_without_restart() -> None:
 
 
 def test_world_shrinks_without_replacement_and_reason_is_shown() -> None:
-    made = cut_under_an_agent(3)
+    made = sharded_under_agent(3)
     edited = EditableCluster.of(made)
     edited.change(edited.worker("1"), deaths_without_progress=3)
     effects = dies(made, "1")
@@ -191,7 +191,7 @@ def test_new_host_restarts_members_of_lost_hosts() -> None:
     assert made.cluster.reason.endswith("(COVEY_EXTRA_RANKS is 0): waiting for a host to join")
     effects = made.step(MessageReceived(RegisterAgent("c", "life of c", THIRD, 1), 3), 2.0)
     said = "worker:2 restarted on third"
-    assert f"cluster takes a host: {said}" in told(effects)
+    assert f"cluster takes a host: {said}" in published(effects)
     assert sent(effects, NewGeneration) == dict.fromkeys((10, 11), NewGeneration(3, said))
     assert members(effects) == [("2", 2, NodeState.ALIVE)]
     assert sent(effects, DesiredChildren)[3].assignments == [Assignment("2", 2, 2, 0)] and made.counters["returns"] == 1
@@ -207,7 +207,11 @@ def test_joining_host_is_cause_of_scale_out() -> None:
     made = ready_agents(worker_max=4, last_call_s=0.0)
     EditableCluster.of(made).set(trains=True)
     made.step(MessageReceived(RegisterAgent("c", "life of c", THIRD, 1), 3), 1.0)
-    assert noted(made)[0][:3] == ("scale-out", "a host joined", "the world grows from 3 to 4 workers because third joined")
+    assert incidents_of(made)[0][:3] == (
+        "scale-out",
+        "a host joined",
+        "the world grows from 3 to 4 workers because third joined",
+    )
 
 
 def test_world_shrinks_after_shrink_limit_without_new_host() -> None:
@@ -221,7 +225,7 @@ def test_world_shrinks_after_shrink_limit_without_new_host() -> None:
     effects = tick(made, 6.0, beats=beats, since=5.0)
     limit = "no host joined for worker:2 within 5 s"
     reason = f"{limit}: the other ranks continue in a world of 2"
-    assert noted(made)[-1] == ("elastic-training", limit, reason, Outcome.OPEN) and made.counters["shrinks"] == 1
+    assert incidents_of(made)[-1] == ("elastic-training", limit, reason, Outcome.OPEN) and made.counters["shrinks"] == 1
     assert f"cluster resized: {limit}; the world size is now 2" in warnings(effects)
 
 
@@ -237,7 +241,7 @@ def test_end_reports_first_failure_if_world_cannot_shrink() -> None:
     assert end.failure.reason == "the agent on other is gone (the machine is on fire)"
 
 
-# -- everyone starts again -------------------------------------------------------------------------------------------
+# -- full restart ----------------------------------------------------------------------------------------------------
 
 
 def test_full_restart_is_counted_and_sent_to_server_without_agent() -> None:
@@ -252,7 +256,7 @@ def test_full_restart_is_counted_and_sent_to_server_without_agent() -> None:
 
 
 def roll_back(made: SchedulerMachine) -> Effects:
-    """All report that nobody has a part of the state."""
+    """Report on all ranks that no rank holds one slot of the state."""
     effects: Effects = []
     for member in made.cluster.members_in_role(Role.WORKER):
         report = SafePointReport(made.cluster.generation, CollectiveNumber(5, 0), slot_count=2, held_slots=b"\x01")
@@ -261,16 +265,16 @@ def roll_back(made: SchedulerMachine) -> Effects:
 
 
 def test_rollback_to_checkpoint_is_published_and_not_repeated_for_one_step() -> None:
-    made = cut_under_an_agent(3)
+    made = sharded_under_agent(3)
     dies(made, "1")
-    begin_lives(made)
-    lose_the_state(made)
+    start_processes(made)
+    lose_state(made)
     lost = (
         "only dead ranks held the optimizer's state of 1 of 2 parameters:"
         " increase ShardedOptimizer(copies=...) to survive more deaths at the same time"
     )
     assert made.cluster.reason == f"{lost}: all workers restart from the newest checkpoint"
-    begin_lives(made)
+    start_processes(made)
     end = ended(roll_back(made))
     assert end is not None and end.code == ExitCode.PEER_FAILED
     assert end.reason.startswith(f"{lost}; full restart 1: all ranks restart from the newest checkpoint")
@@ -278,7 +282,7 @@ def test_rollback_to_checkpoint_is_published_and_not_repeated_for_one_step() -> 
 
 
 def test_rollback_to_checkpoint_is_repeated_after_further_step() -> None:
-    made = cut_under_an_agent(2)
+    made = sharded_under_agent(2)
     for step in (5, 6):
         made.step(MessageReceived(Heartbeat(Progress(step, "train", in_loop=True)), 11), 1.0)
         effects = roll_back(made)
@@ -288,19 +292,19 @@ def test_rollback_to_checkpoint_is_repeated_after_further_step() -> None:
             if w.startswith("cluster roll back: only dead ranks held the optimizer's state of 1 of 2 ")
         ]
         assert warnings(effects)[0].endswith(": all workers restart from the newest checkpoint")
-        begin_lives(made)
+        start_processes(made)
     assert made.counters["restarts"] == 2
 
 
 def test_no_rollback_to_checkpoint_if_one_worker_cannot_restart() -> None:
-    assert ended(roll_back(cut_in_four(together=1))), "nobody can start raw workers"
-    made = cut_under_an_agent(2)
+    assert ended(roll_back(sharded_over_four(together=1))), "workers without an agent cannot be restarted"
+    made = sharded_under_agent(2)
     made.step(MessageReceived(Draining("asked to leave"), 1), 1.0)
     assert ended(roll_back(made)), "nothing more is started on that host"
 
 
 def test_lost_state_is_published_and_persisted() -> None:
-    made = cut_under_an_agent(2)
+    made = sharded_under_agent(2)
     effects: Effects = []
     for member in made.cluster.members_in_role(Role.WORKER):
         effects += made.step(
@@ -327,7 +331,7 @@ def test_remaining_ranks_dump_before_end_and_planned_end_is_persisted() -> None:
     failure = EditableCluster.of(made).recovery.first_failure
     assert failure is not None and records(effects)[-1].planned_end == Ended(139, reason, failure)
     wrote = made.step(MessageReceived(DumpWritten(5, "there"), 10), 1.0)
-    assert told(wrote) == ["worker:0 dumped: step 5 is in there"] and not ended(wrote)
+    assert published(wrote) == ["worker:0 dumped: step 5 is in there"] and not ended(wrote)
     assert not ended(tick(made, 21.0, since=1.0)), "in its very last moment it may still come"
     end = ended(made.step(Tick(), 21.5))
     assert end == EndCluster(139, f"{reason}; step 5 is in there", failure)
@@ -423,9 +427,9 @@ def test_exit_after_all_ranks_finished_is_leave() -> None:
     for rank in range(3):
         made.step(MessageReceived(SafePointReport(1, completed=CollectiveNumber(9, 0), finished=True), 10 + rank), 0.0)
     effects = made.step(MessageReceived(ChildExited("1", 1, 1), 1), 1.0)
-    assert told(effects) == ["worker:1 left: code 1, after all ranks had finished"] and warnings(effects) == []
+    assert published(effects) == ["worker:1 left: code 1, after all ranks had finished"] and warnings(effects) == []
     effects = made.step(MessageReceived(ChildExited("0", 1, 139, "signal 11"), 1), 1.0)
-    assert told(effects) == ["worker:0 left: signal 11, after all ranks had finished"]
+    assert published(effects) == ["worker:0 left: signal 11, after all ranks had finished"]
 
 
 # -- forming ---------------------------------------------------------------------------------------------------------
@@ -449,7 +453,7 @@ def test_death_of_joining_server_rolls_scale_out_back() -> None:
     made.step(MessageReceived(ScaleRequest(servers=3), 9), 1.0)
     effects = made.step(MessageReceived(ChildExited("2", 1, 137, "killed", role=Role.PSERVER), 1), 1.0)
     assert "servers rolled back: pserver:2 did not join: killed; the scale-out is rolled back" in warnings(effects)
-    assert made.cluster.size(Role.PSERVER) == 2 and noted(made)[0][3] is Outcome.ROLLED_BACK
+    assert made.cluster.size(Role.PSERVER) == 2 and incidents_of(made)[0][3] is Outcome.ROLLED_BACK
 
 
 def test_dead_server_is_not_in_sync_until_it_reports_again() -> None:
@@ -461,7 +465,7 @@ def test_dead_server_is_not_in_sync_until_it_reports_again() -> None:
     made.step(MessageReceived(ChildExited("1", 1, 137, "killed", role=Role.PSERVER), 1), 1.0)
     serve(made, 1)
     made.step(MessageReceived(ServerInSync(0), 22), 2.0)
-    assert made.cluster.joining_servers == (2,), "rows are not shared anew while one has not its own"
+    assert made.cluster.joining_servers == (2,), "rows do not move while a server is not in sync"
     made.step(MessageReceived(ServerInSync(0), 21), 2.0)
     assert not made.cluster.joining_servers and made.cluster.sharding is not None
 
@@ -492,9 +496,9 @@ def test_servers_must_report_in_sync_again_after_full_restart() -> None:
 def test_joining_servers_get_full_time_after_scheduler_restart() -> None:
     made = served()
     effects = made.step(MessageReceived(ScaleRequest(servers=3), 9), 1.0)
-    everyone = (MemberRecord.from_member(m) for m in made.cluster.members.values())
+    all_records = (MemberRecord.from_member(m) for m in made.cluster.members.values())
     again, _ = restored(
-        (*records(effects), *map(AgentRecord.from_agent, made.cluster.agents.values()), *everyone),
+        (*records(effects), *map(AgentRecord.from_agent, made.cluster.agents.values()), *all_records),
         copies=1,
         heartbeats_enabled=False,
     )
@@ -521,7 +525,10 @@ def test_recovery_of_server_ends_with_rows_and_of_worker_with_all_ranks_resumed(
     serve(made, 1)
     effects = made.step(MessageReceived(RankResumed(made.cluster.generation, 0), 21), 5.0)
     assert outcomes(made) == [Outcome.RESTARTED, *[Outcome.RESUMED] * 2], "no worker was replaced with it"
-    assert Stage.RESTORED in made.incidents.records[-1].ms and sum("cluster recovery: " in line for line in told(effects)) == 1
+    assert (
+        Stage.RESTORED in made.incidents.records[-1].ms
+        and sum("cluster recovery: " in line for line in published(effects)) == 1
+    )
 
 
 # -- the scheduler's own death ---------------------------------------------------------------------------------------
@@ -561,8 +568,8 @@ def test_restored_ended_scheduler_exits_after_node_timeout() -> None:
 
 def test_restored_ended_scheduler_exits_if_all_received_outcome() -> None:
     finished = ClusterRecord("c1", "job", 3, 0, Phase.ENDED, 1, ended=Ended(0, "all 3 workers finished", told=True))
-    everyone = [r for r in crashed("a", "b", "c") if isinstance(r, MemberRecord)]
-    _, effects = restored((finished, *everyone))
+    all_records = [r for r in crashed("a", "b", "c") if isinstance(r, MemberRecord)]
+    _, effects = restored((finished, *all_records))
     assert ended(effects) == EndCluster(0, "all 3 workers finished") and warnings(effects) == []
 
 
@@ -585,32 +592,32 @@ def test_restored_scheduler_states_reason_while_returning_and_ready() -> None:
     held: dict[str, Any] = {"cluster_id": "c1", "incarnation": 1, "generation": 1}
     made.step(MessageReceived(register("a", rank=0, **held), 1), 100.1)
     effects = made.step(MessageReceived(register("b", rank=1, **held), 2), 100.2)
-    assert told(effects)[-1] == "cluster ready: all members re-attached"
+    assert published(effects)[-1] == "cluster ready: all members re-attached"
 
 
-def come_back(made: SchedulerMachine, effects: Effects) -> SchedulerMachine:
+def restart_scheduler(made: SchedulerMachine, effects: Effects) -> SchedulerMachine:
     """The next scheduler, at 100 s, after all have called."""
-    everyone = (MemberRecord.from_member(m) for m in made.cluster.members.values())
+    all_records = (MemberRecord.from_member(m) for m in made.cluster.members.values())
     agents = (AgentRecord.from_agent(agent) for agent in made.cluster.agents.values())
-    records = [r for r in kept(effects) if not isinstance(r, MemberRecord)]
-    again, _ = restored((made.cluster.record(), *records, *agents, *everyone), strategies=made.cluster.settings.strategies)
+    records = [r for r in stored_records(effects) if not isinstance(r, MemberRecord)]
+    again, _ = restored((made.cluster.record(), *records, *agents, *all_records), strategies=made.cluster.settings.strategies)
     again.step(MessageReceived(RegisterAgent("a", "life of a", BOX, 3, cluster_id="c1"), 1), 100.0)
     for member in again.cluster.members_in_role(Role.WORKER):
         life = f"{member.node_id}.{member.incarnation}"
-        wish = register(member.node_id, life, incarnation=member.incarnation, cluster_id="c1")
-        again.step(MessageReceived(wish, 11 + int(member.node_id)), 100.0)
+        registration = register(member.node_id, life, incarnation=member.incarnation, cluster_id="c1")
+        again.step(MessageReceived(registration, 11 + int(member.node_id)), 100.0)
     return again
 
 
 def test_restored_scheduler_is_ready_when_all_re_attached() -> None:
-    made = cut_under_an_agent(3)
-    again = come_back(made, [])
+    made = sharded_under_agent(3)
+    again = restart_scheduler(made, [])
     assert phase(again) is Phase.READY and again.cluster.trains
 
 
 def test_scale_out_gets_full_time_after_scheduler_restart() -> None:
-    made = cut_under_an_agent(3)
-    again = come_back(made, made.step(MessageReceived(ScaleRequest(workers=4), 9), 1.0))
+    made = sharded_under_agent(3)
+    again = restart_scheduler(made, made.step(MessageReceived(ScaleRequest(workers=4), 9), 1.0))
     assert phase(again) is Phase.HEALING
     assert again.cluster.reason == "all members re-attached, and the resize continues"
     beats = [1, 11, 12, 13, 14]
@@ -627,11 +634,11 @@ def test_returned_member_closes_incident_with_its_stages() -> None:
     effects = made.step(MessageReceived(register("1", "second life"), 3), 2.0)
     (incident,) = made.incidents.records
     assert incident.outcome is Outcome.RESUMED and incident.ms[Stage.REFORMED] == 1000.0
-    assert told(effects)[-1] == "cluster ready: all ranks are filled again"
+    assert published(effects)[-1] == "cluster ready: all ranks are filled again"
     assert EditableCluster.of(made).recovery.first_failure is None
 
 
-# -- words of those who do not count ---------------------------------------------------------------------------------
+# -- messages that must be ignored -----------------------------------------------------------------------------------
 
 
 def test_worker_messages_from_agents_and_unknown_connections_are_ignored() -> None:
@@ -656,7 +663,7 @@ def test_leave_of_last_suspect_makes_cluster_ready() -> None:
     made.step(ConnectionLost("reset", 3), 0.0)
     tick(made, 6.0, beats=[1])
     made.step(MessageReceived(register("2", "second life"), 4), 6.0)
-    assert "cluster ready: all members are reachable again" in told(made.step(MessageReceived(Leave(), 2), 6.5))
+    assert "cluster ready: all members are reachable again" in published(made.step(MessageReceived(Leave(), 2), 6.5))
 
 
 def test_late_heartbeat_of_last_suspect_makes_cluster_ready() -> None:
@@ -664,7 +671,7 @@ def test_late_heartbeat_of_last_suspect_makes_cluster_ready() -> None:
     made.step(ConnectionLost("reset", 3), 0.0)
     tick(made, 6.0, beats=[1])
     made.step(MessageReceived(register("2", "second life"), 4), 6.0)
-    assert told(made.step(MessageReceived(Heartbeat(), 2), 6.5))[-1] == "cluster ready: all members are reachable again"
+    assert published(made.step(MessageReceived(Heartbeat(), 2), 6.5))[-1] == "cluster ready: all members are reachable again"
 
 
 def test_messages_of_children_of_left_agent_are_ignored() -> None:

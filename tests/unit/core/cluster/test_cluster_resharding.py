@@ -1,4 +1,4 @@
-"""Parameter servers come and go: what is refused, the transitions, and who is told what."""
+"""Scaling of parameter servers: refusals, transitions and messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from covey.core.types import ClusterRecord, MemberRecord, Phase, Role
 
 
 @pytest.mark.parametrize(
-    ("asked", "sentence"),
+    ("scale_request", "sentence"),
     [
         (ScaleRequest(servers=2), "there are 2 parameter servers already"),
         (ScaleRequest(servers=0), "0 parameter servers are not possible: expected 1 to 256"),
@@ -41,9 +41,12 @@ from covey.core.types import ClusterRecord, MemberRecord, Phase, Role
         ),
     ],
 )
-def test_impossible_server_resize_is_refused_with_reason(asked: ScaleRequest, sentence: str) -> None:
+def test_impossible_server_resize_is_refused_with_reason(scale_request: ScaleRequest, sentence: str) -> None:
     made = training_cluster(RecoveryStrategy.IN_PLACE, servers=2)
-    assert resharding.is_server_request(made, asked) and resharding.plan_server_resize(made, {0, 1}, asked) == (None, sentence)
+    assert resharding.is_server_request(made, scale_request) and resharding.plan_server_resize(made, {0, 1}, scale_request) == (
+        None,
+        sentence,
+    )
 
 
 def test_server_resize_requires_ready_cluster_with_all_servers_in_sync() -> None:
@@ -81,8 +84,8 @@ def test_new_servers_use_least_loaded_agents_and_last_or_named_servers_leave() -
     assert change == ResizePlan([], [made.members[(Role.PSERVER, "0")]])
     for agent in ("a", "b"):
         made.change_agent(agent, connection=0)
-    nobody = "no agent can start a server: only covey run can add servers"
-    assert resharding.plan_server_resize(made, {0, 1}, ScaleRequest(servers=3)) == (None, nobody)
+    no_agent = "no agent can start a server: only covey run can add servers"
+    assert resharding.plan_server_resize(made, {0, 1}, ScaleRequest(servers=3)) == (None, no_agent)
 
 
 # -- the part -----------------------------------------------------------------------------------------------------------
@@ -158,8 +161,8 @@ def test_rows_move_when_all_servers_are_in_sync_and_settle_when_they_are_again()
     assert state(cluster) is ReshardingState.MOVING and cluster.joining_servers == ()
     assert set(cluster.current_sharding.owners) == {0, 1, 2}
     durable = next(n for n, effect in enumerate(moving) if isinstance(effect, Persist))
-    told = [n for n, effect in enumerate(moving) if isinstance(effect, Send)]
-    assert told and durable < min(told), "a server learns no sharding that a restarted scheduler does not know"
+    published = [n for n, effect in enumerate(moving) if isinstance(effect, Send)]
+    assert published and durable < min(published), "a server learns no sharding that a restarted scheduler does not know"
     assert in_sync(cluster, 0, 1) == []
     in_sync(cluster, 2)
     assert state(cluster) is ReshardingState.STABLE

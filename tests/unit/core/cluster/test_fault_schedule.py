@@ -1,4 +1,4 @@
-"""Which faults are chosen, and which never: the last who have the state, and whoever would be given up."""
+"""Choice of faults: the last ranks with the state, and processes that died too often, are never hit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FOUR = view(*map(worker, range(4)))
 
 
 def test_same_seed_gives_same_faults_and_other_seed_does_not() -> None:
-    def story(seed: int) -> list[PlannedFault]:
+    def event_log_of(seed: int) -> list[PlannedFault]:
         done: list[PlannedFault] = []
         for number in range(40):
             strike, _ = choose_fault(seed, list(Fault), FOUR, done, 10.0 * number)
@@ -51,8 +51,8 @@ def test_same_seed_gives_same_faults_and_other_seed_does_not() -> None:
             done.append(strike)
         return done
 
-    assert story(7) == story(7) != story(8)
-    assert {strike.fault for strike in story(7)} == set(Fault)
+    assert event_log_of(7) == event_log_of(7) != event_log_of(8)
+    assert {strike.fault for strike in event_log_of(7)} == set(Fault)
     assert clock_jump_s(7, 1) == clock_jump_s(7, 1) != clock_jump_s(7, 2)
     assert all(1.5 <= pause_s(7, number, 3.0) <= 4.5 for number in range(50))
 

@@ -1,4 +1,4 @@
-"""How ranks go on together after a change of membership: the plan, from literal reports."""
+"""Heal plans from literal reports, the rendezvous store and the heal barrier."""
 
 from __future__ import annotations
 
@@ -43,32 +43,32 @@ def report(rank: int, completed: tuple[int, int] | None, waits: tuple[int, int] 
     return SafePointReport(2, port=1000 + rank, token=f"token {rank}", **numbers, **more)
 
 
-def giver(rank: int, address: str = NEAR) -> HealPlan:
+def donor(rank: int, address: str = NEAR) -> HealPlan:
     return HealPlan(2, donor=Donor(rank, address, 1000 + rank, f"token {rank}"))
 
 
 def test_new_and_behind_ranks_fetch_from_ranks_ahead() -> None:
     reports = {0: report(0, (5, 0), (6, 0)), 1: report(1, (4, 0), (5, 0)), 2: report(2, None, needs_state=True)}
     addresses = dict.fromkeys(range(3), NEAR)
-    assert make_heal_plans(2, reports, addresses) == {0: HealPlan(2), 1: giver(0), 2: giver(0)}
+    assert make_heal_plans(2, reports, addresses) == {0: HealPlan(2), 1: donor(0), 2: donor(0)}
 
 
 def test_donor_on_same_host_is_preferred_and_requests_rotate() -> None:
     reports = {n: report(n, (5, 0), (6, 0)) for n in range(3)} | {n: report(n, None, needs_state=True) for n in (3, 4, 5)}
     addresses = {0: NEAR, 1: FAR, 2: FAR, 3: NEAR, 4: FAR, 5: FAR}
     plans = make_heal_plans(2, reports, addresses)
-    assert plans[3] == giver(0)
-    assert {plans[4].donor, plans[5].donor} == {giver(1, FAR).donor, giver(2, FAR).donor}
+    assert plans[3] == donor(0)
+    assert {plans[4].donor, plans[5].donor} == {donor(1, FAR).donor, donor(2, FAR).donor}
 
 
 def test_receiver_uses_donor_on_own_host_before_lower_rank() -> None:
     reports = {0: report(0, (5, 0), (6, 0)), 1: report(1, (5, 0), (6, 0)), 2: report(2, None, needs_state=True)}
-    assert make_heal_plans(2, reports, {0: FAR, 1: NEAR, 2: NEAR})[2] == giver(1)
+    assert make_heal_plans(2, reports, {0: FAR, 1: NEAR, 2: NEAR})[2] == donor(1)
 
 
 def test_rank_without_collective_is_behind_rank_with_first() -> None:
     reports = {0: report(0, None, (0, 0)), 1: report(1, (0, 0), (0, 1))}
-    assert make_heal_plans(2, reports, dict.fromkeys(range(2), NEAR)) == {0: giver(1), 1: HealPlan(2)}
+    assert make_heal_plans(2, reports, dict.fromkeys(range(2), NEAR)) == {0: donor(1), 1: HealPlan(2)}
 
 
 def test_no_rank_fetches_if_all_are_new() -> None:
@@ -108,7 +108,7 @@ def test_plan_fails_if_no_rank_holds_a_slot() -> None:
 
 
 def test_slots_are_little_endian_bits_and_excess_bits_are_ignored() -> None:
-    """Of nine slots the first and the last are nobody's; a tenth does not exist."""
+    """Of nine slots no rank holds the first and the last; a tenth does not exist."""
     plans = make_heal_plans(2, {0: report(0, (5, 0), (5, 1), slot_count=9, held_slots=b"\xfe\x02")}, {0: NEAR})
     assert plans[0].generation == 2 and plans[0].failure.startswith(
         "only dead ranks held the optimizer's state of 2 of 9 parameters"
@@ -123,7 +123,7 @@ def test_plan_fails_if_donor_result_was_changed() -> None:
     }
     failed = make_heal_plans(2, reports, dict.fromkeys(range(3), NEAR))[1]
     assert "changed them since" in failed.failure and failed.generation == 2
-    assert not make_heal_plans(2, {0: reports[0], 1: reports[2]}, dict.fromkeys(range(2), NEAR))[1].failure, "nobody needs it"
+    assert not make_heal_plans(2, {0: reports[0], 1: reports[2]}, dict.fromkeys(range(2), NEAR))[1].failure, "no rank needs it"
 
 
 def test_plan_fails_for_new_rank_if_results_were_not_kept() -> None:
@@ -132,28 +132,28 @@ def test_plan_fails_for_new_rank_if_results_were_not_kept() -> None:
     plans = make_heal_plans(2, reports, dict.fromkeys(range(2), NEAR))
     assert {(p.generation, p.failure.split(":")[0]) for p in plans.values()} == {(2, "rank 1 cannot join the current step")}
     behind = {0: reports[0], 1: report(1, (4, 0), (5, 0))}
-    assert make_heal_plans(2, behind, dict.fromkeys(range(2), NEAR))[1] == giver(0)
+    assert make_heal_plans(2, behind, dict.fromkeys(range(2), NEAR))[1] == donor(0)
 
 
 def test_repeated_report_returns_plan_again() -> None:
-    gathering, asked = SafePoint(2), []
+    gathering, reply_to = SafePoint(2), []
 
     def addresses() -> dict[int, str]:
-        asked.append(len(gathering.reports))
+        reply_to.append(len(gathering.reports))
         return {0: NEAR, 1: NEAR}
 
     ahead, behind = report(0, (5, 0), (6, 0)), report(1, (4, 0), (5, 0))
     assert gathering.add_report(0, ahead, 2, addresses) == gathering.add_report(0, ahead, 2, addresses) == {}
-    assert gathering.add_report(1, behind, 2, addresses) == {0: HealPlan(2), 1: giver(0)}
-    assert gathering.add_report(1, behind, 2, addresses) == {1: giver(0)}
-    assert asked == [2], "everyone is looked at once, not at each report"
+    assert gathering.add_report(1, behind, 2, addresses) == {0: HealPlan(2), 1: donor(0)}
+    assert gathering.add_report(1, behind, 2, addresses) == {1: donor(0)}
+    assert reply_to == [2], "addresses are listed once, not at each report"
 
 
 def test_finished_rank_can_be_donor() -> None:
     gathering = SafePoint(2)
     addresses = {0: NEAR, 1: NEAR}
     assert gathering.add_report(0, report(0, (9, 0), finished=True), 2, lambda: addresses) == {}
-    assert gathering.add_report(1, report(1, (8, 0), (9, 0)), 2, lambda: addresses) == {0: HealPlan(2), 1: giver(0)}
+    assert gathering.add_report(1, report(1, (8, 0), (9, 0)), 2, lambda: addresses) == {0: HealPlan(2), 1: donor(0)}
     assert not gathering.done
     assert gathering.add_report(1, report(1, (9, 0), finished=True), 2, lambda: addresses) == dict.fromkeys(
         (0, 1), HealPlan(2, done=True)
@@ -282,8 +282,8 @@ def test_new_generation_is_sent_to_reachable_members() -> None:
     cluster.change(cluster.worker("1"), state=NodeState.DEAD)
     cluster.table.detach(12)
     cluster.barrier.regroup(cluster.step(), "worker:1 died", cluster.worker("1"))
-    told = NewGeneration(2, "worker:1 died")
-    assert sent(cluster.take_effects()) == [(10, told), (13, told)]
+    published = NewGeneration(2, "worker:1 died")
+    assert sent(cluster.take_effects()) == [(10, published), (13, published)]
 
 
 def test_agreement_is_pending_until_all_ranks_resumed_if_rendezvous_was_used() -> None:
@@ -350,7 +350,7 @@ def test_left_rank_is_marked_finished_when_all_others_are() -> None:
     cluster = training_cluster(connected=True)
     cluster.change(cluster.worker("3"), state=NodeState.LEFT)
     reports(cluster, 0, 1, 2, finished=True)
-    assert not cluster.barrier.count_left_ranks(cluster.step()), "nobody counts as resumed by that"
+    assert not cluster.barrier.count_left_ranks(cluster.step()), "no rank is marked as resumed by that"
     assert sent(cluster.take_effects()) == [(link, HealPlan(1, done=True)) for link in (10, 11, 12)]
     assert cluster.barrier.safe_point.done
 

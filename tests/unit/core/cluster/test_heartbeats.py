@@ -58,7 +58,7 @@ def test_suspension_time_is_not_counted_as_silence() -> None:
     made.discount_suspension(10.0, now=20.0)
     assert (made.last_heartbeat_at(MEMBER), made.progress_changed_at(MEMBER)) == (11.0, 12.0)
     made.discount_suspension(100.0, now=30.0)
-    assert (made.last_heartbeat_at(MEMBER), made.progress_changed_at(MEMBER)) == (30.0, 30.0), "nobody is heard later than now"
+    assert (made.last_heartbeat_at(MEMBER), made.progress_changed_at(MEMBER)) == (30.0, 30.0), "no heartbeat is later than now"
 
 
 def test_suspension_does_not_shorten_extra_time_of_new_process() -> None:

@@ -1,4 +1,4 @@
-"""What everyone is told about its place: its rank, its host, and the processes that an agent runs."""
+"""Layout of members on hosts: messages with ranks, and with the processes that an agent runs."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def test_rank_message_has_rank_world_and_local_rank() -> None:
     formed.table.assign_ranks(ranks)
     formed.set(generation=1)
     layout = HostLayout(formed)
-    told = {member.name: layout.make_rank_assigned(member) for member in formed.members.values()}
-    assert told == {
+    published = {member.name: layout.make_rank_assigned(member) for member in formed.members.values()}
+    assert published == {
         "worker:b": RankAssigned(generation=1, rank=0, world=3, local_rank=0, local_world=2),
         "worker:c": RankAssigned(generation=1, rank=1, world=3, local_rank=1, local_world=2),
         "worker:a": RankAssigned(generation=1, rank=2, world=3, local_rank=0, local_world=1),
@@ -93,7 +93,7 @@ def test_rank_message_has_restarts_and_promoted_member() -> None:
     made, layout = laid_out(again, server, servers=1)
     again, server = made.members[(Role.WORKER, "5")], made.members[(Role.PSERVER, "0")]
     assert layout.make_rank_assigned(again) == RankAssigned(3, 0, 1, 0, 1, restarts=4, member_index=5, since_generation=2)
-    assert layout.make_rank_assigned(server).restarts == 1, "of a server: since everyone last started"
+    assert layout.make_rank_assigned(server).restarts == 1, "of a server: since the last full restart"
     made.change(again, promoted_from="spare:0.1")
     assert (layout.make_rank_assigned(again).node_id, layout.make_rank_assigned(again).incarnation) == ("5", 6)
 
@@ -116,7 +116,7 @@ def test_joining_server_gets_future_ring_before_others() -> None:
 def test_host_without_workers_gets_local_world_0() -> None:
     made, layout = laid_out(worker("0", NEAR, "near"), Member(Role.SPARE, "0", "", FAR, rank=0, agent="far"))
     made.add_agent(AgentInfo("far", "lf", FAR, 0, meet_port=1111, spares=1))
-    told = layout.make_desired_children(made.agents["far"])
-    assert (told.host_index, told.host_count, told.local_world, told.world) == (0, 1, 0, 1)
-    assert told.master_port == 1111, "where nobody knows the first worker's agent"
-    assert [a.name for a in told.assignments] == ["spare:0"]
+    published = layout.make_desired_children(made.agents["far"])
+    assert (published.host_index, published.host_count, published.local_world, published.world) == (0, 1, 0, 1)
+    assert published.master_port == 1111, "if the agent of the first worker is unknown"
+    assert [a.name for a in published.assignments] == ["spare:0"]

@@ -114,8 +114,8 @@ def test_rollback_closes_scale_out_with_reason_and_keeps_deaths_open() -> None:
     log = IncidentLog(0.0)
     opened(log, 1.0, strategy="scale-out")
     opened(log, 2.0)
-    (back,) = closed_by(log, Outcome.ROLLED_BACK, 3.5004, reason="nobody came")
-    assert (back.number, back.reason, back.outcome) == (1, "its host is fine; nobody came", Outcome.ROLLED_BACK)
+    (back,) = closed_by(log, Outcome.ROLLED_BACK, 3.5004, reason="no host joined")
+    assert (back.number, back.reason, back.outcome) == (1, "its host is fine; no host joined", Outcome.ROLLED_BACK)
     assert (back.total_ms, back.ms) == (2500.4, {Stage.DETECTED: 0.0, Stage.DECIDED: 0.0})
     assert [(i.number, i.outcome) for i in log.records] == [(1, Outcome.ROLLED_BACK), (2, Outcome.OPEN)]
     (death,) = closed_by(log, Outcome.RESUMED, 4.0)

@@ -31,13 +31,13 @@ def member(node_id: str, host: Host = HOSTS[0], rank: int = -1, role: Role = Rol
 node_ids = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=6).filter(
     lambda text: ranks.parse_rank_claim(text) is None
 )
-somebody = st.builds(member, node_ids, st.sampled_from([*HOSTS, SECOND_ADDRESS]))
-everybody = st.lists(somebody, max_size=12, unique_by=lambda m: m.name)
+any_member = st.builds(member, node_ids, st.sampled_from([*HOSTS, SECOND_ADDRESS]))
+member_lists = st.lists(any_member, max_size=12, unique_by=lambda m: m.name)
 
 
 @st.composite
 def with_claims(draw: st.DrawFn) -> list[Member]:
-    members, claims = draw(everybody), []
+    members, claims = draw(member_lists), []
     claimed = draw(st.permutations(range(len(members))))
     for someone, rank in zip(members, claimed, strict=True):
         claims.append(msgspec.structs.replace(someone, rank=rank if draw(st.booleans()) else -1))
@@ -58,7 +58,7 @@ def test_ranks_do_not_depend_on_the_order_of_arrival(members: list[Member], rand
     assert ranks.assign_ranks(shuffled, len(members)) == ranks.assign_ranks(members, len(members))
 
 
-@given(everybody)
+@given(member_lists)
 def test_without_claims_every_host_has_consecutive_ranks(members: list[Member]) -> None:
     table = ranks.assign_ranks(members, len(members))
     for host in {m.host.id for m in members}:

@@ -33,8 +33,8 @@ WISH = Register(Role.WORKER, "", "life", BOX)
 NEVER = float("inf")
 
 
-def node(wish: Register | RegisterAgent = WISH, **settings: Any) -> NodeMachine:
-    return NodeMachine(wish, NodeSettings("sched:8118", **settings), jitter=lambda: 1.0, now=0.0)
+def node(registration: Register | RegisterAgent = WISH, **settings: Any) -> NodeMachine:
+    return NodeMachine(registration, NodeSettings("sched:8118", **settings), jitter=lambda: 1.0, now=0.0)
 
 
 def waiting(**settings: Any) -> NodeMachine:
@@ -219,7 +219,7 @@ def test_member_without_recovery_ends_after_node_timeout() -> None:
 
 def test_message_of_older_generation_is_ignored() -> None:
     made = member()
-    news = NewGeneration(3, "somebody died")
+    news = NewGeneration(3, "a member died")
     assert made.step(MessageReceived(news), 1.0) == [Deliver(news)]
     assert (
         made.step(MessageReceived(NewGeneration(2, "late")), 1.0)
@@ -377,9 +377,9 @@ def test_missing_reply_is_reported_with_limit() -> None:
     made = node(receive_timeout_s=7.0)
     made.step(Tick(), 0.0)
     made.step(Connected(), 0.0)
-    closed, told = made.step(Tick(), 7.0)
-    assert closed == Close() and isinstance(told, PublishEvent)
-    assert "(no answer within 7 s (MS_RECEIVE_MSG_TIMEOUT))" in told.reason
+    closed, published = made.step(Tick(), 7.0)
+    assert closed == Close() and isinstance(published, PublishEvent)
+    assert "(no answer within 7 s (MS_RECEIVE_MSG_TIMEOUT))" in published.reason
 
 
 def test_other_messages_are_delivered_to_program_except_acknowledgement() -> None:
@@ -429,4 +429,4 @@ def test_limit_of_zero_is_a_limit() -> None:
     assert end is not None and end.code == ExitCode.SCHEDULER_LOST
     patient = member(node_timeout_s=0.0, recovery=True)
     patient.step(ConnectionLost("reset"), 1.0)
-    assert finish(patient.step(Tick(), 1e6)) is None, "with recovery it waits for ever"
+    assert finish(patient.step(Tick(), 1e6)) is None, "with recovery it waits without limit"

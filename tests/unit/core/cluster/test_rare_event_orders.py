@@ -9,19 +9,19 @@ from tests.unit.core.cluster.editable_cluster import EditableCluster
 from tests.unit.core.cluster.test_scheduler_machine import (
     BOX,
     OTHER,
-    begin_lives,
-    cut_under_an_agent,
     ended,
-    lose_the_state,
+    lose_state,
     machine,
     phase,
+    published,
     ready,
     ready_agents,
     register,
     restored,
     sent,
+    sharded_under_agent,
+    start_processes,
     tick,
-    told,
     training,
 )
 
@@ -128,7 +128,7 @@ def test_no_full_restart_while_host_is_leaving() -> None:
     made.step(MessageReceived(Draining("asked to leave"), 2), 1.0)
     effects = made.step(MessageReceived(ChildExited("2", 1, 143), 2), 2.0)
     assert not sent(effects, DesiredChildren) and not ended(effects)
-    assert "cluster end: not all workers can restart, because the host of some is gone or leaving" in told(effects)
+    assert "cluster end: not all workers can restart, because the host of some is gone or leaving" in published(effects)
     assert ended(made.step(MessageReceived(Leave(143, "asked to leave"), 2), 3.0))
 
 
@@ -141,7 +141,7 @@ def test_child_may_report_other_address_than_agent() -> None:
     assert made.cluster.members[(Role.WORKER, "0")].host == Host("boot-box", "box", "172.17.0.2")
 
 
-# -- all start anew --------------------------------------------------------------------------------------------------
+# -- full restart ---------------------------------------------------------------------------------------------------
 
 
 def attach(made: SchedulerMachine, *waits: str, loop: bool = False) -> None:
@@ -171,39 +171,39 @@ def test_full_restart_resets_heal_deadline() -> None:
         (22, SafePointReport(2)),
     ):
         effects = made.step(MessageReceived(report, link), 59.0)
-    assert set(sent(effects, DesiredChildren)) == {1, 2}, "all start anew"
+    assert set(sent(effects, DesiredChildren)) == {1, 2}, "all workers restart"
     assert not ended(tick(made, 119.0, since=59.0))
     assert ended(tick(made, 120.0, since=119.0))
 
 
-def begun_anew() -> SchedulerMachine:
-    """Two ranks had come to step 1000 and began anew, from an earlier checkpoint."""
-    made = cut_under_an_agent(2)
+def restarted_cluster() -> SchedulerMachine:
+    """Return a cluster whose two ranks restarted from an earlier checkpoint after step 1000."""
+    made = sharded_under_agent(2)
     for link in (11, 12):
         made.step(MessageReceived(Heartbeat(Progress(1000, "train", in_loop=True)), link), 1.0)
-    lose_the_state(made)
-    begin_lives(made)
+    lose_state(made)
+    start_processes(made)
     return made
 
 
 def test_deaths_while_repeating_steps_after_full_restart_are_counted_by_progress() -> None:
-    made = begun_anew()
+    made = restarted_cluster()
     for life, step in enumerate(range(100, 600, 100), start=2):
         for member in made.cluster.members_in_role(Role.WORKER):
             made.step(MessageReceived(Heartbeat(Progress(step, "train", in_loop=True)), member.connection), 1.0)
         made.step(MessageReceived(ChildExited("0", life, 137, "killed"), 1), 1.0)
-        begin_lives(made)
+        start_processes(made)
     assert made.cluster.size(Role.WORKER) == 2 and made.cluster.members[(Role.WORKER, "0")].incarnation == 7
 
 
 def test_full_restart_does_not_count_as_replacement() -> None:
-    made = begun_anew()
+    made = restarted_cluster()
     EditableCluster.of(made).change_agent("a", max_restarts=1)
     effects = made.step(MessageReceived(ChildExited("0", 2, 137, "killed"), 1), 1.0)
-    assert "cluster recover-in-place: worker:0 is restarted on box; the other ranks wait in their step" in told(effects)
-    begin_lives(made)
+    assert "cluster recover-in-place: worker:0 is restarted on box; the other ranks wait in their step" in published(effects)
+    start_processes(made)
     effects = made.step(MessageReceived(ChildExited("0", 3, 137, "killed"), 1), 1.0)
-    assert "1 replacements on box are used up" in " ".join(told(effects))
+    assert "1 replacements on box are used up" in " ".join(published(effects))
 
 
 # -- the scheduler was away ------------------------------------------------------------------------------------------
@@ -213,8 +213,8 @@ def test_suspension_makes_no_rank_stuck() -> None:
     made = ready_agents(strategies=("recover-in-place",), stuck_s=60.0, node_timeout_s=-1.0)
     attach(made, "5.0", "5.0", "")
     effects = made.step(Tick(), 0.5) + made.step(Tick(), 300.0)
-    assert told(effects) == ["scheduler slept: suspended for 299.5 s: all timeouts are extended by that time"]
-    assert "worker:2 died: stuck" in " ".join(told(tick(made, 362.0, since=300.0)))
+    assert published(effects) == ["scheduler slept: suspended for 299.5 s: all timeouts are extended by that time"]
+    assert "worker:2 died: stuck" in " ".join(published(tick(made, 362.0, since=300.0)))
 
 
 def test_suspension_extends_dump_and_death_report_time() -> None:
@@ -230,7 +230,7 @@ def test_suspension_extends_dump_and_death_report_time() -> None:
     assert end is not None and end.reason == "enough; step 5 is in here"
 
 
-def back_in_generation_two() -> SchedulerMachine:
+def restored_in_generation_two() -> SchedulerMachine:
     """A scheduler that comes back to three ranks, of which the third has been replaced long ago; links are 10, 11 and 12."""
     before = training(strategies=("recover-in-place",), recovery=True)
     died = before.step(MessageReceived(ChildExited("2", 1, 137, "killed"), 2), 1.0)
@@ -251,12 +251,12 @@ def back_in_generation_two() -> SchedulerMachine:
 
 def test_stale_reports_do_not_cause_rollback_to_checkpoint() -> None:
     """Ranks 0 and 1 say again what they reported when the third was replaced, the third that it is at its end meanwhile."""
-    made = back_in_generation_two()
+    made = restored_in_generation_two()
     old = SafePointReport(2, CollectiveNumber(4, 0), waiting_in=CollectiveNumber(5, 0))
     for link, report in ((12, SafePointReport(2, CollectiveNumber(99, 0), finished=True)), (10, old), (11, old)):
         made.step(MessageReceived(RankResumed(2, 5), link), 100.0)
         effects = made.step(MessageReceived(report, link), 100.0)
-        assert not sent(effects, DesiredChildren) and "roll back" not in " ".join(told(effects))
+        assert not sent(effects, DesiredChildren) and "roll back" not in " ".join(published(effects))
     for link in (10, 11):
         effects = made.step(MessageReceived(SafePointReport(2, CollectiveNumber(99, 0), finished=True), link), 101.0)
     assert sent(effects, HealPlan) == dict.fromkeys((10, 11, 12), HealPlan(2, done=True)), "and all may go"
@@ -271,7 +271,7 @@ def test_node_resends_resumed_before_report() -> None:
             said.append(message)
             return True
 
-    async def story() -> None:
+    async def event_log_of() -> None:
         node = MembershipThread(load_settings({}).settings, SchedulerAddress("127.0.0.1", 1))
         node._loop, node._runtime = asyncio.get_running_loop(), cast("NodeRuntime", Collecting())
         node._on_scheduler_message(RankAssigned(2, 0, 2, 0, 2))
@@ -283,17 +283,17 @@ def test_node_resends_resumed_before_report() -> None:
         node._on_scheduler_message(RankAssigned(2, 0, 2, 0, 2))
         await asyncio.sleep(0)
 
-    asyncio.run(story())
+    asyncio.run(event_log_of())
     assert said == [RankResumed(2, 5), SafePointReport(2, CollectiveNumber(9, 0), finished=True)]
 
 
 def test_resumed_ranks_after_full_restart_have_not_lost_state() -> None:
-    made = back_in_generation_two()
+    made = restored_in_generation_two()
     for link in (10, 11, 12):
         made.step(MessageReceived(Heartbeat(Progress(50, "train", in_loop=True)), link), 100.0)
         made.step(MessageReceived(RankResumed(2, 5), link), 100.0)
         effects = made.step(MessageReceived(SafePointReport(2, needs_state=True), link), 100.0)
-    assert made.cluster.trains and "state lost" not in " ".join(told(effects))
+    assert made.cluster.trains and "state lost" not in " ".join(published(effects))
 
 
 # -- the last rung ---------------------------------------------------------------------------------------------------
@@ -320,7 +320,7 @@ def test_collective_that_cannot_be_retried_ends_run_after_dump() -> None:
     assert set(sent(effects, DumpRequest)) == {10, 11, 12} and not ended(effects)
 
 
-# -- who asks again and again ----------------------------------------------------------------------------------------
+# -- repeated registrations ------------------------------------------------------------------------------------------
 
 
 def test_deferred_registrations_are_limited_in_event_log() -> None:
@@ -329,15 +329,15 @@ def test_deferred_registrations_are_limited_in_event_log() -> None:
     said: list[str] = []
     for number in range(DEFERRED_INSTANCES_MAX + 50):
         effects = made.step(MessageReceived(register("1", f"life {number}"), 3), 31.0)
-        said += told(effects)
+        said += published(effects)
         assert sent(effects, Refused)[3].retry_after_s > 0
     assert len(said) == DEFERRED_INSTANCES_MAX
 
 
-# -- servers that were to come ---------------------------------------------------------------------------------------
+# -- joining servers -------------------------------------------------------------------------------------------------
 
 
-def one_server_more() -> SchedulerMachine:
+def cluster_with_joining_server() -> SchedulerMachine:
     """A worker (link 10) and a server (link 20) of one agent, and a second server that is to come."""
     made = machine(1, server_num=1, strategies=("recover-in-place",))
     made.step(MessageReceived(RegisterAgent("a", "life of a", BOX, 1, servers=1), 1), 0.0)
@@ -349,7 +349,7 @@ def one_server_more() -> SchedulerMachine:
 
 
 def test_rollback_is_refused_after_end() -> None:
-    made = one_server_more()
+    made = cluster_with_joining_server()
     made.step(MessageReceived(StopRequest("enough"), 9), 1.0)
     effects = made.step(MessageReceived(ScaleRequest(roll_back=True), 9), 1.0)
     assert effects == [Send(Refused("no scale-out is in progress that could be rolled back"), 9)]

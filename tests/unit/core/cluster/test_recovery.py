@@ -126,7 +126,7 @@ def test_cluster_waits_for_host_if_one_may_join() -> None:
     assert after is RecoveryAction.WAIT and reason.endswith(": waiting for a host to join; the world shrinks after 5 s")
     shrinks.change(shrinks.worker("0"), state=NodeState.LEFT)
     assert recovery.choose_action(shrinks, dies(shrinks))[0] is not RecoveryAction.WAIT, (
-        "nobody could be in step with who has left"
+        "no rank can be in step with one that left"
     )
 
 

@@ -1,4 +1,4 @@
-"""What is answered to who asks for another size, or comes to a cluster that has formed."""
+"""Resizing of the world: requests, joining hosts, batches, rollbacks and restarts of the scheduler."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def comes(slots: int = 2, first_rank: int = -1, host: Host = THERE) -> RegisterA
 
 
 @pytest.mark.parametrize(
-    ("asked", "sentence"),
+    ("scale_request", "sentence"),
     [
         (ScaleRequest(0), "a world of 0 workers is not possible: expected 1 to 6"),
         (ScaleRequest(7), "a world of 7 workers is not possible: expected 1 to 6"),
@@ -66,8 +66,8 @@ def comes(slots: int = 2, first_rank: int = -1, host: Host = THERE) -> RegisterA
         ),
     ],
 )
-def test_impossible_resize_is_refused_with_reason(asked: ScaleRequest, sentence: str) -> None:
-    assert resize.plan_resize(formed(worker_max=6), asked) == (None, sentence)
+def test_impossible_resize_is_refused_with_reason(scale_request: ScaleRequest, sentence: str) -> None:
+    assert resize.plan_resize(formed(worker_max=6), scale_request) == (None, sentence)
 
 
 def test_resize_is_refused_while_healing_or_after_a_worker_finished() -> None:
@@ -135,8 +135,8 @@ def test_scale_out_needs_agent_and_room_below_limit() -> None:
     assert resize.plan_resize(made, ScaleRequest(5))[1] == "the world grows from 4 to 5 workers, as requested"
     for agent in ("a", "b"):
         made.change_agent(agent, is_leaving=True)
-    nobody = "no agent can start a worker: only covey run can add workers"
-    assert resize.plan_resize(made, ScaleRequest(5)) == (None, nobody)
+    no_agent = "no agent can start a worker: only covey run can add workers"
+    assert resize.plan_resize(made, ScaleRequest(5)) == (None, no_agent)
     made.set(phase=Phase.HEALING, reason="worker:1 died")
     assert resize.target_with_extra(made, 1) == (None, "The cluster is not ready. It is healing: worker:1 died")
 

@@ -104,11 +104,11 @@ def sent(effects: Effects, kind: type[Kind]) -> dict[int, Kind]:
     return {e.connection: e.message for e in effects if isinstance(e, Send) and isinstance(e.message, kind)}
 
 
-def kept(effects: Effects) -> list[Record]:
+def stored_records(effects: Effects) -> list[Record]:
     return [effect.record for effect in effects if isinstance(effect, Persist)]
 
 
-def told(effects: Effects) -> list[str]:
+def published(effects: Effects) -> list[str]:
     return [f"{e.node} {e.what}: {e.reason}" for e in effects if isinstance(e, PublishEvent)]
 
 
@@ -138,7 +138,7 @@ def tick(made: SchedulerMachine, until: float, beats: Iterable[int] = (), since:
 def journal(*effects: Effects) -> tuple[Record, ...]:
     """What a journal would hold: the last record per place."""
     found: dict[object, Record] = {}
-    for record in (r for some in effects for r in kept(some)):
+    for record in (r for some in effects for r in stored_records(some)):
         place = (record.role.group, record.rank) if isinstance(record, MemberRecord) else getattr(record, "id", "cluster")
         found[place] = record
     return tuple(found.values())
@@ -150,7 +150,7 @@ def journal(*effects: Effects) -> tuple[Record, ...]:
 def test_nodes_are_registered_immediately_and_get_ranks_when_complete() -> None:
     made = machine(2)
     first = made.step(MessageReceived(register("b"), 7), 0.0)
-    assert sent(first, Registered) == {7: Registered("c1", "b", 1)} and not kept(first)
+    assert sent(first, Registered) == {7: Registered("c1", "b", 1)} and not stored_records(first)
     assert made.cluster.reason == "1 worker missing"
     last = made.step(MessageReceived(register("a"), 8), 0.1)
     assert sent(last, RankAssigned) == {7: RankAssigned(1, 1, 2, 1, 2), 8: RankAssigned(1, 0, 2, 0, 2)}
@@ -163,8 +163,8 @@ def test_ranks_are_persisted_before_they_are_sent_and_cluster_last() -> None:
     promises = [n for n, e in enumerate(effects) if isinstance(e, Send) and isinstance(e.message, RankAssigned)]
     writes = [n for n, e in enumerate(effects) if isinstance(e, Persist)]
     assert max(writes) < min(promises)
-    assert kept(effects)[-1] == ClusterRecord("c1", "job", 2, 0, Phase.READY, 1, next_member_index=2)
-    assert [r.rank for r in kept(effects) if isinstance(r, MemberRecord)] == [0, 1]
+    assert stored_records(effects)[-1] == ClusterRecord("c1", "job", 2, 0, Phase.READY, 1, next_member_index=2)
+    assert [r.rank for r in stored_records(effects) if isinstance(r, MemberRecord)] == [0, 1]
 
 
 def test_refusal_is_shown_while_cluster_forms() -> None:
@@ -200,14 +200,14 @@ def test_node_that_leaves_before_formation_is_removed() -> None:
     made.step(MessageReceived(register("a", "second life"), 2), 0.0)
     made.step(MessageReceived(register("b"), 3), 0.0)
     assert phase(made) is Phase.READY
-    assert made.step(ConnectionLost("closed", 1), 0.0) == [], "the link of the one who left speaks for nobody"
+    assert made.step(ConnectionLost("closed", 1), 0.0) == [], "the connection of a node that left belongs to no member"
     assert state(made, "a") is NodeState.ALIVE
 
 
 def test_connection_lost_while_forming_removes_node() -> None:
     made = machine(2)
     made.step(MessageReceived(register("0"), 1), 0.0)
-    assert told(made.step(ConnectionLost("reset", 1), 0.0)) == [
+    assert published(made.step(ConnectionLost("reset", 1), 0.0)) == [
         "worker:0 gone before the cluster formed: its connection closed (reset)"
     ]
     assert sent(made.step(MessageReceived(register("0", "second life"), 2), 0.0), Registered)
@@ -247,13 +247,13 @@ def test_connection_belongs_to_one_node() -> None:
     made = ready("0", "1", recovery=True)
     effects = made.step(MessageReceived(register("other"), 1), 1.0)
     assert sent(effects, Refused)[1].reason == "its connection already belongs to another node"
-    assert state(made, "0") is NodeState.DEAD, "the link is closed, so whoever it spoke for is lost"
+    assert state(made, "0") is NodeState.DEAD, "the connection is closed, so its member is lost"
 
 
 def test_the_same_registration_twice_changes_nothing() -> None:
     made = ready("0", "1")
     again = made.step(MessageReceived(register("0"), 1), 1.0)
-    assert sent(again, RankAssigned) == {1: RankAssigned(1, 0, 2, 0, 2)} and not kept(again)
+    assert sent(again, RankAssigned) == {1: RankAssigned(1, 0, 2, 0, 2)} and not stored_records(again)
 
 
 # -- death without recovery ------------------------------------------------------------------------------------------
@@ -271,7 +271,7 @@ def test_lost_connection_ends_cluster_without_recovery() -> None:
     assert failure.others == ["rank 0 on box: alive", "rank 2 on box: alive, step 12, backward"]
     assert ended(effects) == EndCluster(30, "worker:1 on box: its connection closed (connection reset by peer)", failure)
     told_end = Ended(30, "worker:1 on box: its connection closed (connection reset by peer)", failure)
-    assert kept(effects)[-1] == ClusterRecord("c1", "job", 3, 0, Phase.ENDED, 1, next_member_index=3, ended=told_end)
+    assert stored_records(effects)[-1] == ClusterRecord("c1", "job", 3, 0, Phase.ENDED, 1, next_member_index=3, ended=told_end)
 
 
 def test_first_failure_is_reported() -> None:
@@ -324,8 +324,8 @@ def test_a_cluster_ends_once() -> None:
 def test_leave_is_persisted_before_acknowledgement() -> None:
     made = ready("0", "1")
     effects = made.step(MessageReceived(Leave(), 1), 1.0)
-    noted = next(n for n, e in enumerate(effects) if isinstance(e, Persist))
-    assert noted < effects.index(Send(LeaveAcknowledged(), 1))
+    incidents_of = next(n for n, e in enumerate(effects) if isinstance(e, Persist))
+    assert incidents_of < effects.index(Send(LeaveAcknowledged(), 1))
     assert state(made, "0") is NodeState.LEFT and phase(made) is Phase.READY
     assert made.step(ConnectionLost("closed", 1), 1.1) == []
 
@@ -381,7 +381,7 @@ def test_death_and_return_each_start_a_generation_with_recovery() -> None:
 def test_new_generation_is_persisted_before_its_incarnation() -> None:
     made = ready("0", "1", recovery=True)
     made.step(ConnectionLost("reset", 2), 1.0)
-    records = kept(made.step(MessageReceived(register("1", "second life"), 3), 2.0))
+    records = stored_records(made.step(MessageReceived(register("1", "second life"), 3), 2.0))
     assert [type(record) for record in records] == [ClusterRecord, MemberRecord, Incident, ClusterRecord]
     assert [r.generation for r in records if isinstance(r, ClusterRecord)] == [3, 3]
 
@@ -417,8 +417,8 @@ def test_new_process_is_deferred_until_previous_is_declared_dead() -> None:
     tick(made, 6.0, beats=[1])
     assert state(made, "1") is NodeState.SUSPECT
     held = made.step(MessageReceived(register("1", "second life"), 3), 6.0)
-    assert sent(held, Refused)[3].retry_after_s > 0 and len(told(held)) == 1
-    assert told(made.step(MessageReceived(register("1", "second life"), 3), 6.5)) == [], "it is said once"
+    assert sent(held, Refused)[3].retry_after_s > 0 and len(published(held)) == 1
+    assert published(made.step(MessageReceived(register("1", "second life"), 3), 6.5)) == [], "it is said once"
     tick(made, 11.0, beats=[1], since=6.0)
     assert sent(made.step(MessageReceived(register("1", "second life"), 3), 11.0), RankAssigned) == {
         3: RankAssigned(3, 1, 2, 1, 2, restarts=1)
@@ -450,7 +450,7 @@ def test_suspect_that_leaves_does_not_block_ready() -> None:
 def test_silent_member_is_suspect_then_dead() -> None:
     made = ready("0", "1", node_timeout_s=10.0)
     effects = tick(made, 11.0, beats=[1])
-    assert "worker:1 suspect: no heartbeat for 5.5 s" in told(effects)
+    assert "worker:1 suspect: no heartbeat for 5.5 s" in published(effects)
     end = ended(effects)
     assert end is not None and end.reason == "worker:1 on box: no heartbeat for 10.5 s (MS_NODE_TIMEOUT is 10 s)"
     assert Close(2) in effects
@@ -467,7 +467,7 @@ def test_suspension_of_scheduler_is_not_silence_of_members() -> None:
     made = ready("0", "1", node_timeout_s=10.0)
     tick(made, 4.0, beats=[1, 2])
     effects = made.step(Tick(), 300.0)
-    assert told(effects) == ["scheduler slept: suspended for 296.0 s: all timeouts are extended by that time"]
+    assert published(effects) == ["scheduler slept: suspended for 296.0 s: all timeouts are extended by that time"]
     assert state(made, "0") is state(made, "1") is NodeState.ALIVE
     assert ended(tick(made, 312.0, since=300.0)), "from then on it counts again"
 
@@ -495,7 +495,7 @@ def test_restart_all_restarts_every_worker_in_new_generation() -> None:
     assert (starts[2].generation, starts[2].restarts, starts[2].max_restarts) == (2, 1, 1)
     made.step(MessageReceived(Heartbeat(Progress(9)), 3), 1.0)
     assert made.cluster.progress(made.cluster.members[(Role.WORKER, "2")]).step == -1, "the old incarnation no longer speaks"
-    assert [record.state for record in kept(effects) if isinstance(record, MemberRecord)] == [NodeState.ALIVE] * 3
+    assert [record.state for record in stored_records(effects) if isinstance(record, MemberRecord)] == [NodeState.ALIVE] * 3
     assert phase(made) is Phase.READY
     assert ended(made.step(MessageReceived(ChildExited("1", 2, 1), 1), 2.0)), "one restart was allowed"
 
@@ -504,7 +504,7 @@ def test_restart_all_restarts_every_worker_in_new_generation() -> None:
 def test_a_host_may_allow_fewer_restarts_than_the_scheduler(heals: bool) -> None:
     made = machine(1, max_restarts=5, strategies=parse_strategies(["recover-in-place"]))
     effects = made.step(MessageReceived(RegisterAgent("a", "life of a", BOX, 1, max_restarts=1), 1), 0.0)
-    assert [record.max_restarts for record in kept(effects) if isinstance(record, AgentRecord)] == [1]
+    assert [record.max_restarts for record in stored_records(effects) if isinstance(record, AgentRecord)] == [1]
     EditableCluster.of(made).set(heals=heals)
     assert not ended(made.step(MessageReceived(ChildExited("0", 1, 1), 1), 1.0))
     assert ended(made.step(MessageReceived(ChildExited("0", 2, 1), 1), 2.0))
@@ -524,13 +524,13 @@ def test_lost_agent_ends_cluster_without_recovery() -> None:
     effects = made.step(ConnectionLost("reset", 2), 1.0)
     end = ended(effects)
     assert end is not None and end.reason == "worker:2 on other: the agent on other is gone (reset)"
-    assert "cluster end: cannot restart worker:2: no agent is left on other" in told(effects)
+    assert "cluster end: cannot restart worker:2: no agent is left on other" in published(effects)
     assert made.counters["deaths"] == 1
 
 
 def test_lost_agent_may_return_within_node_timeout_with_recovery() -> None:
     made = ready_agents(recovery=True, node_timeout_s=10.0)
-    assert told(made.step(ConnectionLost("reset", 2), 0.0)) == ["agent:b out of reach: reset"]
+    assert published(made.step(ConnectionLost("reset", 2), 0.0)) == ["agent:b out of reach: reset"]
     tick(made, 8.0, beats=[1])
     again = made.step(MessageReceived(RegisterAgent("b", "life of b", OTHER, 1, cluster_id="c1"), 5), 8.0)
     assert sent(again, DesiredChildren)[5].assignments == [Assignment("2", 2, 1, 0)]
@@ -540,12 +540,12 @@ def test_lost_agent_may_return_within_node_timeout_with_recovery() -> None:
 
 def test_raised_target_admits_workers_that_register_by_themselves() -> None:
     made = ready("a", "b")
-    assert isinstance(_asked(made, ScaleRequest(more_workers=1, start_processes=False)), Refused), "no step was finished yet"
+    assert isinstance(_reply_to(made, ScaleRequest(more_workers=1, start_processes=False)), Refused), "no step was finished yet"
     EditableCluster.of(made).set(trains=True)
     extra = MessageReceived(register("c"), 7)
     assert "one worker too many" in sent(made.step(extra, 1.0), Refused)[7].reason
     effects = made.step(MessageReceived(ScaleRequest(more_workers=1, start_processes=False), 9), 1.0)
-    assert [r.requested_workers for r in kept(effects) if isinstance(r, ClusterRecord)] == [3], "it is durable"
+    assert [r.requested_workers for r in stored_records(effects) if isinstance(r, ClusterRecord)] == [3], "it is durable"
     joined = made.step(MessageReceived(register("c"), 8), 1.0)
     assert sent(joined, RankAssigned)[8].world == 3 and made.cluster.target_workers == 3
 
@@ -555,15 +555,15 @@ def test_late_host_grows_world_after_template_is_ready() -> None:
     EditableCluster.of(made).set(trains=True)
     made.step(MessageReceived(RegisterAgent("c", "life of c", OTHER, 1, template_importing=True), 3), 1.0)
     tick(made, 3.0, beats=[1, 2, 3], since=1.0)
-    assert (phase(made), made.cluster.size(Role.WORKER)) == (Phase.READY, 3), "nobody waits for its imports"
+    assert (phase(made), made.cluster.size(Role.WORKER)) == (Phase.READY, 3), "no rank waits for its imports"
     another = made.step(MessageReceived(RegisterAgent("d", "life of d", OTHER, 1), 4), 3.0)
     assert sent(another, Refused)[4].reason == "the cluster has formed with its 4 workers: this host registered too late"
     made.step(MessageReceived(TemplateReady(), 3), 3.0)
     assert sent(tick(made, 4.0, since=3.0), DesiredChildren)[3].assignments == [Assignment("3", 3, 1, 1)]
 
 
-def cut_in_four(together: int) -> SchedulerMachine:
-    """Four workers, each with a part of the state, and so many copies of it."""
+def sharded_over_four(together: int) -> SchedulerMachine:
+    """Return four workers with a sharded state, of which `together` may leave at once."""
     made = ready("a", "b", "c", "d")
     made.step(MessageReceived(RendezvousPut("met", b"", 1), 1), 0.0)
     for link in range(1, 5):
@@ -575,50 +575,50 @@ def outcomes(made: SchedulerMachine) -> list[Outcome]:
     return [incident.outcome for incident in made.incidents.records]
 
 
-def go_on(made: SchedulerMachine, links: Sequence[int]) -> list[SchedulerEffect]:
+def resume_ranks(made: SchedulerMachine, links: Sequence[int]) -> list[SchedulerEffect]:
     generation = made.cluster.generation
     return [effect for link in links for effect in made.step(MessageReceived(RankResumed(generation, 5), link), 1.0)]
 
 
 def test_rank_with_state_shard_leaves_after_others_hold_it() -> None:
-    made = cut_in_four(together=1)
+    made = sharded_over_four(together=1)
     effects = made.step(MessageReceived(ScaleRequest(workers=2), 9), 1.0)
     assert set(sent(effects, ClusterEnded)) == {4} and {f.world for f in sent(effects, RankAssigned).values()} == {3}
-    assert [r.departing_ids for r in kept(effects) if isinstance(r, ClusterRecord)] == [("c",)], "it is durable"
-    effects = go_on(made, (1, 2, 3))
+    assert [r.departing_ids for r in stored_records(effects) if isinstance(r, ClusterRecord)] == [("c",)], "it is durable"
+    effects = resume_ranks(made, (1, 2, 3))
     assert set(sent(effects, ClusterEnded)) == {3} and {f.world for f in sent(effects, RankAssigned).values()} == {2}
     assert (phase(made), outcomes(made)) == (Phase.HEALING, [Outcome.OPEN]), "one operation until all have left"
-    go_on(made, (1, 2))
+    resume_ranks(made, (1, 2))
     assert (phase(made), outcomes(made)) == (Phase.READY, [Outcome.RESUMED])
     assert made.cluster.departing_ids == ()
 
 
 def test_batch_of_leaving_ranks_equals_replicas() -> None:
     for together, gone in ((0, {2, 3, 4}), (2, {3, 4}), (5, {2, 3, 4})):
-        made = cut_in_four(together)
+        made = sharded_over_four(together)
         assert set(sent(made.step(MessageReceived(ScaleRequest(workers=1), 9), 1.0), ClusterEnded)) == gone
 
 
 def test_restored_scheduler_keeps_departing_ids() -> None:
-    made = cut_in_four(together=1)
-    records = kept(made.step(MessageReceived(ScaleRequest(workers=2), 9), 1.0))
+    made = sharded_over_four(together=1)
+    records = stored_records(made.step(MessageReceived(ScaleRequest(workers=2), 9), 1.0))
     cluster = next(r for r in records if isinstance(r, ClusterRecord))
     again = SchedulerMachine(made.cluster.settings, cluster_id="c2", job="job", now=0.0, wall=0.0)
     again.step(JournalRead((cluster,)), 0.0)
     assert again.cluster.departing_ids == ("c",)
 
 
-def cut_under_an_agent(workers: int, together: int = 1) -> SchedulerMachine:
+def sharded_under_agent(workers: int, together: int = 1) -> SchedulerMachine:
     """As many workers of one agent, over link 1, each with a part of the state; theirs are links 11, 12, ..."""
     made = machine(workers, strategies=parse_strategies(("recover-in-place", "elastic-training")), recovery=True)
     made.step(MessageReceived(RegisterAgent("a", "life of a", BOX, workers), 1), 0.0)
     made.step(MessageReceived(RendezvousPut("met", b"", 1), 1), 0.0)
-    begin_lives(made)
-    take_a_step(made, together)
+    start_processes(made)
+    complete_step(made, together)
     return made
 
 
-def begin_lives(made: SchedulerMachine) -> None:
+def start_processes(made: SchedulerMachine) -> None:
     for member in made.cluster.members_in_role(Role.WORKER):
         life = f"{member.node_id}.{member.incarnation}"
         made.step(
@@ -628,19 +628,19 @@ def begin_lives(made: SchedulerMachine) -> None:
     made.step(MessageReceived(RendezvousPut("met", b"", made.cluster.generation), first.connection), 1.0)
 
 
-def take_a_step(made: SchedulerMachine, together: int = 1) -> None:
+def complete_step(made: SchedulerMachine, together: int = 1) -> None:
     for member in made.cluster.members_in_role(Role.WORKER):
         made.step(
             MessageReceived(Heartbeat(Progress(5, "train", in_loop=True, departing_max=together)), member.connection), 1.0
         )
 
 
-def all_go_on(made: SchedulerMachine) -> list[SchedulerEffect]:
-    return go_on(made, [m.connection for m in made.cluster.members_in_role(Role.WORKER)])
+def resume_all_ranks(made: SchedulerMachine) -> list[SchedulerEffect]:
+    return resume_ranks(made, [m.connection for m in made.cluster.members_in_role(Role.WORKER)])
 
 
-def lose_the_state(made: SchedulerMachine) -> None:
-    """Nobody has what one part of the state was: all start anew from their checkpoint."""
+def lose_state(made: SchedulerMachine) -> None:
+    """Report that no rank holds one slot of the state, so that all workers restart from their checkpoint."""
     for member in made.cluster.members_in_role(Role.WORKER):
         made.step(
             MessageReceived(
@@ -650,7 +650,7 @@ def lose_the_state(made: SchedulerMachine) -> None:
             1.0,
         )
     assert not made.cluster.trains and all(not m.connection for m in made.cluster.members_in_role(Role.WORKER)), (
-        "all start anew"
+        "all workers restart"
     )
     assert made.cluster.reason.endswith(": all workers restart from the newest checkpoint"), "and the console says so"
 
@@ -660,27 +660,27 @@ def workers_of(made: SchedulerMachine) -> list[str]:
 
 
 def test_remaining_ranks_leave_after_rollback_to_checkpoint() -> None:
-    made = cut_under_an_agent(4)
+    made = sharded_under_agent(4)
     made.step(MessageReceived(ScaleRequest(workers=2), 9), 1.0)
     assert workers_of(made) == ["0", "1", "2"]
-    lose_the_state(made)
-    begin_lives(made)
-    all_go_on(made)
+    lose_state(made)
+    start_processes(made)
+    resume_all_ranks(made)
     assert (phase(made), outcomes(made)) == (Phase.READY, [Outcome.OPEN]), "the operation is not over"
-    assert isinstance(_asked(made, ScaleRequest(workers=5)), Refused), "no step was finished yet"
-    take_a_step(made)
+    assert isinstance(_reply_to(made, ScaleRequest(workers=5)), Refused), "no step was finished yet"
+    complete_step(made)
     effects = tick(made, 2.0, since=1.5)
     assert set(sent(effects, ClusterEnded)) == {13} and workers_of(made) == ["0", "1"]
-    all_go_on(made)
+    resume_all_ranks(made)
     assert (phase(made), outcomes(made), made.cluster.departing_ids) == (Phase.READY, [Outcome.RESUMED], ())
 
 
 def test_scale_in_ends_with_run_if_training_ends_first() -> None:
-    made = cut_under_an_agent(4)
+    made = sharded_under_agent(4)
     made.step(MessageReceived(ScaleRequest(workers=2), 9), 1.0)
-    go_on(made, (11, 12))
+    resume_ranks(made, (11, 12))
     made.step(MessageReceived(ChildExited("0", 1, 0), 1), 1.0)
-    go_on(made, (13,))
+    resume_ranks(made, (13,))
     assert outcomes(made) == [Outcome.OPEN]
     for name in ("1", "2"):
         made.step(MessageReceived(ChildExited(name, 1, 0), 1), 1.0)
@@ -688,21 +688,21 @@ def test_scale_in_ends_with_run_if_training_ends_first() -> None:
 
 
 def test_one_departing_rank_stays_if_no_other_is_alive() -> None:
-    made = cut_under_an_agent(5, together=2)
+    made = sharded_under_agent(5, together=2)
     made.step(MessageReceived(ScaleRequest(workers=1), 9), 1.0)
     assert workers_of(made) == ["0", "1", "2"]
     edited = EditableCluster.of(made)
     edited.change(edited.worker("0"), deaths_without_progress=3)  # it cannot be replaced: the world shrinks
     made.step(MessageReceived(ChildExited("0", 1, 137, "killed"), 1), 1.0)
     assert sorted(workers_of(made)) == ["1", "2"]
-    all_go_on(made)
+    resume_all_ranks(made)
     assert len(workers_of(made)) == 1
-    all_go_on(made)
+    resume_all_ranks(made)
     assert (phase(made), set(outcomes(made))) == (Phase.READY, {Outcome.RESUMED})
 
 
 def test_restored_scheduler_waits_for_resumed_ranks_before_next_leave() -> None:
-    made = cut_under_an_agent(4)
+    made = sharded_under_agent(4)
     made.step(MessageReceived(ScaleRequest(workers=2), 9), 1.0)
     edited = EditableCluster.of(made)
     edited.barrier.safe_point.resumed.clear()
@@ -710,24 +710,24 @@ def test_restored_scheduler_waits_for_resumed_ranks_before_next_leave() -> None:
     edited.recovery.update_readiness(edited.step(1.0), "all members are reachable again")  # as after a return
     effects = tick(made, 2.0, since=1.5)
     assert set(sent(effects, NewGeneration)) == {11, 12, 13} and phase(made) is Phase.HEALING
-    assert workers_of(made) == ["0", "1", "2"], "nobody leaves before all go on"
-    assert set(sent(all_go_on(made), ClusterEnded)) == {13}
+    assert workers_of(made) == ["0", "1", "2"], "no rank leaves before all have resumed"
+    assert set(sent(resume_all_ranks(made), ClusterEnded)) == {13}
 
 
 def test_joining_ranks_after_full_restart_are_healed_as_others() -> None:
-    made = cut_under_an_agent(3)
+    made = sharded_under_agent(3)
     made.step(MessageReceived(ScaleRequest(workers=4), 9), 1.0)
-    begin_lives(made)
-    lose_the_state(made)
+    start_processes(made)
+    lose_state(made)
     assert outcomes(made) == [Outcome.RESTARTED]
     made.step(MessageReceived(ChildExited("3", 2, 137, "killed"), 1), 1.0)
     assert workers_of(made) == ["0", "1", "2", "3"] and outcomes(made) == [Outcome.RESTARTED, Outcome.OPEN]
 
 
 def test_rollback_request_is_answered() -> None:
-    made = cut_under_an_agent(3)
+    made = sharded_under_agent(3)
     made.step(MessageReceived(ScaleRequest(workers=4), 9), 1.0)
-    answer = _asked(made, ScaleRequest(roll_back=True))
+    answer = _reply_to(made, ScaleRequest(roll_back=True))
     assert isinstance(answer, ScaleAccepted) and (answer.operation, answer.reason) == (
         2,
         "requested; the scale-out is rolled back",
@@ -735,7 +735,7 @@ def test_rollback_request_is_answered() -> None:
 
 
 def test_death_during_rollback_is_healed() -> None:
-    made = cut_under_an_agent(3)
+    made = sharded_under_agent(3)
     made.step(MessageReceived(ScaleRequest(workers=4), 9), 1.0)
     made.step(MessageReceived(ChildExited("1", 1, 137, "killed"), 1), 2.0)
     made.step(MessageReceived(ChildExited("3", 1, 137, "killed"), 1), 3.0)
@@ -743,57 +743,57 @@ def test_death_during_rollback_is_healed() -> None:
     assert [growth.outcome, death.outcome, back.outcome] == [Outcome.ROLLED_BACK, Outcome.OPEN, Outcome.OPEN]
     assert growth.reason.endswith("as requested; worker:3 did not join: killed; the scale-out is rolled back")
     assert growth.total_ms == 2000.0, "it had been waited for so long"
-    begin_lives(made)
-    all_go_on(made)
+    start_processes(made)
+    resume_all_ranks(made)
     assert outcomes(made) == [Outcome.ROLLED_BACK, Outcome.RESUMED, Outcome.RESUMED]
 
 
 def test_no_rollback_if_all_ranks_with_state_died() -> None:
-    made = cut_under_an_agent(2, together=0)
+    made = sharded_under_agent(2, together=0)
     made.step(MessageReceived(ScaleRequest(workers=3), 9), 1.0)
     for name in ("0", "1"):
         made.step(MessageReceived(ChildExited(name, 1, 137, "killed"), 1), 1.0)
-    begin_lives(made)
+    start_processes(made)
     for member in made.cluster.members_in_role(Role.WORKER):
         made.step(MessageReceived(SafePointReport(made.cluster.generation, None, needs_state=True), member.connection), 1.0)
-    assert isinstance(_asked(made, ScaleRequest(roll_back=True)), Refused), "all begin anew, in the larger world"
+    assert isinstance(_reply_to(made, ScaleRequest(roll_back=True)), Refused), "all workers restart in the larger world"
     made.step(MessageReceived(ChildExited("2", 1, 137, "killed"), 1), 1.0)
     assert (workers_of(made), made.incidents.records[-1].strategy) == (["0", "1", "2"], "recover-in-place")
 
 
-def come_back(made: SchedulerMachine, effects: Effects) -> SchedulerMachine:
-    """The next scheduler, with what was durable after these effects; everyone has called again."""
+def restart_scheduler(made: SchedulerMachine, effects: Effects) -> SchedulerMachine:
+    """The next scheduler, with what was durable after these effects; all members have re-attached."""
     agents = [AgentRecord.from_agent(agent) for agent in made.cluster.agents.values()]
     members = {r.rank: r for r in (MemberRecord.from_member(m) for m in made.cluster.members.values())}
-    records = [r for r in kept(effects) if not isinstance(r, MemberRecord)]
+    records = [r for r in stored_records(effects) if not isinstance(r, MemberRecord)]
     again = SchedulerMachine(made.cluster.settings, cluster_id="c2", job="job", now=0.0)
     again.step(JournalRead((*records, *agents, *members.values())), 0.0)
     again.step(MessageReceived(RegisterAgent("a", "life of a", BOX, 3, cluster_id="c1"), 1), 0.0)
-    begin_lives(again)
+    start_processes(again)
     return again
 
 
-@pytest.mark.parametrize("what", ["all come", "one dies", "nobody comes"])
+@pytest.mark.parametrize("what", ["all come", "one dies", "none comes"])
 def test_restored_scheduler_waits_for_joining_ranks(what: str) -> None:
-    made = cut_under_an_agent(3)
-    again = come_back(made, made.step(MessageReceived(ScaleRequest(workers=5), 9), 1.0))
+    made = sharded_under_agent(3)
+    again = restart_scheduler(made, made.step(MessageReceived(ScaleRequest(workers=5), 9), 1.0))
     assert (phase(again), outcomes(again)) == (Phase.HEALING, [Outcome.OPEN]), "they are here, and not in a step yet"
     if what == "all come":
-        all_go_on(again)
+        resume_all_ranks(again)
         assert (phase(again), outcomes(again)) == (Phase.READY, [Outcome.RESUMED])
-        assert isinstance(_asked(again, ScaleRequest(roll_back=True)), Refused)
+        assert isinstance(_reply_to(again, ScaleRequest(roll_back=True)), Refused)
         return
     if what == "one dies":
         again.step(MessageReceived(ChildExited("4", 1, 137, "killed"), 1), 2.0)
     else:
         tick(again, 302.0, beats=[1, 11, 12, 13, 14, 15], since=1.0)
     assert workers_of(again) == ["0", "1", "2"] and outcomes(again) == [Outcome.ROLLED_BACK, Outcome.OPEN]
-    all_go_on(again)
+    resume_all_ranks(again)
     assert outcomes(again) == [Outcome.ROLLED_BACK, Outcome.RESUMED]
 
 
-def _asked(made: SchedulerMachine, asked: ScaleRequest) -> ScaleAccepted | RequestAccepted | Refused:
-    return reply(made.step(MessageReceived(asked, 9), 1.0))
+def _reply_to(made: SchedulerMachine, reply_to: ScaleRequest) -> ScaleAccepted | RequestAccepted | Refused:
+    return reply(made.step(MessageReceived(reply_to, 9), 1.0))
 
 
 def reply(effects: Effects) -> ScaleAccepted | RequestAccepted | Refused:
@@ -837,13 +837,13 @@ def test_replacement_has_time_for_progress_while_others_wait() -> None:
     for rank, waits in enumerate(("5.0", "5.0", "")):
         made.step(MessageReceived(Heartbeat(Progress(5, "train", waiting_in=waits)), 10 + rank), 0.0)
     effects = tick(made, 2.0)
-    assert "worker:2 died: stuck: all other ranks wait for it in collective 5.0 for over 1 s" in told(effects)
+    assert "worker:2 died: stuck: all other ranks wait for it in collective 5.0 for over 1 s" in published(effects)
     assert sent(effects, DesiredChildren)[2].assignments == [Assignment("2", 2, 2, 0)]
     made.step(MessageReceived(register("2", "second life", OTHER, incarnation=2), 20), 2.0)
     effects = made.step(MessageReceived(Heartbeat(), 20), 2.0) + tick(made, 25.0, beats=[1, 2], since=2.0)
-    assert "worker:2 died" not in " ".join(told(effects)), "it restores"
+    assert "worker:2 died" not in " ".join(published(effects)), "it restores"
     made.step(MessageReceived(Heartbeat(Progress(5, "train", in_loop=True)), 20), 25.0)
-    assert any("worker:2 died: stuck" in sentence for sentence in told(tick(made, 27.0, since=25.0))), "it had begun"
+    assert any("worker:2 died: stuck" in sentence for sentence in published(tick(made, 27.0, since=25.0))), "it had begun"
 
 
 def test_run_ends_if_rank_left_early() -> None:
@@ -854,7 +854,7 @@ def test_run_ends_if_rank_left_early() -> None:
     for rank in range(2):
         made.step(MessageReceived(Heartbeat(Progress(5, "train", in_loop=True, waiting_in="5.0")), 10 + rank), 0.0)
     effects = tick(made, 6.0)
-    assert told(effects)[-1].startswith(
+    assert published(effects)[-1].startswith(
         "cluster dump: worker:2 left before the run was finished: all other ranks wait in collective 5.0 for over 5 s"
     )
     assert set(sent(effects, DumpRequest)) == {10, 11} and phase(made) is Phase.HEALING
@@ -888,7 +888,7 @@ def test_invalid_collective_number_parses_as_none(text: str) -> None:
 
 
 def test_left_rank_does_not_block_resume() -> None:
-    """Without beats nobody would ever be found to wait."""
+    """Without heartbeats no wait would ever be detected."""
     made = ready_agents(strategies=("recover-in-place",), heartbeats_enabled=False, stuck_s=-1.0)
     for rank in range(3):
         made.step(MessageReceived(register(str(rank), incarnation=1), 10 + rank), 0.0)
@@ -905,7 +905,7 @@ def test_left_rank_does_not_block_resume() -> None:
 
 @pytest.mark.parametrize("had", [False, True])
 def test_run_ends_if_rank_left_between_plan_and_step(had: bool) -> None:
-    """It had gone on if all others do, though nobody heard it say so; else they wait for it, and that is the end."""
+    """The left rank had resumed if all others do. Otherwise they wait for it and the run ends."""
     made = ready_agents(strategies=("recover-in-place",), heartbeats_enabled=False, stuck_s=5.0)
     for rank in range(3):
         made.step(MessageReceived(register(str(rank), incarnation=1), 10 + rank), 0.0)
@@ -977,11 +977,11 @@ def crashed(*names: str, **settings: Any) -> tuple[Record, ...]:
 
 def test_members_re_attach_with_ranks_and_cluster_is_ready() -> None:
     made, effects = restored(crashed("a", "b"), recovery=True)
-    assert told(effects) == ["cluster restored: generation 1, 2 members"]
+    assert published(effects) == ["cluster restored: generation 1, 2 members"]
     assert phase(made) is Phase.RETURNING and made.cluster.cluster_id == "c1"
     held: dict[str, Any] = {"cluster_id": "c1", "incarnation": 1, "generation": 1}
     one = made.step(MessageReceived(register("a", rank=0, **held), 1), 100.1)
-    assert sent(one, RankAssigned) == {1: RankAssigned(1, 0, 2, 0, 2)} and not kept(one)
+    assert sent(one, RankAssigned) == {1: RankAssigned(1, 0, 2, 0, 2)} and not stored_records(one)
     made.step(MessageReceived(register("b", rank=1, **held), 2), 100.2)
     assert phase(made) is Phase.READY and made.cluster.generation == 1
 
@@ -1000,7 +1000,7 @@ def test_restored_dead_member_is_awaited() -> None:
     made, _ = restored(records, recovery=True, topo_timeout_s=30.0)
     effects = made.step(MessageReceived(register("a"), 1), 100.0)
     assert phase(made) is Phase.HEALING
-    assert told(effects)[-1] == "cluster healing: waiting for worker:b to be restarted with the same variables"
+    assert published(effects)[-1] == "cluster healing: waiting for worker:b to be restarted with the same variables"
     assert ended(tick(made, 131.0, beats=[1], since=100.0))
 
 
@@ -1040,7 +1040,7 @@ def test_full_restart_waits_for_disconnected_agent() -> None:
     made.step(MessageReceived(RegisterAgent("a", "life of a", BOX, 2, cluster_id="c1"), 1), 100.0)
     effects = made.step(MessageReceived(ChildExited("0", 1, 1), 1), 100.0)
     assert set(sent(effects, DesiredChildren)) == {1} and phase(made) is Phase.RETURNING
-    assert {record.state for record in kept(effects) if isinstance(record, MemberRecord)} == {NodeState.ALIVE}
+    assert {record.state for record in stored_records(effects) if isinstance(record, MemberRecord)} == {NodeState.ALIVE}
     late = made.step(MessageReceived(RegisterAgent("b", "life of b", OTHER, 1, cluster_id="c1"), 2), 101.0)
     assert sent(late, DesiredChildren)[2].assignments == [Assignment("2", 2, 2, 0)] and phase(made) is Phase.READY
 
@@ -1049,7 +1049,7 @@ def test_restored_scheduler_heals_death_reported_before_registrations() -> None:
     made = machine(1)
     formed = made.step(MessageReceived(RegisterAgent("a", "life of a", BOX, 1), 1), 0.0)
     attached = made.step(MessageReceived(register("0", incarnation=1), 2), 0.1)
-    assert kept(made.step(MessageReceived(register("0", incarnation=1), 3), 0.2)) == [], (
+    assert stored_records(made.step(MessageReceived(register("0", incarnation=1), 3), 0.2)) == [], (
         "that the program heals is written once"
     )
     made, _ = restored(journal(formed, attached), strategies=("recover-in-place",))
@@ -1118,7 +1118,9 @@ def test_next_pod_is_admitted_only_after_previous_is_reported_gone() -> None:
     )
     said = made.step(HostGone("uid-1", "the pod pod-1 is over"), 2.0)
     assert state(made, "2") is NodeState.DEAD and phase(made) is Phase.HEALING
-    assert {record.gone_hosts for record in kept(said) if isinstance(record, ClusterRecord)} == {("uid-1",)}, "it is durable"
+    assert {record.gone_hosts for record in stored_records(said) if isinstance(record, ClusterRecord)} == {("uid-1",)}, (
+        "it is durable"
+    )
     [start] = sent(made.step(MessageReceived(again, 4), 2.5), DesiredChildren).values()
     assert [(a.node_id, a.incarnation) for a in start.assignments] == [("2", 2)], "its place, its rank, the next life"
 
@@ -1130,8 +1132,8 @@ def test_nodes_of_gone_pod_are_refused_by_every_scheduler() -> None:
     other = machine(3, recovery=True, strategies=parse_strategies(["recover"]), extra_ranks=0)
     other.step(JournalRead(journal(*effects)), 3.0)
     for each in (made, other):
-        for wish in (RegisterAgent("b", "life of b", POD, 1), register("2", host=POD, incarnation=1)):
-            assert "was reported gone" in sent(each.step(MessageReceived(wish, 9), 3.0), Refused)[9].reason
+        for registration in (RegisterAgent("b", "life of b", POD, 1), register("2", host=POD, incarnation=1)):
+            assert "was reported gone" in sent(each.step(MessageReceived(registration, 9), 3.0), Refused)[9].reason
 
 
 def test_worker_of_gone_host_is_dead_and_its_connection_closed() -> None:
@@ -1140,7 +1142,7 @@ def test_worker_of_gone_host_is_dead_and_its_connection_closed() -> None:
     made.step(MessageReceived(register("y", host=POD), 2), 0.0)
     said = made.step(HostGone("uid-1", "it is over"), 1.0)
     assert state(made, "y") is NodeState.DEAD and state(made, "x") is NodeState.ALIVE and Close(2) in said
-    assert made.step(HostGone("uid-9", "nobody knows it"), 1.0)[1:] == [] and state(made, "x") is NodeState.ALIVE
+    assert made.step(HostGone("uid-9", "unknown host"), 1.0)[1:] == [] and state(made, "x") is NodeState.ALIVE
     assert sent(made.step(MessageReceived(register("y", "next", host=NEXT), 3), 1.5), Registered)[3].incarnation == 2
 
 
@@ -1149,7 +1151,7 @@ def test_kill_request_is_sent_to_agent_and_exit_is_handled_normally() -> None:
     made.step(MessageReceived(ChildStarted("2", 1, 42), 2), 1.0)
     effects = made.step(MessageReceived(KillRequest("worker:2", "to see"), 9), 1.0)
     assert sent(effects, KillChild) == {2: KillChild("2", 1)} and isinstance(reply(effects), RequestAccepted)
-    assert "worker:2 to be killed: to see: process 42 of worker:2 on other is killed" in told(effects)
+    assert "worker:2 to be killed: to see: process 42 of worker:2 on other is killed" in published(effects)
     assert state(made, "2") is NodeState.ALIVE and made.counters["kills"] == 1, "nothing is decided before it is dead"
 
 
@@ -1182,7 +1184,7 @@ def test_worker_that_called_init_may_use_mindspore_protocol() -> None:
 
 def test_failed_checkpoint_is_published_and_counted() -> None:
     made = ready("0", "1")
-    assert told(made.step(MessageReceived(CheckpointFailed(10, "the disk is full"), 2), 1.0)) == [
+    assert published(made.step(MessageReceived(CheckpointFailed(10, "the disk is full"), 2), 1.0)) == [
         "worker:1 unsaved: the disk is full"
     ]
     assert made.counters["unsaved"] == 1 and phase(made) is Phase.READY
@@ -1191,15 +1193,15 @@ def test_failed_checkpoint_is_published_and_counted() -> None:
 
 def test_requested_dump_ends_run_when_all_ranks_have_written() -> None:
     made = ready("0", "1")
-    asked = MessageReceived(StopRequest("enough", dump=True), 9)
-    early = made.step(asked, 1.0)
-    assert not sent(early, DumpRequest) and isinstance(reply(early), Refused), "nobody is in a loop yet"
+    reply_to = MessageReceived(StopRequest("enough", dump=True), 9)
+    early = made.step(reply_to, 1.0)
+    assert not sent(early, DumpRequest) and isinstance(reply(early), Refused), "no rank is in a loop yet"
     for link in (1, 2):
         made.step(MessageReceived(Heartbeat(Progress(3, "train", in_loop=True)), link), 1.0)
-    effects = made.step(asked, 1.0)
+    effects = made.step(reply_to, 1.0)
     assert sent(effects, DumpRequest) == {link: DumpRequest("enough") for link in (1, 2)}
     assert isinstance(reply(effects), RequestAccepted)
-    assert "already" in sent(made.step(asked, 1.0), Refused)[9].reason
+    assert "already" in sent(made.step(reply_to, 1.0), Refused)[9].reason
     assert ended(made.step(MessageReceived(DumpWritten(4, "here"), 1), 1.1)) is None
     end = ended(made.step(MessageReceived(DumpWritten(4, "here"), 2), 1.1))
     assert end is not None and (end.code, end.reason) == (ExitCode.STOPPED, "enough; step 4 is in here")
@@ -1209,10 +1211,10 @@ def test_requested_dump_continues_after_scheduler_restart() -> None:
     before = ready("0", "1", recovery=True)
     for link in (1, 2):
         before.step(MessageReceived(Heartbeat(Progress(3, "train", in_loop=True)), link), 1.0)
-    asked = before.step(MessageReceived(StopRequest("enough", dump=True), 9), 1.0)
+    reply_to = before.step(MessageReceived(StopRequest("enough", dump=True), 9), 1.0)
     before.step(MessageReceived(DumpWritten(4, "here"), 1), 1.1)  # heard, and lost with the scheduler
     formed: Effects = [Persist(record) for record in crashed("0", "1")]
-    made, _ = restored(journal(formed, asked), recovery=True, dump_s=20.0)
+    made, _ = restored(journal(formed, reply_to), recovery=True, dump_s=20.0)
     for link, rank in ((1, 0), (2, 1)):
         back = made.step(
             MessageReceived(register(str(rank), rank=rank, cluster_id="c1", incarnation=1, generation=1), link), 100.1
@@ -1222,13 +1224,13 @@ def test_requested_dump_continues_after_scheduler_restart() -> None:
     end = ended(made.step(MessageReceived(DumpWritten(5, "there"), 2), 100.3))
     assert end is not None and (end.code, end.reason) == (ExitCode.STOPPED, "enough; step 5 is in there")
 
-    alone, _ = restored(journal(formed, asked), recovery=True, dump_s=20.0)
+    alone, _ = restored(journal(formed, reply_to), recovery=True, dump_s=20.0)
     alone.step(MessageReceived(register("0"), 1), 100.1)
     alone.step(MessageReceived(DumpWritten(4, "here"), 1), 100.2)
     tick(alone, 119.0, beats=[1], since=100.0)
     assert alone.cluster.ended is None
     tick(alone, 121.0, beats=[1], since=119.0)
-    assert alone.cluster.ended is not None, "who does not come back is not waited for any longer"
+    assert alone.cluster.ended is not None, "a member that does not return is not awaited any longer"
     assert alone.cluster.ended.reason == "enough; step 4 is in here"
 
 
@@ -1264,7 +1266,7 @@ def test_unreplaceable_rank_of_leaving_host_ends_run_with_dump() -> None:
     made.step(MessageReceived(Draining("asked to leave"), 2), 0.0)
     effects = made.step(MessageReceived(ChildExited("2", 1, 1), 2), 0.0)
     assert set(sent(effects, DumpRequest)) == {10, 11}
-    assert "cluster dump: other was asked to leave, and no other host can run worker:2" in " ".join(told(effects))
+    assert "cluster dump: other was asked to leave, and no other host can run worker:2" in " ".join(published(effects))
 
 
 def test_full_store_refuses_puts_and_gets() -> None:

@@ -1,4 +1,4 @@
-"""The end of a cluster: the dump before it, who is told, and when the scheduler ends."""
+"""The end of a cluster: the dump, the delivery of the outcome, and the end of the scheduler."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def in_loop(*rungs: str, dump_s: float = 20.0) -> EditableCluster:
     return cluster
 
 
-def out_of_reach(node_timeout_s: float = 10.0) -> EditableCluster:
+def disconnected_members(node_timeout_s: float = 10.0) -> EditableCluster:
     """Beside the workers of agents there is worker:raw, which lost its connection at 1.0."""
     cluster = training_cluster(connected=True, node_timeout_s=node_timeout_s)
     raw = Member(Role.WORKER, "raw", "raw life", Host("c", "host-c", "10.0.0.3"), rank=4, state=NodeState.SUSPECT)
@@ -91,7 +91,7 @@ def test_end_is_persisted_then_sent_to_members_before_agents() -> None:
 
 
 def test_scheduler_waits_until_disconnected_members_received_end() -> None:
-    cluster = out_of_reach()
+    cluster = disconnected_members()
     cluster.shutdown.end(cluster.step(2.0), ExitCode.STOPPED, "enough")
     assert state(cluster) is ShutdownState.TELLING and end_of(cluster.take_effects()) is None
     assert not cluster.shutdown.tell_if_missed(cluster.step(3.0), 30, "raw life", "another cluster")
@@ -104,7 +104,7 @@ def test_scheduler_waits_until_disconnected_members_received_end() -> None:
 
 @pytest.mark.parametrize(("node_timeout_s", "limit_s"), [(10.0, 10.0), (-1.0, END_DELIVERY_S)])
 def test_scheduler_exits_after_limit_without_reconnect(node_timeout_s: float, limit_s: float) -> None:
-    cluster = out_of_reach(node_timeout_s)
+    cluster = disconnected_members(node_timeout_s)
     cluster.shutdown.end(cluster.step(2.0), ExitCode.STOPPED, "enough")
     cluster.shutdown.tick_after_end(cluster.step(1.9 + limit_s))
     assert end_of(cluster.take_effects()) is None
@@ -170,10 +170,10 @@ def test_restarted_scheduler_awaits_dumps_of_present_ranks() -> None:
     assert cluster.ended == Ended(ExitCode.STOPPED, "enough; no rank could dump its state")
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_restarted_scheduler_sends_end_to_disconnected_members(told: bool) -> None:
-    cluster = out_of_reach()
+@pytest.mark.parametrize("is_told", [False, True])
+def test_restarted_scheduler_sends_end_to_disconnected_members(is_told: bool) -> None:
+    cluster = disconnected_members()
     cluster.set(phase=Phase.FORMING)
-    cluster.shutdown.resume_end(cluster.step(2.0), Ended(1, "over", told=told))
+    cluster.shutdown.resume_end(cluster.step(2.0), Ended(1, "over", told=is_told))
     assert (cluster.phase, cluster.reason) == (Phase.ENDED, "over")
-    assert state(cluster) is (ShutdownState.OVER if told else ShutdownState.TELLING)
+    assert state(cluster) is (ShutdownState.OVER if is_told else ShutdownState.TELLING)

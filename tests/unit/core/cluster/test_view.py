@@ -33,7 +33,7 @@ def test_median_step_is_over_present_workers() -> None:
     assert [node.straggles for node in seen] == [0.0, 0.0, pytest.approx(4.0), 0.0]
     cluster.change(cluster.worker("0"), state=NodeState.DEAD)
     seen = make_cluster_view(cluster, scheduler=SCHEDULER, started_at=1.0, wall=2.0, now=10.0).nodes[1:]
-    assert [node.straggles for node in seen] == [0.0] * 4, "of two nobody can say who is slow"
+    assert [node.straggles for node in seen] == [0.0] * 4, "two workers are too few to find a straggler"
 
 
 def test_no_straggler_among_two_workers() -> None:
@@ -134,7 +134,7 @@ def test_cluster_view_has_all_fields() -> None:
             reason="all are here",
             generation=5,
             worker_num=2,
-            server_num=0,  # who are here
+            server_num=0,  # present servers
             started_at=1.0,
             now=2.0,
             nodes=[SCHEDULER],
@@ -151,7 +151,7 @@ def test_cluster_view_has_all_fields() -> None:
     )
     cluster.set(generation=0, trains=False)
     early = make_cluster_view(cluster, scheduler=SCHEDULER, started_at=1.0, wall=2.0, now=10.0)
-    assert early.server_num == 3, "before it has formed, who are to come"
+    assert early.server_num == 3, "before formation, the required number"
     assert not early.resizable and early.recoveries == []
 
 
