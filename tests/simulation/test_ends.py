@@ -49,7 +49,7 @@ ENDS = {"finished": (finish, 0), "stopped": (stop, ExitCode.STOPPED)}
 
 @pytest.mark.parametrize("end", ENDS)
 @pytest.mark.parametrize("before", range(CRASHES))
-def test_who_was_told_of_an_end_before_the_scheduler_was_lost_is_not_alone(end: str, before: int) -> None:
+def test_remaining_members_receive_end_after_scheduler_crash(end: str, before: int) -> None:
     act, code = ENDS[end]
     made = world(before)
     assert made.run(30.0, made.settled)
@@ -62,7 +62,7 @@ def test_who_was_told_of_an_end_before_the_scheduler_was_lost_is_not_alone(end: 
 
 
 @pytest.mark.parametrize("before", range(CRASHES))
-def test_who_waited_for_a_formation_that_failed_hears_why(before: int) -> None:
+def test_nodes_of_failed_formation_receive_reason(before: int) -> None:
     made = world(before, missing=True)
     _lose_in_end(made, before, lambda made: None)
     assert {node.code for node in made.nodes.values()} == {ExitCode.NOT_FORMED}, made.story()

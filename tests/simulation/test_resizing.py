@@ -334,7 +334,7 @@ def live(seed: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("block", range(4))
-def test_every_sample_counts_once(block: int) -> None:
+def test_every_sample_is_used_once(block: int) -> None:
     words: Counter[str] = Counter()
     for seed in range(block * 15, block * 15 + 15):
         words.update(live(seed))

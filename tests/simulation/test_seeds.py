@@ -27,7 +27,7 @@ def test_world(seed: int) -> None:
 
 
 @pytest.mark.parametrize("found", [247, 700, 5097, 6727, 8607, 20256, 25758])
-def test_what_a_soak_has_found(found: int) -> None:
+def test_seeds_that_found_defects(found: int) -> None:
     """247: an agent was lost whose workers a growth that was taken back had removed. 700: who died during a dump was alive
     again for the next scheduler. 5097: the rules took a record of a larger world for one of this. 6727, 8607: without beats
     those who were to go on waited for ever for one who had left; 20256: for one who left between its plan and the next step.
@@ -40,7 +40,7 @@ def test_a_seed_replays_exactly() -> None:
     assert live(7).story(last=10_000) == live(7).story(last=10_000)
 
 
-def test_the_worlds_are_not_boring() -> None:
+def test_seeds_cover_all_recovery_paths() -> None:
     """The seeds are worth running: between them they meet everything the core can decide."""
     counts: Counter[str] = Counter()
     plans = set()

@@ -220,7 +220,7 @@ def live(seed: int) -> Counter[str]:
 
 
 @pytest.mark.parametrize("block", range(2))
-def test_a_change_of_servers_is_never_half(block: int) -> None:
+def test_server_resize_is_atomic(block: int) -> None:
     seen: Counter[str] = Counter()
     for seed in range(block * 30, block * 30 + 30):
         try:

@@ -46,7 +46,7 @@ def test_ten_thousand_nodes_form_and_one_dies() -> None:
     assert "worker:node-4711" in world.nodes["w0"].reason
 
 
-def test_a_thousand_come_back_to_a_restarted_scheduler_and_one_returns() -> None:
+def test_thousand_nodes_re_attach_to_restarted_scheduler_and_one_returns() -> None:
     world = formed_world(FEWER, recovery=True)
     world.crash_scheduler("to see who comes back")
     world.run(world.now + 25.0, lambda: phase(world) is Phase.READY)

@@ -7,32 +7,32 @@ from covey.core.event_log import EVENTS_MAX, Event, EventLog
 from covey.core.incidents import Outcome
 
 
-def story(*told: tuple[str, str]) -> EventLog:
+def event_log_of(*published: tuple[str, str]) -> EventLog:
     made = EventLog()
-    for second, (node, reason) in enumerate(told, start=1):
+    for second, (node, reason) in enumerate(published, start=1):
         made.add(PublishEvent(node, "said", reason), float(second))
     return made
 
 
-def test_a_moment_names_one_event() -> None:
+def test_event_times_are_unique() -> None:
     made = EventLog()
     times = [made.add(PublishEvent("a", "b", "c"), 7.0).at for _ in range(3)]
-    assert times == sorted(set(times)), "whoever asks for what came after one event gets the next"
+    assert times == sorted(set(times)), "a client that asks for the events after one gets the next"
     assert [event.at for event in made.events_after(times[0])] == times[1:]
 
 
-def test_a_node_s_story_has_what_names_it() -> None:
-    made = story(("worker:1", "died"), ("cluster", "recover of worker:1 (SIGKILL)"), ("cluster", "worker:11 is here"))
+def test_node_filter_returns_events_that_name_the_node() -> None:
+    made = event_log_of(("worker:1", "died"), ("cluster", "recover of worker:1 (SIGKILL)"), ("cluster", "worker:11 is here"))
     assert [event.reason for event in made.events_after(node="worker:1")] == ["died", "recover of worker:1 (SIGKILL)"]
 
 
-def test_the_newest_are_kept_and_told_in_order() -> None:
-    made = story(*((str(number), "") for number in range(EVENTS_MAX + 5)))
+def test_newest_events_are_returned_in_order() -> None:
+    made = event_log_of(*((str(number), "") for number in range(EVENTS_MAX + 5)))
     assert [event.node for event in made.events_after(limit=2)] == [str(EVENTS_MAX + 3), str(EVENTS_MAX + 4)]
     assert len(made.events_after(limit=EVENTS_MAX + 5)) == EVENTS_MAX
 
 
-def test_a_restarted_scheduler_goes_on_with_the_story() -> None:
+def test_restored_events_precede_new_ones() -> None:
     made = EventLog()
     made.restore([(100.0, "cluster", "formed", "all are here", "warning", "")])
     event = made.add(PublishEvent("cluster", "restored", ""), 99.0)  # a clock that was set back
@@ -40,7 +40,7 @@ def test_a_restarted_scheduler_goes_on_with_the_story() -> None:
     assert made.events_after()[0].level is Level.WARNING
 
 
-def test_an_event_is_told_as_it_was() -> None:
+def test_event_keeps_all_fields() -> None:
     made = EventLog()
     made.restore([(1.0, "cluster", "recovery", "recover of worker:1", "note", "resumed")])
     made.add(PublishEvent("worker:1", "died", "killed", Level.WARNING), 2.0)

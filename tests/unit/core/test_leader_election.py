@@ -1,4 +1,4 @@
-"""Leadership: one at a time, whoever is stopped or cut off, and however late the store answers."""
+"""Leader election: at most one leader, with suspended or disconnected candidates and late replies of the store."""
 
 from __future__ import annotations
 
@@ -44,17 +44,17 @@ class Replica:
 
     def act(self, began: float, written: bool, answered: float | None) -> None:
         """One round trip: whether it reaches the store, and when its answer arrives, if it does."""
-        wish = self.candidate.next_action(began)
-        if isinstance(wish, ReadLease):
+        registration = self.candidate.next_action(began)
+        if isinstance(registration, ReadLease):
             if answered is None:
                 return self.candidate.on_store_failed()
             self.version = self.store.version
             return self.candidate.on_lease_read(self.store.cell, answered)
-        done = written and self.store.put(wish.record, self.version)
+        done = written and self.store.put(registration.record, self.version)
         if answered is None or not written:
             return self.candidate.on_store_failed()
         self.version = self.store.version if done else self.version
-        return self.candidate.on_lease_written(wish.record, done)
+        return self.candidate.on_lease_written(registration.record, done)
 
     def settle(self, now: float, times: int = 3) -> None:
         for _ in range(times):
@@ -69,13 +69,13 @@ def pair() -> tuple[Store, Replica, Replica]:
     return store, first, second
 
 
-def test_the_first_leads_and_the_second_waits() -> None:
+def test_first_candidate_leads_and_second_waits() -> None:
     store, first, second = pair()
     assert first.candidate.is_leader(0.0) and not second.candidate.is_leader(0.0)
     assert store.cell.holder == "a" and store.cell.where == "http://a" and first.candidate.token == 1
 
 
-def test_a_leader_that_stops_is_followed_and_believes_no_longer_when_it_wakes() -> None:
+def test_suspended_leader_is_replaced_and_has_stepped_down_when_it_wakes() -> None:
     _, first, second = pair()
     second.settle(D - 0.1)
     assert not second.candidate.is_leader(D - 0.1)
@@ -86,7 +86,7 @@ def test_a_leader_that_stops_is_followed_and_believes_no_longer_when_it_wakes() 
     assert not first.candidate.is_leader(D + 0.2) and first.candidate.token == 0
 
 
-def test_a_token_never_goes_back_though_the_lease_was_removed() -> None:
+def test_token_never_decreases_after_lease_was_removed() -> None:
     store, _, second = pair()
     second.settle(D + 0.1)
     store.cell, store.version = LeaseRecord(), 0
@@ -94,15 +94,15 @@ def test_a_token_never_goes_back_though_the_lease_was_removed() -> None:
     assert second.candidate.token == 3
 
 
-def test_a_lease_that_is_given_back_is_taken_at_once() -> None:
+def test_released_lease_is_taken_immediately() -> None:
     store, first, second = pair()
-    wish = first.candidate.release_lease()
-    assert isinstance(wish, WriteLease) and store.put(wish.record, first.version)
+    registration = first.candidate.release_lease()
+    assert isinstance(registration, WriteLease) and store.put(registration.record, first.version)
     second.settle(0.1)
     assert second.candidate.is_leader(0.1) and not first.candidate.is_leader(0.1)
 
 
-def test_both_cut_from_the_store_lead_nothing_and_the_last_one_takes_it_up_again() -> None:
+def test_no_candidate_leads_without_store_and_last_leader_resumes() -> None:
     _, first, second = pair()
     for now in (1.0, 2.0, 2.5):
         first.act(now, False, None)
@@ -112,7 +112,7 @@ def test_both_cut_from_the_store_lead_nothing_and_the_last_one_takes_it_up_again
     assert first.candidate.is_leader(4.0) and first.candidate.token == 2, "a new term: what it did before may be half known"
 
 
-def test_a_renewal_whose_answer_was_lost_does_not_end_a_leadership() -> None:
+def test_leader_stays_leader_after_lost_reply_of_renewal() -> None:
     store, first, _ = pair()
     first.act(0.5, True, None)
     assert store.cell.beat > first.candidate.last_record.beat
@@ -120,32 +120,32 @@ def test_a_renewal_whose_answer_was_lost_does_not_end_a_leadership() -> None:
     assert first.candidate.is_leader(1.0) and first.candidate.token == 1
 
 
-def test_a_token_that_the_journal_has_seen_is_outbid_once_nobody_leads() -> None:
+def test_next_token_is_above_that_of_journal() -> None:
     _, first, second = pair()
     second.candidate.raise_token(7)
     second.settle(0.1)
-    assert first.candidate.is_leader(0.1) and not second.candidate.is_leader(0.1), "it lets who leads lead"
+    assert first.candidate.is_leader(0.1) and not second.candidate.is_leader(0.1), "the second candidate does not interfere"
     first.candidate.raise_token(7)
     assert not first.candidate.is_leader(0.1)
     first.settle(0.2)
     assert first.candidate.is_leader(0.2) and first.candidate.token == 8
 
 
-def strangers(replica: Replica) -> str:
+def other_cluster_of(replica: Replica) -> str:
     return replica.candidate.other_cluster
 
 
-def test_another_clusters_lease_is_known_once_its_holder_lives() -> None:
+def test_lease_of_other_cluster_is_reported_once_its_holder_is_alive() -> None:
     store, first, second = pair()
     other = Replica("c", store, cluster="theirs")
     other.settle(0.1)
-    assert strangers(other) == "", "it may be what is left of one that has ended"
+    assert other_cluster_of(other) == "", "it may be what is left of one that has ended"
     first.act(0.2, True, 0.2)
     other.settle(0.3)
     second.settle(0.3)
-    assert strangers(other) == "ours" and strangers(second) == ""
+    assert other_cluster_of(other) == "ours" and other_cluster_of(second) == ""
     other.settle(0.4 + D)
-    assert strangers(other) == "" and other.candidate.is_leader(0.4 + D), "whose holder died is free"
+    assert other_cluster_of(other) == "" and other.candidate.is_leader(0.4 + D), "the lease of a dead holder is free"
 
 
 # -- one candidate, with a literal cell ------------------------------------------------------------------------------
@@ -158,8 +158,8 @@ def candidate(now: float = 100.0) -> Candidate:
 def leader(now: float = 100.0) -> Candidate:
     made = candidate(now)
     made.on_lease_read(LeaseRecord(), now)
-    wish = made.next_action(now)
-    assert wish == WriteLease(LeaseRecord(1, "a", 0, "http://a"))
+    registration = made.next_action(now)
+    assert registration == WriteLease(LeaseRecord(1, "a", 0, "http://a"))
     made.on_lease_written(LeaseRecord(1, "a", 0, "http://a"), True)
     return made
 
@@ -167,19 +167,19 @@ def leader(now: float = 100.0) -> Candidate:
 OTHER = LeaseRecord(4, "b", 7)
 
 
-def test_whoever_comes_looks_first_and_takes_what_nobody_holds_at_once() -> None:
+def test_new_candidate_reads_first_and_takes_free_lease_immediately() -> None:
     made = candidate()
     assert made.due_at == 100.0 and made.next_action(100.0) == ReadLease()
     assert made.due_at == 100.0 + D / CHECKS_PER_LEASE
     made.on_lease_read(LeaseRecord(), 100.1)
-    assert made.due_at == 100.1, "there is no reason to wait"
+    assert made.due_at == 100.1, "no wait is needed"
     waits = candidate()
     waits.next_action(100.0)
     waits.on_lease_read(OTHER, 100.1)
     assert waits.due_at == 100.0 + D / CHECKS_PER_LEASE and waits.next_action(waits.due_at) == ReadLease()
 
 
-def test_a_leader_beats_and_believes_for_two_thirds_from_when_it_began_to_write() -> None:
+def test_leader_renews_and_leads_for_two_thirds_from_start_of_write() -> None:
     made = leader()
     until = 100.0 + D * STEP_DOWN_FRACTION
     assert made.is_leader(until - 0.01) and not made.is_leader(until)
@@ -191,7 +191,7 @@ def test_a_leader_beats_and_believes_for_two_thirds_from_when_it_began_to_write(
     )
 
 
-def test_another_leader_is_waited_for_a_whole_duration_from_when_its_beat_was_last_seen_to_change() -> None:
+def test_candidate_waits_full_duration_after_last_seen_change() -> None:
     made = candidate()
     made.on_lease_read(OTHER, 100.0)
     made.on_lease_read(LeaseRecord(4, "b", 8), 102.0)
@@ -199,7 +199,7 @@ def test_another_leader_is_waited_for_a_whole_duration_from_when_its_beat_was_la
     assert made.next_action(102.0 + D) == WriteLease(LeaseRecord(5, "a", 0, "http://a"))
 
 
-def test_only_a_leader_that_knows_what_the_lease_says_can_give_it_back() -> None:
+def test_lease_is_released_only_by_leader_with_known_record() -> None:
     made = candidate()
     made.on_lease_read(OTHER, 100.0)
     assert made.release_lease() is None
@@ -209,7 +209,7 @@ def test_only_a_leader_that_knows_what_the_lease_says_can_give_it_back() -> None
     assert leader().release_lease() == WriteLease(LeaseRecord(1, "", 0, "http://a"))
 
 
-def test_who_has_seen_somebody_lead_knows_an_end_for_its_own_and_who_comes_later_begins_anew() -> None:
+def test_end_is_seen_only_by_candidates_that_saw_a_holder() -> None:
     end = LeaseRecord(4, "", 9, over=True, code=3)
     stood_by = candidate()
     stood_by.on_lease_read(OTHER, 100.0)
@@ -224,19 +224,19 @@ def test_who_has_seen_somebody_lead_knows_an_end_for_its_own_and_who_comes_later
     assert not late.has_ended and late.next_action(101.0) == WriteLease(LeaseRecord(5, "a", 0, "http://a"))
 
 
-def test_who_reads_that_another_leads_leads_no_more() -> None:
+def test_leader_steps_down_when_it_reads_another_holder() -> None:
     for cell in (OTHER, LeaseRecord(2, "a"), LeaseRecord(1, "b")):
         made = leader()
         made.on_lease_read(cell, 100.5)
         assert not made.is_leader(100.5), cell
     made = leader()
     made.on_lease_read(LeaseRecord(1, "a", 5), 100.5)
-    assert made.is_leader(100.5) and made.due_at == 100.5, "its own beat, whose answer was lost"
+    assert made.is_leader(100.5) and made.due_at == 100.5, "its own renewal, whose reply was lost"
 
 
 rounds = st.lists(
     st.tuples(
-        st.integers(0, 2),  # who
+        st.integers(0, 2),  # index of the replica
         st.floats(0.0, 1.2),  # seconds until it acts
         st.booleans(),  # its write reaches the store
         st.one_of(st.none(), st.floats(0.0, 4.0)),  # seconds until it is answered
@@ -247,7 +247,7 @@ rounds = st.lists(
 
 @settings(max_examples=300, deadline=None)
 @given(rounds)
-def test_never_two_believe_and_tokens_only_grow(script: list[tuple[int, float, bool, float | None]]) -> None:
+def test_at_most_one_leader_and_tokens_increase(script: list[tuple[int, float, bool, float | None]]) -> None:
     store = Store()
     replicas = [Replica(name, store) for name in "abc"]
     busy_until = [0.0, 0.0, 0.0]
@@ -257,16 +257,16 @@ def test_never_two_believe_and_tokens_only_grow(script: list[tuple[int, float, b
     def believed(candidate: Any) -> float:
         return float(candidate._leads_until)
 
-    for who, pause, reaches, answer in script:
+    for index, pause, reaches, answer in script:
         now += pause
-        if now < busy_until[who]:
+        if now < busy_until[index]:
             continue
-        replica = replicas[who]
+        replica = replicas[index]
         at = now + (answer or 0.0)
-        busy_until[who] = at
+        busy_until[index] = at
         replica.act(now, reaches, None if answer is None else at)
         if replica.candidate.is_leader(at):
-            spans.append((who, at, believed(replica.candidate), replica.candidate.token))
+            spans.append((index, at, believed(replica.candidate), replica.candidate.token))
         assert store.cell.token >= newest
         newest = store.cell.token
     for one, begin, end, token in spans:
@@ -276,15 +276,15 @@ def test_never_two_believe_and_tokens_only_grow(script: list[tuple[int, float, b
                 assert token != other_token
 
 
-def test_a_lease_without_holder_or_of_its_own_may_be_taken_at_once() -> None:
+def test_free_or_own_lease_may_be_taken_immediately() -> None:
     assert can_take_lease("a", "", unchanged_s=0.0, duration_s=5.0)
     assert can_take_lease("a", "a", unchanged_s=0.0, duration_s=5.0)
 
 
-def test_a_lease_of_another_may_be_taken_when_it_has_not_changed_for_its_duration() -> None:
+def test_lease_of_other_holder_may_be_taken_if_unchanged_for_duration() -> None:
     assert not can_take_lease("a", "b", unchanged_s=4.9, duration_s=5.0)
     assert can_take_lease("a", "b", unchanged_s=5.0, duration_s=5.0)
 
 
-def test_a_leader_renews_several_times_and_steps_down_before_another_may_take_over() -> None:
+def test_leader_renews_several_times_and_steps_down_before_takeover() -> None:
     assert 2 * renew_interval_s(15.0) < step_down_after_s(15.0) < 15.0

@@ -14,7 +14,7 @@ from covey.core.types import AgentInfo, AgentRecord, ClusterSettings
 from covey.runtime.process_variables import SchedulerHandoff
 
 
-def test_the_option_limits_replacements_and_0_stands_for_the_default() -> None:
+def test_max_restarts_limits_replacements_and_0_means_default() -> None:
     assert replacement_limit(5) == 5
     assert replacement_limit(MAX_RESTARTS) == REPLACEMENTS_MAX == ClusterSettings(worker_num=1).replacements_max
 
@@ -26,9 +26,9 @@ def test_the_option_limits_replacements_and_0_stands_for_the_default() -> None:
         *((kind, NO_HOST_LIMIT) for kind in (AgentInfo, AgentRecord, AgentJob, RegisterAgent)),
     ],
 )
-def test_every_record_has_the_same_default(kind: type, default: int) -> None:
+def test_all_records_have_the_same_default_limits(kind: type, default: int) -> None:
     assert {field.name: field.default for field in msgspec.structs.fields(kind)}["max_restarts"] == default
 
 
-def test_the_help_names_both_defaults() -> None:
+def test_help_lists_both_defaults() -> None:
     assert f"limit of full restarts ({MAX_RESTARTS}), and of replaced processes per host ({REPLACEMENTS_MAX})" in help_text()

@@ -8,7 +8,7 @@ from covey.core.strategy_ladder import RecoveryStrategy, parse_strategies
 from covey.errors import UsageError
 
 
-def test_the_ladder_has_one_order_ends_with_exit_and_knows_its_rungs() -> None:
+def test_parse_strategies_sorts_by_ladder_appends_exit_and_rejects_unknown_names() -> None:
     assert parse_strategies([" dump", "retry", ""]) == (
         RecoveryStrategy.RETRY,
         RecoveryStrategy.DUMP,

@@ -1,4 +1,4 @@
-"""What follows a death, told and kept in full: who starts again and who hears of it, what is given up, and how it all ends."""
+"""All effects after a death: restarts, messages, events, records, rollbacks and the end of the cluster."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from tests.unit.core.cluster.test_scheduler_machine import (
     BOX,
     OTHER,
     Effects,
-    begin_lives,
     crashed,
-    cut_in_four,
-    cut_under_an_agent,
     ended,
     journal,
-    kept,
-    lose_the_state,
+    lose_state,
     machine,
     outcomes,
     phase,
+    published,
     ready,
     ready_agents,
     register,
     restored,
     sent,
+    sharded_over_four,
+    sharded_under_agent,
+    start_processes,
     state,
+    stored_records,
     tick,
-    told,
     training,
     workers_of,
 )
-from tests.unit.core.cluster.test_scheduler_machine_effects import noted, records, serve, served, warnings
-from tests.unit.core.cluster.test_spares_decided import SPARE, Bench
+from tests.unit.core.cluster.test_scheduler_machine_effects import incidents_of, records, serve, served, warnings
+from tests.unit.core.cluster.test_spares_decided import SPARE, SpareCluster
 
 from covey.core.cluster.members import HostLayout
 from covey.core.cluster.resize import JOIN_TIMEOUT_S
@@ -78,18 +78,18 @@ def dies(made: SchedulerMachine, node_id: str, link: int = 1, life: int = 1, rea
 
 def members(effects: Effects) -> list[tuple[str, int, NodeState]]:
     """Those that were written down, in order."""
-    return [(r.node_id, r.incarnation, r.state) for r in kept(effects) if isinstance(r, MemberRecord)]
+    return [(r.node_id, r.incarnation, r.state) for r in stored_records(effects) if isinstance(r, MemberRecord)]
 
 
 # -- one starts again ------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_starts_again_on_its_host_and_nobody_else_is_asked_to_start_anything() -> None:
+def test_rank_restarts_on_its_host_and_other_agents_receive_nothing() -> None:
     made = training(strategies=IN_PLACE)
     effects = dies(made, "1")
     reason = "worker:1 is restarted on box; the other ranks wait in their step"
     assert warnings(effects) == ["worker:1 died: killed", f"cluster recover-in-place: {reason}"]
-    assert noted(made) == [("recover-in-place", "killed", reason, Outcome.OPEN)]
+    assert incidents_of(made) == [("recover-in-place", "killed", reason, Outcome.OPEN)]
     assert sent(effects, NewGeneration) == dict.fromkeys((10, 12), NewGeneration(2, "worker:1 died: killed"))
     assert members(effects) == [("1", 2, NodeState.ALIVE)], "the next scheduler must know which life is meant"
     assert {link: start.assignments for link, start in sent(effects, DesiredChildren).items()} == {
@@ -100,7 +100,7 @@ def test_a_rank_starts_again_on_its_host_and_nobody_else_is_asked_to_start_anyth
     assert failure is not None and (failure.code, failure.log) == (137, "")
 
 
-def test_three_deaths_without_a_step_between_are_enough_and_a_step_begins_the_count_anew() -> None:
+def test_third_death_without_step_ends_run_and_step_resets_count() -> None:
     made = training(strategies=IN_PLACE)
     for life in (1, 2):
         assert not ended(dies(made, "1", life=life))
@@ -112,7 +112,7 @@ def test_three_deaths_without_a_step_between_are_enough_and_a_step_begins_the_co
     assert end.reason == "worker:1 on box: killed; not recovered: worker:1 died 3 times without a step in between"
 
 
-def test_a_rank_whose_host_is_lost_starts_on_another_and_what_is_left_of_it_is_told_so() -> None:
+def test_rank_of_lost_host_restarts_elsewhere_and_old_process_is_refused() -> None:
     made = training(strategies=parse_strategies(("recover",)), agents_return=False)
     effects = made.step(ConnectionLost("reset", 2), 1.0)
     reason = "worker:2 is restarted on box; the other ranks wait in their step"
@@ -122,24 +122,24 @@ def test_a_rank_whose_host_is_lost_starts_on_another_and_what_is_left_of_it_is_t
     assert sent(effects, NewGeneration)[10].reason == "worker:2 died: the agent on other is gone (reset)"
 
 
-def test_a_spare_of_another_host_takes_over_and_both_hosts_hear_of_it() -> None:
-    bench = Bench(here=0, there=1).begin().stand_by(0, OTHER)
-    effects = bench.die(1)
+def test_promoted_spare_of_other_host_updates_both_agents() -> None:
+    spare_cluster = SpareCluster(here=0, there=1).begin().stand_by(0, OTHER)
+    effects = spare_cluster.die(1)
     assert {link: [a.name for a in start.assignments] for link, start in sent(effects, DesiredChildren).items()} == {
         1: ["worker:0"],
         2: ["worker:1", "worker:2"],
     }, "the old life may still have to be ended"
     assert sent(effects, NewGeneration) == dict.fromkeys((10, 12), NewGeneration(2, "worker:1 died: killed"))
-    assert bench.machine.incidents.records[-1].strategy == "recover"
+    assert spare_cluster.machine.incidents.records[-1].strategy == "recover"
 
 
-def test_a_rank_that_moves_leaves_the_host_before_it_alone() -> None:
+def test_moved_rank_sends_nothing_to_former_agent() -> None:
     made = training(strategies=parse_strategies(("recover",)))
     made.step(MessageReceived(Draining("asked to leave"), 2), 1.0)
     assert set(sent(dies(made, "2", link=2), DesiredChildren)) == {1}
 
 
-def test_a_life_that_was_asked_to_go_hands_over_and_has_not_failed() -> None:
+def test_process_asked_to_leave_hands_over_without_failure() -> None:
     made = training(strategies=IN_PLACE)
     for life in (1, 2):
         link = made.cluster.members[(Role.WORKER, "1")].connection
@@ -156,23 +156,23 @@ def test_a_life_that_was_asked_to_go_hands_over_and_has_not_failed() -> None:
     )
 
 
-def test_a_spares_end_is_told_with_its_reason_and_when_it_stands_by_too() -> None:
-    bench = Bench().begin().stand_by()
-    assert "spare:0 stands by: train.py:7" in told(bench.effects)
-    again = bench.hear(Heartbeat(Progress(phase="train.py:7", is_spare_ready=True)), SPARE)
-    assert told(again) == [], "once"
-    assert warnings(bench.die(0, role=Role.SPARE)) == ["spare:0 died: killed"]
+def test_spare_exit_and_readiness_are_published() -> None:
+    spare_cluster = SpareCluster().begin().stand_by()
+    assert "spare:0 stands by: train.py:7" in published(spare_cluster.effects)
+    again = spare_cluster.receive(Heartbeat(Progress(phase="train.py:7", is_spare_ready=True)), SPARE)
+    assert published(again) == [], "once"
+    assert warnings(spare_cluster.die(0, role=Role.SPARE)) == ["spare:0 died: killed"]
 
 
-def test_a_mistake_in_the_program_is_not_started_again() -> None:
+def test_script_error_code_ends_run_without_restart() -> None:
     made = training(strategies=IN_PLACE)
     effects = made.step(MessageReceived(ChildExited("1", 1, ExitCode.BAD_SCRIPT, "no such file"), 1), 1.0)
     assert f"cluster end: worker:1 exited with code {ExitCode.BAD_SCRIPT}: a restart does not fix that" in warnings(effects)
     assert ended(effects)
 
 
-def test_without_one_the_others_go_on_and_the_reason_is_shown() -> None:
-    made = cut_under_an_agent(3)
+def test_world_shrinks_without_replacement_and_reason_is_shown() -> None:
+    made = sharded_under_agent(3)
     edited = EditableCluster.of(made)
     edited.change(edited.worker("1"), deaths_without_progress=3)
     effects = dies(made, "1")
@@ -183,7 +183,7 @@ def test_without_one_the_others_go_on_and_the_reason_is_shown() -> None:
 # -- a host comes ----------------------------------------------------------------------------------------------------
 
 
-def test_a_host_that_comes_starts_what_lost_ones_had() -> None:
+def test_new_host_restarts_members_of_lost_hosts() -> None:
     made = training(strategies=parse_strategies(("recover",)), extra_ranks=0, recovery=True, agents_return=False)
     made.step(MessageReceived(RendezvousPut("met", b"", 1), 10), 0.0)
     made.step(ConnectionLost("reset", 2), 1.0)
@@ -191,7 +191,7 @@ def test_a_host_that_comes_starts_what_lost_ones_had() -> None:
     assert made.cluster.reason.endswith("(COVEY_EXTRA_RANKS is 0): waiting for a host to join")
     effects = made.step(MessageReceived(RegisterAgent("c", "life of c", THIRD, 1), 3), 2.0)
     said = "worker:2 restarted on third"
-    assert f"cluster takes a host: {said}" in told(effects)
+    assert f"cluster takes a host: {said}" in published(effects)
     assert sent(effects, NewGeneration) == dict.fromkeys((10, 11), NewGeneration(3, said))
     assert members(effects) == [("2", 2, NodeState.ALIVE)]
     assert sent(effects, DesiredChildren)[3].assignments == [Assignment("2", 2, 2, 0)] and made.counters["returns"] == 1
@@ -203,14 +203,18 @@ def test_a_host_that_comes_starts_what_lost_ones_had() -> None:
     assert EditableCluster.of(made).recovery.first_failure is None
 
 
-def test_a_host_of_which_the_world_grows_is_the_cause_of_that() -> None:
+def test_joining_host_is_cause_of_scale_out() -> None:
     made = ready_agents(worker_max=4, last_call_s=0.0)
     EditableCluster.of(made).set(trains=True)
     made.step(MessageReceived(RegisterAgent("c", "life of c", THIRD, 1), 3), 1.0)
-    assert noted(made)[0][:3] == ("scale-out", "a host joined", "the world grows from 3 to 4 workers because third joined")
+    assert incidents_of(made)[0][:3] == (
+        "scale-out",
+        "a host joined",
+        "the world grows from 3 to 4 workers because third joined",
+    )
 
 
-def test_a_world_that_nobody_came_for_goes_on_smaller_after_its_limit_and_not_before() -> None:
+def test_world_shrinks_after_shrink_limit_without_new_host() -> None:
     made = training(
         strategies=parse_strategies(("recover-in-place", "elastic-training")), shrink_after_s=5.0, agents_return=False
     )
@@ -221,11 +225,11 @@ def test_a_world_that_nobody_came_for_goes_on_smaller_after_its_limit_and_not_be
     effects = tick(made, 6.0, beats=beats, since=5.0)
     limit = "no host joined for worker:2 within 5 s"
     reason = f"{limit}: the other ranks continue in a world of 2"
-    assert noted(made)[-1] == ("elastic-training", limit, reason, Outcome.OPEN) and made.counters["shrinks"] == 1
+    assert incidents_of(made)[-1] == ("elastic-training", limit, reason, Outcome.OPEN) and made.counters["shrinks"] == 1
     assert f"cluster resized: {limit}; the world size is now 2" in warnings(effects)
 
 
-def test_where_the_world_cannot_shrink_the_end_names_the_failure_that_was_first() -> None:
+def test_end_reports_first_failure_if_world_cannot_shrink() -> None:
     made = training(
         strategies=parse_strategies(("recover-in-place", "elastic-training")), shrink_after_s=5.0, agents_return=False
     )
@@ -237,10 +241,10 @@ def test_where_the_world_cannot_shrink_the_end_names_the_failure_that_was_first(
     assert end.failure.reason == "the agent on other is gone (the machine is on fire)"
 
 
-# -- everyone starts again -------------------------------------------------------------------------------------------
+# -- full restart ----------------------------------------------------------------------------------------------------
 
 
-def test_a_restart_of_all_is_counted_and_told_also_to_a_server_that_nobody_starts() -> None:
+def test_full_restart_is_counted_and_sent_to_server_without_agent() -> None:
     made = machine(1, server_num=1, max_restarts=2)
     made.step(MessageReceived(RegisterAgent("a", "la", BOX, 1), 1), 0.0)
     made.step(MessageReceived(Register(Role.PSERVER, "0", "ls", BOX), 2), 0.0)
@@ -252,7 +256,7 @@ def test_a_restart_of_all_is_counted_and_told_also_to_a_server_that_nobody_start
 
 
 def roll_back(made: SchedulerMachine) -> Effects:
-    """All report that nobody has a part of the state."""
+    """Report on all ranks that no rank holds one slot of the state."""
     effects: Effects = []
     for member in made.cluster.members_in_role(Role.WORKER):
         report = SafePointReport(made.cluster.generation, CollectiveNumber(5, 0), slot_count=2, held_slots=b"\x01")
@@ -260,25 +264,25 @@ def roll_back(made: SchedulerMachine) -> Effects:
     return effects
 
 
-def test_a_return_to_the_checkpoint_is_told_and_not_tried_twice_for_one_step() -> None:
-    made = cut_under_an_agent(3)
+def test_rollback_to_checkpoint_is_published_and_not_repeated_for_one_step() -> None:
+    made = sharded_under_agent(3)
     dies(made, "1")
-    begin_lives(made)
-    lose_the_state(made)
+    start_processes(made)
+    lose_state(made)
     lost = (
         "only dead ranks held the optimizer's state of 1 of 2 parameters:"
         " increase ShardedOptimizer(copies=...) to survive more deaths at the same time"
     )
     assert made.cluster.reason == f"{lost}: all workers restart from the newest checkpoint"
-    begin_lives(made)
+    start_processes(made)
     end = ended(roll_back(made))
     assert end is not None and end.code == ExitCode.PEER_FAILED
     assert end.reason.startswith(f"{lost}; full restart 1: all ranks restart from the newest checkpoint")
     assert end.failure is not None and end.failure.node_id == "1", "what began it"
 
 
-def test_a_return_to_the_checkpoint_is_a_warning_and_after_a_further_step_there_may_be_another() -> None:
-    made = cut_under_an_agent(2)
+def test_rollback_to_checkpoint_is_repeated_after_further_step() -> None:
+    made = sharded_under_agent(2)
     for step in (5, 6):
         made.step(MessageReceived(Heartbeat(Progress(step, "train", in_loop=True)), 11), 1.0)
         effects = roll_back(made)
@@ -288,19 +292,19 @@ def test_a_return_to_the_checkpoint_is_a_warning_and_after_a_further_step_there_
             if w.startswith("cluster roll back: only dead ranks held the optimizer's state of 1 of 2 ")
         ]
         assert warnings(effects)[0].endswith(": all workers restart from the newest checkpoint")
-        begin_lives(made)
+        start_processes(made)
     assert made.counters["restarts"] == 2
 
 
-def test_where_one_cannot_be_started_again_nobody_returns_to_the_checkpoint() -> None:
-    assert ended(roll_back(cut_in_four(together=1))), "nobody can start raw workers"
-    made = cut_under_an_agent(2)
+def test_no_rollback_to_checkpoint_if_one_worker_cannot_restart() -> None:
+    assert ended(roll_back(sharded_over_four(together=1))), "workers without an agent cannot be restarted"
+    made = sharded_under_agent(2)
     made.step(MessageReceived(Draining("asked to leave"), 1), 1.0)
     assert ended(roll_back(made)), "nothing more is started on that host"
 
 
-def test_a_state_that_all_who_had_it_took_along_is_told_and_kept() -> None:
-    made = cut_under_an_agent(2)
+def test_lost_state_is_published_and_persisted() -> None:
+    made = sharded_under_agent(2)
     effects: Effects = []
     for member in made.cluster.members_in_role(Role.WORKER):
         effects += made.step(
@@ -315,7 +319,7 @@ def test_a_state_that_all_who_had_it_took_along_is_told_and_kept() -> None:
 # -- the dying gasp --------------------------------------------------------------------------------------------------
 
 
-def test_before_the_end_the_others_write_down_what_they_hold_and_the_next_scheduler_knows() -> None:
+def test_remaining_ranks_dump_before_end_and_planned_end_is_persisted() -> None:
     made = training(strategies=parse_strategies(("dump",)), dump_s=20.0)
     tick(made, 1.0)
     effects = made.step(MessageReceived(ChildExited("2", 1, 139, "signal 11"), 2), 1.0)
@@ -327,13 +331,13 @@ def test_before_the_end_the_others_write_down_what_they_hold_and_the_next_schedu
     failure = EditableCluster.of(made).recovery.first_failure
     assert failure is not None and records(effects)[-1].planned_end == Ended(139, reason, failure)
     wrote = made.step(MessageReceived(DumpWritten(5, "there"), 10), 1.0)
-    assert told(wrote) == ["worker:0 dumped: step 5 is in there"] and not ended(wrote)
+    assert published(wrote) == ["worker:0 dumped: step 5 is in there"] and not ended(wrote)
     assert not ended(tick(made, 21.0, since=1.0)), "in its very last moment it may still come"
     end = ended(made.step(Tick(), 21.5))
     assert end == EndCluster(139, f"{reason}; step 5 is in there", failure)
 
 
-def test_who_dies_over_its_dump_is_not_waited_for() -> None:
+def test_rank_that_dies_during_dump_is_not_awaited() -> None:
     made = training(strategies=parse_strategies(("dump",)), dump_s=20.0)
     dies(made, "2", link=2)
     one = dies(made, "1")
@@ -342,14 +346,14 @@ def test_who_dies_over_its_dump_is_not_waited_for() -> None:
     assert end is not None and end.reason == "worker:2 on other: killed; no rank could dump its state"
 
 
-def test_without_anybody_who_could_write_it_down_the_end_is_at_once() -> None:
+def test_cluster_ends_immediately_if_no_rank_can_dump() -> None:
     made = ready_agents(strategies=parse_strategies(("dump",)))
     end = ended(dies(made, "2", link=2))
     assert end is not None and (end.code, end.reason) == (137, "worker:2 on other: killed")
     assert end.failure is EditableCluster.of(made).recovery.first_failure and made.incidents.records[0].strategy == "exit"
 
 
-def test_a_server_that_dies_meanwhile_writes_nothing_down_and_no_worker_for_it() -> None:
+def test_server_death_during_dump_does_not_replace_dump_of_worker() -> None:
     made = served(strategies=parse_strategies(("dump",)))
     made.step(MessageReceived(Heartbeat(Progress(5, "train", in_loop=True)), 11), 1.0)
     assert set(sent(made.step(MessageReceived(StopRequest("enough", dump=True), 9), 1.0), DumpRequest)) == {11}
@@ -359,7 +363,7 @@ def test_a_server_that_dies_meanwhile_writes_nothing_down_and_no_worker_for_it()
     assert end is not None and (end.code, end.reason) == (ExitCode.STOPPED, "enough; step 5 is in there")
 
 
-def test_the_last_host_that_leaves_has_everything_written_down_first() -> None:
+def test_leaving_host_with_scheduler_requests_dump() -> None:
     made = training(strategies=parse_strategies(("recover", "dump")))
     assert not sent(made.step(MessageReceived(Draining("asked to leave"), 1), 1.0), DumpRequest)
     effects = made.step(MessageReceived(Draining("asked to leave", scheduler_leaves=True), 2), 1.0)
@@ -367,7 +371,7 @@ def test_the_last_host_that_leaves_has_everything_written_down_first() -> None:
     assert records(effects)[-1].planned_end == Ended(ExitCode.STOPPED, "asked to leave")
 
 
-def test_a_host_that_leaves_and_cannot_hand_over_ends_it_with_its_workers_code() -> None:
+def test_leaving_host_without_successor_ends_run_with_worker_code() -> None:
     made = training(strategies=parse_strategies(("recover", "dump")), extra_ranks=0)
     made.step(MessageReceived(Draining("asked to leave"), 2), 0.0)
     effects = made.step(MessageReceived(ChildExited("2", 1, 143), 2), 0.0)
@@ -378,7 +382,7 @@ def test_a_host_that_leaves_and_cannot_hand_over_ends_it_with_its_workers_code()
 # -- how loudly ------------------------------------------------------------------------------------------------------
 
 
-def test_a_death_is_a_warning_and_a_leave_is_not() -> None:
+def test_death_is_published_as_warning_and_leave_is_not() -> None:
     made = ready("0", "1", "2", recovery=True)
     assert warnings(made.step(MessageReceived(Leave(), 1), 1.0)) == []
     assert warnings(made.step(ConnectionLost("reset", 2), 1.0))[0] == "worker:1 died: its connection closed (reset)"
@@ -389,7 +393,7 @@ def test_a_death_is_a_warning_and_a_leave_is_not() -> None:
     ]
 
 
-def test_a_silent_rank_and_a_lost_host_end_it_with_the_code_for_a_peer_that_failed() -> None:
+def test_silent_rank_or_lost_host_ends_run_with_peer_failed() -> None:
     for made, effects in (
         (silent := ready("0", "1", node_timeout_s=10.0), tick(silent, 11.0, beats=[1])),
         (lost := ready_agents(), lost.step(ConnectionLost("reset", 2), 1.0)),
@@ -399,7 +403,7 @@ def test_a_silent_rank_and_a_lost_host_end_it_with_the_code_for_a_peer_that_fail
         assert (end.code, end.failure.code) == (ExitCode.PEER_FAILED, ExitCode.PEER_FAILED)
 
 
-def test_a_host_that_is_said_to_be_gone_takes_its_workers_along_for_that_reason() -> None:
+def test_host_gone_declares_its_workers_dead_with_that_reason() -> None:
     pod = Host("pod-1", "pod-1", "10.0.0.2", life="uid-1")
     raw = machine(2, recovery=True)
     raw.step(MessageReceived(register("x"), 1), 0.0)
@@ -416,22 +420,22 @@ def test_a_host_that_is_said_to_be_gone_takes_its_workers_along_for_that_reason(
     assert end.reason == "worker:0 on pod-1: the agent on pod-1 is gone (its node is lost)"
 
 
-def test_what_ends_after_its_work_was_done_has_left() -> None:
+def test_exit_after_all_ranks_finished_is_leave() -> None:
     made = ready_agents(strategies=IN_PLACE)
     for rank in range(3):
         made.step(MessageReceived(register(str(rank), incarnation=1), 10 + rank), 0.0)
     for rank in range(3):
         made.step(MessageReceived(SafePointReport(1, completed=CollectiveNumber(9, 0), finished=True), 10 + rank), 0.0)
     effects = made.step(MessageReceived(ChildExited("1", 1, 1), 1), 1.0)
-    assert told(effects) == ["worker:1 left: code 1, after all ranks had finished"] and warnings(effects) == []
+    assert published(effects) == ["worker:1 left: code 1, after all ranks had finished"] and warnings(effects) == []
     effects = made.step(MessageReceived(ChildExited("0", 1, 139, "signal 11"), 1), 1.0)
-    assert told(effects) == ["worker:0 left: signal 11, after all ranks had finished"]
+    assert published(effects) == ["worker:0 left: signal 11, after all ranks had finished"]
 
 
 # -- forming ---------------------------------------------------------------------------------------------------------
 
 
-def test_who_could_begin_and_waits_for_more_says_for_how_many() -> None:
+def test_formation_reason_names_target_during_last_call() -> None:
     made = machine(2, worker_max=4, last_call_s=5.0)
     for link, name in ((1, "a"), (2, "b")):
         made.step(MessageReceived(register(name), link), 0.0)
@@ -444,15 +448,15 @@ def test_who_could_begin_and_waits_for_more_says_for_how_many() -> None:
 # -- parameter servers -----------------------------------------------------------------------------------------------
 
 
-def test_a_new_server_that_dies_on_its_way_takes_the_growth_back() -> None:
+def test_death_of_joining_server_rolls_scale_out_back() -> None:
     made = served()
     made.step(MessageReceived(ScaleRequest(servers=3), 9), 1.0)
     effects = made.step(MessageReceived(ChildExited("2", 1, 137, "killed", role=Role.PSERVER), 1), 1.0)
     assert "servers rolled back: pserver:2 did not join: killed; the scale-out is rolled back" in warnings(effects)
-    assert made.cluster.size(Role.PSERVER) == 2 and noted(made)[0][3] is Outcome.ROLLED_BACK
+    assert made.cluster.size(Role.PSERVER) == 2 and incidents_of(made)[0][3] is Outcome.ROLLED_BACK
 
 
-def test_a_server_that_died_has_its_rows_in_place_only_when_it_says_so_again() -> None:
+def test_dead_server_is_not_in_sync_until_it_reports_again() -> None:
     made = served(strategies=IN_PLACE)
     made.step(MessageReceived(ScaleRequest(servers=3), 9), 1.0)
     serve(made, 2)
@@ -461,12 +465,12 @@ def test_a_server_that_died_has_its_rows_in_place_only_when_it_says_so_again() -
     made.step(MessageReceived(ChildExited("1", 1, 137, "killed", role=Role.PSERVER), 1), 1.0)
     serve(made, 1)
     made.step(MessageReceived(ServerInSync(0), 22), 2.0)
-    assert made.cluster.joining_servers == (2,), "rows are not shared anew while one has not its own"
+    assert made.cluster.joining_servers == (2,), "rows do not move while a server is not in sync"
     made.step(MessageReceived(ServerInSync(0), 21), 2.0)
     assert not made.cluster.joining_servers and made.cluster.sharding is not None
 
 
-def test_a_workers_death_leaves_the_servers_rows_in_place() -> None:
+def test_worker_death_does_not_affect_servers_in_sync() -> None:
     made = served(strategies=IN_PLACE)
     made.step(MessageReceived(Heartbeat(Progress(5, "train", in_loop=True)), 11), 1.0)
     dies(made, "0")
@@ -477,7 +481,7 @@ def test_a_workers_death_leaves_the_servers_rows_in_place() -> None:
     assert made.cluster.joining_servers == (2,), "no copy is missing"
 
 
-def test_servers_begin_from_nothing_where_everyone_starts_anew() -> None:
+def test_servers_must_report_in_sync_again_after_full_restart() -> None:
     made = served(strategies=IN_PLACE)
     for life in (1, 2):
         made.step(MessageReceived(ChildExited("1", life, 137, "killed", role=Role.PSERVER), 1), 1.0)
@@ -489,12 +493,12 @@ def test_servers_begin_from_nothing_where_everyone_starts_anew() -> None:
     assert {layout.make_rank_assigned(m).restarts for m in made.cluster.members_in_role(Role.PSERVER)} == {0}
 
 
-def test_servers_that_were_to_come_have_their_time_anew_under_the_next_scheduler() -> None:
+def test_joining_servers_get_full_time_after_scheduler_restart() -> None:
     made = served()
     effects = made.step(MessageReceived(ScaleRequest(servers=3), 9), 1.0)
-    everyone = (MemberRecord.from_member(m) for m in made.cluster.members.values())
+    all_records = (MemberRecord.from_member(m) for m in made.cluster.members.values())
     again, _ = restored(
-        (*records(effects), *map(AgentRecord.from_agent, made.cluster.agents.values()), *everyone),
+        (*records(effects), *map(AgentRecord.from_agent, made.cluster.agents.values()), *all_records),
         copies=1,
         heartbeats_enabled=False,
     )
@@ -505,7 +509,7 @@ def test_servers_that_were_to_come_have_their_time_anew_under_the_next_scheduler
     assert not again.cluster.joining_servers
 
 
-def test_a_servers_return_is_over_when_it_has_its_rows_and_a_workers_when_all_go_on() -> None:
+def test_recovery_of_server_ends_with_rows_and_of_worker_with_all_ranks_resumed() -> None:
     made = served(strategies=IN_PLACE)
     made.step(MessageReceived(Heartbeat(Progress(5, "train", in_loop=True)), 11), 1.0)
     dies(made, "0")
@@ -521,7 +525,10 @@ def test_a_servers_return_is_over_when_it_has_its_rows_and_a_workers_when_all_go
     serve(made, 1)
     effects = made.step(MessageReceived(RankResumed(made.cluster.generation, 0), 21), 5.0)
     assert outcomes(made) == [Outcome.RESTARTED, *[Outcome.RESUMED] * 2], "no worker was replaced with it"
-    assert Stage.RESTORED in made.incidents.records[-1].ms and sum("cluster recovery: " in line for line in told(effects)) == 1
+    assert (
+        Stage.RESTORED in made.incidents.records[-1].ms
+        and sum("cluster recovery: " in line for line in published(effects)) == 1
+    )
 
 
 # -- the scheduler's own death ---------------------------------------------------------------------------------------
@@ -536,7 +543,7 @@ def ended_journal(*names: str, **settings: Any) -> tuple[Any, ...]:
     return journal(formed, made.step(ConnectionLost("reset", 2), 1.0))
 
 
-def test_a_scheduler_that_was_lost_while_it_told_the_end_is_there_to_tell_it() -> None:
+def test_restored_ended_scheduler_sends_outcome_to_members() -> None:
     made, effects = restored(ended_journal("a", "b", "c"), node_timeout_s=10.0)
     reason = "worker:b on box: its connection closed (reset)"
     assert warnings(effects) == [f"cluster ended: {reason}; 3 nodes may not have received it"] and not ended(effects)
@@ -552,21 +559,21 @@ def test_a_scheduler_that_was_lost_while_it_told_the_end_is_there_to_tell_it() -
     assert ended(last) == EndCluster(ExitCode.PEER_FAILED, reason, stop.failure), "all have heard it"
 
 
-def test_who_does_not_come_to_hear_of_the_end_is_waited_for_so_long_and_no_longer() -> None:
+def test_restored_ended_scheduler_exits_after_node_timeout() -> None:
     made, _ = restored(ended_journal("a", "b", "c"), node_timeout_s=10.0)
     assert made.step(Tick(), 109.5) == []
     end = ended(made.step(Tick(), 110.0))
     assert end is not None and end.code == ExitCode.PEER_FAILED
 
 
-def test_an_end_that_all_have_heard_is_over_at_once() -> None:
+def test_restored_ended_scheduler_exits_if_all_received_outcome() -> None:
     finished = ClusterRecord("c1", "job", 3, 0, Phase.ENDED, 1, ended=Ended(0, "all 3 workers finished", told=True))
-    everyone = [r for r in crashed("a", "b", "c") if isinstance(r, MemberRecord)]
-    _, effects = restored((finished, *everyone))
+    all_records = [r for r in crashed("a", "b", "c") if isinstance(r, MemberRecord)]
+    _, effects = restored((finished, *all_records))
     assert ended(effects) == EndCluster(0, "all 3 workers finished") and warnings(effects) == []
 
 
-def test_whoever_waited_for_a_formation_that_failed_is_in_no_journal_and_is_waited_for() -> None:
+def test_restored_scheduler_waits_for_nodes_of_failed_formation() -> None:
     before = machine(2, topo_timeout_s=10.0)
     before.step(MessageReceived(register("a"), 1), 0.0)
     made, effects = restored(journal(tick(before, 11.0, beats=[1])), node_timeout_s=-1.0)
@@ -579,38 +586,38 @@ def test_whoever_waited_for_a_formation_that_failed_is_in_no_journal_and_is_wait
     assert ended(made.step(Tick(), 100.0 + END_DELIVERY_S)) == EndCluster(ExitCode.NOT_FORMED, said)
 
 
-def test_a_scheduler_that_is_back_says_for_whom_it_waits_and_then_why_it_is_ready() -> None:
+def test_restored_scheduler_states_reason_while_returning_and_ready() -> None:
     made, _ = restored(crashed("a", "b"), recovery=True)
     assert made.cluster.reason == "the scheduler was restarted and waits for 2 members to re-attach"
     held: dict[str, Any] = {"cluster_id": "c1", "incarnation": 1, "generation": 1}
     made.step(MessageReceived(register("a", rank=0, **held), 1), 100.1)
     effects = made.step(MessageReceived(register("b", rank=1, **held), 2), 100.2)
-    assert told(effects)[-1] == "cluster ready: all members re-attached"
+    assert published(effects)[-1] == "cluster ready: all members re-attached"
 
 
-def come_back(made: SchedulerMachine, effects: Effects) -> SchedulerMachine:
+def restart_scheduler(made: SchedulerMachine, effects: Effects) -> SchedulerMachine:
     """The next scheduler, at 100 s, after all have called."""
-    everyone = (MemberRecord.from_member(m) for m in made.cluster.members.values())
+    all_records = (MemberRecord.from_member(m) for m in made.cluster.members.values())
     agents = (AgentRecord.from_agent(agent) for agent in made.cluster.agents.values())
-    records = [r for r in kept(effects) if not isinstance(r, MemberRecord)]
-    again, _ = restored((made.cluster.record(), *records, *agents, *everyone), strategies=made.cluster.settings.strategies)
+    records = [r for r in stored_records(effects) if not isinstance(r, MemberRecord)]
+    again, _ = restored((made.cluster.record(), *records, *agents, *all_records), strategies=made.cluster.settings.strategies)
     again.step(MessageReceived(RegisterAgent("a", "life of a", BOX, 3, cluster_id="c1"), 1), 100.0)
     for member in again.cluster.members_in_role(Role.WORKER):
         life = f"{member.node_id}.{member.incarnation}"
-        wish = register(member.node_id, life, incarnation=member.incarnation, cluster_id="c1")
-        again.step(MessageReceived(wish, 11 + int(member.node_id)), 100.0)
+        registration = register(member.node_id, life, incarnation=member.incarnation, cluster_id="c1")
+        again.step(MessageReceived(registration, 11 + int(member.node_id)), 100.0)
     return again
 
 
-def test_a_scheduler_that_comes_back_to_a_quiet_training_is_ready_when_all_have_called() -> None:
-    made = cut_under_an_agent(3)
-    again = come_back(made, [])
+def test_restored_scheduler_is_ready_when_all_re_attached() -> None:
+    made = sharded_under_agent(3)
+    again = restart_scheduler(made, [])
     assert phase(again) is Phase.READY and again.cluster.trains
 
 
-def test_a_growth_has_its_time_anew_under_the_next_scheduler() -> None:
-    made = cut_under_an_agent(3)
-    again = come_back(made, made.step(MessageReceived(ScaleRequest(workers=4), 9), 1.0))
+def test_scale_out_gets_full_time_after_scheduler_restart() -> None:
+    made = sharded_under_agent(3)
+    again = restart_scheduler(made, made.step(MessageReceived(ScaleRequest(workers=4), 9), 1.0))
     assert phase(again) is Phase.HEALING
     assert again.cluster.reason == "all members re-attached, and the resize continues"
     beats = [1, 11, 12, 13, 14]
@@ -620,21 +627,21 @@ def test_a_growth_has_its_time_anew_under_the_next_scheduler() -> None:
     assert workers_of(again) == ["0", "1", "2"]
 
 
-def test_a_place_that_is_filled_again_ends_the_recovery_and_shows_its_stages() -> None:
+def test_returned_member_closes_incident_with_its_stages() -> None:
     made = ready("0", "1", recovery=True)
     made.step(ConnectionLost("reset", 2), 1.0)
     assert made.cluster.reason == "waiting for worker:1 to be restarted with the same variables"
     effects = made.step(MessageReceived(register("1", "second life"), 3), 2.0)
     (incident,) = made.incidents.records
     assert incident.outcome is Outcome.RESUMED and incident.ms[Stage.REFORMED] == 1000.0
-    assert told(effects)[-1] == "cluster ready: all ranks are filled again"
+    assert published(effects)[-1] == "cluster ready: all ranks are filled again"
     assert EditableCluster.of(made).recovery.first_failure is None
 
 
-# -- words of those who do not count ---------------------------------------------------------------------------------
+# -- messages that must be ignored -----------------------------------------------------------------------------------
 
 
-def test_what_agents_and_strangers_say_in_a_workers_place_changes_nothing() -> None:
+def test_worker_messages_from_agents_and_unknown_connections_are_ignored() -> None:
     made = training(strategies=IN_PLACE)
     generation = made.cluster.generation
     for link in (1, 99):
@@ -645,29 +652,29 @@ def test_what_agents_and_strangers_say_in_a_workers_place_changes_nothing() -> N
     assert edited.lifecycle.highest_step == 5 and not edited.barrier.safe_point.reports
 
 
-def test_who_goes_on_shows_the_step_it_is_in() -> None:
+def test_resumed_rank_shows_its_step() -> None:
     made = training(strategies=IN_PLACE)
     made.step(MessageReceived(RankResumed(made.cluster.generation, 8), 10), 1.0)
     assert made.cluster.progress(made.cluster.members[(Role.WORKER, "0")]) == Progress(8, "train", in_loop=True)
 
 
-def test_a_silent_ones_leave_that_completes_the_cluster_is_the_reason_for_its_readiness() -> None:
+def test_leave_of_last_suspect_makes_cluster_ready() -> None:
     made = ready("0", "1", "2", recovery=True, node_timeout_s=10.0)
     made.step(ConnectionLost("reset", 3), 0.0)
     tick(made, 6.0, beats=[1])
     made.step(MessageReceived(register("2", "second life"), 4), 6.0)
-    assert "cluster ready: all members are reachable again" in told(made.step(MessageReceived(Leave(), 2), 6.5))
+    assert "cluster ready: all members are reachable again" in published(made.step(MessageReceived(Leave(), 2), 6.5))
 
 
-def test_a_late_beat_that_completes_the_cluster_is_the_reason_for_its_readiness() -> None:
+def test_late_heartbeat_of_last_suspect_makes_cluster_ready() -> None:
     made = ready("0", "1", "2", recovery=True, node_timeout_s=10.0)
     made.step(ConnectionLost("reset", 3), 0.0)
     tick(made, 6.0, beats=[1])
     made.step(MessageReceived(register("2", "second life"), 4), 6.0)
-    assert told(made.step(MessageReceived(Heartbeat(), 2), 6.5))[-1] == "cluster ready: all members are reachable again"
+    assert published(made.step(MessageReceived(Heartbeat(), 2), 6.5))[-1] == "cluster ready: all members are reachable again"
 
 
-def test_children_of_an_agent_that_left_speak_no_more() -> None:
+def test_messages_of_children_of_left_agent_are_ignored() -> None:
     made = training(recovery=True, strategies=parse_strategies(("recover",)), extra_ranks=0)
     effects = made.step(MessageReceived(Leave(143, "SIGTERM"), 2), 1.0)
     assert "agent:b gone: SIGTERM" in warnings(effects)

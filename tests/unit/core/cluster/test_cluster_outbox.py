@@ -14,7 +14,7 @@ def record(generation: int) -> ClusterRecord:
     return ClusterRecord("c", "job", 2, 0, Phase.READY, generation)
 
 
-def test_effects_come_in_the_order_in_which_they_were_added() -> None:
+def test_effects_are_returned_in_order() -> None:
     out = Outbox(lambda: record(1))
     out.persist(AGENT)
     out.publish("cluster", "formed", "all are here")
@@ -44,7 +44,7 @@ def test_effects_are_taken_once() -> None:
     assert (taken, out.take_effects(), out.take_effects()) == ([Close(3)], [Close(4)], [])
 
 
-def test_a_record_of_the_cluster_has_the_state_of_the_moment_it_was_persisted() -> None:
+def test_cluster_record_has_state_at_time_of_persist() -> None:
     generations = [1]
     out = Outbox(lambda: record(generations[-1]))
     out.persist_cluster()
@@ -54,7 +54,7 @@ def test_a_record_of_the_cluster_has_the_state_of_the_moment_it_was_persisted() 
     assert out.take_effects() == [Persist(record(1)), Persist(record(2))]
 
 
-def test_counters_are_no_effects_and_go_on_over_all_steps() -> None:
+def test_counters_are_kept_across_steps() -> None:
     out = Outbox(lambda: record(1))
     out.count("deaths")
     out.count("deaths")

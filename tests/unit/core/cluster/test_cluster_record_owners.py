@@ -94,13 +94,13 @@ def state_of(value: object) -> object:
     return {name: state_of(field) for name, field in vars(value).items() if not isinstance(field, PARTS)}
 
 
-def test_every_field_is_accounted_for() -> None:
+def test_every_recorded_field_has_an_owner() -> None:
     assert OWNED.keys() | OF_SETTINGS | DERIVED | BY_THE_MACHINE == set(ClusterRecord.__struct_fields__)
     assert all(value != getattr(DEFAULT, name) for name, (_, value) in OWNED.items())
 
 
 @pytest.mark.parametrize("name", OWNED)
-def test_a_field_is_restored_by_its_owner_alone_and_comes_back(name: str) -> None:
+def test_field_is_restored_only_by_its_owner(name: str) -> None:
     owner, value = OWNED[name]
     record = msgspec.structs.replace(DEFAULT, **{name: value})
     plain, changed = parts_of(restored(DEFAULT)), parts_of(restored(record))
@@ -116,18 +116,18 @@ def test_a_field_is_an_attribute_of_one_part(name: str) -> None:
 
 
 @pytest.mark.parametrize("phase", [Phase.READY, Phase.HEALING, Phase.RETURNING])
-def test_a_cluster_that_had_formed_waits_for_its_members_whatever_its_phase_was(phase: Phase) -> None:
+def test_formed_cluster_is_restored_as_returning(phase: Phase) -> None:
     member = Member(Role.WORKER, "0", "life", Host("h", "h", "h"), rank=0, state=NodeState.ALIVE)
     record = msgspec.structs.replace(DEFAULT, phase=phase, generation=3)
     waiting = msgspec.structs.replace(record, phase=Phase.RETURNING)
     assert restored(record, MemberRecord.from_member(member)).record() == waiting
 
 
-def test_an_end_in_the_journal_is_the_end() -> None:
+def test_ended_record_is_restored_as_ended() -> None:
     record = msgspec.structs.replace(DEFAULT, phase=Phase.ENDED, generation=3, ended=Ended(1, "worker:0 died"))
     assert restored(record).record() == record
 
 
-def test_the_size_of_the_world_is_that_of_the_members_once_it_has_changed() -> None:
+def test_recorded_world_is_number_of_members_after_resize() -> None:
     assert restored(msgspec.structs.replace(DEFAULT, world=4)).record().world == -1
     assert restored(msgspec.structs.replace(DEFAULT, world=4, resized_generation=2)).record().world == 0

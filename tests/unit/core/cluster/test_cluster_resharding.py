@@ -1,4 +1,4 @@
-"""Parameter servers come and go: what is refused, the transitions, and who is told what."""
+"""Scaling of parameter servers: refusals, transitions and messages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from covey.core.types import ClusterRecord, MemberRecord, Phase, Role
 
 
 @pytest.mark.parametrize(
-    ("asked", "sentence"),
+    ("scale_request", "sentence"),
     [
         (ScaleRequest(servers=2), "there are 2 parameter servers already"),
         (ScaleRequest(servers=0), "0 parameter servers are not possible: expected 1 to 256"),
@@ -41,12 +41,15 @@ from covey.core.types import ClusterRecord, MemberRecord, Phase, Role
         ),
     ],
 )
-def test_servers_that_cannot_come_or_go(asked: ScaleRequest, sentence: str) -> None:
+def test_impossible_server_resize_is_refused_with_reason(scale_request: ScaleRequest, sentence: str) -> None:
     made = training_cluster(RecoveryStrategy.IN_PLACE, servers=2)
-    assert resharding.is_server_request(made, asked) and resharding.plan_server_resize(made, {0, 1}, asked) == (None, sentence)
+    assert resharding.is_server_request(made, scale_request) and resharding.plan_server_resize(made, {0, 1}, scale_request) == (
+        None,
+        sentence,
+    )
 
 
-def test_servers_come_and_go_only_while_all_is_in_its_place() -> None:
+def test_server_resize_requires_ready_cluster_with_all_servers_in_sync() -> None:
     made = training_cluster(RecoveryStrategy.IN_PLACE, servers=2)
     assert resharding.plan_server_resize(made, {0}, ScaleRequest(servers=3))[1] == (
         "the rows of pserver:1 have no replica yet: try again in a moment"
@@ -68,7 +71,7 @@ def test_servers_come_and_go_only_while_all_is_in_its_place() -> None:
     assert not resharding.is_server_request(bare, ScaleRequest(node_ids=["1"])), "where there are none, an id is a worker's"
 
 
-def test_servers_come_where_there_are_fewest_and_go_from_the_last_or_by_name() -> None:
+def test_new_servers_use_least_loaded_agents_and_last_or_named_servers_leave() -> None:
     made = training_cluster(RecoveryStrategy.IN_PLACE, servers=2)
     change, reason = resharding.plan_server_resize(made, {0, 1}, ScaleRequest(more_servers=2))
     assert (
@@ -81,8 +84,8 @@ def test_servers_come_where_there_are_fewest_and_go_from_the_last_or_by_name() -
     assert change == ResizePlan([], [made.members[(Role.PSERVER, "0")]])
     for agent in ("a", "b"):
         made.change_agent(agent, connection=0)
-    nobody = "no agent can start a server: only covey run can add servers"
-    assert resharding.plan_server_resize(made, {0, 1}, ScaleRequest(servers=3)) == (None, nobody)
+    no_agent = "no agent can start a server: only covey run can add servers"
+    assert resharding.plan_server_resize(made, {0, 1}, ScaleRequest(servers=3)) == (None, no_agent)
 
 
 # -- the part -----------------------------------------------------------------------------------------------------------
@@ -150,7 +153,7 @@ def test_new_servers_are_durable_before_the_cluster_and_own_no_rows() -> None:
     assert set(cluster.current_sharding.owners) == {0, 1} and cluster.resharding.server_ranks() == {0, 1, 2}
 
 
-def test_rows_move_once_all_servers_are_in_sync_and_are_settled_once_they_are_again() -> None:
+def test_rows_move_when_all_servers_are_in_sync_and_settle_when_they_are_again() -> None:
     cluster = growing()
     cluster.take_effects()
     assert in_sync(cluster, 0, 1) == [], "the new one is still to come"
@@ -158,15 +161,15 @@ def test_rows_move_once_all_servers_are_in_sync_and_are_settled_once_they_are_ag
     assert state(cluster) is ReshardingState.MOVING and cluster.joining_servers == ()
     assert set(cluster.current_sharding.owners) == {0, 1, 2}
     durable = next(n for n, effect in enumerate(moving) if isinstance(effect, Persist))
-    told = [n for n, effect in enumerate(moving) if isinstance(effect, Send)]
-    assert told and durable < min(told), "a server learns no sharding that a restarted scheduler does not know"
+    published = [n for n, effect in enumerate(moving) if isinstance(effect, Send)]
+    assert published and durable < min(published), "a server learns no sharding that a restarted scheduler does not know"
     assert in_sync(cluster, 0, 1) == []
     in_sync(cluster, 2)
     assert state(cluster) is ReshardingState.STABLE
     assert cluster.incidents.records[-1].outcome is Outcome.RESUMED and cluster.rows_survive_death
 
 
-def test_a_report_about_an_earlier_sharding_does_not_count() -> None:
+def test_report_of_earlier_sharding_is_ignored() -> None:
     cluster = growing()
     in_sync(cluster, 0, 1, 2)
     for rank in range(3):
@@ -175,7 +178,7 @@ def test_a_report_about_an_earlier_sharding_does_not_count() -> None:
     assert state(cluster) is ReshardingState.MOVING
 
 
-def test_a_server_leaves_when_its_rows_are_with_others() -> None:
+def test_departing_server_leaves_after_its_rows_moved() -> None:
     cluster = served()
     reply = cluster.resharding.request(cluster.step(1.0), ScaleRequest(servers=1))
     assert isinstance(reply, ScaleAccepted) and state(cluster) is ReshardingState.MOVING
@@ -187,7 +190,7 @@ def test_a_server_leaves_when_its_rows_are_with_others() -> None:
     assert cluster.resharding.server_ranks() == {0}
 
 
-def test_a_growth_is_rolled_back_by_the_death_of_a_new_server_alone() -> None:
+def test_scale_out_is_rolled_back_only_by_death_of_joining_server() -> None:
     cluster = growing()
     step = cluster.step(2.0)
     assert not cluster.resharding.roll_back_if_joining(step, cluster.members[(Role.PSERVER, "1")], "killed")
@@ -199,7 +202,7 @@ def test_a_growth_is_rolled_back_by_the_death_of_a_new_server_alone() -> None:
     assert incident.reason.endswith("pserver:2 did not join: killed; the scale-out is rolled back")
 
 
-def test_a_growth_is_rolled_back_when_the_time_is_over_which_a_suspension_prolongs() -> None:
+def test_late_scale_out_is_rolled_back_and_suspension_extends_its_time() -> None:
     cluster = growing()
     cluster.resharding.postpone(5.0)
     assert not cluster.resharding.roll_back_if_overdue(cluster.step(1.0 + JOIN_TIMEOUT_S + 5.0))
@@ -212,7 +215,7 @@ def test_a_growth_is_rolled_back_when_the_time_is_over_which_a_suspension_prolon
     ("coming", "moved", "expected"),
     [((), True, ReshardingState.STABLE), ((2,), True, ReshardingState.ARRIVING), ((), False, ReshardingState.MOVING)],
 )
-def test_the_state_follows_from_the_record(coming: tuple[int, ...], moved: bool, expected: ReshardingState) -> None:
+def test_state_is_restored_from_record(coming: tuple[int, ...], moved: bool, expected: ReshardingState) -> None:
     cluster = training_cluster(servers=2)
     cluster.resharding.restore(ClusterRecord("c", "", 4, 2, Phase.READY, 1, joining_servers=coming, rows_in_place=moved), 5.0)
     assert state(cluster) is expected and (cluster.joining_servers, cluster.rows_in_place) == (coming, moved)

@@ -1,4 +1,4 @@
-"""The cluster's books: who is found where, who offers what, and who of a journal still counts."""
+"""Indexes of members, free slots of agents, and members that are restored from the journal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from covey.core.types import (
 BOX, OTHER = Host("boot-box", "box", "10.0.0.1"), Host("boot-other", "other", "10.0.0.2")
 
 
-def books(*members: Member, servers: int = 0) -> EditableCluster:
+def cluster_members(*members: Member, servers: int = 0) -> EditableCluster:
     made = EditableCluster(ClusterSettings(2, servers), phase=Phase.READY, generation=1)
     for member in members:
         made.add(member)
@@ -36,8 +36,8 @@ def child(rank: int, role: Role = Role.WORKER, **more: Any) -> Member:
     return Member(role, str(rank), "", BOX, **(usual | more))
 
 
-def test_everyone_is_found_by_rank_and_nobody_twice() -> None:
-    made = books(child(0), child(1))
+def test_each_rank_has_one_member() -> None:
+    made = cluster_members(child(0), child(1))
     assert [member.rank for rank in range(3) if (member := made.member_at_rank(Role.WORKER, rank))] == [0, 1]
     with pytest.raises(AssertionError, match="would be there twice"):
         made.add(Member(Role.WORKER, "another name", "", BOX, rank=0))
@@ -45,15 +45,15 @@ def test_everyone_is_found_by_rank_and_nobody_twice() -> None:
         made.add(Member(Role.WORKER, "0", "", BOX, rank=7))
 
 
-def test_a_child_that_moves_is_its_new_hosts() -> None:
-    made = books(child(0), child(1))
+def test_moved_child_belongs_to_new_agent() -> None:
+    made = cluster_members(child(0), child(1))
     made.table.move_to_agent(made.worker("1"), AgentInfo("b", "life", OTHER, 1))
     assert [m.node_id for m in made.children("a")] == ["0"] and [m.node_id for m in made.children("b")] == ["1"]
     assert made.members[(Role.WORKER, "1")].host == OTHER
 
 
-def test_a_host_offers_what_it_came_with_and_does_not_run() -> None:
-    made = books(child(0), child(1, state=NodeState.DEAD), child(0, Role.PSERVER), servers=1)
+def test_free_slots_are_registered_slots_without_running_members() -> None:
+    made = cluster_members(child(0), child(1, state=NodeState.DEAD), child(0, Role.PSERVER), servers=1)
     made.add_agent(AgentInfo("a", "life", BOX, 2, servers=3, connection=1))
     assert made.free_slots_by_agent(Role.WORKER) == {"a": 1} and made.free_slots_by_agent(Role.PSERVER) == {"a": 2}
     made.change_agent("a", slots=1)
@@ -63,8 +63,8 @@ def test_a_host_offers_what_it_came_with_and_does_not_run() -> None:
         assert made.free_slots_by_agent(Role.WORKER) == {}
 
 
-def test_of_a_journal_count_the_members_of_the_world_as_it_is_now() -> None:
-    kept: tuple[Record, ...] = (
+def test_restore_ignores_members_beyond_recorded_world() -> None:
+    stored_records: tuple[Record, ...] = (
         AgentRecord.from_agent(AgentInfo("a", "life", BOX, 3)),
         *(MemberRecord.from_member(child(rank)) for rank in range(3)),
         *(MemberRecord.from_member(child(rank, Role.PSERVER)) for rank in range(3)),
@@ -72,9 +72,9 @@ def test_of_a_journal_count_the_members_of_the_world_as_it_is_now() -> None:
     )
 
     def taken_over(world: int, coming: tuple[int, ...] = ()) -> EditableCluster:
-        made, record = books(servers=2), ClusterRecord("c", "job", 3, 2, Phase.READY, 1, world=world)
+        made, record = cluster_members(servers=2), ClusterRecord("c", "job", 3, 2, Phase.READY, 1, world=world)
         made.set(joining_servers=coming)
-        made.table.restore_members((record, *kept), record, made.resharding.server_ranks(), 7.0)
+        made.table.restore_members((record, *stored_records), record, made.resharding.server_ranks(), 7.0)
         return made
 
     made = taken_over(2)
@@ -93,8 +93,8 @@ def test_of_a_journal_count_the_members_of_the_world_as_it_is_now() -> None:
     assert coming.size(Role.PSERVER) == 3 and coming.size(Role.WORKER) == 3
 
 
-def test_the_record_says_how_large_a_world_is_that_has_changed() -> None:
-    made = books(child(0), child(1))
+def test_record_has_world_size_after_resize() -> None:
+    made = cluster_members(child(0), child(1))
     assert made.record().world == -1
     made.set(resized_generation=1)
     assert made.record().world == 2

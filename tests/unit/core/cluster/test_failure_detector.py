@@ -77,13 +77,13 @@ def test_member_that_a_rollback_removed_in_the_same_tick_is_not_judged() -> None
     assert not [e for e in effects if isinstance(e, PublishEvent) and (e.node, e.what) == (second.name, "suspect")]
 
 
-def test_nobody_is_judged_where_heartbeats_are_not_checked() -> None:
+def test_no_member_is_suspect_if_heartbeats_are_disabled() -> None:
     for cluster in (raw_workers(heartbeats_enabled=False), raw_workers(node_timeout_s=-1.0)):
         cluster.detector.check_heartbeats(cluster.step(1000.0))
         assert states(cluster) == [NodeState.ALIVE, NodeState.ALIVE] and cluster.take_effects() == []
 
 
-def test_nobody_is_judged_after_the_end() -> None:
+def test_no_member_is_declared_dead_after_end() -> None:
     cluster = raw_workers(recovery=False)
     cluster.detector.check_heartbeats(cluster.step(11.0))
     assert cluster.phase is Phase.ENDED and states(cluster) == [NodeState.DEAD, NodeState.ALIVE]
@@ -98,7 +98,7 @@ def test_the_children_of_a_silent_agent_are_dead_with_it() -> None:
     assert states(cluster) == [NodeState.ALIVE] * 2 + [NodeState.DEAD] * 2 and list(cluster.agents) == ["a"]
 
 
-def test_a_child_that_has_not_registered_or_whose_agent_is_away_is_judged_with_its_agent() -> None:
+def test_unregistered_child_or_child_of_disconnected_agent_is_judged_with_agent() -> None:
     cluster = training_cluster("recover-in-place", node_timeout_s=10.0)
     cluster.table.forget_instance(cluster.worker("0"))
     cluster.table.detach(2)
@@ -109,7 +109,7 @@ def test_a_child_that_has_not_registered_or_whose_agent_is_away_is_judged_with_i
     assert incarnations == [1, 2, 1, 1], "only worker:1 was silent itself, and is started again"
 
 
-def test_a_rank_for_which_all_others_wait_is_stuck_and_treated_as_dead() -> None:
+def test_rank_that_all_others_wait_for_is_stuck_and_declared_dead() -> None:
     cluster = training_cluster("recover-in-place", connected=True, stuck_s=20.0)
     waits(cluster, 0, 1, 2)
     cluster.detector.check_blocked_collectives(cluster.step(20.0))
@@ -119,7 +119,7 @@ def test_a_rank_for_which_all_others_wait_is_stuck_and_treated_as_dead() -> None
     assert cluster.incidents.records[0].cause == "stuck: all other ranks wait for it in collective 5.0 for over 20 s"
 
 
-def test_nobody_is_stuck_while_another_has_only_begun_to_wait_or_made_progress() -> None:
+def test_no_rank_is_stuck_while_another_started_waiting_or_made_progress() -> None:
     cluster = training_cluster("recover-in-place", connected=True, stuck_s=20.0)
     waits(cluster, 0, 1)
     waits(cluster, 2, at=10.0)
@@ -133,14 +133,14 @@ def test_nobody_is_stuck_while_another_has_only_begun_to_wait_or_made_progress()
     assert cluster.out.counters["stuck"] == 1
 
 
-def test_a_negative_limit_calls_nobody_stuck() -> None:
+def test_no_rank_is_stuck_with_negative_limit() -> None:
     cluster = training_cluster("recover-in-place", connected=True, stuck_s=-1.0)
     waits(cluster, 0, 1, 2)
     cluster.detector.check_blocked_collectives(cluster.step(10_000.0))
     assert cluster.take_effects() == []
 
 
-def test_a_run_whose_ranks_wait_for_ever_ends() -> None:
+def test_run_ends_if_ranks_wait_without_end() -> None:
     cluster = training_cluster("recover-in-place", connected=True)
     cluster.barrier.add_report(cluster.worker("0"), SafePointReport(1, finished=True))
     waits(cluster, 1)

@@ -1,4 +1,4 @@
-"""Which faults are chosen, and which never: the last who have the state, and whoever would be given up."""
+"""Choice of faults: the last ranks with the state, and processes that died too often, are never hit."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def view(*nodes: NodeView, phase: Phase = Phase.READY) -> ClusterView:
 FOUR = view(*map(worker, range(4)))
 
 
-def test_the_same_seed_chooses_the_same_and_another_does_not() -> None:
-    def story(seed: int) -> list[PlannedFault]:
+def test_same_seed_gives_same_faults_and_other_seed_does_not() -> None:
+    def event_log_of(seed: int) -> list[PlannedFault]:
         done: list[PlannedFault] = []
         for number in range(40):
             strike, _ = choose_fault(seed, list(Fault), FOUR, done, 10.0 * number)
@@ -51,13 +51,13 @@ def test_the_same_seed_chooses_the_same_and_another_does_not() -> None:
             done.append(strike)
         return done
 
-    assert story(7) == story(7) != story(8)
-    assert {strike.fault for strike in story(7)} == set(Fault)
+    assert event_log_of(7) == event_log_of(7) != event_log_of(8)
+    assert {strike.fault for strike in event_log_of(7)} == set(Fault)
     assert clock_jump_s(7, 1) == clock_jump_s(7, 1) != clock_jump_s(7, 2)
     assert all(1.5 <= pause_s(7, number, 3.0) <= 4.5 for number in range(50))
 
 
-def test_a_rank_that_was_hit_is_left_alone_until_its_next_life_has_state() -> None:
+def test_hit_rank_is_spared_until_replacement_has_state() -> None:
     done = [PlannedFault(1, 0.0, Fault.KILL, "worker:2", 102, 1)]
     for number in range(2, 30):  # the view does not know of the death yet
         strike, _ = choose_fault(number, [Fault.KILL], FOUR, done, 0.1)
@@ -73,7 +73,7 @@ def test_a_rank_that_was_hit_is_left_alone_until_its_next_life_has_state() -> No
 
 
 @pytest.mark.parametrize("world", range(1, 7))
-def test_half_of_the_state_and_at_least_one_of_it_stays(world: int) -> None:
+def test_deadly_faults_spare_half_of_ranks_with_state_and_at_least_one(world: int) -> None:
     seen = view(*map(worker, range(world)))
     done: list[PlannedFault] = []
     while (strike := choose_fault(1, [Fault.KILL, Fault.STOP], seen, done, 1.0)[0]) is not None:
@@ -82,7 +82,7 @@ def test_half_of_the_state_and_at_least_one_of_it_stays(world: int) -> None:
     assert choose_fault(1, [Fault.SLOW], seen, done, 1.0)[0] is not None or world == 1 or len(done) == world
 
 
-def test_one_who_stood_still_and_goes_on_can_be_hit_again() -> None:
+def test_resumed_node_can_be_hit_again() -> None:
     done = [
         PlannedFault(1, 0.0, Fault.STOP, "worker:0", 100, 1, 2.0),
         PlannedFault(2, 0.0, Fault.STOP, "worker:1", 101, 1, 2.0),
@@ -91,7 +91,7 @@ def test_one_who_stood_still_and_goes_on_can_be_hit_again() -> None:
     assert choose_fault(1, [Fault.KILL], FOUR, done, 3.5)[0] is not None
 
 
-def test_scheduler_and_template_are_given_time_to_count_as_steady() -> None:
+def test_scheduler_and_template_faults_keep_minimum_interval() -> None:
     done = [PlannedFault(1, 0.0, Fault.SCHEDULER, "scheduler:sched", 99)]
     assert choose_fault(1, [Fault.SCHEDULER], FOUR, done, 60.0) == (
         None,
@@ -101,14 +101,14 @@ def test_scheduler_and_template_are_given_time_to_count_as_steady() -> None:
     assert choose_fault(1, [Fault.TEMPLATE], FOUR, [PlannedFault(1, 0.0, Fault.TEMPLATE)], 30.0)[0] is None
 
 
-def test_servers_are_hit_one_at_a_time_and_only_in_calm() -> None:
+def test_servers_are_hit_one_at_a_time_while_ready() -> None:
     servers = [NodeView(Role.SERVER, str(n), n, "h", "127.0.0.1", "alive", True, pid=10 + n) for n in range(2)]
     assert choose_fault(1, [Fault.KILL], view(*servers), [], 0.0)[0] is not None
     assert choose_fault(1, [Fault.KILL], view(*servers, phase=Phase.HEALING), [], 0.0)[0] is None
     assert choose_fault(1, [Fault.KILL], view(servers[0]), [], 0.0)[0] is None
 
 
-def test_a_recovery_is_told_of_the_strike_that_led_to_it() -> None:
+def test_recovery_is_attributed_to_causing_fault() -> None:
     def incident(number: int, node: str, total: float, outcome: Outcome = Outcome.RESUMED) -> Incident:
         return Incident(number, 0.0, node, 0, "", "recover-in-place", "", outcome, total_ms=total)
 
@@ -130,7 +130,7 @@ def test_a_recovery_is_told_of_the_strike_that_led_to_it() -> None:
     assert rows[Fault.SCHEDULER].rungs == {"started again": 1} and rows[Fault.SCHEDULER].worst_ms == 900.0
 
 
-def test_a_process_that_is_no_run_s_is_not_touched() -> None:
+def test_process_outside_any_run_is_not_touched() -> None:
     stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         for harm in (fault_injection.kill_process, fault_injection.cut_connections):
@@ -167,7 +167,7 @@ def test_a_process_of_another_run_is_not_touched(tmp_path: Path) -> None:
             run.communicate()
 
 
-def test_the_wall_clock_can_be_told_to_be_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wall_clock_can_be_shifted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "clock"
     monkeypatch.setenv("COVEY_FAULT_CLOCK", str(file))
     with fault_injection.shift_clock(file, 3000.0):

@@ -21,7 +21,7 @@ def worker(node_id: str, host: Host = NEAR, agent: str = "") -> Member:
     return Member(Role.WORKER, node_id, f"life of {node_id}", host, agent=agent)
 
 
-def test_nobody_is_here_yet() -> None:
+def test_formation_reports_missing_nodes_without_any_node() -> None:
     ranks, reason = formation.decide_formation(cluster(2, 1))
     assert ranks is None and reason == "2 workers missing, 1 pserver missing"
     assert (
@@ -29,7 +29,7 @@ def test_nobody_is_here_yet() -> None:
     )
 
 
-def test_those_who_waited_in_vain_are_told_who_was_there() -> None:
+def test_describe_missing_names_registered_nodes() -> None:
     waiting = cluster(30, 0, *(worker(f"w{n}") for n in range(25)))
     said = formation.describe_missing(waiting)
     assert said.startswith("5 workers missing, registered: worker:w0, worker:w1, worker:w2, ") and said.endswith(
@@ -37,12 +37,12 @@ def test_those_who_waited_in_vain_are_told_who_was_there() -> None:
     )
 
 
-def test_both_kinds_of_server_count_as_one() -> None:
+def test_both_server_roles_are_counted_together() -> None:
     servers = [Member(Role.PSERVER, "0", "a", NEAR, rank=0), Member(Role.SERVER, "x", "b", NEAR)]
     ranks, reason = formation.decide_formation(cluster(1, 2, worker("0"), *servers))
     assert ranks == {"worker:0": 0, "pserver:0": 0, "server:x": 1}
     assert reason == "all 3 nodes are here"
 
 
-def test_one_node_is_here() -> None:
+def test_formation_of_single_node_uses_singular() -> None:
     assert formation.decide_formation(cluster(1, 0, worker("0")))[1] == "the only node is here"

@@ -1,4 +1,4 @@
-"""How ranks go on together after a change of membership: the plan, from literal reports."""
+"""Heal plans from literal reports, the rendezvous store and the heal barrier."""
 
 from __future__ import annotations
 
@@ -43,40 +43,40 @@ def report(rank: int, completed: tuple[int, int] | None, waits: tuple[int, int] 
     return SafePointReport(2, port=1000 + rank, token=f"token {rank}", **numbers, **more)
 
 
-def giver(rank: int, address: str = NEAR) -> HealPlan:
+def donor(rank: int, address: str = NEAR) -> HealPlan:
     return HealPlan(2, donor=Donor(rank, address, 1000 + rank, f"token {rank}"))
 
 
-def test_who_is_new_or_behind_fetches_from_who_is_ahead() -> None:
+def test_new_and_behind_ranks_fetch_from_ranks_ahead() -> None:
     reports = {0: report(0, (5, 0), (6, 0)), 1: report(1, (4, 0), (5, 0)), 2: report(2, None, needs_state=True)}
     addresses = dict.fromkeys(range(3), NEAR)
-    assert make_heal_plans(2, reports, addresses) == {0: HealPlan(2), 1: giver(0), 2: giver(0)}
+    assert make_heal_plans(2, reports, addresses) == {0: HealPlan(2), 1: donor(0), 2: donor(0)}
 
 
-def test_a_giver_on_the_same_host_is_preferred_and_askers_take_turns() -> None:
+def test_donor_on_same_host_is_preferred_and_requests_rotate() -> None:
     reports = {n: report(n, (5, 0), (6, 0)) for n in range(3)} | {n: report(n, None, needs_state=True) for n in (3, 4, 5)}
     addresses = {0: NEAR, 1: FAR, 2: FAR, 3: NEAR, 4: FAR, 5: FAR}
     plans = make_heal_plans(2, reports, addresses)
-    assert plans[3] == giver(0)
-    assert {plans[4].donor, plans[5].donor} == {giver(1, FAR).donor, giver(2, FAR).donor}
+    assert plans[3] == donor(0)
+    assert {plans[4].donor, plans[5].donor} == {donor(1, FAR).donor, donor(2, FAR).donor}
 
 
-def test_an_asker_takes_the_giver_on_its_own_host_though_another_comes_first() -> None:
+def test_receiver_uses_donor_on_own_host_before_lower_rank() -> None:
     reports = {0: report(0, (5, 0), (6, 0)), 1: report(1, (5, 0), (6, 0)), 2: report(2, None, needs_state=True)}
-    assert make_heal_plans(2, reports, {0: FAR, 1: NEAR, 2: NEAR})[2] == giver(1)
+    assert make_heal_plans(2, reports, {0: FAR, 1: NEAR, 2: NEAR})[2] == donor(1)
 
 
-def test_who_has_completed_nothing_is_behind_who_has_completed_the_first() -> None:
+def test_rank_without_collective_is_behind_rank_with_first() -> None:
     reports = {0: report(0, None, (0, 0)), 1: report(1, (0, 0), (0, 1))}
-    assert make_heal_plans(2, reports, dict.fromkeys(range(2), NEAR)) == {0: giver(1), 1: HealPlan(2)}
+    assert make_heal_plans(2, reports, dict.fromkeys(range(2), NEAR)) == {0: donor(1), 1: HealPlan(2)}
 
 
-def test_where_all_are_new_nobody_fetches_anything() -> None:
+def test_no_rank_fetches_if_all_are_new() -> None:
     reports = {n: report(n, None, needs_state=True) for n in range(2)}
     assert make_heal_plans(2, reports, dict.fromkeys(range(2), NEAR)) == dict.fromkeys(range(2), HealPlan(2))
 
 
-def test_ranks_further_apart_than_one_collective_are_not_led_together() -> None:
+def test_plan_fails_for_ranks_more_than_one_collective_apart() -> None:
     reports = {0: report(0, (5, 0), (6, 0)), 1: report(1, (3, 0), (4, 0))}
     plans = make_heal_plans(2, reports, {0: NEAR, 1: NEAR})
     assert {p.failure for p in plans.values()} == {
@@ -85,7 +85,7 @@ def test_ranks_further_apart_than_one_collective_are_not_led_together() -> None:
     }
 
 
-def test_everyone_is_told_who_holds_which_part_of_a_cut_state() -> None:
+def test_every_plan_lists_holders_of_sharded_state() -> None:
     """Five slots, three ranks, one copy: rank 2 died."""
     reports = {
         0: report(0, (5, 0), (5, 1), slot_count=5, held_slots=b"\x19"),
@@ -98,7 +98,7 @@ def test_everyone_is_told_who_holds_which_part_of_a_cut_state() -> None:
     assert [plans[rank].donor for rank in range(3)] == [None, None, holders[0].donor]
 
 
-def test_a_part_of_the_state_that_nobody_has_ends_the_way_forward() -> None:
+def test_plan_fails_if_no_rank_holds_a_slot() -> None:
     reports = {0: report(0, (5, 0), (5, 1), slot_count=5, held_slots=b"\x19"), 1: report(1, None, needs_state=True)}
     plans = make_heal_plans(2, reports, dict.fromkeys(range(2), NEAR))
     assert {p.failure for p in plans.values()} == {
@@ -107,15 +107,15 @@ def test_a_part_of_the_state_that_nobody_has_ends_the_way_forward() -> None:
     }
 
 
-def test_slots_are_bits_from_the_lowest_of_the_first_byte_on_and_none_counts_beyond_the_last() -> None:
-    """Of nine slots the first and the last are nobody's; a tenth does not exist."""
+def test_slots_are_little_endian_bits_and_excess_bits_are_ignored() -> None:
+    """Of nine slots no rank holds the first and the last; a tenth does not exist."""
     plans = make_heal_plans(2, {0: report(0, (5, 0), (5, 1), slot_count=9, held_slots=b"\xfe\x02")}, {0: NEAR})
     assert plans[0].generation == 2 and plans[0].failure.startswith(
         "only dead ranks held the optimizer's state of 2 of 9 parameters"
     )
 
 
-def test_a_result_that_was_changed_since_is_not_handed_over() -> None:
+def test_plan_fails_if_donor_result_was_changed() -> None:
     reports = {
         0: report(0, (5, 1), (5, 2), is_result_invalid=True),
         1: report(1, (5, 0), (5, 1)),
@@ -123,37 +123,37 @@ def test_a_result_that_was_changed_since_is_not_handed_over() -> None:
     }
     failed = make_heal_plans(2, reports, dict.fromkeys(range(3), NEAR))[1]
     assert "changed them since" in failed.failure and failed.generation == 2
-    assert not make_heal_plans(2, {0: reports[0], 1: reports[2]}, dict.fromkeys(range(2), NEAR))[1].failure, "nobody needs it"
+    assert not make_heal_plans(2, {0: reports[0], 1: reports[2]}, dict.fromkeys(range(2), NEAR))[1].failure, "no rank needs it"
 
 
-def test_who_is_new_cannot_join_a_step_whose_results_were_not_kept() -> None:
+def test_plan_fails_for_new_rank_if_results_were_not_kept() -> None:
     """A rank that is only behind can: it has all but the last."""
     reports = {0: report(0, (5, 0), (6, 0), has_complete_state=False), 1: report(1, None, needs_state=True)}
     plans = make_heal_plans(2, reports, dict.fromkeys(range(2), NEAR))
     assert {(p.generation, p.failure.split(":")[0]) for p in plans.values()} == {(2, "rank 1 cannot join the current step")}
     behind = {0: reports[0], 1: report(1, (4, 0), (5, 0))}
-    assert make_heal_plans(2, behind, dict.fromkeys(range(2), NEAR))[1] == giver(0)
+    assert make_heal_plans(2, behind, dict.fromkeys(range(2), NEAR))[1] == donor(0)
 
 
-def test_who_missed_its_plan_is_told_again() -> None:
-    gathering, asked = SafePoint(2), []
+def test_repeated_report_returns_plan_again() -> None:
+    gathering, reply_to = SafePoint(2), []
 
     def addresses() -> dict[int, str]:
-        asked.append(len(gathering.reports))
+        reply_to.append(len(gathering.reports))
         return {0: NEAR, 1: NEAR}
 
     ahead, behind = report(0, (5, 0), (6, 0)), report(1, (4, 0), (5, 0))
     assert gathering.add_report(0, ahead, 2, addresses) == gathering.add_report(0, ahead, 2, addresses) == {}
-    assert gathering.add_report(1, behind, 2, addresses) == {0: HealPlan(2), 1: giver(0)}
-    assert gathering.add_report(1, behind, 2, addresses) == {1: giver(0)}
-    assert asked == [2], "everyone is looked at once, not at each report"
+    assert gathering.add_report(1, behind, 2, addresses) == {0: HealPlan(2), 1: donor(0)}
+    assert gathering.add_report(1, behind, 2, addresses) == {1: donor(0)}
+    assert reply_to == [2], "addresses are listed once, not at each report"
 
 
-def test_the_last_results_may_come_from_one_who_waits_at_the_end() -> None:
+def test_finished_rank_can_be_donor() -> None:
     gathering = SafePoint(2)
     addresses = {0: NEAR, 1: NEAR}
     assert gathering.add_report(0, report(0, (9, 0), finished=True), 2, lambda: addresses) == {}
-    assert gathering.add_report(1, report(1, (8, 0), (9, 0)), 2, lambda: addresses) == {0: HealPlan(2), 1: giver(0)}
+    assert gathering.add_report(1, report(1, (8, 0), (9, 0)), 2, lambda: addresses) == {0: HealPlan(2), 1: donor(0)}
     assert not gathering.done
     assert gathering.add_report(1, report(1, (9, 0), finished=True), 2, lambda: addresses) == dict.fromkeys(
         (0, 1), HealPlan(2, done=True)
@@ -161,7 +161,7 @@ def test_the_last_results_may_come_from_one_who_waits_at_the_end() -> None:
     assert gathering.done
 
 
-def test_nobody_waits_for_ever_whom_a_rank_at_its_end_has_already_joined() -> None:
+def test_no_endless_wait_in_collective_that_finished_rank_completed() -> None:
     reports = {2: report(2, (9, 1), finished=True), 1: report(1, (9, 0), finished=True), 0: report(0, (8, 0), (9, 0))}
     assert find_wait_beyond_end(reports, {0: CollectiveNumber(9, 0)}) == "", "both have taken part in that one"
     assert find_wait_beyond_end(reports, {}) == find_wait_beyond_end({0: reports[0]}, {0: CollectiveNumber(9, 0)}) == ""
@@ -172,7 +172,7 @@ def test_nobody_waits_for_ever_whom_a_rank_at_its_end_has_already_joined() -> No
 
 
 @pytest.mark.parametrize("slots", [-1, 8 * 65536 + 1, 1 << 40])
-def test_a_count_for_which_no_mask_has_bits_is_refused_where_bytes_become_messages(slots: int) -> None:
+def test_slot_count_beyond_mask_size_is_rejected_by_decoder(slots: int) -> None:
     with pytest.raises(msgspec.ValidationError):
         from_node_decoder.decode(msgspec.msgpack.encode(SafePointReport(1, slot_count=slots)))
 
@@ -180,7 +180,7 @@ def test_a_count_for_which_no_mask_has_bits_is_refused_where_bytes_become_messag
 # -- rendezvous ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_value_reaches_everyone_who_waited_for_it_once() -> None:
+def test_put_returns_each_waiter_once() -> None:
     pinned = RendezvousStore()
     assert (
         pinned.add_waiter("addr/1", connection=7)
@@ -192,7 +192,7 @@ def test_a_value_reaches_everyone_who_waited_for_it_once() -> None:
     assert pinned.values["addr/1"] == b"moved"
 
 
-def test_a_full_board_takes_no_more_bytes_but_a_value_may_shrink() -> None:
+def test_full_store_rejects_more_bytes_but_accepts_smaller_value() -> None:
     pinned = RendezvousStore(bytes_max=4)
     assert pinned.put("a", b"1234") == []
     assert pinned.put("b", b"5") is None
@@ -201,14 +201,14 @@ def test_a_full_board_takes_no_more_bytes_but_a_value_may_shrink() -> None:
     assert pinned.bytes_used == 4
 
 
-def test_a_full_board_takes_no_more_keys() -> None:
+def test_full_store_rejects_new_keys() -> None:
     pinned = RendezvousStore(keys_max=1)
     assert pinned.put("a", b"") == []
     assert pinned.put("b", b"") is None
     assert pinned.put("a", b"again") == []
 
 
-def test_only_so_many_may_wait_and_those_who_were_told_wait_no_longer() -> None:
+def test_number_of_waiters_is_limited_and_answered_ones_are_not_counted() -> None:
     pinned = RendezvousStore(keys_max=2)
     assert pinned.add_waiter("a", 1) and pinned.add_waiter("a", 2)
     assert not pinned.add_waiter("b", 3)
@@ -243,7 +243,7 @@ def test_no_rank_gets_a_plan_before_every_rank_has_reported() -> None:
     assert reports(cluster, 3) == dict.fromkeys(range(4), HealPlan(1))
 
 
-def test_a_new_generation_forgets_reports_and_values_and_is_durable_before_its_members() -> None:
+def test_new_generation_clears_reports_and_values_and_is_persisted_before_members() -> None:
     cluster = training_cluster(connected=True)
     cluster.barrier.on_rendezvous_put(cluster.step(), 10, RendezvousPut("address", b"here", 1))
     reports(cluster, 0)
@@ -258,7 +258,7 @@ def test_a_new_generation_forgets_reports_and_values_and_is_durable_before_its_m
     assert cluster.take_effects() == [], "it waits for a new value"
 
 
-def test_values_that_came_before_formation_stay() -> None:
+def test_values_set_before_formation_are_kept() -> None:
     cluster = training_cluster(connected=True)
     cluster.barrier.on_rendezvous_put(cluster.step(), 10, RendezvousPut("address", b"here", 1))
     cluster.barrier.open_generation(1)
@@ -266,7 +266,7 @@ def test_values_that_came_before_formation_stay() -> None:
     assert sent(cluster.take_effects()) == [(11, RendezvousValue("address", b"here", 1))]
 
 
-def test_a_value_reaches_who_waits_for_it_and_only_members_of_this_generation_put_one() -> None:
+def test_value_is_sent_to_waiters_and_only_current_members_may_put() -> None:
     cluster = training_cluster(connected=True)
     barrier, step = cluster.barrier, cluster.step()
     barrier.on_rendezvous_get(step, 11, RendezvousGet("address", 1))
@@ -277,16 +277,16 @@ def test_a_value_reaches_who_waits_for_it_and_only_members_of_this_generation_pu
     assert sent(cluster.take_effects()) == [(11, RendezvousValue("address", b"here", 1))] and barrier.has_group_met
 
 
-def test_a_new_generation_is_told_to_members_that_are_present_and_connected() -> None:
+def test_new_generation_is_sent_to_reachable_members() -> None:
     cluster = training_cluster(connected=True)
     cluster.change(cluster.worker("1"), state=NodeState.DEAD)
     cluster.table.detach(12)
     cluster.barrier.regroup(cluster.step(), "worker:1 died", cluster.worker("1"))
-    told = NewGeneration(2, "worker:1 died")
-    assert sent(cluster.take_effects()) == [(10, told), (13, told)]
+    published = NewGeneration(2, "worker:1 died")
+    assert sent(cluster.take_effects()) == [(10, published), (13, published)]
 
 
-def test_ranks_agree_until_all_have_resumed_if_their_group_has_met() -> None:
+def test_agreement_is_pending_until_all_ranks_resumed_if_rendezvous_was_used() -> None:
     cluster = training_cluster(connected=True)
     cluster.barrier.require_agreement()
     assert not cluster.barrier.is_agreeing, "ranks that never met do not say that they resumed"
@@ -299,7 +299,7 @@ def test_ranks_agree_until_all_have_resumed_if_their_group_has_met() -> None:
     assert not cluster.barrier.is_pending
 
 
-def test_the_state_is_lost_where_all_need_it_before_any_has_resumed() -> None:
+def test_state_is_lost_if_all_ranks_need_it_and_none_resumed() -> None:
     cluster = training_cluster()
     reports(cluster, 0, 1, 2, needs_state=True)
     assert cluster.barrier.is_state_lost()
@@ -311,7 +311,7 @@ def test_the_state_is_lost_where_all_need_it_before_any_has_resumed() -> None:
     assert not resumed.barrier.is_state_lost()
 
 
-def test_a_failed_collective_has_a_short_time_to_be_explained_by_a_death() -> None:
+def test_failed_collective_is_unexplained_after_death_report_time() -> None:
     cluster = training_cluster(connected=True)
     barrier = cluster.barrier
     barrier.on_collective_failed(cluster.step(5.0), 99, CollectiveFailed(1, "a stranger's"))
@@ -334,7 +334,7 @@ def test_a_collective_is_retried_a_limited_number_of_times_in_a_row() -> None:
     assert barrier.count_retry()
 
 
-def test_a_rank_that_left_counts_as_resumed_once_all_others_have() -> None:
+def test_left_rank_is_marked_resumed_when_all_others_are() -> None:
     cluster = training_cluster(connected=True)
     cluster.barrier.require_all_to_resume()
     reports(cluster, 0, 1, 2, 3)
@@ -346,16 +346,16 @@ def test_a_rank_that_left_counts_as_resumed_once_all_others_have() -> None:
     assert not cluster.barrier.count_left_ranks(cluster.step()), "once"
 
 
-def test_where_all_others_have_finished_a_rank_that_left_has_too() -> None:
+def test_left_rank_is_marked_finished_when_all_others_are() -> None:
     cluster = training_cluster(connected=True)
     cluster.change(cluster.worker("3"), state=NodeState.LEFT)
     reports(cluster, 0, 1, 2, finished=True)
-    assert not cluster.barrier.count_left_ranks(cluster.step()), "nobody counts as resumed by that"
+    assert not cluster.barrier.count_left_ranks(cluster.step()), "no rank is marked as resumed by that"
     assert sent(cluster.take_effects()) == [(link, HealPlan(1, done=True)) for link in (10, 11, 12)]
     assert cluster.barrier.safe_point.done
 
 
-def test_who_waits_for_a_rank_that_left_waits_for_ever() -> None:
+def test_wait_for_left_rank_is_endless() -> None:
     cluster = training_cluster(connected=True)
     assert cluster.barrier.find_endless_wait(cluster.step(), 3, "in collective 6.0", 30.0) == ""
     cluster.change(cluster.worker("3"), state=NodeState.LEFT)
@@ -367,7 +367,7 @@ def test_who_waits_for_a_rank_that_left_waits_for_ever() -> None:
     assert cluster.barrier.find_endless_wait(cluster.step(), 0, "", 30.0) == said
 
 
-def test_who_waits_for_a_rank_at_its_end_waits_for_ever() -> None:
+def test_wait_for_finished_rank_is_endless() -> None:
     cluster = training_cluster(connected=True)
     reports(cluster, 0, finished=True)
     cluster.heartbeats.note_progress(cluster.worker("1"), Progress(7, waiting_in="7.0"), 0.0)
@@ -376,7 +376,7 @@ def test_who_waits_for_a_rank_at_its_end_waits_for_ever() -> None:
     )
 
 
-def test_a_rank_that_left_without_resuming_is_missed_after_the_limit_which_a_suspension_prolongs() -> None:
+def test_wait_to_resume_with_left_rank_ends_after_limit_extended_by_suspension() -> None:
     cluster = training_cluster(connected=True)
     cluster.barrier.require_all_to_resume()
     reports(cluster, 0, 1, 2, 3)

@@ -15,7 +15,7 @@ def heartbeats(stuck_s: float = 10.0) -> Heartbeats:
     return made
 
 
-def test_a_member_that_was_never_heard_has_no_heartbeat_and_no_progress() -> None:
+def test_unknown_member_has_no_heartbeat_and_no_progress() -> None:
     made = heartbeats()
     assert (made.last_heartbeat_at(OTHER), made.progress(OTHER), made.progress_changed_at(OTHER)) == (0.0, NO_PROGRESS, 0.0)
     assert made.last_heartbeat_at(MEMBER) == 1.0
@@ -28,7 +28,7 @@ def test_every_version_of_a_record_has_the_same_heartbeat() -> None:
     assert made.last_heartbeat_at(later) == 2.0
 
 
-def test_progress_that_is_repeated_is_no_change() -> None:
+def test_repeated_progress_is_not_a_change() -> None:
     made = heartbeats()
     made.note_progress(MEMBER, Progress(5), 2.0)
     made.note_progress(MEMBER, Progress(5), 3.0)
@@ -37,14 +37,14 @@ def test_progress_that_is_repeated_is_no_change() -> None:
     assert made.progress_changed_at(MEMBER) == 4.0
 
 
-def test_the_step_of_a_rank_that_resumed_is_shown_and_is_no_change_of_progress() -> None:
+def test_resumed_step_is_shown_without_change_of_progress() -> None:
     made = heartbeats()
     made.note_progress(MEMBER, Progress(5, "train", in_loop=True), 2.0)
     made.note_step(MEMBER, 8)
     assert (made.progress(MEMBER), made.progress_changed_at(MEMBER)) == (Progress(8, "train", in_loop=True), 2.0)
 
 
-def test_a_new_process_has_no_progress_and_time_to_make_some() -> None:
+def test_new_process_has_no_progress_and_extra_time() -> None:
     for stuck_s, allowance in ((10.0, FIRST_PROGRESS_S - 10.0), (FIRST_PROGRESS_S + 5.0, 0.0)):
         made = heartbeats(stuck_s)
         made.note_progress(MEMBER, Progress(5), 2.0)
@@ -52,16 +52,16 @@ def test_a_new_process_has_no_progress_and_time_to_make_some() -> None:
         assert (made.progress(MEMBER), made.progress_changed_at(MEMBER)) == (NO_PROGRESS, 3.0 + allowance)
 
 
-def test_time_in_which_the_scheduler_was_suspended_is_nobodys_silence() -> None:
+def test_suspension_time_is_not_counted_as_silence() -> None:
     made = heartbeats()
     made.note_progress(MEMBER, Progress(5), 2.0)
     made.discount_suspension(10.0, now=20.0)
     assert (made.last_heartbeat_at(MEMBER), made.progress_changed_at(MEMBER)) == (11.0, 12.0)
     made.discount_suspension(100.0, now=30.0)
-    assert (made.last_heartbeat_at(MEMBER), made.progress_changed_at(MEMBER)) == (30.0, 30.0), "nobody is heard later than now"
+    assert (made.last_heartbeat_at(MEMBER), made.progress_changed_at(MEMBER)) == (30.0, 30.0), "no heartbeat is later than now"
 
 
-def test_a_suspension_does_not_shorten_the_time_of_a_new_process() -> None:
+def test_suspension_does_not_shorten_extra_time_of_new_process() -> None:
     made = heartbeats()
     made.begin_life(MEMBER, 3.0)
     until = made.progress_changed_at(MEMBER)
@@ -69,7 +69,7 @@ def test_a_suspension_does_not_shorten_the_time_of_a_new_process() -> None:
     assert made.progress_changed_at(MEMBER) == until > 10.0
 
 
-def test_what_was_known_of_a_removed_member_is_forgotten() -> None:
+def test_removed_member_is_forgotten() -> None:
     made = heartbeats()
     made.note_progress(MEMBER, Progress(5), 2.0)
     made.forget(MEMBER)

@@ -1,4 +1,4 @@
-"""What everyone is told about its place: its rank, its host, and the processes that an agent runs."""
+"""Layout of members on hosts: messages with ranks, and with the processes that an agent runs."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def worker(node_id: str, host: Host = NEAR, agent: str = "") -> Member:
     return Member(Role.WORKER, node_id, f"life of {node_id}", host, agent=agent)
 
 
-def test_a_node_is_told_its_rank_the_world_and_its_place_on_its_host() -> None:
+def test_rank_message_has_rank_world_and_local_rank() -> None:
     formed = cluster(3, 1, worker("a", FAR), worker("b", NEAR), worker("c", NEAR), Member(Role.PSERVER, "s", "l", NEAR))
     ranks, _ = decide_formation(formed)
     assert ranks is not None
     formed.table.assign_ranks(ranks)
     formed.set(generation=1)
     layout = HostLayout(formed)
-    told = {member.name: layout.make_rank_assigned(member) for member in formed.members.values()}
-    assert told == {
+    published = {member.name: layout.make_rank_assigned(member) for member in formed.members.values()}
+    assert published == {
         "worker:b": RankAssigned(generation=1, rank=0, world=3, local_rank=0, local_world=2),
         "worker:c": RankAssigned(generation=1, rank=1, world=3, local_rank=1, local_world=2),
         "worker:a": RankAssigned(generation=1, rank=2, world=3, local_rank=0, local_world=1),
@@ -40,7 +40,7 @@ def test_a_node_is_told_its_rank_the_world_and_its_place_on_its_host() -> None:
     }
 
 
-def test_an_agent_is_told_which_ranks_to_run_and_where_rank_0_is() -> None:
+def test_agent_message_has_its_ranks_and_master_address() -> None:
     formed = cluster(3, 0, worker("far/0", FAR, "far"), worker("near/0", NEAR, "near"), worker("near/1", NEAR, "near"))
     formed.add_agent(AgentInfo("far", "lf", FAR, 1, meet_port=1111))
     formed.add_agent(AgentInfo("near", "ln", NEAR, 2, meet_port=2222))
@@ -63,7 +63,7 @@ def laid_out(*members: Member, servers: int = 0) -> tuple[EditableCluster, HostL
     return made, HostLayout(made)
 
 
-def test_a_spare_is_told_the_world_without_a_place_in_it() -> None:
+def test_spare_gets_world_size_without_rank() -> None:
     new = [Member(Role.SPARE, str(number), "l", host, rank=number) for number, host in enumerate((NEAR, FAR))]
     made, layout = laid_out(worker("0", NEAR), worker("1", NEAR), *new)
     spares = made.members_in_role(Role.SPARE)
@@ -75,7 +75,7 @@ def test_a_spare_is_told_the_world_without_a_place_in_it() -> None:
     assert layout.make_rank_assigned(spares[0]).sharding == initial_sharding(2)
 
 
-def test_who_comes_again_is_told_how_often_and_who_was_promoted_as_whom() -> None:
+def test_rank_message_has_restarts_and_promoted_member() -> None:
     again = Member(
         Role.WORKER,
         "5",
@@ -93,12 +93,12 @@ def test_who_comes_again_is_told_how_often_and_who_was_promoted_as_whom() -> Non
     made, layout = laid_out(again, server, servers=1)
     again, server = made.members[(Role.WORKER, "5")], made.members[(Role.PSERVER, "0")]
     assert layout.make_rank_assigned(again) == RankAssigned(3, 0, 1, 0, 1, restarts=4, member_index=5, since_generation=2)
-    assert layout.make_rank_assigned(server).restarts == 1, "of a server: since everyone last started"
+    assert layout.make_rank_assigned(server).restarts == 1, "of a server: since the last full restart"
     made.change(again, promoted_from="spare:0.1")
     assert (layout.make_rank_assigned(again).node_id, layout.make_rank_assigned(again).incarnation) == ("5", 6)
 
 
-def test_a_server_that_is_coming_learns_with_whom_it_will_share_and_others_when_it_is_here() -> None:
+def test_joining_server_gets_future_ring_before_others() -> None:
     new = [Member(Role.PSERVER, str(rank), "l", NEAR, rank=rank, member_index=rank) for rank in range(3)]
     made, layout = laid_out(worker("0"), *new, servers=2)
     servers = made.members_in_role(Role.PSERVER)
@@ -113,10 +113,10 @@ def test_a_server_that_is_coming_learns_with_whom_it_will_share_and_others_when_
     assert {layout.make_rank_assigned(member).sharding for member in made.members.values()} == {initial_sharding(3)}
 
 
-def test_a_host_without_workers_is_told_so() -> None:
+def test_host_without_workers_gets_local_world_0() -> None:
     made, layout = laid_out(worker("0", NEAR, "near"), Member(Role.SPARE, "0", "", FAR, rank=0, agent="far"))
     made.add_agent(AgentInfo("far", "lf", FAR, 0, meet_port=1111, spares=1))
-    told = layout.make_desired_children(made.agents["far"])
-    assert (told.host_index, told.host_count, told.local_world, told.world) == (0, 1, 0, 1)
-    assert told.master_port == 1111, "where nobody knows the first worker's agent"
-    assert [a.name for a in told.assignments] == ["spare:0"]
+    published = layout.make_desired_children(made.agents["far"])
+    assert (published.host_index, published.host_count, published.local_world, published.world) == (0, 1, 0, 1)
+    assert published.master_port == 1111, "if the agent of the first worker is unknown"
+    assert [a.name for a in published.assignments] == ["spare:0"]

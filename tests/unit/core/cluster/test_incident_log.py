@@ -59,7 +59,7 @@ def test_each_stage_lasts_from_the_one_before_it() -> None:
     )
 
 
-def test_a_fault_during_a_recovery_is_an_incident_of_its_own_and_they_end_together() -> None:
+def test_fault_during_recovery_opens_incident_that_closes_with_it() -> None:
     log = IncidentLog(0.0)
     opened(log, 1.0)
     log.mark_stage(Stage.REFORMED, 2.0)
@@ -72,7 +72,7 @@ def test_a_fault_during_a_recovery_is_an_incident_of_its_own_and_they_end_togeth
     assert log.totals["recover-in-place", Outcome.RESUMED].seconds[Stage.REFORMED] == 4.0
 
 
-def test_a_recovery_under_way_goes_on_under_the_next_scheduler() -> None:
+def test_open_incident_continues_after_scheduler_restart() -> None:
     before = IncidentLog(wall_zero=100.0)
     over = opened(before, 1.0)
     [over] = closed_by(before, Outcome.ENDED, 2.0)
@@ -89,7 +89,7 @@ def test_a_recovery_under_way_goes_on_under_the_next_scheduler() -> None:
     }
 
 
-def test_only_the_newest_are_kept_and_all_are_counted() -> None:
+def test_newest_incidents_are_kept_and_all_are_counted() -> None:
     log = IncidentLog(0.0)
     for now in range(INCIDENTS_MAX + 5):
         opened(log, float(now))
@@ -98,7 +98,7 @@ def test_only_the_newest_are_kept_and_all_are_counted() -> None:
     assert log.totals["recover-in-place", Outcome.RESUMED].count == INCIDENTS_MAX + 5
 
 
-def test_an_incident_says_who_it_was_about_and_why_it_was_answered_so() -> None:
+def test_incident_has_node_cause_and_reason() -> None:
     made = opened(IncidentLog(1000.0), 10.0)
     assert made == Incident(
         1,
@@ -112,19 +112,19 @@ def test_an_incident_says_who_it_was_about_and_why_it_was_answered_so() -> None:
     )
 
 
-def test_a_growth_that_is_taken_back_says_why_and_how_long_it_was_waited_for_and_deaths_stay_open() -> None:
+def test_rollback_closes_scale_out_with_reason_and_keeps_deaths_open() -> None:
     log = IncidentLog(0.0)
     opened(log, 1.0, strategy="scale-out")
     opened(log, 2.0)
-    (back,) = closed_by(log, Outcome.ROLLED_BACK, 3.5004, reason="nobody came")
-    assert (back.number, back.reason, back.outcome) == (1, "its host is fine; nobody came", Outcome.ROLLED_BACK)
+    (back,) = closed_by(log, Outcome.ROLLED_BACK, 3.5004, reason="no host joined")
+    assert (back.number, back.reason, back.outcome) == (1, "its host is fine; no host joined", Outcome.ROLLED_BACK)
     assert (back.total_ms, back.ms) == (2500.4, {Stage.DETECTED: 0.0, Stage.DECIDED: 0.0})
     assert [(i.number, i.outcome) for i in log.records] == [(1, Outcome.ROLLED_BACK), (2, Outcome.OPEN)]
     (death,) = closed_by(log, Outcome.RESUMED, 4.0)
     assert death.number == 2 and death.total_ms == 2000.0
 
 
-def test_servers_moves_go_their_own_way_until_the_run_ends() -> None:
+def test_server_incidents_are_closed_separately_until_run_ends() -> None:
     log = IncidentLog(0.0)
     opened(log, 1.0)
     opened(log, 1.0, node=SERVERS_NODE, strategy="scale-out")
@@ -136,7 +136,7 @@ def test_servers_moves_go_their_own_way_until_the_run_ends() -> None:
     assert all(i.outcome is not Outcome.OPEN for i in log.records)
 
 
-def test_a_change_that_is_not_over_stays_open_when_the_rest_is() -> None:
+def test_unfinished_scale_in_stays_open_when_others_close() -> None:
     log = IncidentLog(0.0)
     opened(log, 1.0, strategy="scale-in")
     opened(log, 1.0)
@@ -148,7 +148,7 @@ def test_a_change_that_is_not_over_stays_open_when_the_rest_is() -> None:
     assert not log.is_resizing, "the number of workers stays"
 
 
-def test_times_are_kept_to_the_microsecond() -> None:
+def test_stage_times_are_rounded_to_microseconds() -> None:
     log = IncidentLog(0.0)
     opened(log, 1.0)
     log.mark_stage(Stage.REFORMED, 1.0001234)
@@ -156,7 +156,7 @@ def test_times_are_kept_to_the_microsecond() -> None:
     assert closed.ms[Stage.REFORMED] == 0.123
 
 
-def test_what_was_known_of_an_open_one_begins_when_it_was_known() -> None:
+def test_restored_incident_begins_at_its_detection() -> None:
     log = IncidentLog(0.0)
     log.restore([Incident(1, 10.0, "worker:1", 1, "", "recover", "")])
     (closed,) = closed_by(log, Outcome.RESUMED, 12.0)
@@ -170,7 +170,7 @@ def test_a_scale_in_with_members_to_release_is_closed_by_the_end_of_the_run() ->
     assert [i.strategy for i in closed_by(log, Outcome.ENDED, 3.0, cluster=leaving)] == ["scale-in"]
 
 
-def test_incidents_are_resumed_once_no_worker_has_an_exception_behind_it() -> None:
+def test_incidents_close_when_no_worker_has_pending_exception() -> None:
     log, cluster = IncidentLog(0.0), EditableCluster(ClusterSettings(2))
     error = ScriptError("ValueError", "no", "train.py:3", "Traceback ...")
     member = cluster.add(Member(Role.WORKER, "1", "life", Host("h", "h", "h"), rank=1, state=NodeState.ALIVE, error=error))

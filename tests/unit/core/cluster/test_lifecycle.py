@@ -20,7 +20,7 @@ ALLOWED = [(before, after) for before, phases in PHASE_TRANSITIONS.items() for a
 FORBIDDEN = sorted(set(product(Phase, Phase)) - set(ALLOWED))
 
 
-def test_every_phase_can_end_and_nothing_follows_the_end() -> None:
+def test_every_phase_can_end_and_ended_is_final() -> None:
     assert set(PHASE_TRANSITIONS) == set(Phase)
     assert PHASE_TRANSITIONS[Phase.ENDED] == frozenset()
     assert all(Phase.ENDED in PHASE_TRANSITIONS[phase] for phase in Phase if phase is not Phase.ENDED)
@@ -50,13 +50,13 @@ def test_a_further_fault_while_healing_renews_the_deadline_and_keeps_the_reason(
     assert made.heal_deadline == 50.0
 
 
-def test_healing_has_no_deadline_where_the_limit_is_negative() -> None:
+def test_healing_has_no_deadline_with_negative_limit() -> None:
     made = lifecycle(Phase.READY, topo_timeout_s=-1.0)
     made.begin_healing("worker:0 died", 10.0)
     assert made.heal_deadline == NEVER
 
 
-def test_the_generation_grows_by_one_and_a_resize_is_of_the_next_one() -> None:
+def test_generation_increases_by_one_and_resize_is_of_next_generation() -> None:
     made = lifecycle()
     assert [made.advance_generation() for _ in range(3)] == [1, 2, 3]
     made.note_resize()
@@ -81,7 +81,7 @@ def test_the_highest_step_is_that_of_any_rank_since_all_started() -> None:
     assert (made.highest_step, made.restarts) == (-1, 1)
 
 
-def test_a_full_restart_gets_its_step_once_and_is_over_once() -> None:
+def test_full_restart_gets_step_once_and_completes_once() -> None:
     made = lifecycle()
     assert not made.note_restart_step(4) and not made.note_restart_resumed() and not made.is_restarting
     made.note_full_restart("x" * (CAUSE_MAX + 1))

@@ -31,13 +31,13 @@ def member(node_id: str, host: Host = HOSTS[0], rank: int = -1, role: Role = Rol
 node_ids = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=6).filter(
     lambda text: ranks.parse_rank_claim(text) is None
 )
-somebody = st.builds(member, node_ids, st.sampled_from([*HOSTS, SECOND_ADDRESS]))
-everybody = st.lists(somebody, max_size=12, unique_by=lambda m: m.name)
+any_member = st.builds(member, node_ids, st.sampled_from([*HOSTS, SECOND_ADDRESS]))
+member_lists = st.lists(any_member, max_size=12, unique_by=lambda m: m.name)
 
 
 @st.composite
 def with_claims(draw: st.DrawFn) -> list[Member]:
-    members, claims = draw(everybody), []
+    members, claims = draw(member_lists), []
     claimed = draw(st.permutations(range(len(members))))
     for someone, rank in zip(members, claimed, strict=True):
         claims.append(msgspec.structs.replace(someone, rank=rank if draw(st.booleans()) else -1))
@@ -58,7 +58,7 @@ def test_ranks_do_not_depend_on_the_order_of_arrival(members: list[Member], rand
     assert ranks.assign_ranks(shuffled, len(members)) == ranks.assign_ranks(members, len(members))
 
 
-@given(everybody)
+@given(member_lists)
 def test_without_claims_every_host_has_consecutive_ranks(members: list[Member]) -> None:
     table = ranks.assign_ranks(members, len(members))
     for host in {m.host.id for m in members}:
@@ -76,7 +76,7 @@ def test_local_ranks_count_up_on_every_host_in_order_of_rank(members: list[Membe
         assert [local[m.name] for m in mine] == list(range(len(mine)))
 
 
-def test_fewer_members_than_places_leave_gaps_above() -> None:
+def test_fewer_members_than_world_get_lowest_ranks() -> None:
     assert ranks.assign_ranks([member("b"), member("a"), member("0", rank=1)], 8) == {
         "worker:0": 1,
         "worker:a": 0,
@@ -84,12 +84,12 @@ def test_fewer_members_than_places_leave_gaps_above() -> None:
     }
 
 
-def test_addresses_are_ordered_as_numbers_and_ids_as_people_would() -> None:
+def test_addresses_sort_numerically_and_ids_naturally() -> None:
     members = [member("node-10", HOSTS[1]), member("node-2", HOSTS[1]), member("x", HOSTS[0])]
     assert ranks.assign_ranks(members, 3) == {"worker:x": 0, "worker:node-2": 1, "worker:node-10": 2}
 
 
-def test_a_claim_beyond_the_world_counts_for_nothing() -> None:
+def test_claim_beyond_world_is_ignored() -> None:
     members = [member("a", rank=3), member("b", rank=2), member("c")]
     assert ranks.assign_ranks(members, 3) == {"worker:a": 0, "worker:b": 2, "worker:c": 1}
 
@@ -106,7 +106,7 @@ def test_only_an_id_of_digits_claims_a_rank(node_id: str, rank: int | None) -> N
     assert ranks.parse_rank_claim(node_id) == rank
 
 
-def test_a_returning_node_takes_the_lowest_free_place_on_its_new_host() -> None:
+def test_returning_node_gets_lowest_free_local_rank_on_new_host() -> None:
     places = (("a", HOSTS[0], 0), ("b", HOSTS[0], 2), ("c", HOSTS[1], 0))
     members = [Member(Role.WORKER, name, "", host, local_rank=local_rank) for name, host, local_rank in places]
     assert ranks.find_free_local_rank(members, HOSTS[0]) == 1
@@ -114,7 +114,7 @@ def test_a_returning_node_takes_the_lowest_free_place_on_its_new_host() -> None:
     assert ranks.find_free_local_rank(members, HOSTS[2]) == 0
 
 
-def test_members_in_a_sentence_are_in_a_human_order_and_not_too_many() -> None:
+def test_described_members_are_in_natural_order_and_limited() -> None:
     def people(count: int) -> list[Member]:
         return [member(f"w{number}") for number in reversed(range(count))]
 
@@ -124,7 +124,7 @@ def test_members_in_a_sentence_are_in_a_human_order_and_not_too_many() -> None:
     assert ranks.describe_members(people(NAMES_MAX + 1)).endswith(f", worker:w{NAMES_MAX - 1} and 1 more")
 
 
-def test_a_newcomer_gets_no_name_that_somebody_chose() -> None:
+def test_joining_child_skips_ids_chosen_by_nodes() -> None:
     made = training_cluster()
     made.set(next_member_index=4)
     made.add(Member(Role.WORKER, "4", "life", HERE, rank=4, state=NodeState.ALIVE))
@@ -206,7 +206,7 @@ def test_a_member_that_was_removed_does_not_come_back_by_a_change() -> None:
     assert [m.node_id for m in made.children("a")] == ["0", "2"]
 
 
-def test_a_connection_speaks_for_one_member_until_it_is_lost() -> None:
+def test_connection_belongs_to_one_member_until_lost() -> None:
     made = records()
     assert made.member_at(11) == worker(made, 1) and made.agent_at(1) == made.agents["a"]
     assert made.member_at(1) is None and made.agent_at(11) is None and made.member_at(0) is None
@@ -215,7 +215,7 @@ def test_a_connection_speaks_for_one_member_until_it_is_lost() -> None:
     assert made.detach(1) == made.agents["a"] and made.agents["a"].connection == 0
 
 
-def test_the_connection_of_an_earlier_process_speaks_for_nobody() -> None:
+def test_connection_of_earlier_process_belongs_to_no_member() -> None:
     made = records()
     made.prepare_next_incarnation(worker(made, 1), 0.0)
     assert made.member_at(11) is None and worker(made, 1).connection == 0 and worker(made, 1).instance_id == ""
@@ -242,7 +242,7 @@ def test_connections_of_members_are_listed_before_those_of_agents() -> None:
     assert records().connections() == [10, 11, 12, 1]
 
 
-def test_a_spare_hands_its_process_to_the_place_it_takes() -> None:
+def test_promoted_spare_hands_its_process_to_member() -> None:
     made = records()
     spare = made.add(Member(Role.SPARE, "0", "spare life", HERE, 2, 0, agent="a", pid=9, state=NodeState.ALIVE))
     spare = made.attach_member(20, spare, 0.0)
@@ -253,7 +253,7 @@ def test_a_spare_hands_its_process_to_the_place_it_takes() -> None:
     assert not made.is_connected(20), "the caller attaches it once the change is durable"
 
 
-def test_an_agent_of_the_same_name_takes_the_place_of_the_earlier_one() -> None:
+def test_agent_of_same_name_replaces_earlier_one() -> None:
     made = records()
     made.detach(1)
     before = made.agents["a"]

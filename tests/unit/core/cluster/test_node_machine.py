@@ -33,8 +33,8 @@ WISH = Register(Role.WORKER, "", "life", BOX)
 NEVER = float("inf")
 
 
-def node(wish: Register | RegisterAgent = WISH, **settings: Any) -> NodeMachine:
-    return NodeMachine(wish, NodeSettings("sched:8118", **settings), jitter=lambda: 1.0, now=0.0)
+def node(registration: Register | RegisterAgent = WISH, **settings: Any) -> NodeMachine:
+    return NodeMachine(registration, NodeSettings("sched:8118", **settings), jitter=lambda: 1.0, now=0.0)
 
 
 def waiting(**settings: Any) -> NodeMachine:
@@ -70,7 +70,7 @@ def due(made: NodeMachine, until: float = 1e6) -> list[tuple[float, NodeEffect]]
 # -- joining ---------------------------------------------------------------------------------------------------------
 
 
-def test_it_connects_registers_waits_and_becomes_a_member() -> None:
+def test_node_connects_registers_waits_and_becomes_member() -> None:
     made = node()
     assert made.due_at == 0.0 and made.step(Tick(), 0.0) == [Connect()]
     assert made.due_at == 1800.0, "nothing to do until something happens or the time is over"
@@ -81,7 +81,7 @@ def test_it_connects_registers_waits_and_becomes_a_member() -> None:
     assert made.registration == Register(Role.WORKER, "w", "life", BOX, cluster_id="c1", incarnation=1, generation=1, rank=3)
 
 
-def test_it_calls_again_after_50_ms_and_then_less_and_less_often() -> None:
+def test_node_reconnects_after_50_ms_with_exponential_backoff() -> None:
     made = node(retry_upper_s=5.0)
     calls = []
     for _ in range(10):
@@ -93,7 +93,7 @@ def test_it_calls_again_after_50_ms_and_then_less_and_less_often() -> None:
     assert gaps == pytest.approx([0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0])
 
 
-def test_why_it_is_not_let_in_is_said_once_per_reason() -> None:
+def test_connection_failure_is_published_once_per_reason() -> None:
     made = node()
     said = []
     for now, reason in enumerate(("connection refused", "connection refused", "wrong secret")):
@@ -105,7 +105,7 @@ def test_why_it_is_not_let_in_is_said_once_per_reason() -> None:
     ]
 
 
-def test_nobody_answers_in_time() -> None:
+def test_node_ends_if_no_scheduler_accepts_it_in_time() -> None:
     made = node(topo_timeout_s=60.0)
     made.step(Tick(), 0.0)
     made.step(ConnectionLost("connection refused"), 0.0)
@@ -116,7 +116,7 @@ def test_nobody_answers_in_time() -> None:
     )
 
 
-def test_a_scheduler_that_does_not_answer_a_registration_is_called_again() -> None:
+def test_node_reconnects_if_registration_is_not_answered() -> None:
     made = node(receive_timeout_s=10.0)
     made.step(Tick(), 0.0)
     made.step(Connected(), 0.0)
@@ -124,7 +124,7 @@ def test_a_scheduler_that_does_not_answer_a_registration_is_called_again() -> No
     assert made.stage is NodeStage.CONNECTING and made.step(Tick(), made.due_at) == [Connect()]
 
 
-def test_too_few_came_and_not_even_the_verdict_did() -> None:
+def test_node_ends_after_formation_timeout_without_message() -> None:
     made = waiting(topo_timeout_s=60.0, heartbeats_enabled=False)
     last = due(made, 100.0)
     assert [at for at, effect in last if isinstance(effect, EndMembership)] == [65.0], "the scheduler's own word is waited for"
@@ -137,7 +137,7 @@ def test_a_negative_limit_never_ends() -> None:
     assert waiting(topo_timeout_s=-1.0, heartbeats_enabled=False).due_at == NEVER
 
 
-def test_a_refusal_is_the_end() -> None:
+def test_refused_node_ends() -> None:
     made = node()
     made.step(Tick(), 0.0)
     made.step(Connected(), 0.0)
@@ -153,7 +153,7 @@ def test_node_that_refuses_the_scheduler_ends() -> None:
     assert made.stage is NodeStage.ENDED and made.due_at == NEVER
 
 
-def test_held_off_it_asks_again_over_the_same_link_and_says_so_once() -> None:
+def test_deferred_node_registers_again_on_same_connection_and_publishes_once() -> None:
     made = node(receive_timeout_s=10.0)
     made.step(Tick(), 0.0)
     made.step(Connected(), 0.0)
@@ -167,16 +167,16 @@ def test_held_off_it_asks_again_over_the_same_link_and_says_so_once() -> None:
 # -- living ----------------------------------------------------------------------------------------------------------
 
 
-def test_it_beats_between_the_two_intervals() -> None:
+def test_heartbeat_interval_is_between_lower_and_upper() -> None:
     made = member(retry_lower_s=3.0, retry_upper_s=5.0)
     assert [at for at, effect in due(made, 20.0) if effect == SendHeartbeat()] == [5.0, 10.0, 15.0, 20.0]
 
 
-def test_beats_can_be_off() -> None:
+def test_heartbeats_can_be_disabled() -> None:
     assert member(heartbeats_enabled=False).due_at == NEVER
 
 
-def test_while_the_scheduler_is_away_the_program_goes_on_and_it_is_called_at_least_twice_a_second() -> None:
+def test_member_keeps_running_and_reconnects_at_least_twice_a_second() -> None:
     made = member(recovery=True)
     lost = made.step(ConnectionLost("reset"), 10.0)
     said = "the scheduler at sched:8118 is unreachable (reset); the script continues"
@@ -199,14 +199,14 @@ def test_while_the_scheduler_is_away_the_program_goes_on_and_it_is_called_at_lea
     )
 
 
-def test_without_beats_nothing_is_sent_when_the_scheduler_is_found_again() -> None:
+def test_no_heartbeat_after_reconnect_if_disabled() -> None:
     made = member(recovery=True, heartbeats_enabled=False)
     made.step(ConnectionLost("reset"), 10.0)
     made.step(Connected(), 10.1)
     assert SendHeartbeat() not in made.step(MessageReceived(Registered("c1", "w", 1)), 10.1)
 
 
-def test_without_recovery_it_gives_up_after_the_node_timeout() -> None:
+def test_member_without_recovery_ends_after_node_timeout() -> None:
     made = member(node_timeout_s=30.0)
     made.step(ConnectionLost("reset"), 10.0)
     for now in (10.1, 10.3, 39.0):
@@ -217,9 +217,9 @@ def test_without_recovery_it_gives_up_after_the_node_timeout() -> None:
     )
 
 
-def test_news_of_an_older_generation_is_no_news() -> None:
+def test_message_of_older_generation_is_ignored() -> None:
     made = member()
-    news = NewGeneration(3, "somebody died")
+    news = NewGeneration(3, "a member died")
     assert made.step(MessageReceived(news), 1.0) == [Deliver(news)]
     assert (
         made.step(MessageReceived(NewGeneration(2, "late")), 1.0)
@@ -229,7 +229,7 @@ def test_news_of_an_older_generation_is_no_news() -> None:
     assert isinstance(made.registration, Register) and made.registration.generation == 3
 
 
-def test_an_agent_is_a_member_once_it_was_told_what_to_run() -> None:
+def test_agent_is_member_after_desired_children() -> None:
     made = node(RegisterAgent("a", "life", BOX, 2))
     made.step(Tick(), 0.0)
     made.step(Connected(), 0.0)
@@ -239,7 +239,7 @@ def test_an_agent_is_a_member_once_it_was_told_what_to_run() -> None:
     assert made.stage is NodeStage.MEMBER and made.registration == RegisterAgent("a", "life", BOX, 2, cluster_id="c1")
 
 
-def test_the_end_of_the_cluster_is_its_own() -> None:
+def test_node_ends_with_code_of_cluster() -> None:
     stop = ClusterEnded("worker:1 on box: exit code 7", 7)
     assert member().step(MessageReceived(stop), 1.0) == [EndMembership(7, "worker:1 on box: exit code 7", stop), Close()]
 
@@ -250,7 +250,7 @@ def test_the_end_of_the_cluster_is_its_own() -> None:
 @pytest.mark.parametrize(
     "answer", [LeaveAcknowledged(), ClusterEnded("all finished", 0), ClusterEnded("another died", 30), Refused("it has ended")]
 )
-def test_a_leave_ends_with_its_own_code_whatever_is_answered(answer: FromScheduler) -> None:
+def test_leave_ends_with_own_code_for_any_reply(answer: FromScheduler) -> None:
     made = member()
     assert made.step(LeaveRequested(5, "tired"), 1.0) == [Send(Leave(5, "tired"))]
     assert made.step(LeaveRequested(0, "again"), 1.0) == []
@@ -258,7 +258,7 @@ def test_a_leave_ends_with_its_own_code_whatever_is_answered(answer: FromSchedul
     assert ended is not None and ended.code == 5
 
 
-def test_what_else_arrives_does_not_prolong_a_leave() -> None:
+def test_other_messages_do_not_extend_leave_deadline() -> None:
     made = member()
     made.step(LeaveRequested(), 1.0)
     made.step(MessageReceived(NewGeneration(2, "another one left")), 2.0)
@@ -269,13 +269,13 @@ def test_what_else_arrives_does_not_prolong_a_leave() -> None:
     )
 
 
-def test_before_it_is_linked_it_just_goes() -> None:
+def test_leave_without_connection_ends_immediately() -> None:
     made = node()
     made.step(Tick(), 0.0)
     assert finish(made.step(LeaveRequested(2), 0.5)) == EndMembership(2, "left before it was a member")
 
 
-def test_while_it_registers_it_waits_for_the_answer_and_then_leaves() -> None:
+def test_leave_during_registration_waits_for_reply() -> None:
     made = node()
     made.step(Tick(), 0.0)
     made.step(Connected(), 0.0)
@@ -284,14 +284,14 @@ def test_while_it_registers_it_waits_for_the_answer_and_then_leaves() -> None:
     assert finish(made.step(MessageReceived(LeaveAcknowledged()), 0.3)) == EndMembership(0, "left")
 
 
-def test_the_clusters_end_while_it_leaves_is_its_goodbye_and_says_why() -> None:
+def test_cluster_end_during_leave_is_acknowledgement_with_message() -> None:
     made = member()
     made.step(LeaveRequested(143), 1.0)
     stop = ClusterEnded("interrupted by Ctrl-C", 130)
     assert finish(made.step(MessageReceived(stop), 1.1)) == EndMembership(143, "left", stop)
 
 
-def test_without_recovery_a_lost_link_is_as_good_as_goodbye() -> None:
+def test_lost_connection_during_leave_ends_node_without_recovery() -> None:
     made = member()
     made.step(LeaveRequested(), 1.0)
     assert finish(made.step(ConnectionLost("reset"), 1.1)) == EndMembership(
@@ -299,7 +299,7 @@ def test_without_recovery_a_lost_link_is_as_good_as_goodbye() -> None:
     )
 
 
-def test_with_recovery_it_calls_a_scheduler_that_is_away_to_say_that_it_finished() -> None:
+def test_leaving_node_with_recovery_reconnects_to_deliver_leave() -> None:
     made = member(recovery=True, node_timeout_s=30.0)
     made.step(ConnectionLost("reset"), 1.0)
     assert made.step(LeaveRequested(), 2.0) == []
@@ -311,7 +311,7 @@ def test_with_recovery_it_calls_a_scheduler_that_is_away_to_say_that_it_finished
 
 
 @pytest.mark.parametrize("linked", [True, False])
-def test_with_recovery_it_waits_for_that_no_longer_than_the_node_timeout(linked: bool) -> None:
+def test_leaving_node_with_recovery_ends_after_node_timeout(linked: bool) -> None:
     made = member(recovery=True, node_timeout_s=30.0)
     if not linked:
         made.step(ConnectionLost("reset"), 1.0)
@@ -326,7 +326,7 @@ def test_with_recovery_it_waits_for_that_no_longer_than_the_node_timeout(linked:
     assert ends == [(32.0, EndMembership(0, "left; the scheduler at sched:8118 did not acknowledge it in time"))]
 
 
-def test_a_scheduler_that_is_silent_for_longer_than_it_said_it_would_be_is_left() -> None:
+def test_node_leaves_scheduler_that_is_silent_beyond_its_limit() -> None:
     made = member(heartbeats_enabled=False)
     made.step(ConnectionLost("reset"), 0.0)
     made.step(Connected(5.0), 1.0)
@@ -336,7 +336,7 @@ def test_a_scheduler_that_is_silent_for_longer_than_it_said_it_would_be_is_left(
     assert left == Close() and isinstance(lost, PublishEvent) and "it sent nothing for 5 s" in lost.reason
 
 
-def test_who_leaves_while_waiting_does_not_register_again() -> None:
+def test_leaving_node_does_not_register_again() -> None:
     made = waiting(recovery=True)
     made.step(LeaveRequested(), 1.0)
     assert finish(made.step(ConnectionLost("reset"), 1.1)) is not None
@@ -345,7 +345,7 @@ def test_who_leaves_while_waiting_does_not_register_again() -> None:
 # -- what it says and remembers --------------------------------------------------------------------------------------
 
 
-def test_a_scheduler_that_is_lost_and_found_is_told_of_once_and_what_it_says_now_is_remembered() -> None:
+def test_loss_and_return_of_scheduler_are_published_once_and_registration_is_updated() -> None:
     made = member(recovery=True)
     lost = "the scheduler at sched:8118 is unreachable (reset); the script continues"
     assert made.step(ConnectionLost("reset"), 1.0) == [PublishEvent("scheduler", "lost", lost, Level.WARNING)]
@@ -365,7 +365,7 @@ def test_a_scheduler_that_is_lost_and_found_is_told_of_once_and_what_it_says_now
     assert made.due_at == 3.05, "it calls again as soon as it did the first time"
 
 
-def test_a_scheduler_that_does_not_let_it_in_is_told_of_when_the_reason_changes() -> None:
+def test_failed_connection_is_published_again_when_reason_changes() -> None:
     made = node()
     made.step(Tick(), 0.0)
     said = "no connection to the scheduler at sched:8118 (connection refused); retrying"
@@ -373,16 +373,16 @@ def test_a_scheduler_that_does_not_let_it_in_is_told_of_when_the_reason_changes(
     assert made.step(ConnectionLost("connection refused"), 0.2) == []
 
 
-def test_without_an_answer_the_reason_names_the_limit() -> None:
+def test_missing_reply_is_reported_with_limit() -> None:
     made = node(receive_timeout_s=7.0)
     made.step(Tick(), 0.0)
     made.step(Connected(), 0.0)
-    closed, told = made.step(Tick(), 7.0)
-    assert closed == Close() and isinstance(told, PublishEvent)
-    assert "(no answer within 7 s (MS_RECEIVE_MSG_TIMEOUT))" in told.reason
+    closed, published = made.step(Tick(), 7.0)
+    assert closed == Close() and isinstance(published, PublishEvent)
+    assert "(no answer within 7 s (MS_RECEIVE_MSG_TIMEOUT))" in published.reason
 
 
-def test_whatever_else_the_scheduler_says_is_the_programs_and_goodbye_is_not() -> None:
+def test_other_messages_are_delivered_to_program_except_acknowledgement() -> None:
     made = member()
     value = RendezvousValue("key", b"value", 1)
     assert made.step(MessageReceived(value), 1.0) == [Deliver(value)]
@@ -391,7 +391,7 @@ def test_whatever_else_the_scheduler_says_is_the_programs_and_goodbye_is_not() -
     assert made.step(MessageReceived(again), 1.0) == [Deliver(again)], "it may have missed it"
 
 
-def test_a_spare_that_is_promoted_registers_as_the_worker_it_is() -> None:
+def test_promoted_spare_registers_as_worker() -> None:
     made = node(Register(Role.SPARE, "0", "life", BOX))
     made.step(Tick(), 0.0)
     made.step(Connected(), 0.0)
@@ -401,7 +401,7 @@ def test_a_spare_that_is_promoted_registers_as_the_worker_it_is() -> None:
     assert made.registration == Register(Role.WORKER, "7", "life", BOX, cluster_id="c1", incarnation=4, generation=2, rank=1)
 
 
-def test_silence_is_noticed_when_it_is_due() -> None:
+def test_silence_is_detected_at_due_time() -> None:
     made = member(heartbeats_enabled=False)
     made.step(ConnectionLost("reset"), 0.0)
     made.step(Connected(5.0), 1.0)
@@ -410,7 +410,7 @@ def test_silence_is_noticed_when_it_is_due() -> None:
 
 
 @pytest.mark.parametrize(("jitter", "retry", "beat"), [(0.0, 0.025, 3.0), (1.0, 0.05, 5.0)])
-def test_chance_spreads_calls_and_beats(jitter: float, retry: float, beat: float) -> None:
+def test_jitter_spreads_reconnects_and_heartbeats(jitter: float, retry: float, beat: float) -> None:
     made = NodeMachine(WISH, NodeSettings("sched:8118"), jitter=lambda: jitter, now=0.0)
     assert made.stage is NodeStage.CONNECTING
     made.step(Tick(), 0.0)
@@ -422,11 +422,11 @@ def test_chance_spreads_calls_and_beats(jitter: float, retry: float, beat: float
     assert made.due_at == 1.0 + beat
 
 
-def test_no_time_at_all_is_a_limit_too() -> None:
+def test_limit_of_zero_is_a_limit() -> None:
     made = member(node_timeout_s=0.0)
     made.step(ConnectionLost("reset"), 1.0)
     end = finish(made.step(Tick(), 1.0))
     assert end is not None and end.code == ExitCode.SCHEDULER_LOST
     patient = member(node_timeout_s=0.0, recovery=True)
     patient.step(ConnectionLost("reset"), 1.0)
-    assert finish(patient.step(Tick(), 1e6)) is None, "with recovery it waits for ever"
+    assert finish(patient.step(Tick(), 1e6)) is None, "with recovery it waits without limit"

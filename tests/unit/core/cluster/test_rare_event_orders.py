@@ -9,19 +9,19 @@ from tests.unit.core.cluster.editable_cluster import EditableCluster
 from tests.unit.core.cluster.test_scheduler_machine import (
     BOX,
     OTHER,
-    begin_lives,
-    cut_under_an_agent,
     ended,
-    lose_the_state,
+    lose_state,
     machine,
     phase,
+    published,
     ready,
     ready_agents,
     register,
     restored,
     sent,
+    sharded_under_agent,
+    start_processes,
     tick,
-    told,
     training,
 )
 
@@ -67,7 +67,7 @@ THIRD = Host("boot-third", "third", "10.0.0.3")
 # -- hosts that go ---------------------------------------------------------------------------------------------------
 
 
-def test_a_host_that_leaves_with_nobody_to_take_over_is_the_end_once_it_has_left() -> None:
+def test_leaving_host_without_successor_ends_run_after_it_left() -> None:
     made = training(strategies=parse_strategies(["retry", "recover-in-place"]))
     made.step(MessageReceived(Draining("asked to leave"), 2), 1.0)
     assert not ended(made.step(MessageReceived(ChildExited("2", 1, 143, "exit code 143"), 2), 2.0)), (
@@ -78,7 +78,7 @@ def test_a_host_that_leaves_with_nobody_to_take_over_is_the_end_once_it_has_left
     assert end.code == 143 and end.reason.startswith("worker:2 on other: the agent on other is gone (asked to leave); not rec")
 
 
-def test_that_a_host_leaves_is_news_once() -> None:
+def test_repeated_draining_of_host_is_ignored() -> None:
     made = training(strategies=parse_strategies(["recover-in-place", "dump"]))
     effects = made.step(MessageReceived(Draining("asked to leave", scheduler_leaves=True), 1), 1.0)
     assert set(sent(effects, DumpRequest)) == {10, 11, 12}
@@ -88,7 +88,7 @@ def test_that_a_host_leaves_is_news_once() -> None:
     )
 
 
-def test_after_a_host_has_left_another_may_come_where_recovery_waits_for_it() -> None:
+def test_host_may_join_after_host_left_if_recovery_waits() -> None:
     made = training(strategies=parse_strategies(["recover-in-place"]), recovery=True)
     made.step(MessageReceived(Draining("asked to leave"), 2), 1.0)
     made.step(MessageReceived(ChildExited("2", 1, 143, "exit code 143"), 2), 2.0)
@@ -107,7 +107,7 @@ def servers_of_three_hosts() -> SchedulerMachine:
     return made
 
 
-def test_rows_that_are_lost_while_the_host_of_another_server_is_away_are_the_end() -> None:
+def test_lost_rows_end_run_while_host_of_other_server_is_gone() -> None:
     made = servers_of_three_hosts()
     made.step(ConnectionLost("reset", 2), 1.0)
     assert phase(made) is Phase.HEALING, "another host may come for its server"
@@ -116,23 +116,23 @@ def test_rows_that_are_lost_while_the_host_of_another_server_is_away_are_the_end
     assert end is not None and end.code == ExitCode.ROWS_LOST
 
 
-def test_ranks_that_cannot_go_on_while_the_host_of_a_server_is_away_are_the_end() -> None:
+def test_failed_plan_ends_run_while_host_of_server_is_gone() -> None:
     made = servers_of_three_hosts()
     made.step(ConnectionLost("reset", 2), 1.0)
     end = ended(made.step(MessageReceived(SafePointReport(made.cluster.generation, slot_count=1), 10), 2.0))
     assert end is not None and end.reason.startswith("only dead ranks held the optimizer's state of 1 of 1 parameters")
 
 
-def test_nobody_starts_all_anew_while_a_host_is_leaving() -> None:
+def test_no_full_restart_while_host_is_leaving() -> None:
     made = ready_agents(max_restarts=3)
     made.step(MessageReceived(Draining("asked to leave"), 2), 1.0)
     effects = made.step(MessageReceived(ChildExited("2", 1, 143), 2), 2.0)
     assert not sent(effects, DesiredChildren) and not ended(effects)
-    assert "cluster end: not all workers can restart, because the host of some is gone or leaving" in told(effects)
+    assert "cluster end: not all workers can restart, because the host of some is gone or leaving" in published(effects)
     assert ended(made.step(MessageReceived(Leave(143, "asked to leave"), 2), 3.0))
 
 
-def test_a_child_may_see_another_host_than_its_agent() -> None:
+def test_child_may_report_other_address_than_agent() -> None:
     """In a container with a network of its own, as any command may start one: where it runs is its agent's word."""
     made = ready_agents()
     inside = Host("boot-container", "container", "172.17.0.2")
@@ -141,7 +141,7 @@ def test_a_child_may_see_another_host_than_its_agent() -> None:
     assert made.cluster.members[(Role.WORKER, "0")].host == Host("boot-box", "box", "172.17.0.2")
 
 
-# -- all start anew --------------------------------------------------------------------------------------------------
+# -- full restart ---------------------------------------------------------------------------------------------------
 
 
 def attach(made: SchedulerMachine, *waits: str, loop: bool = False) -> None:
@@ -151,14 +151,14 @@ def attach(made: SchedulerMachine, *waits: str, loop: bool = False) -> None:
         made.step(MessageReceived(Heartbeat(Progress(5, "train", in_loop=loop, waiting_in=where)), 10 + rank), 0.0)
 
 
-def test_two_ranks_that_are_stuck_together_are_one_restart_of_all() -> None:
+def test_two_stuck_ranks_cause_one_full_restart() -> None:
     made = ready_agents(max_restarts=1, stuck_s=5.0)
     attach(made, "5.0", "", "")
     effects = tick(made, 8.0)
     assert not ended(effects) and made.cluster.restarts == 1
 
 
-def test_who_starts_anew_with_all_others_has_as_long_to_come_as_after_any_death() -> None:
+def test_full_restart_resets_heal_deadline() -> None:
     made = ready_agents(strategies=("recover-in-place",), topo_timeout_s=60.0, stuck_s=-1.0, node_timeout_s=-1.0)
     attach(made, "5.0", "5.0", "5.0", loop=True)
     made.step(MessageReceived(RendezvousPut("met", b"", 1), 10), 0.0)
@@ -171,53 +171,53 @@ def test_who_starts_anew_with_all_others_has_as_long_to_come_as_after_any_death(
         (22, SafePointReport(2)),
     ):
         effects = made.step(MessageReceived(report, link), 59.0)
-    assert set(sent(effects, DesiredChildren)) == {1, 2}, "all start anew"
+    assert set(sent(effects, DesiredChildren)) == {1, 2}, "all workers restart"
     assert not ended(tick(made, 119.0, since=59.0))
     assert ended(tick(made, 120.0, since=119.0))
 
 
-def begun_anew() -> SchedulerMachine:
-    """Two ranks had come to step 1000 and began anew, from an earlier checkpoint."""
-    made = cut_under_an_agent(2)
+def restarted_cluster() -> SchedulerMachine:
+    """Return a cluster whose two ranks restarted from an earlier checkpoint after step 1000."""
+    made = sharded_under_agent(2)
     for link in (11, 12):
         made.step(MessageReceived(Heartbeat(Progress(1000, "train", in_loop=True)), link), 1.0)
-    lose_the_state(made)
-    begin_lives(made)
+    lose_state(made)
+    start_processes(made)
     return made
 
 
-def test_deaths_on_the_way_back_to_where_all_were_are_not_called_fruitless() -> None:
-    made = begun_anew()
+def test_deaths_while_repeating_steps_after_full_restart_are_counted_by_progress() -> None:
+    made = restarted_cluster()
     for life, step in enumerate(range(100, 600, 100), start=2):
         for member in made.cluster.members_in_role(Role.WORKER):
             made.step(MessageReceived(Heartbeat(Progress(step, "train", in_loop=True)), member.connection), 1.0)
         made.step(MessageReceived(ChildExited("0", life, 137, "killed"), 1), 1.0)
-        begin_lives(made)
+        start_processes(made)
     assert made.cluster.size(Role.WORKER) == 2 and made.cluster.members[(Role.WORKER, "0")].incarnation == 7
 
 
-def test_a_restart_of_all_uses_up_no_replacements() -> None:
-    made = begun_anew()
+def test_full_restart_does_not_count_as_replacement() -> None:
+    made = restarted_cluster()
     EditableCluster.of(made).change_agent("a", max_restarts=1)
     effects = made.step(MessageReceived(ChildExited("0", 2, 137, "killed"), 1), 1.0)
-    assert "cluster recover-in-place: worker:0 is restarted on box; the other ranks wait in their step" in told(effects)
-    begin_lives(made)
+    assert "cluster recover-in-place: worker:0 is restarted on box; the other ranks wait in their step" in published(effects)
+    start_processes(made)
     effects = made.step(MessageReceived(ChildExited("0", 3, 137, "killed"), 1), 1.0)
-    assert "1 replacements on box are used up" in " ".join(told(effects))
+    assert "1 replacements on box are used up" in " ".join(published(effects))
 
 
 # -- the scheduler was away ------------------------------------------------------------------------------------------
 
 
-def test_the_schedulers_own_sleep_makes_nobody_stuck() -> None:
+def test_suspension_makes_no_rank_stuck() -> None:
     made = ready_agents(strategies=("recover-in-place",), stuck_s=60.0, node_timeout_s=-1.0)
     attach(made, "5.0", "5.0", "")
     effects = made.step(Tick(), 0.5) + made.step(Tick(), 300.0)
-    assert told(effects) == ["scheduler slept: suspended for 299.5 s: all timeouts are extended by that time"]
-    assert "worker:2 died: stuck" in " ".join(told(tick(made, 362.0, since=300.0)))
+    assert published(effects) == ["scheduler slept: suspended for 299.5 s: all timeouts are extended by that time"]
+    assert "worker:2 died: stuck" in " ".join(published(tick(made, 362.0, since=300.0)))
 
 
-def test_the_schedulers_own_sleep_ends_no_dump_and_explains_no_broken_collective() -> None:
+def test_suspension_extends_dump_and_death_report_time() -> None:
     made = training(strategies=parse_strategies(["retry", "dump"]))
     made.step(MessageReceived(CollectiveFailed(1, "connection reset"), 10), 0.5)
     assert not sent(made.step(Tick(), 300.0), NewGeneration), "the news of a death may wait in a socket"
@@ -230,7 +230,7 @@ def test_the_schedulers_own_sleep_ends_no_dump_and_explains_no_broken_collective
     assert end is not None and end.reason == "enough; step 5 is in here"
 
 
-def back_in_generation_two() -> SchedulerMachine:
+def restored_in_generation_two() -> SchedulerMachine:
     """A scheduler that comes back to three ranks, of which the third has been replaced long ago; links are 10, 11 and 12."""
     before = training(strategies=("recover-in-place",), recovery=True)
     died = before.step(MessageReceived(ChildExited("2", 1, 137, "killed"), 2), 1.0)
@@ -249,20 +249,20 @@ def back_in_generation_two() -> SchedulerMachine:
     return made
 
 
-def test_old_reports_send_nobody_back_to_the_checkpoint() -> None:
+def test_stale_reports_do_not_cause_rollback_to_checkpoint() -> None:
     """Ranks 0 and 1 say again what they reported when the third was replaced, the third that it is at its end meanwhile."""
-    made = back_in_generation_two()
+    made = restored_in_generation_two()
     old = SafePointReport(2, CollectiveNumber(4, 0), waiting_in=CollectiveNumber(5, 0))
     for link, report in ((12, SafePointReport(2, CollectiveNumber(99, 0), finished=True)), (10, old), (11, old)):
         made.step(MessageReceived(RankResumed(2, 5), link), 100.0)
         effects = made.step(MessageReceived(report, link), 100.0)
-        assert not sent(effects, DesiredChildren) and "roll back" not in " ".join(told(effects))
+        assert not sent(effects, DesiredChildren) and "roll back" not in " ".join(published(effects))
     for link in (10, 11):
         effects = made.step(MessageReceived(SafePointReport(2, CollectiveNumber(99, 0), finished=True), link), 101.0)
     assert sent(effects, HealPlan) == dict.fromkeys((10, 11, 12), HealPlan(2, done=True)), "and all may go"
 
 
-def test_that_it_went_on_is_said_again_before_what_it_reported() -> None:
+def test_node_resends_resumed_before_report() -> None:
     """By that a scheduler knows an old report from a new one."""
     said: list[object] = []
 
@@ -271,7 +271,7 @@ def test_that_it_went_on_is_said_again_before_what_it_reported() -> None:
             said.append(message)
             return True
 
-    async def story() -> None:
+    async def event_log_of() -> None:
         node = MembershipThread(load_settings({}).settings, SchedulerAddress("127.0.0.1", 1))
         node._loop, node._runtime = asyncio.get_running_loop(), cast("NodeRuntime", Collecting())
         node._on_scheduler_message(RankAssigned(2, 0, 2, 0, 2))
@@ -283,23 +283,23 @@ def test_that_it_went_on_is_said_again_before_what_it_reported() -> None:
         node._on_scheduler_message(RankAssigned(2, 0, 2, 0, 2))
         await asyncio.sleep(0)
 
-    asyncio.run(story())
+    asyncio.run(event_log_of())
     assert said == [RankResumed(2, 5), SafePointReport(2, CollectiveNumber(9, 0), finished=True)]
 
 
-def test_ranks_that_have_gone_on_since_they_began_anew_have_lost_nothing() -> None:
-    made = back_in_generation_two()
+def test_resumed_ranks_after_full_restart_have_not_lost_state() -> None:
+    made = restored_in_generation_two()
     for link in (10, 11, 12):
         made.step(MessageReceived(Heartbeat(Progress(50, "train", in_loop=True)), link), 100.0)
         made.step(MessageReceived(RankResumed(2, 5), link), 100.0)
         effects = made.step(MessageReceived(SafePointReport(2, needs_state=True), link), 100.0)
-    assert made.cluster.trains and "state lost" not in " ".join(told(effects))
+    assert made.cluster.trains and "state lost" not in " ".join(published(effects))
 
 
 # -- the last rung ---------------------------------------------------------------------------------------------------
 
 
-def test_where_nobody_came_in_time_the_others_write_down_what_they_hold() -> None:
+def test_remaining_ranks_dump_if_no_host_joined_in_time() -> None:
     limits = {"topo_timeout_s": 60.0, "node_timeout_s": -1.0}
     made = training(strategies=parse_strategies(["recover-in-place", "dump"]), recovery=True, **limits)
     made.step(ConnectionLost("reset", 2), 0.0)
@@ -312,7 +312,7 @@ def test_where_nobody_came_in_time_the_others_write_down_what_they_hold() -> Non
     assert end is not None and end.reason == "worker:2 did not come back within 60 s; step 122 is in here"
 
 
-def test_a_collective_that_cannot_be_tried_again_is_the_end_after_a_dump() -> None:
+def test_collective_that_cannot_be_retried_ends_run_after_dump() -> None:
     made = training(strategies=parse_strategies(["dump"]))
     tick(made, 1.0)
     made.step(MessageReceived(CollectiveFailed(1, "connection reset"), 10), 1.0)
@@ -320,24 +320,24 @@ def test_a_collective_that_cannot_be_tried_again_is_the_end_after_a_dump() -> No
     assert set(sent(effects, DumpRequest)) == {10, 11, 12} and not ended(effects)
 
 
-# -- who asks again and again ----------------------------------------------------------------------------------------
+# -- repeated registrations ------------------------------------------------------------------------------------------
 
 
-def test_a_place_that_new_lives_ask_for_again_and_again_is_not_the_whole_story() -> None:
+def test_deferred_registrations_are_limited_in_event_log() -> None:
     made = ready("0", "1", recovery=True, node_timeout_s=60.0)
     tick(made, 31.0)
     said: list[str] = []
     for number in range(DEFERRED_INSTANCES_MAX + 50):
         effects = made.step(MessageReceived(register("1", f"life {number}"), 3), 31.0)
-        said += told(effects)
+        said += published(effects)
         assert sent(effects, Refused)[3].retry_after_s > 0
     assert len(said) == DEFERRED_INSTANCES_MAX
 
 
-# -- servers that were to come ---------------------------------------------------------------------------------------
+# -- joining servers -------------------------------------------------------------------------------------------------
 
 
-def one_server_more() -> SchedulerMachine:
+def cluster_with_joining_server() -> SchedulerMachine:
     """A worker (link 10) and a server (link 20) of one agent, and a second server that is to come."""
     made = machine(1, server_num=1, strategies=("recover-in-place",))
     made.step(MessageReceived(RegisterAgent("a", "life of a", BOX, 1, servers=1), 1), 0.0)
@@ -348,8 +348,8 @@ def one_server_more() -> SchedulerMachine:
     return made
 
 
-def test_after_the_end_nothing_is_taken_back() -> None:
-    made = one_server_more()
+def test_rollback_is_refused_after_end() -> None:
+    made = cluster_with_joining_server()
     made.step(MessageReceived(StopRequest("enough"), 9), 1.0)
     effects = made.step(MessageReceived(ScaleRequest(roll_back=True), 9), 1.0)
     assert effects == [Send(Refused("no scale-out is in progress that could be rolled back"), 9)]

@@ -81,7 +81,7 @@ def dies(made: EditableCluster, role: Role = Role.WORKER, rank: int = 3) -> Memb
         ((), {}, RecoveryAction.END, "no restart is allowed (--max-restarts is 0)"),
     ],
 )
-def test_each_rung_is_taken_where_those_above_cannot_be(
+def test_each_strategy_is_chosen_if_earlier_ones_are_impossible(
     rungs: tuple[RecoveryStrategy, ...], changed: dict[str, Any], after: RecoveryAction, reason: str
 ) -> None:
     made = training_cluster(*rungs, **changed)
@@ -89,13 +89,13 @@ def test_each_rung_is_taken_where_those_above_cannot_be(
 
 
 @pytest.mark.parametrize("code", [ExitCode.BAD_SETTING, ExitCode.BAD_SCRIPT])
-def test_a_mistake_is_not_repeated(code: int) -> None:
+def test_script_error_codes_end_run(code: int) -> None:
     made = training_cluster(*ALL)
     reason = f"worker:3 exited with code {code:d}: a restart does not fix that"
     assert recovery.choose_action(made, dies(made), code) == (RecoveryAction.END, reason)
 
 
-def test_restarts_end_and_need_every_host() -> None:
+def test_full_restarts_are_limited_and_need_every_host() -> None:
     made = training_cluster(max_restarts=2)
     made.set(restarts=2)
     assert recovery.choose_action(made, dies(made)) == (RecoveryAction.END, "all restarts are used up (--max-restarts)")
@@ -115,7 +115,7 @@ def test_restarts_end_and_need_every_host() -> None:
     assert recovery.choose_action(other, dies(other)) == (RecoveryAction.END, away), "host-a could not start its own"
 
 
-def test_a_lost_host_is_waited_for_where_one_may_come() -> None:
+def test_cluster_waits_for_host_if_one_may_join() -> None:
     made = training_cluster(RecoveryStrategy.IN_PLACE, recovery=True)
     made.remove_agent("b")
     after, reason = recovery.choose_action(made, dies(made))
@@ -126,7 +126,7 @@ def test_a_lost_host_is_waited_for_where_one_may_come() -> None:
     assert after is RecoveryAction.WAIT and reason.endswith(": waiting for a host to join; the world shrinks after 5 s")
     shrinks.change(shrinks.worker("0"), state=NodeState.LEFT)
     assert recovery.choose_action(shrinks, dies(shrinks))[0] is not RecoveryAction.WAIT, (
-        "nobody could be in step with who has left"
+        "no rank can be in step with one that left"
     )
 
 
@@ -154,13 +154,13 @@ LOST = "the rows of pserver:0 were lost"
         ),
     ],
 )
-def test_lost_rows_start_everyone_anew_while_that_helps(changed: dict[str, Any], after: RecoveryAction, reason: str) -> None:
+def test_lost_rows_cause_limited_full_restarts(changed: dict[str, Any], after: RecoveryAction, reason: str) -> None:
     made = training_cluster(RecoveryStrategy.IN_PLACE, servers=2)
     made.set(**changed)
     assert recovery.choose_action(made, dies(made, Role.PSERVER, 0), ExitCode.ROWS_LOST) == (after, reason)
 
 
-def test_rows_without_a_copy_are_lost_with_their_server() -> None:
+def test_rows_without_replica_are_lost_with_server() -> None:
     made = training_cluster(RecoveryStrategy.RECOVER, servers=1, copies=0)
     made.set(has_row_copies=False)
     after, reason = recovery.choose_action(made, dies(made, Role.PSERVER, 0), 137)
@@ -168,7 +168,7 @@ def test_rows_without_a_copy_are_lost_with_their_server() -> None:
     assert reason == f"{LOST} with it because they had no replica, and recover-in-place is not enabled (COVEY_STRATEGY)"
 
 
-def test_the_ladder_has_one_order_ends_with_exit_and_knows_its_rungs() -> None:
+def test_parse_strategies_sorts_by_ladder_appends_exit_and_rejects_unknown_names() -> None:
     assert parse_strategies([" dump", "retry", ""]) == (
         RecoveryStrategy.RETRY,
         RecoveryStrategy.DUMP,
@@ -179,7 +179,7 @@ def test_the_ladder_has_one_order_ends_with_exit_and_knows_its_rungs() -> None:
     assert str(refused.value) == f"the strategy hope is unknown: expected {', '.join(RecoveryStrategy)}"
 
 
-def test_a_refuge_is_the_host_with_the_fewest_extra_ranks_that_stays() -> None:
+def test_host_with_capacity_has_fewest_extra_ranks_and_is_not_leaving() -> None:
     made = training_cluster(RecoveryStrategy.RECOVER, extra_ranks=2)
     for name, link, slots in (("c", 3, 0), ("d", 4, 0), ("e", 5, 0)):
         made.add_agent(AgentInfo(name, f"life of {name}", HERE, slots, connection=link))
@@ -193,7 +193,7 @@ def test_a_refuge_is_the_host_with_the_fewest_extra_ranks_that_stays() -> None:
     assert recovery.host_with_capacity(made, dies(made)) is None, "never the host it died on"
 
 
-def test_why_nobody_starts_it_again() -> None:
+def test_reason_names_why_member_is_not_restarted() -> None:
     made = training_cluster()
     made.set(heals=False)
     assert recovery.choose_action(made, dies(made))[1] == (
@@ -251,7 +251,7 @@ def test_a_rank_is_replaced_in_a_new_generation_that_is_durable_before_its_incar
     assert failure is not None and failure.node_id == "1" and outcomes(cluster) == [("recover-in-place", Outcome.OPEN)]
 
 
-def test_an_exit_that_is_not_of_the_present_process_or_of_another_agents_child_is_nothing() -> None:
+def test_exit_of_other_incarnation_or_foreign_child_is_ignored() -> None:
     cluster = met("recover-in-place")
     for connection, incarnation in ((1, 2), (2, 1), (99, 1)):
         cluster.recovery.on_child_exited(cluster.step(1.0), connection, ChildExited("1", incarnation, 137, "killed"))
@@ -305,7 +305,7 @@ def test_a_lost_state_is_a_full_restart_and_closes_the_incidents() -> None:
     assert cluster.incidents.records[0].ms[Stage.REFORMED] == 1000.0
 
 
-def test_a_ready_spare_takes_the_place_over_its_own_connection() -> None:
+def test_promoted_spare_keeps_its_connection() -> None:
     cluster = met("recover")
     spare = Member(Role.SPARE, "0", "spare life", HERE, rank=0, agent="a", state=NodeState.ALIVE, pid=9, connection=30)
     spare = cluster.add(spare, progress=Progress(is_spare_ready=True))
@@ -317,7 +317,7 @@ def test_a_ready_spare_takes_the_place_over_its_own_connection() -> None:
     assert outcomes(cluster) == [("recover", Outcome.OPEN)]
 
 
-def test_the_death_of_a_spare_is_no_failure_of_the_run() -> None:
+def test_death_of_spare_is_not_a_failure() -> None:
     cluster = met("recover")
     cluster.add(Member(Role.SPARE, "0", "life", HERE, rank=0, agent="a", state=NodeState.ALIVE))
     cluster.recovery.on_child_exited(cluster.step(1.0), 1, ChildExited("0", 1, 137, "killed", role=Role.SPARE))
@@ -329,7 +329,7 @@ def test_the_death_of_a_spare_is_no_failure_of_the_run() -> None:
     assert cluster.members[(Role.SPARE, "0")].incarnation == 2
 
 
-def test_all_workers_start_again_with_counts_that_begin_anew() -> None:
+def test_full_restart_resets_counts_of_workers() -> None:
     cluster = met(max_restarts=1)
     cluster.change(cluster.worker("2"), deaths_without_progress=2, member_index=7)
     effects = exits(cluster, 1)
@@ -341,7 +341,7 @@ def test_all_workers_start_again_with_counts_that_begin_anew() -> None:
     assert cluster.phase is Phase.READY
 
 
-def test_a_lost_host_is_waited_for_and_the_one_that_comes_starts_its_workers() -> None:
+def test_new_host_restarts_workers_of_lost_host() -> None:
     cluster = met("recover", recovery=True, extra_ranks=0)
     cluster.recovery.on_leave(cluster.step(1.0), 2, Leave(143, "SIGTERM"))
     assert sent(cluster.take_effects(), LeaveAcknowledged) == [2] and list(cluster.agents) == ["a"]
@@ -353,7 +353,7 @@ def test_a_lost_host_is_waited_for_and_the_one_that_comes_starts_its_workers() -
     assert sent(cluster.take_effects(), DesiredChildren) == [3] and cluster.out.counters["returns"] == 2
 
 
-def test_the_world_shrinks_when_no_host_came_in_time_which_a_suspension_prolongs() -> None:
+def test_world_shrinks_without_host_in_time_extended_by_suspension() -> None:
     cluster = met("recover", "elastic-training", extra_ranks=0, shrink_after_s=5.0)
     cluster.recovery.on_leave(cluster.step(1.0), 2, Leave(143, "SIGTERM"))
     cluster.recovery.postpone(2.0)
@@ -362,7 +362,7 @@ def test_the_world_shrinks_when_no_host_came_in_time_which_a_suspension_prolongs
     assert cluster.reason == "no host joined for worker:2, worker:3 within 5 s: the other ranks continue in a world of 2"
 
 
-def test_the_run_ends_where_nobody_came_back_before_the_deadline() -> None:
+def test_run_ends_if_absent_members_miss_deadline() -> None:
     cluster = met("recover", recovery=True, extra_ranks=0, topo_timeout_s=30.0)
     cluster.recovery.on_leave(cluster.step(1.0), 2, Leave(143, "SIGTERM"))
     assert not cluster.recovery.act_on_deadlines(cluster.step(31.0))
@@ -370,7 +370,7 @@ def test_the_run_ends_where_nobody_came_back_before_the_deadline() -> None:
     assert (cluster.ended.code, cluster.ended.reason) == (143, "worker:2, worker:3 did not come back within 30 s")
 
 
-def test_a_member_that_is_declared_dead_is_told_why_before_its_connection_is_closed() -> None:
+def test_dead_member_receives_reason_before_close() -> None:
     cluster = met("recover-in-place")
     cluster.recovery.declare_dead(cluster.step(5.0), cluster.worker("1"), "stuck", since=2.0)
     effects = cluster.take_effects()
@@ -378,7 +378,7 @@ def test_a_member_that_is_declared_dead_is_told_why_before_its_connection_is_clo
     assert cluster.table.member_at(11) is None
 
 
-def test_a_handover_uses_up_no_budget_and_is_no_failure() -> None:
+def test_handover_is_neither_failure_nor_counted_replacement() -> None:
     cluster = met("recover-in-place")
     cluster.recovery.on_draining(cluster.step(1.0), 11, Draining("its host is needed"))
     exits(cluster, 1, code=143)
@@ -386,7 +386,7 @@ def test_a_handover_uses_up_no_budget_and_is_no_failure() -> None:
     assert cluster.recovery.first_failure is None and cluster.out.counters["handovers"] == 1
 
 
-def test_a_host_that_is_gone_for_good_is_remembered_and_its_nodes_are_dead() -> None:
+def test_gone_host_is_recorded_and_its_nodes_are_dead() -> None:
     cluster = met("recover-in-place", recovery=True)
     pod = msgspec.structs.replace(THERE, life="uid-1")
     cluster.change_agent("b", host=pod)

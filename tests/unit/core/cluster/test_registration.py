@@ -1,4 +1,4 @@
-"""Who may join: every answer the scheduler can give to a registration, with its sentence."""
+"""Registration: every decision about nodes and agents with its reason, and the formation."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def worker(name: str, rank: int = -1, state: NodeState = NodeState.ALIVE, **more
     return Member(Role.WORKER, name, host=BOX, rank=rank, state=state, **(usual | more))
 
 
-def wish(name: str, life: str = "new", **more: Any) -> Register:
+def registration(name: str, life: str = "new", **more: Any) -> Register:
     return Register(Role.WORKER, name, life, OTHER, **more)
 
 
@@ -64,8 +64,8 @@ def child(state: NodeState = NodeState.ALIVE, **more: Any) -> Member:
 # -- let in ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_newcomer_is_admitted_while_places_are_free() -> None:
-    answer = decide_node_admission(forming(worker("a")), wish("b"))
+def test_node_is_admitted_while_ranks_are_free() -> None:
+    answer = decide_node_admission(forming(worker("a")), registration("b"))
     assert (answer.admission, answer.reason) == (Admission.ADMIT, "2 of 2 workers are here")
 
 
@@ -75,21 +75,23 @@ def test_worker_0_and_server_0_are_two_nodes() -> None:
 
 
 @pytest.mark.parametrize("cluster", [forming(worker("a")), formed(worker("a", 0), worker("b", 1))])
-def test_the_life_that_is_known_re_attaches(cluster: EditableCluster) -> None:
-    answer = decide_node_admission(cluster, wish("a", "life of a"))
+def test_known_process_re_attaches(cluster: EditableCluster) -> None:
+    answer = decide_node_admission(cluster, registration("a", "life of a"))
     assert (answer.admission, answer.member_key) == (Admission.REATTACH, (Role.WORKER, "a"))
 
 
-def test_a_node_without_an_id_is_known_by_its_life() -> None:
+def test_node_without_id_gets_instance_id() -> None:
     cluster = formed(worker("a", 0), Member(Role.WORKER, "beef", "beef", BOX, rank=1, state=NodeState.ALIVE, connection=2))
-    assert decide_node_admission(cluster, wish("", "beef")).member_key == (Role.WORKER, "beef")
-    assert choose_node_id(wish("", "beef")) == "beef"
-    assert choose_node_id(wish("", "1234")) == "n1234", "an id that was not given must not claim a rank"
+    assert decide_node_admission(cluster, registration("", "beef")).member_key == (Role.WORKER, "beef")
+    assert choose_node_id(registration("", "beef")) == "beef"
+    assert choose_node_id(registration("", "1234")) == "n1234", "an id that was not given must not claim a rank"
 
 
 @pytest.mark.parametrize("name", ["b", "1"])
-def test_a_dead_place_is_filled_by_its_id_or_its_rank(name: str) -> None:
-    answer = decide_node_admission(formed(worker("a", 0), worker("b", 1, NodeState.DEAD), phase=Phase.HEALING), wish(name))
+def test_dead_member_is_replaced_by_id_or_rank(name: str) -> None:
+    answer = decide_node_admission(
+        formed(worker("a", 0), worker("b", 1, NodeState.DEAD), phase=Phase.HEALING), registration(name)
+    )
     assert (answer.admission, answer.member_key, answer.reason) == (
         Admission.NEXT_INCARNATION,
         (Role.WORKER, "b"),
@@ -99,33 +101,35 @@ def test_a_dead_place_is_filled_by_its_id_or_its_rank(name: str) -> None:
 
 def test_a_node_with_any_other_id_takes_the_lowest_vacant_rank() -> None:
     dead = [worker("b", 1, NodeState.DEAD), worker("c", 2, NodeState.DEAD)]
-    answer = decide_node_admission(formed(worker("a", 0), *reversed(dead), phase=Phase.HEALING), wish("z"))
+    answer = decide_node_admission(formed(worker("a", 0), *reversed(dead), phase=Phase.HEALING), registration("z"))
     assert answer == AdmissionDecision(Admission.NEXT_INCARNATION, "replaces worker:b at rank 1", (Role.WORKER, "b"))
 
 
 def test_the_process_an_agent_started_attaches_in_its_incarnation() -> None:
     cluster = formed(worker("0", 0), child())
-    assert decide_node_admission(cluster, wish("1", incarnation=2)).admission is Admission.REATTACH
+    assert decide_node_admission(cluster, registration("1", incarnation=2)).admission is Admission.REATTACH
 
 
 # -- held off --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("silent", [worker("b", 1, NodeState.SUSPECT), worker("b", 1, NodeState.SUSPECT, connection=0)])
-def test_a_new_life_waits_until_the_one_before_is_known_to_be_over(silent: Member) -> None:
-    answer = decide_node_admission(formed(worker("a", 0), silent), wish("b"))
+def test_new_process_is_deferred_until_previous_is_dead(silent: Member) -> None:
+    answer = decide_node_admission(formed(worker("a", 0), silent), registration("b"))
     assert answer.admission is Admission.DEFER
     assert answer.reason == "the previous process, worker:b on box (process 42), is not known to be dead yet"
 
 
-def test_of_a_life_that_the_journal_alone_knows_no_process_is_named() -> None:
+def test_deferral_of_restored_member_names_no_process() -> None:
     known = worker("b", 1, NodeState.SUSPECT, pid=0)
     said = "the previous process, worker:b on box, is not known to be dead yet"
-    assert decide_node_admission(formed(worker("a", 0), known), wish("b")).reason == said
+    assert decide_node_admission(formed(worker("a", 0), known), registration("b")).reason == said
 
 
-def test_a_stranger_waits_while_somebody_is_silent() -> None:
-    answer = decide_node_admission(formed(worker("a", 0), worker("b", 1, NodeState.SUSPECT), phase=Phase.RETURNING), wish("z"))
+def test_new_node_is_deferred_while_a_member_is_suspect() -> None:
+    answer = decide_node_admission(
+        formed(worker("a", 0), worker("b", 1, NodeState.SUSPECT), phase=Phase.RETURNING), registration("z")
+    )
     assert answer.admission is Admission.DEFER
     assert answer.reason == "all ranks are taken, but worker:b sends no heartbeats: its rank may become free"
 
@@ -140,103 +144,105 @@ def refusal(cluster: EditableCluster, registration: Register) -> str:
 
 
 @pytest.mark.parametrize("cluster", [forming(worker("a"), worker("b"), servers=1), formed(worker("a", 0), worker("b", 1))])
-def test_one_worker_too_many(cluster: EditableCluster) -> None:
-    assert refusal(cluster, wish("c")) == (
+def test_worker_beyond_world_is_refused(cluster: EditableCluster) -> None:
+    assert refusal(cluster, registration("c")) == (
         "one worker too many: the cluster already has 2 (worker:a, worker:b)."
         " Stop this one, or start the cluster with a larger number"
     )
 
 
-def test_a_rank_taken_by_a_claim() -> None:
-    assert refusal(forming(worker("1", 1)), wish("01")) == "rank 1 is taken by worker:1 on box (process 42)"
+def test_rank_taken_by_claim_is_refused() -> None:
+    assert refusal(forming(worker("1", 1)), registration("01")) == "rank 1 is taken by worker:1 on box (process 42)"
 
 
-def test_a_rank_taken_by_a_node_that_got_it() -> None:
-    assert refusal(formed(worker("a", 0), worker("b", 1)), wish("1")) == "rank 1 is taken by worker:b on box (process 42)"
+def test_rank_taken_by_assignment_is_refused() -> None:
+    assert (
+        refusal(formed(worker("a", 0), worker("b", 1)), registration("1")) == "rank 1 is taken by worker:b on box (process 42)"
+    )
 
 
-def test_a_rank_taken_by_an_agents_worker() -> None:
+def test_rank_taken_by_child_of_agent_is_refused() -> None:
     said = "rank 1 is taken by worker:1, which the agent on box runs"
-    assert refusal(formed(worker("0", 0), child()), wish("1")) == said
+    assert refusal(formed(worker("0", 0), child()), registration("1")) == said
     claimed = forming(worker("a/1", 1, NodeState.WAITING, agent="a", instance_id=""))
-    assert refusal(claimed, wish("1")) == "rank 1 is taken by worker:a/1, which the agent on box runs"
+    assert refusal(claimed, registration("1")) == "rank 1 is taken by worker:a/1, which the agent on box runs"
 
 
 @pytest.mark.parametrize("cluster", [forming(worker("a", state=NodeState.WAITING)), formed(worker("a", 0), worker("b", 1))])
-def test_a_live_nodes_id(cluster: EditableCluster) -> None:
+def test_id_of_live_node_is_refused(cluster: EditableCluster) -> None:
     said = "worker:a on box (process 42) is alive: a second node with its id is not allowed"
-    assert refusal(cluster, wish("a")) == said
+    assert refusal(cluster, registration("a")) == said
 
 
 def test_other_settings_are_shown_as_a_difference() -> None:
     theirs = {"MS_WORKER_NUM": "8", "MS_SERVER_NUM": "0", "SOMETHING_NEW": "1"}
     said = "its settings differ from the scheduler's: MS_WORKER_NUM is 8 on the node and 2 on the scheduler"
-    assert refusal(forming(), wish("a", fingerprint=theirs)) == said
+    assert refusal(forming(), registration("a", fingerprint=theirs)) == said
 
 
-def test_a_node_of_another_cluster() -> None:
+def test_node_of_other_cluster_is_refused() -> None:
     said = "it belongs to cluster c9, and this is the scheduler of cluster c1"
-    assert refusal(forming(), wish("a", cluster_id="c9")) == said
+    assert refusal(forming(), registration("a", cluster_id="c9")) == said
 
 
-def test_a_rank_that_does_not_exist() -> None:
-    assert refusal(forming(), wish("2")) == "MS_NODE_ID=2 claims rank 2, but the 2 worker ranks end at 1"
+def test_nonexistent_rank_is_refused() -> None:
+    assert refusal(forming(), registration("2")) == "MS_NODE_ID=2 claims rank 2, but the 2 worker ranks end at 1"
 
 
-def test_a_role_without_places() -> None:
+def test_role_without_members_is_refused() -> None:
     said = "this cluster has no members of role server (MS_SERVER_NUM is 0)"
     assert refusal(forming(), Register(Role.SERVER, "", "l", BOX)) == said
 
 
-def test_a_cluster_that_has_ended() -> None:
+def test_ended_cluster_refuses_nodes() -> None:
     cluster = formed(worker("a", 0), phase=Phase.ENDED)
     cluster.set(reason="the only worker finished")
-    assert refusal(cluster, wish("a")) == "the cluster has ended: the only worker finished"
+    assert refusal(cluster, registration("a")) == "the cluster has ended: the only worker finished"
 
 
-def test_a_place_whose_work_is_done() -> None:
+def test_id_of_finished_node_is_refused() -> None:
     said = "worker:b has finished and left: no other process is needed"
-    assert refusal(formed(worker("a", 0), worker("b", 1, NodeState.LEFT)), wish("b")) == said
+    assert refusal(formed(worker("a", 0), worker("b", 1, NodeState.LEFT)), registration("b")) == said
 
 
-def test_a_dead_place_without_recovery() -> None:
+def test_id_of_dead_node_is_refused_without_recovery() -> None:
     cluster = formed(worker("a", 0), worker("b", 1, NodeState.DEAD), recovery=False)
-    assert refusal(cluster, wish("b")) == "worker:b is dead and recovery is off: set MS_ENABLE_RECOVERY=1"
+    assert refusal(cluster, registration("b")) == "worker:b is dead and recovery is off: set MS_ENABLE_RECOVERY=1"
 
 
-def test_a_journal_older_than_what_the_node_has_seen() -> None:
+def test_node_with_newer_generation_is_refused() -> None:
     said = "its generation is 4, but the scheduler's journal ends at 3"
-    assert refusal(formed(worker("a", 0)), wish("a", "life of a", generation=4)) == said
+    assert refusal(formed(worker("a", 0)), registration("a", "life of a", generation=4)) == said
 
 
 @pytest.mark.parametrize("state", [NodeState.DEAD, NodeState.ALIVE, NodeState.SUSPECT])
-def test_a_life_that_another_one_followed_does_not_come_back(state: NodeState) -> None:
+def test_superseded_process_is_refused(state: NodeState) -> None:
     said = "rank 1 was reassigned to worker:b on box (process 42): this process must exit"
-    assert refusal(formed(worker("a", 0), worker("b", 1, state)), wish("b", "older", incarnation=1, rank=1)) == said
+    assert refusal(formed(worker("a", 0), worker("b", 1, state)), registration("b", "older", incarnation=1, rank=1)) == said
 
 
-def test_a_life_whose_place_has_another_name_now_does_not_get_another_rank() -> None:
+def test_superseded_process_gets_no_other_rank() -> None:
     cluster = formed(worker("a", 0, NodeState.DEAD), worker("b", 1), phase=Phase.HEALING)
     said = "rank 1 was reassigned to another process: this one must exit"
-    assert refusal(cluster, wish("old-b", "older", incarnation=1, rank=1)) == said
+    assert refusal(cluster, registration("old-b", "older", incarnation=1, rank=1)) == said
 
 
-def test_a_child_of_an_incarnation_that_is_over() -> None:
+def test_ended_incarnation_of_child_is_refused() -> None:
     cluster = formed(worker("0", 0), child())
-    assert refusal(cluster, wish("1", incarnation=1)) == "incarnation 1 of worker:1 has ended: incarnation 2 is alive"
+    assert refusal(cluster, registration("1", incarnation=1)) == "incarnation 1 of worker:1 has ended: incarnation 2 is alive"
     gone = formed(worker("0", 0), child(NodeState.LEFT))
-    assert refusal(gone, wish("1", incarnation=2)) == "incarnation 2 of worker:1 has ended: incarnation 2 is left"
+    assert refusal(gone, registration("1", incarnation=2)) == "incarnation 2 of worker:1 has ended: incarnation 2 is left"
 
 
-def test_a_second_process_in_the_name_of_a_child() -> None:
+def test_second_process_of_child_is_refused() -> None:
     said = "worker:1 is already registered, as process 42 on box"
-    assert refusal(formed(worker("0", 0), child(instance_id="first")), wish("1", "second", incarnation=2)) == said
+    assert refusal(formed(worker("0", 0), child(instance_id="first")), registration("1", "second", incarnation=2)) == said
 
 
 # -- agents ----------------------------------------------------------------------------------------------------------
 
 
-def agent_wish(name: str = "b", slots: int = 2, first_rank: int = -1, **more: Any) -> RegisterAgent:
+def agent_registration(name: str = "b", slots: int = 2, first_rank: int = -1, **more: Any) -> RegisterAgent:
     return RegisterAgent(name, "new", OTHER, slots, first_rank, **more)
 
 
@@ -246,77 +252,81 @@ def agent_refusal(cluster: EditableCluster, registration: RegisterAgent) -> str:
     return answer.reason
 
 
-def test_an_agent_brings_its_workers() -> None:
-    answer = decide_agent_admission(forming(), agent_wish())
+def test_agent_is_admitted_with_its_workers() -> None:
+    answer = decide_agent_admission(forming(), agent_registration())
     assert (answer.admission, answer.reason) == (Admission.ADMIT, "other brings 2 workers")
 
 
-def test_the_same_agent_again() -> None:
+def test_known_agent_re_attaches() -> None:
     cluster = formed(worker("0", 0))
     cluster.add_agent(AgentInfo("b", "new", OTHER, 1))
-    assert decide_agent_admission(cluster, agent_wish()).admission is Admission.REATTACH
+    assert decide_agent_admission(cluster, agent_registration()).admission is Admission.REATTACH
 
 
-def test_another_agent_of_that_name() -> None:
+def test_connected_agent_name_is_refused() -> None:
     cluster = forming()
     cluster.add_agent(AgentInfo("b", "first", BOX, 1, connection=5))
-    assert agent_refusal(cluster, agent_wish()) == "an agent named b is already connected, on box"
+    assert agent_refusal(cluster, agent_registration()) == "an agent named b is already connected, on box"
 
 
-def test_a_host_that_brings_too_many() -> None:
-    assert agent_refusal(forming(worker("a")), agent_wish()) == (
+def test_host_with_too_many_workers_is_refused() -> None:
+    assert agent_refusal(forming(worker("a")), agent_registration()) == (
         "this host brings 2 workers, but 1 of 2 are registered already:"
         " start fewer, or raise the number of workers on every host"
     )
 
 
-def test_a_host_that_came_too_late() -> None:
+def test_late_host_is_refused_if_world_is_complete() -> None:
     said = "the cluster has formed with its 1 worker: this host registered too late"
-    assert agent_refusal(formed(worker("0", 0)), agent_wish()) == said
+    assert agent_refusal(formed(worker("0", 0)), agent_registration()) == said
 
 
-def test_two_hosts_with_one_node_rank() -> None:
+def test_duplicate_node_rank_is_refused() -> None:
     said = "rank 1 is taken by worker:a/0 on box: give each host its own --node-rank"
-    assert agent_refusal(forming(worker("a/0", 1), workers=4), agent_wish(first_rank=0)) == said
+    assert agent_refusal(forming(worker("a/0", 1), workers=4), agent_registration(first_rank=0)) == said
 
 
-def test_a_node_rank_beyond_the_last() -> None:
-    assert agent_refusal(forming(), agent_wish(first_rank=2)) == "ranks 2 to 3 do not exist: the world size is 2"
-    assert decide_agent_admission(forming(workers=4), agent_wish(first_rank=2)).admission is Admission.ADMIT, "3 is the last"
+def test_node_rank_beyond_world_is_refused() -> None:
+    assert agent_refusal(forming(), agent_registration(first_rank=2)) == "ranks 2 to 3 do not exist: the world size is 2"
+    assert decide_agent_admission(forming(workers=4), agent_registration(first_rank=2)).admission is Admission.ADMIT, (
+        "3 is the last"
+    )
 
 
-def test_an_agent_with_other_settings() -> None:
+def test_agent_with_other_settings_is_refused() -> None:
     said = "its settings differ from the scheduler's: MS_WORKER_NUM is 3 on the node and 2 on the scheduler"
-    assert agent_refusal(forming(), agent_wish(fingerprint={"MS_WORKER_NUM": "3"})) == said
+    assert agent_refusal(forming(), agent_registration(fingerprint={"MS_WORKER_NUM": "3"})) == said
 
 
-def test_an_agent_of_another_job() -> None:
+def test_agent_of_other_job_is_refused() -> None:
     named = EditableCluster(ClusterSettings(2, job="a"), cluster_id="c1")
     theirs = {"MS_WORKER_NUM": "2", "the job": "b"}
     assert (
-        agent_refusal(named, agent_wish(fingerprint=theirs))
+        agent_refusal(named, agent_registration(fingerprint=theirs))
         == "its settings differ from the scheduler's: the job is b on the node and a on the scheduler"
     )
     for cluster, said in ((named, {}), (named, {"the job": "a"}), (forming(), {"the job": "b"})):
-        assert decide_agent_admission(cluster, agent_wish(fingerprint=said)).admission is Admission.ADMIT
+        assert decide_agent_admission(cluster, agent_registration(fingerprint=said)).admission is Admission.ADMIT
 
 
 # -- the whole answer, where more than a refusal follows from it -----------------------------------------------------
 
 
-def test_whoever_is_known_is_told_as_what() -> None:
-    assert decide_node_admission(formed(worker("a", 0)), wish("a", "life of a")) == AdmissionDecision(
+def test_known_process_is_re_attached_to_its_member() -> None:
+    assert decide_node_admission(formed(worker("a", 0)), registration("a", "life of a")) == AdmissionDecision(
         Admission.REATTACH, "the same process again", (Role.WORKER, "a")
     )
-    assert decide_node_admission(formed(worker("0", 0), child()), wish("1", incarnation=2)) == AdmissionDecision(
+    assert decide_node_admission(formed(worker("0", 0), child()), registration("1", incarnation=2)) == AdmissionDecision(
         Admission.REATTACH, "the process its agent started", (Role.WORKER, "1")
     )
     cluster = formed(worker("0", 0))
     cluster.add_agent(AgentInfo("b", "new", OTHER, 1))
-    assert decide_agent_admission(cluster, agent_wish()) == AdmissionDecision(Admission.REATTACH, "the same agent again")
+    assert decide_agent_admission(cluster, agent_registration()) == AdmissionDecision(
+        Admission.REATTACH, "the same agent again"
+    )
 
 
-def test_a_spare_that_has_not_heard_of_its_promotion_is_the_worker_it_became() -> None:
+def test_promoted_spare_re_attaches_as_its_worker() -> None:
     cluster = formed(worker("0", 0), child(instance_id="its life", promoted_from="spare:7.3"))
     asks = Register(Role.SPARE, "7", "its life", BOX, incarnation=3)
     assert decide_node_admission(cluster, asks) == AdmissionDecision(
@@ -328,25 +338,25 @@ def test_a_spare_that_has_not_heard_of_its_promotion_is_the_worker_it_became() -
         Register(Role.SPARE, "8", "its life", BOX, incarnation=3),
     ):
         assert decide_node_admission(cluster, other).admission is Admission.REFUSE
-    assert decide_node_admission(cluster, wish("x", "its life")).admission is Admission.REFUSE, (
+    assert decide_node_admission(cluster, registration("x", "its life")).admission is Admission.REFUSE, (
         "a worker is promoted to nothing"
     )
 
 
-def test_every_setting_that_differs_is_shown() -> None:
+def test_every_different_setting_is_listed() -> None:
     said = (
         "its settings differ from the scheduler's: MS_SERVER_NUM is 1 on the node and 0 on the scheduler;"
         " MS_WORKER_NUM is 8 on the node and 2 on the scheduler"
     )
-    assert refusal(forming(), wish("a", fingerprint={"MS_WORKER_NUM": "8", "MS_SERVER_NUM": "1"})) == said
+    assert refusal(forming(), registration("a", fingerprint={"MS_WORKER_NUM": "8", "MS_SERVER_NUM": "1"})) == said
 
 
-def test_a_cluster_of_servers_alone_has_no_place_for_a_worker() -> None:
+def test_cluster_without_workers_refuses_worker() -> None:
     said = "this cluster has no members of role worker (MS_WORKER_NUM is 0)"
-    assert refusal(forming(workers=0, servers=1), wish("a")) == said
+    assert refusal(forming(workers=0, servers=1), registration("a")) == said
 
 
-def test_one_server_too_many() -> None:
+def test_server_beyond_number_is_refused() -> None:
     cluster = formed(worker("a", 0), worker("b", 1))
     cluster.settings = ClusterSettings(2, 1)
     cluster.add(Member(Role.PSERVER, "s", "l", BOX, rank=0, state=NodeState.ALIVE))
@@ -355,9 +365,9 @@ def test_one_server_too_many() -> None:
     )
 
 
-def test_without_recovery_nobody_takes_a_dead_ones_place() -> None:
+def test_dead_member_is_not_replaced_without_recovery() -> None:
     cluster = formed(worker("a", 0), worker("b", 1, NodeState.DEAD), recovery=False)
-    assert refusal(cluster, wish("z")).startswith("one worker too many: ")
+    assert refusal(cluster, registration("z")).startswith("one worker too many: ")
 
 
 def growing(**changed: Any) -> EditableCluster:
@@ -367,27 +377,29 @@ def growing(**changed: Any) -> EditableCluster:
     return cluster
 
 
-def test_in_a_world_that_may_grow_a_number_is_no_claim_to_a_rank_that_somebody_has() -> None:
+def test_id_of_digits_is_no_claim_of_taken_rank_in_growing_world() -> None:
     cluster = growing(worker_max=3)
     later = AdmissionDecision(Admission.DEFER, f"up to 3 workers are allowed, but not yet: {resize.resize_blocker(cluster)}")
-    assert decide_node_admission(cluster, wish("1")) == later
-    asked = growing()
-    asked.set(requested_workers=3)
-    assert refusal(asked, wish("1")) == "rank 1 is taken by worker:b on box (process 42)"
-    asked.set(resized_generation=2)
-    assert decide_node_admission(asked, wish("1")) == later
-    asked.set(trains=True)
-    assert decide_node_admission(asked, wish("1")) == AdmissionDecision(Admission.ADMIT, "up to 3 workers are allowed")
+    assert decide_node_admission(cluster, registration("1")) == later
+    reply_to = growing()
+    reply_to.set(requested_workers=3)
+    assert refusal(reply_to, registration("1")) == "rank 1 is taken by worker:b on box (process 42)"
+    reply_to.set(resized_generation=2)
+    assert decide_node_admission(reply_to, registration("1")) == later
+    reply_to.set(trains=True)
+    assert decide_node_admission(reply_to, registration("1")) == AdmissionDecision(
+        Admission.ADMIT, "up to 3 workers are allowed"
+    )
     forms = forming(worker("1", 1))
     forms.settings = ClusterSettings(2, worker_max=3)
-    assert refusal(forms, wish("01")) == "rank 1 is taken by worker:1 on box (process 42)", "before, it is"
-    assert decide_node_admission(forms, wish("2")).admission is Admission.ADMIT, "and the world is what it may become"
+    assert refusal(forms, registration("01")) == "rank 1 is taken by worker:1 on box (process 42)", "before, it is"
+    assert decide_node_admission(forms, registration("2")).admission is Admission.ADMIT, "and the world is what it may become"
 
 
-def test_a_life_whose_rank_is_anothers_by_now_is_over() -> None:
+def test_process_whose_rank_was_reassigned_is_refused() -> None:
     cluster = formed(worker("a", 0), worker("b", 1))
     assert (
-        refusal(cluster, wish("1", "older", incarnation=1, rank=1))
+        refusal(cluster, registration("1", "older", incarnation=1, rank=1))
         == "rank 1 was reassigned to another process: this one must exit"
     )
 
@@ -395,53 +407,57 @@ def test_a_life_whose_rank_is_anothers_by_now_is_over() -> None:
 # -- hosts -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_agents_next_life_waits_until_the_one_before_is_known_to_be_over() -> None:
+def test_restarted_agent_is_deferred_until_previous_is_dead() -> None:
     cluster = formed(worker("0", 0), child(agent="b"))
     cluster.add_agent(AgentInfo("b", "first", OTHER, 1))
     held = AdmissionDecision(Admission.DEFER, "the previous process of agent b is not known to be dead yet")
-    assert decide_agent_admission(cluster, agent_wish()) == held
+    assert decide_agent_admission(cluster, agent_registration()) == held
     cluster.change(cluster.worker("1"), state=NodeState.DEAD)
-    assert decide_agent_admission(cluster, agent_wish(slots=1)) == AdmissionDecision(
+    assert decide_agent_admission(cluster, agent_registration(slots=1)) == AdmissionDecision(
         Admission.ADMIT, "other brings 1 worker, and worker:1 can be restarted"
     )
 
 
-def test_a_host_with_spares_alone_is_welcome_at_any_time_and_with_more_it_is_not() -> None:
+def test_host_with_only_spares_is_always_admitted() -> None:
     cluster = formed(worker("0", 0))
-    assert decide_agent_admission(cluster, agent_wish(slots=0, spares=2)) == AdmissionDecision(
+    assert decide_agent_admission(cluster, agent_registration(slots=0, spares=2)) == AdmissionDecision(
         Admission.ADMIT, "other brings 2 spares"
     )
-    for late in (agent_wish(slots=1, spares=2), agent_wish(slots=0, servers=1, spares=2), agent_wish(slots=0)):
+    for late in (
+        agent_registration(slots=1, spares=2),
+        agent_registration(slots=0, servers=1, spares=2),
+        agent_registration(slots=0),
+    ):
         assert decide_agent_admission(cluster, late).admission is Admission.REFUSE
 
 
-def test_a_host_brings_servers_too_and_not_too_many() -> None:
+def test_host_with_too_many_servers_is_refused() -> None:
     cluster = forming(worker("a"), Member(Role.PSERVER, "0", "l", BOX, rank=0), servers=2)
-    assert decide_agent_admission(cluster, agent_wish(slots=1, servers=1)) == AdmissionDecision(
+    assert decide_agent_admission(cluster, agent_registration(slots=1, servers=1)) == AdmissionDecision(
         Admission.ADMIT, "other brings 1 worker and 1 server"
     )
     said = "this host brings 2 servers, but 1 of 2 are registered already"
-    assert decide_agent_admission(cluster, agent_wish(slots=1, servers=2)) == AdmissionDecision(Admission.REFUSE, said)
+    assert decide_agent_admission(cluster, agent_registration(slots=1, servers=2)) == AdmissionDecision(Admission.REFUSE, said)
 
 
-def test_a_host_whose_ranks_nobody_named_takes_what_is_free() -> None:
-    assert decide_agent_admission(forming(worker("0", 0)), agent_wish(slots=1)) == AdmissionDecision(
+def test_host_without_node_rank_gets_free_ranks() -> None:
+    assert decide_agent_admission(forming(worker("0", 0)), agent_registration(slots=1)) == AdmissionDecision(
         Admission.ADMIT, "other brings 1 worker"
     )
 
 
-def test_a_host_that_comes_late_hears_what_it_is_good_for() -> None:
-    assert decide_agent_admission(growing(worker_max=3), agent_wish(slots=1)) == AdmissionDecision(
+def test_late_host_is_admitted_with_its_use_as_reason() -> None:
+    assert decide_agent_admission(growing(worker_max=3), agent_registration(slots=1)) == AdmissionDecision(
         Admission.ADMIT, "other brings 1 worker, and the world may grow from 2 to 3"
     )
     next_in_turn = growing(worker_max=3)
     next_in_turn.add_agent(AgentInfo("c", "its life", BOX, 1, connection=5))
-    assert decide_agent_admission(next_in_turn, agent_wish(slots=1)).admission is Admission.REFUSE, (
+    assert decide_agent_admission(next_in_turn, agent_registration(slots=1)).admission is Admission.REFUSE, (
         "another host was here before it"
     )
     away = formed(worker("0", 0), child(agent="c"))
     away.add_agent(AgentInfo("c", "its life", BOX, 1))
-    assert decide_agent_admission(away, agent_wish()) == AdmissionDecision(
+    assert decide_agent_admission(away, agent_registration()) == AdmissionDecision(
         Admission.DEFER, "the agent on box is unreachable: its ranks may become free"
     )
 
@@ -471,37 +487,37 @@ def of_two(**settings: Any) -> EditableCluster:
     """Workers a and b, over connections 1 and 2, have formed a cluster."""
     cluster = EditableCluster(ClusterSettings(2, **settings))
     for connection, name in ((1, "a"), (2, "b")):
-        register(cluster, connection, wish(name, f"life of {name}"))
+        register(cluster, connection, registration(name, f"life of {name}"))
     assert cluster.phase is Phase.READY
     return cluster
 
 
 def test_the_cluster_forms_with_the_last_node_and_its_record_is_the_last_that_is_durable() -> None:
     cluster = EditableCluster(ClusterSettings(2))
-    assert sent(register(cluster, 1, wish("b")), Registered) == [1]
+    assert sent(register(cluster, 1, registration("b")), Registered) == [1]
     assert (cluster.phase, cluster.reason, cluster.generation) == (Phase.FORMING, "1 worker missing", 0)
-    effects = register(cluster, 2, wish("a", "another"))
+    effects = register(cluster, 2, registration("a", "another"))
     assert (cluster.lifecycle.phase, cluster.generation, cluster.barrier.safe_point.generation) == (Phase.READY, 1, 1)
     assert records_of(effects) == [MemberRecord, MemberRecord, ClusterRecord] and sent(effects, RankAssigned) == [1, 2]
     last_write = max(n for n, effect in enumerate(effects) if isinstance(effect, Persist))
-    told = [n for n, e in enumerate(effects) if isinstance(e, Send) and isinstance(e.message, RankAssigned)]
-    assert last_write < min(told)
+    published = [n for n, e in enumerate(effects) if isinstance(e, Send) and isinstance(e.message, RankAssigned)]
+    assert last_write < min(published)
 
 
-def test_more_workers_than_are_needed_have_a_last_call() -> None:
+def test_formation_waits_for_more_workers_than_required() -> None:
     cluster = EditableCluster(ClusterSettings(1, worker_max=3, last_call_s=3.0))
-    register(cluster, 1, wish("a"), now=1.0)
+    register(cluster, 1, registration("a"), now=1.0)
     assert not cluster.registration.form_or_give_up(cluster.step(3.9)) and cluster.phase is Phase.FORMING
-    register(cluster, 2, wish("b", "another"), now=3.9)
+    register(cluster, 2, registration("b", "another"), now=3.9)
     cluster.registration.postpone(1.0)
     assert not cluster.registration.form_or_give_up(cluster.step(7.8)) and cluster.phase is Phase.FORMING
     assert not cluster.registration.form_or_give_up(cluster.step(7.9))
     assert cluster.lifecycle.phase is Phase.READY and cluster.size(Role.WORKER) == 2
 
 
-def test_a_formation_is_given_up_when_its_time_is_over_which_a_suspension_prolongs() -> None:
+def test_formation_ends_after_timeout_extended_by_suspension() -> None:
     cluster = EditableCluster(ClusterSettings(2, topo_timeout_s=10.0))
-    register(cluster, 1, wish("a"))
+    register(cluster, 1, registration("a"))
     cluster.registration.postpone(5.0)
     assert not cluster.registration.form_or_give_up(cluster.step(15.0))
     assert cluster.registration.form_or_give_up(cluster.step(15.1)) and cluster.ended is not None
@@ -511,18 +527,18 @@ def test_a_formation_is_given_up_when_its_time_is_over_which_a_suspension_prolon
 
 def test_a_refusal_closes_the_connection_and_is_remembered_while_the_cluster_forms() -> None:
     cluster = EditableCluster(ClusterSettings(2))
-    effects = register(cluster, 1, wish("7"))
+    effects = register(cluster, 1, registration("7"))
     assert sent(effects, Refused) == [1] and effects[-1] == Close(1) and cluster.out.counters["refused"] == 1
     assert cluster.last_refusal.startswith("other (10.0.0.2) was refused: MS_NODE_ID=7 claims rank 7")
     assert cluster.reason == f"2 workers missing; {cluster.last_refusal}"
     formed_already = of_two()
-    register(formed_already, 3, wish("c"))
+    register(formed_already, 3, registration("c"))
     assert formed_already.last_refusal == ""
 
 
-def test_a_connection_that_speaks_for_another_node_is_closed_and_that_node_is_lost() -> None:
+def test_second_registration_on_connection_closes_it_and_first_node_is_lost() -> None:
     cluster = of_two(recovery=True)
-    effects = register(cluster, 1, wish("c"))
+    effects = register(cluster, 1, registration("c"))
     assert sent(effects, Refused) == [1] and Close(1) in effects
     assert cluster.worker("a").state is NodeState.DEAD and cluster.phase is Phase.HEALING
 
@@ -532,7 +548,7 @@ def test_a_deferred_node_is_published_once_until_the_cluster_was_ready_again() -
     cluster.change(cluster.worker("a"), state=NodeState.SUSPECT)
 
     def is_published() -> bool:
-        effects = register(cluster, 5, wish("a", "next life"))
+        effects = register(cluster, 5, registration("a", "next life"))
         assert sent(effects, Refused) == [5] and Close(5) not in effects, "it may ask again"
         return any(isinstance(effect, PublishEvent) for effect in effects)
 
@@ -544,54 +560,54 @@ def test_a_deferred_node_is_published_once_until_the_cluster_was_ready_again() -
 def test_the_known_process_is_attached_to_its_new_connection_and_the_old_one_is_closed() -> None:
     cluster = of_two()
     cluster.change(cluster.worker("a"), state=NodeState.SUSPECT)
-    effects = register(cluster, 5, wish("a", "life of a"), now=9.0)
+    effects = register(cluster, 5, registration("a", "life of a"), now=9.0)
     assert effects[0] == Close(1) and sent(effects, RankAssigned) == [5]
     member = cluster.worker("a")
     assert (member.connection, member.state, cluster.last_heartbeat_at(member)) == (5, NodeState.ALIVE, 9.0)
     assert cluster.table.member_at(1) is None
 
 
-def test_a_node_that_takes_a_dead_ones_place_is_its_next_incarnation_in_a_new_generation() -> None:
+def test_replacement_of_dead_member_is_next_incarnation_in_new_generation() -> None:
     cluster = of_two(recovery=True)
     cluster.recovery.on_connection_lost(cluster.step(1.0), 2, "reset")
     dead = cluster.worker("b")
     cluster.take_effects()
-    effects = register(cluster, 5, wish("z"), now=2.0)
+    effects = register(cluster, 5, registration("z"), now=2.0)
     member = cluster.worker("z")
     assert (member.uid, member.rank, member.incarnation, member.connection) == (dead.uid, dead.rank, 2, 5)
     assert cluster.generation == 3 and records_of(effects)[:2] == [ClusterRecord, MemberRecord]
     assert (cluster.phase, cluster.reason) == (Phase.READY, "all ranks are filled again")
 
 
-def test_an_agent_is_admitted_with_its_children_and_told_what_to_run() -> None:
+def test_agent_is_admitted_and_receives_desired_children() -> None:
     cluster = EditableCluster(ClusterSettings(2))
-    effects = register_agent(cluster, 1, agent_wish("b"))
+    effects = register_agent(cluster, 1, agent_registration("b"))
     assert sent(effects, Registered) == sent(effects, DesiredChildren) == [1]
     assert records_of(effects) == [AgentRecord, MemberRecord, MemberRecord, ClusterRecord]
     assert [(m.node_id, m.agent, m.rank) for m in cluster.members_in_role(Role.WORKER)] == [("0", "b", 0), ("1", "b", 1)]
 
 
-def test_an_agent_that_comes_back_over_another_connection_keeps_its_children() -> None:
+def test_reconnected_agent_keeps_its_children() -> None:
     cluster = EditableCluster(ClusterSettings(2))
-    register_agent(cluster, 1, agent_wish("b"))
+    register_agent(cluster, 1, agent_registration("b"))
     cluster.change(cluster.worker("0"), state=NodeState.SUSPECT)
-    effects = register_agent(cluster, 5, agent_wish("b"))
+    effects = register_agent(cluster, 5, agent_registration("b"))
     assert effects[0] == Close(1) and sent(effects, DesiredChildren) == [5] and cluster.agents["b"].connection == 5
     assert cluster.worker("0").state is NodeState.ALIVE and cluster.worker("0").incarnation == 1
 
 
 def test_the_first_call_of_init_by_a_child_is_durable_at_once() -> None:
     cluster = EditableCluster(ClusterSettings(2))
-    register_agent(cluster, 1, agent_wish("b"))
+    register_agent(cluster, 1, agent_registration("b"))
     assert not cluster.heals
-    effects = register(cluster, 10, wish("0", incarnation=1))
+    effects = register(cluster, 10, registration("0", incarnation=1))
     assert cluster.lifecycle.heals and effects[0] == Persist(cluster.record())
-    assert not records_of(register(cluster, 11, wish("1", "another", incarnation=1)))
+    assert not records_of(register(cluster, 11, registration("1", "another", incarnation=1)))
 
 
-def test_a_worker_that_comes_after_formation_makes_the_world_grow() -> None:
+def test_worker_that_joins_after_formation_grows_world() -> None:
     cluster = of_two(worker_max=3, last_call_s=0.0)
     cluster.set(trains=True)
-    effects = register(cluster, 3, wish("c"))
+    effects = register(cluster, 3, registration("c"))
     assert (cluster.size(Role.WORKER), cluster.joining_ids, cluster.worker("c").rank) == (3, ("c",), 2)
     assert sent(effects, RankAssigned) == [1, 2, 3] and cluster.phase is Phase.HEALING

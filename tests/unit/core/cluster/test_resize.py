@@ -1,4 +1,4 @@
-"""What is answered to who asks for another size, or comes to a cluster that has formed."""
+"""Resizing of the world: requests, joining hosts, batches, rollbacks and restarts of the scheduler."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def comes(slots: int = 2, first_rank: int = -1, host: Host = THERE) -> RegisterA
 
 
 @pytest.mark.parametrize(
-    ("asked", "sentence"),
+    ("scale_request", "sentence"),
     [
         (ScaleRequest(0), "a world of 0 workers is not possible: expected 1 to 6"),
         (ScaleRequest(7), "a world of 7 workers is not possible: expected 1 to 6"),
@@ -66,11 +66,11 @@ def comes(slots: int = 2, first_rank: int = -1, host: Host = THERE) -> RegisterA
         ),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_reason(asked: ScaleRequest, sentence: str) -> None:
-    assert resize.plan_resize(formed(worker_max=6), asked) == (None, sentence)
+def test_impossible_resize_is_refused_with_reason(scale_request: ScaleRequest, sentence: str) -> None:
+    assert resize.plan_resize(formed(worker_max=6), scale_request) == (None, sentence)
 
 
-def test_nothing_changes_while_the_cluster_heals_or_when_somebody_has_finished() -> None:
+def test_resize_is_refused_while_healing_or_after_a_worker_finished() -> None:
     healing = formed()
     healing.set(phase=Phase.HEALING, reason="worker:1 died")
     assert resize.plan_resize(healing, ScaleRequest(5))[1] == "The cluster is not ready. It is healing: worker:1 died"
@@ -79,7 +79,7 @@ def test_nothing_changes_while_the_cluster_heals_or_when_somebody_has_finished()
     assert resize.plan_resize(leaving, ScaleRequest(3)) == (None, "some workers have finished and left already")
 
 
-def test_a_host_that_comes_late_is_taken_where_it_is_of_use() -> None:
+def test_late_host_is_admitted_if_its_slots_are_needed() -> None:
     assert decide_agent_admission(formed(), comes()).admission is Admission.REFUSE
     assert decide_agent_admission(formed(worker_max=6), comes()).admission is Admission.ADMIT
     lost = formed()
@@ -90,7 +90,7 @@ def test_a_host_that_comes_late_is_taken_where_it_is_of_use() -> None:
     assert decide_agent_admission(away, comes()).admission is Admission.DEFER
 
 
-def test_the_world_grows_by_what_is_offered_up_to_its_goal() -> None:
+def test_world_grows_on_free_slots_up_to_target() -> None:
     cluster = formed(worker_max=5)
     cluster.add_agent(AgentInfo("c", "life of c", THERE, 2, connection=3))
     plan, reason = resize.plan_growth(cluster)
@@ -101,7 +101,7 @@ def test_the_world_grows_by_what_is_offered_up_to_its_goal() -> None:
 
 
 @pytest.mark.parametrize(("first_rank", "host", "taken"), [(2, HERE, "2"), (-1, THERE, "2"), (0, THERE, "0"), (-1, HERE, "0")])
-def test_a_host_takes_back_the_very_ranks_it_had(first_rank: int, host: Host, taken: str) -> None:
+def test_returning_host_gets_its_former_ranks(first_rank: int, host: Host, taken: str) -> None:
     cluster = formed()
     for node_id in ("0", "2"):
         cluster.change(cluster.worker(node_id), state=NodeState.DEAD)
@@ -112,7 +112,7 @@ def test_a_host_takes_back_the_very_ranks_it_had(first_rank: int, host: Host, ta
 
 
 @pytest.mark.parametrize("raw", [False, True])
-def test_a_world_that_shrinks_at_once_waits_for_nobody(raw: bool) -> None:
+def test_world_that_shrinks_immediately_waits_for_no_host(raw: bool) -> None:
     strategies = parse_strategies(("recover", "elastic-training"))
     for shrink_after_s, trains, after in (
         (30.0, True, recovery.RecoveryAction.WAIT),
@@ -128,15 +128,15 @@ def test_a_world_that_shrinks_at_once_waits_for_nobody(raw: bool) -> None:
         assert recovery.choose_action(cluster, lost)[0] is after
 
 
-def test_workers_need_an_agent_and_room() -> None:
+def test_scale_out_needs_agent_and_room_below_limit() -> None:
     made = training_cluster(worker_max=5)
     assert resize.target_with_extra(made, 1) == (5, "up to 5 workers are allowed, as requested")
     assert resize.target_with_extra(made, 2) == (None, "a world of 6 workers is not possible: expected 1 to 5")
     assert resize.plan_resize(made, ScaleRequest(5))[1] == "the world grows from 4 to 5 workers, as requested"
     for agent in ("a", "b"):
         made.change_agent(agent, is_leaving=True)
-    nobody = "no agent can start a worker: only covey run can add workers"
-    assert resize.plan_resize(made, ScaleRequest(5)) == (None, nobody)
+    no_agent = "no agent can start a worker: only covey run can add workers"
+    assert resize.plan_resize(made, ScaleRequest(5)) == (None, no_agent)
     made.set(phase=Phase.HEALING, reason="worker:1 died")
     assert resize.target_with_extra(made, 1) == (None, "The cluster is not ready. It is healing: worker:1 died")
 
@@ -175,7 +175,7 @@ def test_a_refused_request_changes_nothing() -> None:
     assert cluster.record() == before and cluster.take_effects() == [] and not cluster.incidents.records
 
 
-def test_a_growth_is_one_generation_in_which_agents_start_the_joining_workers() -> None:
+def test_scale_out_is_one_generation_in_which_agents_start_workers() -> None:
     cluster = requested(ScaleRequest(6))
     effects = cluster.take_effects()
     assert (cluster.requested_workers, cluster.joining_ids, cluster.generation, cluster.resized_generation) == (
@@ -193,7 +193,7 @@ def test_a_growth_is_one_generation_in_which_agents_start_the_joining_workers() 
     assert cluster.joining_ids == ()
 
 
-def test_a_growth_that_is_rolled_back_leaves_the_world_as_it_was() -> None:
+def test_rolled_back_scale_out_restores_world() -> None:
     cluster = requested(ScaleRequest(6))
     cluster.table.attach_member(14, cluster.worker("4"), 1.0)
     cluster.take_effects()
@@ -211,7 +211,7 @@ def test_a_growth_that_is_rolled_back_leaves_the_world_as_it_was() -> None:
     assert isinstance(cluster.resize.request(cluster.step(2.0), ScaleRequest(roll_back=True)), Refused)
 
 
-def test_only_the_death_of_a_joining_worker_rolls_a_growth_back() -> None:
+def test_only_death_of_joining_worker_rolls_scale_out_back() -> None:
     cluster = requested(ScaleRequest(5))
     dead = cluster.change(cluster.worker("1"), state=NodeState.DEAD)
     assert not cluster.resize.roll_back_if_joining(cluster.step(2.0), dead, "killed") and cluster.joining_ids == ("4",)
@@ -219,21 +219,21 @@ def test_only_the_death_of_a_joining_worker_rolls_a_growth_back() -> None:
     assert cluster.reason == "worker:4 did not join: killed; the scale-out is rolled back"
 
 
-def test_a_growth_of_which_no_earlier_worker_holds_the_state_cannot_be_rolled_back() -> None:
+def test_scale_out_without_earlier_state_cannot_be_rolled_back() -> None:
     cluster = requested(ScaleRequest(5))
     cluster.set(trains=False)
     assert not cluster.resize.roll_back_if_joining(cluster.step(2.0), cluster.worker("4"), "killed")
     assert cluster.joining_ids == () and cluster.size(Role.WORKER) == 5, "it is a worker like any other"
 
 
-def test_joining_workers_have_a_limited_time_which_a_suspension_prolongs() -> None:
+def test_joining_workers_have_limited_time_extended_by_suspension() -> None:
     cluster = requested(ScaleRequest(5))
     cluster.resize.postpone(5.0)
     assert not cluster.resize.roll_back_if_overdue(cluster.step(6.0 + JOIN_TIMEOUT_S))
     assert cluster.resize.roll_back_if_overdue(cluster.step(6.1 + JOIN_TIMEOUT_S)) and cluster.size(Role.WORKER) == 4
 
 
-def test_workers_that_leave_are_told_and_the_highest_ranks_fill_their_places() -> None:
+def test_departing_workers_are_notified_and_highest_ranks_fill_gaps() -> None:
     cluster = requested(ScaleRequest(node_ids=["0", "1"]))
     effects = cluster.take_effects()
     assert ranks(cluster) == {"3": 1, "2": 0}
@@ -244,7 +244,7 @@ def test_workers_that_leave_are_told_and_the_highest_ranks_fill_their_places() -
     assert outcomes(cluster) == [("scale-in", Outcome.OPEN)] and cluster.requested_workers == 2
 
 
-def test_workers_leave_in_turns_where_only_so_many_may_leave_at_once() -> None:
+def test_workers_leave_in_batches_of_departing_max() -> None:
     cluster = training_cluster(connected=True)
     cluster.heartbeats.note_progress(cluster.worker("0"), Progress(5, in_loop=True, departing_max=1), 0.0)
     requested(ScaleRequest(2), cluster)
@@ -256,7 +256,7 @@ def test_workers_leave_in_turns_where_only_so_many_may_leave_at_once() -> None:
     assert not cluster.resize.release_next_leavers(cluster.step(3.0)), "none is left"
 
 
-def test_nobody_leaves_before_all_are_known_to_have_resumed() -> None:
+def test_no_worker_leaves_before_all_ranks_resumed() -> None:
     cluster = training_cluster(connected=True)
     cluster.set(departing_ids=("3",))
     assert cluster.resize.release_next_leavers(cluster.step(2.0))
@@ -264,7 +264,7 @@ def test_nobody_leaves_before_all_are_known_to_have_resumed() -> None:
     assert sent(cluster.take_effects(), NewGeneration) == [10, 11, 12, 13]
 
 
-def test_a_lost_worker_that_is_given_up_leaves_no_slot_on_its_host() -> None:
+def test_given_up_worker_leaves_no_free_slot() -> None:
     cluster = training_cluster(connected=True)
     dead = cluster.change(cluster.worker("1"), state=NodeState.DEAD)
     cluster.resize.give_up_member(cluster.step(2.0), dead, "worker:1 died", "the other ranks continue in a world of 3")
@@ -275,7 +275,7 @@ def test_a_lost_worker_that_is_given_up_leaves_no_slot_on_its_host() -> None:
 
 
 @pytest.mark.parametrize(("is_open", "trains"), [(True, True), (False, True), (True, False)])
-def test_a_restarted_scheduler_continues_a_change_that_was_under_way(is_open: bool, trains: bool) -> None:
+def test_restarted_scheduler_continues_resize(is_open: bool, trains: bool) -> None:
     cluster = training_cluster(connected=True)
     cluster.resize.restore(
         ClusterRecord("c", "", 4, 0, Phase.HEALING, 1, requested_workers=5, joining_ids=("3",), departing_ids=("2",))

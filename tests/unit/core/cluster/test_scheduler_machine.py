@@ -104,11 +104,11 @@ def sent(effects: Effects, kind: type[Kind]) -> dict[int, Kind]:
     return {e.connection: e.message for e in effects if isinstance(e, Send) and isinstance(e.message, kind)}
 
 
-def kept(effects: Effects) -> list[Record]:
+def stored_records(effects: Effects) -> list[Record]:
     return [effect.record for effect in effects if isinstance(effect, Persist)]
 
 
-def told(effects: Effects) -> list[str]:
+def published(effects: Effects) -> list[str]:
     return [f"{e.node} {e.what}: {e.reason}" for e in effects if isinstance(e, PublishEvent)]
 
 
@@ -138,7 +138,7 @@ def tick(made: SchedulerMachine, until: float, beats: Iterable[int] = (), since:
 def journal(*effects: Effects) -> tuple[Record, ...]:
     """What a journal would hold: the last record per place."""
     found: dict[object, Record] = {}
-    for record in (r for some in effects for r in kept(some)):
+    for record in (r for some in effects for r in stored_records(some)):
         place = (record.role.group, record.rank) if isinstance(record, MemberRecord) else getattr(record, "id", "cluster")
         found[place] = record
     return tuple(found.values())
@@ -147,27 +147,27 @@ def journal(*effects: Effects) -> tuple[Record, ...]:
 # -- forming ---------------------------------------------------------------------------------------------------------
 
 
-def test_everyone_is_welcomed_at_once_and_told_its_rank_when_the_last_one_is_here() -> None:
+def test_nodes_are_registered_immediately_and_get_ranks_when_complete() -> None:
     made = machine(2)
     first = made.step(MessageReceived(register("b"), 7), 0.0)
-    assert sent(first, Registered) == {7: Registered("c1", "b", 1)} and not kept(first)
+    assert sent(first, Registered) == {7: Registered("c1", "b", 1)} and not stored_records(first)
     assert made.cluster.reason == "1 worker missing"
     last = made.step(MessageReceived(register("a"), 8), 0.1)
     assert sent(last, RankAssigned) == {7: RankAssigned(1, 1, 2, 1, 2), 8: RankAssigned(1, 0, 2, 0, 2)}
 
 
-def test_what_is_promised_is_durable_first_and_the_cluster_record_is_the_last() -> None:
+def test_ranks_are_persisted_before_they_are_sent_and_cluster_last() -> None:
     made = machine(2)
     made.step(MessageReceived(register("a"), 1), 0.0)
     effects = made.step(MessageReceived(register("b"), 2), 0.0)
     promises = [n for n, e in enumerate(effects) if isinstance(e, Send) and isinstance(e.message, RankAssigned)]
     writes = [n for n, e in enumerate(effects) if isinstance(e, Persist)]
     assert max(writes) < min(promises)
-    assert kept(effects)[-1] == ClusterRecord("c1", "job", 2, 0, Phase.READY, 1, next_member_index=2)
-    assert [r.rank for r in kept(effects) if isinstance(r, MemberRecord)] == [0, 1]
+    assert stored_records(effects)[-1] == ClusterRecord("c1", "job", 2, 0, Phase.READY, 1, next_member_index=2)
+    assert [r.rank for r in stored_records(effects) if isinstance(r, MemberRecord)] == [0, 1]
 
 
-def test_who_waits_is_told_that_somebody_was_refused() -> None:
+def test_refusal_is_shown_while_cluster_forms() -> None:
     """Hosts that were told another number of workers each: one is refused, and the other would wait for it in silence."""
     made = machine(4, topo_timeout_s=10.0)
     made.step(MessageReceived(RegisterAgent("a", "la", BOX, 2, fingerprint={"MS_WORKER_NUM": "4"}), 1), 0.0)
@@ -178,7 +178,7 @@ def test_who_waits_is_told_that_somebody_was_refused() -> None:
     assert over is not None and over.code == ExitCode.NOT_FORMED and over.reason.endswith(made.cluster.last_refusal)
 
 
-def test_too_few_in_time_and_everyone_is_told_who_was_there() -> None:
+def test_formation_timeout_lists_registered_nodes() -> None:
     made = machine(3, topo_timeout_s=10.0)
     made.step(MessageReceived(register("a"), 1), 0.0)
     effects = tick(made, 11.0, beats=[1])
@@ -187,33 +187,33 @@ def test_too_few_in_time_and_everyone_is_told_who_was_there() -> None:
     assert ended(effects) == EndCluster(ExitCode.NOT_FORMED, said)
 
 
-def test_a_negative_limit_waits_for_ever() -> None:
+def test_formation_with_negative_limit_never_ends() -> None:
     made = machine(2, topo_timeout_s=-1.0, heartbeats_enabled=False)
     made.step(MessageReceived(register("a"), 1), 0.0)
     assert not tick(made, 5000.0)
 
 
-def test_who_leaves_before_the_cluster_formed_was_never_there() -> None:
+def test_node_that_leaves_before_formation_is_removed() -> None:
     made = machine(2)
     made.step(MessageReceived(register("a"), 1), 0.0)
     assert sent(made.step(MessageReceived(Leave(), 1), 0.0), LeaveAcknowledged) == {1: LeaveAcknowledged()}
     made.step(MessageReceived(register("a", "second life"), 2), 0.0)
     made.step(MessageReceived(register("b"), 3), 0.0)
     assert phase(made) is Phase.READY
-    assert made.step(ConnectionLost("closed", 1), 0.0) == [], "the link of the one who left speaks for nobody"
+    assert made.step(ConnectionLost("closed", 1), 0.0) == [], "the connection of a node that left belongs to no member"
     assert state(made, "a") is NodeState.ALIVE
 
 
-def test_a_connection_that_closes_while_forming_frees_its_place() -> None:
+def test_connection_lost_while_forming_removes_node() -> None:
     made = machine(2)
     made.step(MessageReceived(register("0"), 1), 0.0)
-    assert told(made.step(ConnectionLost("reset", 1), 0.0)) == [
+    assert published(made.step(ConnectionLost("reset", 1), 0.0)) == [
         "worker:0 gone before the cluster formed: its connection closed (reset)"
     ]
     assert sent(made.step(MessageReceived(register("0", "second life"), 2), 0.0), Registered)
 
 
-def test_an_agent_that_goes_while_forming_takes_its_places_along() -> None:
+def test_agent_lost_while_forming_removes_its_children() -> None:
     made = machine(3)
     made.step(MessageReceived(RegisterAgent("a", "la", BOX, 2), 1), 0.0)
     made.step(ConnectionLost("reset", 1), 0.0)
@@ -231,7 +231,7 @@ def test_node_ranks_of_agents_are_kept() -> None:
 # -- refusing --------------------------------------------------------------------------------------------------------
 
 
-def test_a_refusal_reaches_the_node_and_the_log_and_closes_the_link() -> None:
+def test_refusal_is_sent_and_published_and_closes_connection() -> None:
     made = ready("0", "1")
     effects = made.step(MessageReceived(register("0", "another"), 9), 1.0)
     said = "worker:0 on box is alive: a second node with its id is not allowed"
@@ -243,23 +243,23 @@ def test_a_refusal_reaches_the_node_and_the_log_and_closes_the_link() -> None:
     assert made.counters["refused"] == 1
 
 
-def test_one_connection_speaks_for_one_node() -> None:
+def test_connection_belongs_to_one_node() -> None:
     made = ready("0", "1", recovery=True)
     effects = made.step(MessageReceived(register("other"), 1), 1.0)
     assert sent(effects, Refused)[1].reason == "its connection already belongs to another node"
-    assert state(made, "0") is NodeState.DEAD, "the link is closed, so whoever it spoke for is lost"
+    assert state(made, "0") is NodeState.DEAD, "the connection is closed, so its member is lost"
 
 
 def test_the_same_registration_twice_changes_nothing() -> None:
     made = ready("0", "1")
     again = made.step(MessageReceived(register("0"), 1), 1.0)
-    assert sent(again, RankAssigned) == {1: RankAssigned(1, 0, 2, 0, 2)} and not kept(again)
+    assert sent(again, RankAssigned) == {1: RankAssigned(1, 0, 2, 0, 2)} and not stored_records(again)
 
 
 # -- death without recovery ------------------------------------------------------------------------------------------
 
 
-def test_a_lost_link_is_a_death_and_without_recovery_the_end() -> None:
+def test_lost_connection_ends_cluster_without_recovery() -> None:
     made = ready("0", "1", "2")
     made.step(MessageReceived(Heartbeat(Progress(12, "backward")), 3), 1.0)
     effects = made.step(ConnectionLost("connection reset by peer", 2), 1.0)
@@ -271,10 +271,10 @@ def test_a_lost_link_is_a_death_and_without_recovery_the_end() -> None:
     assert failure.others == ["rank 0 on box: alive", "rank 2 on box: alive, step 12, backward"]
     assert ended(effects) == EndCluster(30, "worker:1 on box: its connection closed (connection reset by peer)", failure)
     told_end = Ended(30, "worker:1 on box: its connection closed (connection reset by peer)", failure)
-    assert kept(effects)[-1] == ClusterRecord("c1", "job", 3, 0, Phase.ENDED, 1, next_member_index=3, ended=told_end)
+    assert stored_records(effects)[-1] == ClusterRecord("c1", "job", 3, 0, Phase.ENDED, 1, next_member_index=3, ended=told_end)
 
 
-def test_the_first_failure_is_the_one_that_is_reported() -> None:
+def test_first_failure_is_reported() -> None:
     made = ready_agents()
     exited = ChildExited("2", 1, 139, "signal 11", ["Segmentation fault"], "worker_2.log")
     effects = made.step(MessageReceived(exited, 2), 1.0)
@@ -295,7 +295,7 @@ def test_exception_of_the_first_failure_is_in_its_report() -> None:
         assert failure is not None and failure.error == raised
 
 
-def test_after_the_end_a_member_is_told_it_again_and_a_stranger_is_refused() -> None:
+def test_after_end_member_receives_outcome_and_unknown_node_is_refused() -> None:
     made = ready("0", "1")
     made.step(MessageReceived(StopRequest("enough"), 9), 1.0)
     late = made.step(MessageReceived(register("1", cluster_id="c1", incarnation=1, generation=1, rank=1), 10), 2.0)
@@ -321,16 +321,16 @@ def test_a_cluster_ends_once() -> None:
 # -- leaving ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_leave_is_noted_on_disk_before_goodbye_is_said() -> None:
+def test_leave_is_persisted_before_acknowledgement() -> None:
     made = ready("0", "1")
     effects = made.step(MessageReceived(Leave(), 1), 1.0)
-    noted = next(n for n, e in enumerate(effects) if isinstance(e, Persist))
-    assert noted < effects.index(Send(LeaveAcknowledged(), 1))
+    incidents_of = next(n for n, e in enumerate(effects) if isinstance(e, Persist))
+    assert incidents_of < effects.index(Send(LeaveAcknowledged(), 1))
     assert state(made, "0") is NodeState.LEFT and phase(made) is Phase.READY
     assert made.step(ConnectionLost("closed", 1), 1.1) == []
 
 
-def test_when_everyone_has_left_the_cluster_ends_well() -> None:
+def test_cluster_ends_with_0_when_all_workers_left() -> None:
     made = ready("0", "1")
     made.step(MessageReceived(Leave(), 1), 1.0)
     effects = made.step(MessageReceived(Leave(), 2), 1.0)
@@ -338,14 +338,14 @@ def test_when_everyone_has_left_the_cluster_ends_well() -> None:
     assert sent(effects, LeaveAcknowledged) == {2: LeaveAcknowledged()} and not sent(effects, ClusterEnded)
 
 
-def test_a_leave_with_a_code_is_a_failure_that_was_able_to_say_so() -> None:
+def test_leave_with_nonzero_code_is_failure() -> None:
     made = ready("0", "1")
     effects = made.step(MessageReceived(Leave(3, "ValueError: no data"), 1), 1.0)
     failure = sent(effects, ClusterEnded)[2].failure
     assert failure is not None and failure.reason == "ValueError: no data" and failure.code == 3
 
 
-def test_who_missed_its_goodbye_may_say_its_leave_again() -> None:
+def test_leave_may_be_repeated() -> None:
     made = ready("0", "1", recovery=True)
     made.step(MessageReceived(Leave(), 1), 1.0)
     again = made.step(MessageReceived(register("0", incarnation=1, rank=0), 5), 2.0)
@@ -354,7 +354,7 @@ def test_who_missed_its_goodbye_may_say_its_leave_again() -> None:
     assert made.counters["left"] == 1
 
 
-def test_a_childs_leave_is_not_its_end_its_exit_is() -> None:
+def test_leave_of_child_is_not_its_exit() -> None:
     made = ready_agents()
     made.step(MessageReceived(register("0", incarnation=1), 3), 0.0)
     assert made.step(MessageReceived(Leave(), 3), 1.0) == [Send(LeaveAcknowledged(), 3)]
@@ -366,7 +366,7 @@ def test_a_childs_leave_is_not_its_end_its_exit_is() -> None:
 # -- recovery --------------------------------------------------------------------------------------------------------
 
 
-def test_with_recovery_a_death_is_a_new_generation_and_a_return_another() -> None:
+def test_death_and_return_each_start_a_generation_with_recovery() -> None:
     made = ready("0", "1", recovery=True)
     death = made.step(ConnectionLost("reset", 2), 1.0)
     assert phase(made) is Phase.HEALING and ended(death) is None
@@ -378,15 +378,15 @@ def test_with_recovery_a_death_is_a_new_generation_and_a_return_another() -> Non
     assert phase(made) is Phase.READY
 
 
-def test_a_new_generation_is_durable_before_the_incarnation_that_lives_in_it() -> None:
+def test_new_generation_is_persisted_before_its_incarnation() -> None:
     made = ready("0", "1", recovery=True)
     made.step(ConnectionLost("reset", 2), 1.0)
-    records = kept(made.step(MessageReceived(register("1", "second life"), 3), 2.0))
+    records = stored_records(made.step(MessageReceived(register("1", "second life"), 3), 2.0))
     assert [type(record) for record in records] == [ClusterRecord, MemberRecord, Incident, ClusterRecord]
     assert [r.generation for r in records if isinstance(r, ClusterRecord)] == [3, 3]
 
 
-def test_the_same_life_may_come_back_and_keeps_its_incarnation() -> None:
+def test_same_process_re_attaches_with_its_incarnation() -> None:
     made = ready("0", "1", recovery=True)
     made.step(ConnectionLost("reset", 2), 1.0)
     again = made.step(MessageReceived(register("1", incarnation=1, generation=1, rank=1, cluster_id="c1"), 3), 1.1)
@@ -394,7 +394,7 @@ def test_the_same_life_may_come_back_and_keeps_its_incarnation() -> None:
     assert phase(made) is Phase.READY and made.cluster.generation == 2
 
 
-def test_a_newcomer_on_another_host_takes_a_free_local_rank_there() -> None:
+def test_replacement_on_other_host_gets_free_local_rank() -> None:
     made = machine(4, recovery=True)
     for link, (name, host) in enumerate([("a", BOX), ("b", BOX), ("c", OTHER), ("d", OTHER)], start=1):
         made.step(MessageReceived(register(name, host=host), link), 0.0)
@@ -403,7 +403,7 @@ def test_a_newcomer_on_another_host_takes_a_free_local_rank_there() -> None:
     assert sent(back, RankAssigned) == {9: RankAssigned(3, 0, 4, local_rank=2, local_world=3, restarts=1)}
 
 
-def test_a_place_that_nobody_fills_is_the_end() -> None:
+def test_unfilled_rank_ends_cluster_after_timeout() -> None:
     made = ready("0", "1", recovery=True, topo_timeout_s=20.0)
     made.step(ConnectionLost("reset", 2), 0.0)
     effects = tick(made, 21.0, beats=[1])
@@ -412,20 +412,20 @@ def test_a_place_that_nobody_fills_is_the_end() -> None:
     assert end.failure is not None and end.failure.reason == "its connection closed (reset)"
 
 
-def test_a_new_life_is_held_off_until_the_one_before_is_judged() -> None:
+def test_new_process_is_deferred_until_previous_is_declared_dead() -> None:
     made = ready("0", "1", recovery=True, node_timeout_s=10.0)
     tick(made, 6.0, beats=[1])
     assert state(made, "1") is NodeState.SUSPECT
     held = made.step(MessageReceived(register("1", "second life"), 3), 6.0)
-    assert sent(held, Refused)[3].retry_after_s > 0 and len(told(held)) == 1
-    assert told(made.step(MessageReceived(register("1", "second life"), 3), 6.5)) == [], "it is said once"
+    assert sent(held, Refused)[3].retry_after_s > 0 and len(published(held)) == 1
+    assert published(made.step(MessageReceived(register("1", "second life"), 3), 6.5)) == [], "it is said once"
     tick(made, 11.0, beats=[1], since=6.0)
     assert sent(made.step(MessageReceived(register("1", "second life"), 3), 11.0), RankAssigned) == {
         3: RankAssigned(3, 1, 2, 1, 2, restarts=1)
     }
 
 
-def test_a_late_beat_clears_a_suspect_and_may_be_the_last_thing_that_was_missing() -> None:
+def test_late_heartbeat_clears_suspect_and_may_make_cluster_ready() -> None:
     made = ready("0", "1", "2", recovery=True, node_timeout_s=10.0)
     made.step(ConnectionLost("reset", 3), 0.0)
     tick(made, 6.0, beats=[1])
@@ -435,7 +435,7 @@ def test_a_late_beat_clears_a_suspect_and_may_be_the_last_thing_that_was_missing
     assert phase(made) is Phase.READY
 
 
-def test_a_suspect_that_leaves_is_not_missed() -> None:
+def test_suspect_that_leaves_does_not_block_ready() -> None:
     made = ready("0", "1", "2", recovery=True, node_timeout_s=10.0)
     made.step(ConnectionLost("reset", 3), 0.0)
     tick(made, 6.0, beats=[1])
@@ -447,27 +447,27 @@ def test_a_suspect_that_leaves_is_not_missed() -> None:
 # -- silence ---------------------------------------------------------------------------------------------------------
 
 
-def test_silence_makes_a_suspect_and_then_a_death() -> None:
+def test_silent_member_is_suspect_then_dead() -> None:
     made = ready("0", "1", node_timeout_s=10.0)
     effects = tick(made, 11.0, beats=[1])
-    assert "worker:1 suspect: no heartbeat for 5.5 s" in told(effects)
+    assert "worker:1 suspect: no heartbeat for 5.5 s" in published(effects)
     end = ended(effects)
     assert end is not None and end.reason == "worker:1 on box: no heartbeat for 10.5 s (MS_NODE_TIMEOUT is 10 s)"
     assert Close(2) in effects
 
 
 @pytest.mark.parametrize("settings", [{"heartbeats_enabled": False}, {"node_timeout_s": -1.0}])
-def test_silence_may_be_no_death_but_a_closed_socket_always_is(settings: dict[str, Any]) -> None:
+def test_without_timeout_only_lost_connection_is_death(settings: dict[str, Any]) -> None:
     made = ready("0", "1", **settings)
     assert not tick(made, 500.0)
     assert ended(made.step(ConnectionLost("reset", 1), 500.0))
 
 
-def test_the_schedulers_own_sleep_is_nobodys_silence() -> None:
+def test_suspension_of_scheduler_is_not_silence_of_members() -> None:
     made = ready("0", "1", node_timeout_s=10.0)
     tick(made, 4.0, beats=[1, 2])
     effects = made.step(Tick(), 300.0)
-    assert told(effects) == ["scheduler slept: suspended for 296.0 s: all timeouts are extended by that time"]
+    assert published(effects) == ["scheduler slept: suspended for 296.0 s: all timeouts are extended by that time"]
     assert state(made, "0") is state(made, "1") is NodeState.ALIVE
     assert ended(tick(made, 312.0, since=300.0)), "from then on it counts again"
 
@@ -475,7 +475,7 @@ def test_the_schedulers_own_sleep_is_nobodys_silence() -> None:
 # -- agents ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_child_is_spoken_for_by_its_agent() -> None:
+def test_exit_of_child_is_reported_by_agent() -> None:
     made = ready_agents(node_timeout_s=10.0)
     attached = made.step(MessageReceived(register("0", incarnation=1), 3), 0.0)
     assert sent(attached, RankAssigned) == {3: RankAssigned(1, 0, 3, 0, 2)}
@@ -486,7 +486,7 @@ def test_a_child_is_spoken_for_by_its_agent() -> None:
     assert made.step(MessageReceived(ChildExited("0", 2, 1), 1), 1.0) == [], "not its incarnation"
 
 
-def test_restart_all_starts_every_worker_anew_in_a_new_generation() -> None:
+def test_restart_all_restarts_every_worker_in_new_generation() -> None:
     made = ready_agents(max_restarts=1)
     made.step(MessageReceived(register("2", incarnation=1), 3), 0.0)
     effects = made.step(MessageReceived(ChildExited("0", 1, 1, "exit code 1"), 1), 1.0)
@@ -495,7 +495,7 @@ def test_restart_all_starts_every_worker_anew_in_a_new_generation() -> None:
     assert (starts[2].generation, starts[2].restarts, starts[2].max_restarts) == (2, 1, 1)
     made.step(MessageReceived(Heartbeat(Progress(9)), 3), 1.0)
     assert made.cluster.progress(made.cluster.members[(Role.WORKER, "2")]).step == -1, "the old incarnation no longer speaks"
-    assert [record.state for record in kept(effects) if isinstance(record, MemberRecord)] == [NodeState.ALIVE] * 3
+    assert [record.state for record in stored_records(effects) if isinstance(record, MemberRecord)] == [NodeState.ALIVE] * 3
     assert phase(made) is Phase.READY
     assert ended(made.step(MessageReceived(ChildExited("1", 2, 1), 1), 2.0)), "one restart was allowed"
 
@@ -504,13 +504,13 @@ def test_restart_all_starts_every_worker_anew_in_a_new_generation() -> None:
 def test_a_host_may_allow_fewer_restarts_than_the_scheduler(heals: bool) -> None:
     made = machine(1, max_restarts=5, strategies=parse_strategies(["recover-in-place"]))
     effects = made.step(MessageReceived(RegisterAgent("a", "life of a", BOX, 1, max_restarts=1), 1), 0.0)
-    assert [record.max_restarts for record in kept(effects) if isinstance(record, AgentRecord)] == [1]
+    assert [record.max_restarts for record in stored_records(effects) if isinstance(record, AgentRecord)] == [1]
     EditableCluster.of(made).set(heals=heals)
     assert not ended(made.step(MessageReceived(ChildExited("0", 1, 1), 1), 1.0))
     assert ended(made.step(MessageReceived(ChildExited("0", 2, 1), 1), 2.0))
 
 
-def test_an_agent_may_be_gone_at_once_where_workers_by_hand_are_waited_for() -> None:
+def test_lost_agent_is_gone_immediately_unless_agents_return() -> None:
     settings: dict[str, Any] = {"recovery": True, "strategies": parse_strategies(["recover"])}
     waiting, gone = ready_agents(**settings), ready_agents(**settings, agents_return=False)
     for made in (waiting, gone):
@@ -519,18 +519,18 @@ def test_an_agent_may_be_gone_at_once_where_workers_by_hand_are_waited_for() -> 
     assert (phase(waiting), phase(gone)) == (Phase.READY, Phase.HEALING)
 
 
-def test_a_lost_agent_is_the_end_because_nobody_can_start_its_workers() -> None:
+def test_lost_agent_ends_cluster_without_recovery() -> None:
     made = ready_agents(max_restarts=5)
     effects = made.step(ConnectionLost("reset", 2), 1.0)
     end = ended(effects)
     assert end is not None and end.reason == "worker:2 on other: the agent on other is gone (reset)"
-    assert "cluster end: cannot restart worker:2: no agent is left on other" in told(effects)
+    assert "cluster end: cannot restart worker:2: no agent is left on other" in published(effects)
     assert made.counters["deaths"] == 1
 
 
-def test_with_recovery_a_lost_agent_may_come_back_within_the_node_timeout() -> None:
+def test_lost_agent_may_return_within_node_timeout_with_recovery() -> None:
     made = ready_agents(recovery=True, node_timeout_s=10.0)
-    assert told(made.step(ConnectionLost("reset", 2), 0.0)) == ["agent:b out of reach: reset"]
+    assert published(made.step(ConnectionLost("reset", 2), 0.0)) == ["agent:b out of reach: reset"]
     tick(made, 8.0, beats=[1])
     again = made.step(MessageReceived(RegisterAgent("b", "life of b", OTHER, 1, cluster_id="c1"), 5), 8.0)
     assert sent(again, DesiredChildren)[5].assignments == [Assignment("2", 2, 1, 0)]
@@ -538,32 +538,32 @@ def test_with_recovery_a_lost_agent_may_come_back_within_the_node_timeout() -> N
     assert ended(tick(made, 20.0, beats=[1], since=8.0))
 
 
-def test_room_is_made_for_workers_that_come_by_themselves() -> None:
+def test_raised_target_admits_workers_that_register_by_themselves() -> None:
     made = ready("a", "b")
-    assert isinstance(_asked(made, ScaleRequest(more_workers=1, start_processes=False)), Refused), "no step was finished yet"
+    assert isinstance(_reply_to(made, ScaleRequest(more_workers=1, start_processes=False)), Refused), "no step was finished yet"
     EditableCluster.of(made).set(trains=True)
     extra = MessageReceived(register("c"), 7)
     assert "one worker too many" in sent(made.step(extra, 1.0), Refused)[7].reason
     effects = made.step(MessageReceived(ScaleRequest(more_workers=1, start_processes=False), 9), 1.0)
-    assert [r.requested_workers for r in kept(effects) if isinstance(r, ClusterRecord)] == [3], "it is durable"
+    assert [r.requested_workers for r in stored_records(effects) if isinstance(r, ClusterRecord)] == [3], "it is durable"
     joined = made.step(MessageReceived(register("c"), 8), 1.0)
     assert sent(joined, RankAssigned)[8].world == 3 and made.cluster.target_workers == 3
 
 
-def test_a_host_that_comes_later_makes_the_world_grow_when_it_has_imported() -> None:
+def test_late_host_grows_world_after_template_is_ready() -> None:
     made = ready_agents(worker_max=4, last_call_s=0.0)
     EditableCluster.of(made).set(trains=True)
     made.step(MessageReceived(RegisterAgent("c", "life of c", OTHER, 1, template_importing=True), 3), 1.0)
     tick(made, 3.0, beats=[1, 2, 3], since=1.0)
-    assert (phase(made), made.cluster.size(Role.WORKER)) == (Phase.READY, 3), "nobody waits for its imports"
+    assert (phase(made), made.cluster.size(Role.WORKER)) == (Phase.READY, 3), "no rank waits for its imports"
     another = made.step(MessageReceived(RegisterAgent("d", "life of d", OTHER, 1), 4), 3.0)
     assert sent(another, Refused)[4].reason == "the cluster has formed with its 4 workers: this host registered too late"
     made.step(MessageReceived(TemplateReady(), 3), 3.0)
     assert sent(tick(made, 4.0, since=3.0), DesiredChildren)[3].assignments == [Assignment("3", 3, 1, 1)]
 
 
-def cut_in_four(together: int) -> SchedulerMachine:
-    """Four workers, each with a part of the state, and so many copies of it."""
+def sharded_over_four(together: int) -> SchedulerMachine:
+    """Return four workers with a sharded state, of which `together` may leave at once."""
     made = ready("a", "b", "c", "d")
     made.step(MessageReceived(RendezvousPut("met", b"", 1), 1), 0.0)
     for link in range(1, 5):
@@ -575,50 +575,50 @@ def outcomes(made: SchedulerMachine) -> list[Outcome]:
     return [incident.outcome for incident in made.incidents.records]
 
 
-def go_on(made: SchedulerMachine, links: Sequence[int]) -> list[SchedulerEffect]:
+def resume_ranks(made: SchedulerMachine, links: Sequence[int]) -> list[SchedulerEffect]:
     generation = made.cluster.generation
     return [effect for link in links for effect in made.step(MessageReceived(RankResumed(generation, 5), link), 1.0)]
 
 
-def test_who_has_a_part_of_the_state_leaves_when_the_others_have_it() -> None:
-    made = cut_in_four(together=1)
+def test_rank_with_state_shard_leaves_after_others_hold_it() -> None:
+    made = sharded_over_four(together=1)
     effects = made.step(MessageReceived(ScaleRequest(workers=2), 9), 1.0)
     assert set(sent(effects, ClusterEnded)) == {4} and {f.world for f in sent(effects, RankAssigned).values()} == {3}
-    assert [r.departing_ids for r in kept(effects) if isinstance(r, ClusterRecord)] == [("c",)], "it is durable"
-    effects = go_on(made, (1, 2, 3))
+    assert [r.departing_ids for r in stored_records(effects) if isinstance(r, ClusterRecord)] == [("c",)], "it is durable"
+    effects = resume_ranks(made, (1, 2, 3))
     assert set(sent(effects, ClusterEnded)) == {3} and {f.world for f in sent(effects, RankAssigned).values()} == {2}
     assert (phase(made), outcomes(made)) == (Phase.HEALING, [Outcome.OPEN]), "one operation until all have left"
-    go_on(made, (1, 2))
+    resume_ranks(made, (1, 2))
     assert (phase(made), outcomes(made)) == (Phase.READY, [Outcome.RESUMED])
     assert made.cluster.departing_ids == ()
 
 
-def test_as_many_leave_at_once_as_there_are_copies() -> None:
+def test_batch_of_leaving_ranks_equals_replicas() -> None:
     for together, gone in ((0, {2, 3, 4}), (2, {3, 4}), (5, {2, 3, 4})):
-        made = cut_in_four(together)
+        made = sharded_over_four(together)
         assert set(sent(made.step(MessageReceived(ScaleRequest(workers=1), 9), 1.0), ClusterEnded)) == gone
 
 
-def test_a_scheduler_that_comes_back_remembers_who_is_still_to_leave() -> None:
-    made = cut_in_four(together=1)
-    records = kept(made.step(MessageReceived(ScaleRequest(workers=2), 9), 1.0))
+def test_restored_scheduler_keeps_departing_ids() -> None:
+    made = sharded_over_four(together=1)
+    records = stored_records(made.step(MessageReceived(ScaleRequest(workers=2), 9), 1.0))
     cluster = next(r for r in records if isinstance(r, ClusterRecord))
     again = SchedulerMachine(made.cluster.settings, cluster_id="c2", job="job", now=0.0, wall=0.0)
     again.step(JournalRead((cluster,)), 0.0)
     assert again.cluster.departing_ids == ("c",)
 
 
-def cut_under_an_agent(workers: int, together: int = 1) -> SchedulerMachine:
+def sharded_under_agent(workers: int, together: int = 1) -> SchedulerMachine:
     """As many workers of one agent, over link 1, each with a part of the state; theirs are links 11, 12, ..."""
     made = machine(workers, strategies=parse_strategies(("recover-in-place", "elastic-training")), recovery=True)
     made.step(MessageReceived(RegisterAgent("a", "life of a", BOX, workers), 1), 0.0)
     made.step(MessageReceived(RendezvousPut("met", b"", 1), 1), 0.0)
-    begin_lives(made)
-    take_a_step(made, together)
+    start_processes(made)
+    complete_step(made, together)
     return made
 
 
-def begin_lives(made: SchedulerMachine) -> None:
+def start_processes(made: SchedulerMachine) -> None:
     for member in made.cluster.members_in_role(Role.WORKER):
         life = f"{member.node_id}.{member.incarnation}"
         made.step(
@@ -628,19 +628,19 @@ def begin_lives(made: SchedulerMachine) -> None:
     made.step(MessageReceived(RendezvousPut("met", b"", made.cluster.generation), first.connection), 1.0)
 
 
-def take_a_step(made: SchedulerMachine, together: int = 1) -> None:
+def complete_step(made: SchedulerMachine, together: int = 1) -> None:
     for member in made.cluster.members_in_role(Role.WORKER):
         made.step(
             MessageReceived(Heartbeat(Progress(5, "train", in_loop=True, departing_max=together)), member.connection), 1.0
         )
 
 
-def all_go_on(made: SchedulerMachine) -> list[SchedulerEffect]:
-    return go_on(made, [m.connection for m in made.cluster.members_in_role(Role.WORKER)])
+def resume_all_ranks(made: SchedulerMachine) -> list[SchedulerEffect]:
+    return resume_ranks(made, [m.connection for m in made.cluster.members_in_role(Role.WORKER)])
 
 
-def lose_the_state(made: SchedulerMachine) -> None:
-    """Nobody has what one part of the state was: all start anew from their checkpoint."""
+def lose_state(made: SchedulerMachine) -> None:
+    """Report that no rank holds one slot of the state, so that all workers restart from their checkpoint."""
     for member in made.cluster.members_in_role(Role.WORKER):
         made.step(
             MessageReceived(
@@ -650,7 +650,7 @@ def lose_the_state(made: SchedulerMachine) -> None:
             1.0,
         )
     assert not made.cluster.trains and all(not m.connection for m in made.cluster.members_in_role(Role.WORKER)), (
-        "all start anew"
+        "all workers restart"
     )
     assert made.cluster.reason.endswith(": all workers restart from the newest checkpoint"), "and the console says so"
 
@@ -659,50 +659,50 @@ def workers_of(made: SchedulerMachine) -> list[str]:
     return [m.node_id for m in made.cluster.members_in_role(Role.WORKER)]
 
 
-def test_after_a_return_to_the_checkpoint_the_remaining_leavers_leave() -> None:
-    made = cut_under_an_agent(4)
+def test_remaining_ranks_leave_after_rollback_to_checkpoint() -> None:
+    made = sharded_under_agent(4)
     made.step(MessageReceived(ScaleRequest(workers=2), 9), 1.0)
     assert workers_of(made) == ["0", "1", "2"]
-    lose_the_state(made)
-    begin_lives(made)
-    all_go_on(made)
+    lose_state(made)
+    start_processes(made)
+    resume_all_ranks(made)
     assert (phase(made), outcomes(made)) == (Phase.READY, [Outcome.OPEN]), "the operation is not over"
-    assert isinstance(_asked(made, ScaleRequest(workers=5)), Refused), "no step was finished yet"
-    take_a_step(made)
+    assert isinstance(_reply_to(made, ScaleRequest(workers=5)), Refused), "no step was finished yet"
+    complete_step(made)
     effects = tick(made, 2.0, since=1.5)
     assert set(sent(effects, ClusterEnded)) == {13} and workers_of(made) == ["0", "1"]
-    all_go_on(made)
+    resume_all_ranks(made)
     assert (phase(made), outcomes(made), made.cluster.departing_ids) == (Phase.READY, [Outcome.RESUMED], ())
 
 
-def test_where_the_training_ends_first_the_operation_ends_with_the_run() -> None:
-    made = cut_under_an_agent(4)
+def test_scale_in_ends_with_run_if_training_ends_first() -> None:
+    made = sharded_under_agent(4)
     made.step(MessageReceived(ScaleRequest(workers=2), 9), 1.0)
-    go_on(made, (11, 12))
+    resume_ranks(made, (11, 12))
     made.step(MessageReceived(ChildExited("0", 1, 0), 1), 1.0)
-    go_on(made, (13,))
+    resume_ranks(made, (13,))
     assert outcomes(made) == [Outcome.OPEN]
     for name in ("1", "2"):
         made.step(MessageReceived(ChildExited(name, 1, 0), 1), 1.0)
     assert (phase(made), outcomes(made)) == (Phase.ENDED, [Outcome.FINISHED])
 
 
-def test_where_only_leavers_live_one_of_them_stays() -> None:
-    made = cut_under_an_agent(5, together=2)
+def test_one_departing_rank_stays_if_no_other_is_alive() -> None:
+    made = sharded_under_agent(5, together=2)
     made.step(MessageReceived(ScaleRequest(workers=1), 9), 1.0)
     assert workers_of(made) == ["0", "1", "2"]
     edited = EditableCluster.of(made)
     edited.change(edited.worker("0"), deaths_without_progress=3)  # it cannot be replaced: the world shrinks
     made.step(MessageReceived(ChildExited("0", 1, 137, "killed"), 1), 1.0)
     assert sorted(workers_of(made)) == ["1", "2"]
-    all_go_on(made)
+    resume_all_ranks(made)
     assert len(workers_of(made)) == 1
-    all_go_on(made)
+    resume_all_ranks(made)
     assert (phase(made), set(outcomes(made))) == (Phase.READY, {Outcome.RESUMED})
 
 
-def test_a_scheduler_that_does_not_know_who_went_on_asks_before_the_next_leave() -> None:
-    made = cut_under_an_agent(4)
+def test_restored_scheduler_waits_for_resumed_ranks_before_next_leave() -> None:
+    made = sharded_under_agent(4)
     made.step(MessageReceived(ScaleRequest(workers=2), 9), 1.0)
     edited = EditableCluster.of(made)
     edited.barrier.safe_point.resumed.clear()
@@ -710,32 +710,32 @@ def test_a_scheduler_that_does_not_know_who_went_on_asks_before_the_next_leave()
     edited.recovery.update_readiness(edited.step(1.0), "all members are reachable again")  # as after a return
     effects = tick(made, 2.0, since=1.5)
     assert set(sent(effects, NewGeneration)) == {11, 12, 13} and phase(made) is Phase.HEALING
-    assert workers_of(made) == ["0", "1", "2"], "nobody leaves before all go on"
-    assert set(sent(all_go_on(made), ClusterEnded)) == {13}
+    assert workers_of(made) == ["0", "1", "2"], "no rank leaves before all have resumed"
+    assert set(sent(resume_all_ranks(made), ClusterEnded)) == {13}
 
 
-def test_newcomers_that_begin_anew_with_everyone_are_healed_like_anyone() -> None:
-    made = cut_under_an_agent(3)
+def test_joining_ranks_after_full_restart_are_healed_as_others() -> None:
+    made = sharded_under_agent(3)
     made.step(MessageReceived(ScaleRequest(workers=4), 9), 1.0)
-    begin_lives(made)
-    lose_the_state(made)
+    start_processes(made)
+    lose_state(made)
     assert outcomes(made) == [Outcome.RESTARTED]
     made.step(MessageReceived(ChildExited("3", 2, 137, "killed"), 1), 1.0)
     assert workers_of(made) == ["0", "1", "2", "3"] and outcomes(made) == [Outcome.RESTARTED, Outcome.OPEN]
 
 
-def test_who_takes_a_growth_back_is_told_that() -> None:
-    made = cut_under_an_agent(3)
+def test_rollback_request_is_answered() -> None:
+    made = sharded_under_agent(3)
     made.step(MessageReceived(ScaleRequest(workers=4), 9), 1.0)
-    answer = _asked(made, ScaleRequest(roll_back=True))
+    answer = _reply_to(made, ScaleRequest(roll_back=True))
     assert isinstance(answer, ScaleAccepted) and (answer.operation, answer.reason) == (
         2,
         "requested; the scale-out is rolled back",
     )
 
 
-def test_a_death_while_a_growth_is_taken_back_is_still_healed() -> None:
-    made = cut_under_an_agent(3)
+def test_death_during_rollback_is_healed() -> None:
+    made = sharded_under_agent(3)
     made.step(MessageReceived(ScaleRequest(workers=4), 9), 1.0)
     made.step(MessageReceived(ChildExited("1", 1, 137, "killed"), 1), 2.0)
     made.step(MessageReceived(ChildExited("3", 1, 137, "killed"), 1), 3.0)
@@ -743,57 +743,57 @@ def test_a_death_while_a_growth_is_taken_back_is_still_healed() -> None:
     assert [growth.outcome, death.outcome, back.outcome] == [Outcome.ROLLED_BACK, Outcome.OPEN, Outcome.OPEN]
     assert growth.reason.endswith("as requested; worker:3 did not join: killed; the scale-out is rolled back")
     assert growth.total_ms == 2000.0, "it had been waited for so long"
-    begin_lives(made)
-    all_go_on(made)
+    start_processes(made)
+    resume_all_ranks(made)
     assert outcomes(made) == [Outcome.ROLLED_BACK, Outcome.RESUMED, Outcome.RESUMED]
 
 
-def test_a_growth_is_not_taken_back_where_everyone_who_had_the_state_has_died() -> None:
-    made = cut_under_an_agent(2, together=0)
+def test_no_rollback_if_all_ranks_with_state_died() -> None:
+    made = sharded_under_agent(2, together=0)
     made.step(MessageReceived(ScaleRequest(workers=3), 9), 1.0)
     for name in ("0", "1"):
         made.step(MessageReceived(ChildExited(name, 1, 137, "killed"), 1), 1.0)
-    begin_lives(made)
+    start_processes(made)
     for member in made.cluster.members_in_role(Role.WORKER):
         made.step(MessageReceived(SafePointReport(made.cluster.generation, None, needs_state=True), member.connection), 1.0)
-    assert isinstance(_asked(made, ScaleRequest(roll_back=True)), Refused), "all begin anew, in the larger world"
+    assert isinstance(_reply_to(made, ScaleRequest(roll_back=True)), Refused), "all workers restart in the larger world"
     made.step(MessageReceived(ChildExited("2", 1, 137, "killed"), 1), 1.0)
     assert (workers_of(made), made.incidents.records[-1].strategy) == (["0", "1", "2"], "recover-in-place")
 
 
-def come_back(made: SchedulerMachine, effects: Effects) -> SchedulerMachine:
-    """The next scheduler, with what was durable after these effects; everyone has called again."""
+def restart_scheduler(made: SchedulerMachine, effects: Effects) -> SchedulerMachine:
+    """The next scheduler, with what was durable after these effects; all members have re-attached."""
     agents = [AgentRecord.from_agent(agent) for agent in made.cluster.agents.values()]
     members = {r.rank: r for r in (MemberRecord.from_member(m) for m in made.cluster.members.values())}
-    records = [r for r in kept(effects) if not isinstance(r, MemberRecord)]
+    records = [r for r in stored_records(effects) if not isinstance(r, MemberRecord)]
     again = SchedulerMachine(made.cluster.settings, cluster_id="c2", job="job", now=0.0)
     again.step(JournalRead((*records, *agents, *members.values())), 0.0)
     again.step(MessageReceived(RegisterAgent("a", "life of a", BOX, 3, cluster_id="c1"), 1), 0.0)
-    begin_lives(again)
+    start_processes(again)
     return again
 
 
-@pytest.mark.parametrize("what", ["all come", "one dies", "nobody comes"])
-def test_a_scheduler_that_comes_back_waits_for_the_newcomers_of_a_growth(what: str) -> None:
-    made = cut_under_an_agent(3)
-    again = come_back(made, made.step(MessageReceived(ScaleRequest(workers=5), 9), 1.0))
+@pytest.mark.parametrize("what", ["all come", "one dies", "none comes"])
+def test_restored_scheduler_waits_for_joining_ranks(what: str) -> None:
+    made = sharded_under_agent(3)
+    again = restart_scheduler(made, made.step(MessageReceived(ScaleRequest(workers=5), 9), 1.0))
     assert (phase(again), outcomes(again)) == (Phase.HEALING, [Outcome.OPEN]), "they are here, and not in a step yet"
     if what == "all come":
-        all_go_on(again)
+        resume_all_ranks(again)
         assert (phase(again), outcomes(again)) == (Phase.READY, [Outcome.RESUMED])
-        assert isinstance(_asked(again, ScaleRequest(roll_back=True)), Refused)
+        assert isinstance(_reply_to(again, ScaleRequest(roll_back=True)), Refused)
         return
     if what == "one dies":
         again.step(MessageReceived(ChildExited("4", 1, 137, "killed"), 1), 2.0)
     else:
         tick(again, 302.0, beats=[1, 11, 12, 13, 14, 15], since=1.0)
     assert workers_of(again) == ["0", "1", "2"] and outcomes(again) == [Outcome.ROLLED_BACK, Outcome.OPEN]
-    all_go_on(again)
+    resume_all_ranks(again)
     assert outcomes(again) == [Outcome.ROLLED_BACK, Outcome.RESUMED]
 
 
-def _asked(made: SchedulerMachine, asked: ScaleRequest) -> ScaleAccepted | RequestAccepted | Refused:
-    return reply(made.step(MessageReceived(asked, 9), 1.0))
+def _reply_to(made: SchedulerMachine, reply_to: ScaleRequest) -> ScaleAccepted | RequestAccepted | Refused:
+    return reply(made.step(MessageReceived(reply_to, 9), 1.0))
 
 
 def reply(effects: Effects) -> ScaleAccepted | RequestAccepted | Refused:
@@ -803,14 +803,14 @@ def reply(effects: Effects) -> ScaleAccepted | RequestAccepted | Refused:
     return answer
 
 
-def test_an_agent_whose_workers_have_finished_may_go() -> None:
+def test_agent_may_leave_after_its_workers_finished() -> None:
     made = ready_agents()
     made.step(MessageReceived(ChildExited("2", 1, 0), 2), 1.0)
     assert made.step(ConnectionLost("closed", 2), 2.0) == []
     assert phase(made) is Phase.READY
 
 
-def test_an_agent_that_leaves_takes_its_workers_along_and_ends_them_itself() -> None:
+def test_leaving_agent_ends_its_workers() -> None:
     made = ready_agents()
     made.step(MessageReceived(register("2", incarnation=1), 3), 0.0)
     effects = made.step(MessageReceived(Leave(143, "SIGTERM"), 2), 1.0)
@@ -830,23 +830,23 @@ def test_a_dead_server_without_an_agent_is_not_healed_by_restarting_workers() ->
     assert ended(made.step(ConnectionLost("reset", 2), 1.0)) is not None
 
 
-def test_a_replacement_has_time_to_show_progress_while_all_others_still_wait_for_it() -> None:
+def test_replacement_has_time_for_progress_while_others_wait() -> None:
     made = ready_agents(strategies=("recover-in-place",), stuck_s=1.0)
     for rank in range(3):
         made.step(MessageReceived(register(str(rank), incarnation=1), 10 + rank), 0.0)
     for rank, waits in enumerate(("5.0", "5.0", "")):
         made.step(MessageReceived(Heartbeat(Progress(5, "train", waiting_in=waits)), 10 + rank), 0.0)
     effects = tick(made, 2.0)
-    assert "worker:2 died: stuck: all other ranks wait for it in collective 5.0 for over 1 s" in told(effects)
+    assert "worker:2 died: stuck: all other ranks wait for it in collective 5.0 for over 1 s" in published(effects)
     assert sent(effects, DesiredChildren)[2].assignments == [Assignment("2", 2, 2, 0)]
     made.step(MessageReceived(register("2", "second life", OTHER, incarnation=2), 20), 2.0)
     effects = made.step(MessageReceived(Heartbeat(), 20), 2.0) + tick(made, 25.0, beats=[1, 2], since=2.0)
-    assert "worker:2 died" not in " ".join(told(effects)), "it restores"
+    assert "worker:2 died" not in " ".join(published(effects)), "it restores"
     made.step(MessageReceived(Heartbeat(Progress(5, "train", in_loop=True)), 20), 25.0)
-    assert any("worker:2 died: stuck" in sentence for sentence in told(tick(made, 27.0, since=25.0))), "it had begun"
+    assert any("worker:2 died: stuck" in sentence for sentence in published(tick(made, 27.0, since=25.0))), "it had begun"
 
 
-def test_a_rank_that_left_too_early_is_not_waited_for_for_ever() -> None:
+def test_run_ends_if_rank_left_early() -> None:
     made = ready_agents(strategies=("recover-in-place", "dump"), stuck_s=5.0)
     for rank in range(3):
         made.step(MessageReceived(register(str(rank), incarnation=1), 10 + rank), 0.0)
@@ -854,7 +854,7 @@ def test_a_rank_that_left_too_early_is_not_waited_for_for_ever() -> None:
     for rank in range(2):
         made.step(MessageReceived(Heartbeat(Progress(5, "train", in_loop=True, waiting_in="5.0")), 10 + rank), 0.0)
     effects = tick(made, 6.0)
-    assert told(effects)[-1].startswith(
+    assert published(effects)[-1].startswith(
         "cluster dump: worker:2 left before the run was finished: all other ranks wait in collective 5.0 for over 5 s"
     )
     assert set(sent(effects, DumpRequest)) == {10, 11} and phase(made) is Phase.HEALING
@@ -863,7 +863,7 @@ def test_a_rank_that_left_too_early_is_not_waited_for_for_ever() -> None:
     assert end is not None and end.code == ExitCode.PEER_FAILED and end.reason.endswith("; step 5 is in dump-5")
 
 
-def test_who_waits_for_a_rank_at_the_end_of_its_program_is_told_at_once() -> None:
+def test_wait_for_finished_rank_ends_run_immediately() -> None:
     made = ready_agents(strategies=("recover-in-place",))
     for rank in range(3):
         made.step(MessageReceived(register(str(rank), incarnation=1), 10 + rank), 0.0)
@@ -881,14 +881,14 @@ def test_who_waits_for_a_rank_at_the_end_of_its_program_is_told_at_once() -> Non
 
 
 @pytest.mark.parametrize("text", ["", "5", "5.-1", "a.b", "٣.٣", "1.2.3", "9" * 30 + ".0"])
-def test_what_is_no_number_of_a_collective_is_read_as_none(text: str) -> None:
+def test_invalid_collective_number_parses_as_none(text: str) -> None:
     assert CollectiveNumber.parse(text) is None and CollectiveNumber.parse(str(CollectiveNumber(-1, 7))) == CollectiveNumber(
         -1, 7
     )
 
 
-def test_who_has_left_is_not_waited_for_by_those_who_are_to_go_on_together() -> None:
-    """Without beats nobody would ever be found to wait."""
+def test_left_rank_does_not_block_resume() -> None:
+    """Without heartbeats no wait would ever be detected."""
     made = ready_agents(strategies=("recover-in-place",), heartbeats_enabled=False, stuck_s=-1.0)
     for rank in range(3):
         made.step(MessageReceived(register(str(rank), incarnation=1), 10 + rank), 0.0)
@@ -904,8 +904,8 @@ def test_who_has_left_is_not_waited_for_by_those_who_are_to_go_on_together() -> 
 
 
 @pytest.mark.parametrize("had", [False, True])
-def test_who_left_between_its_plan_and_the_next_step_is_not_waited_for_for_ever(had: bool) -> None:
-    """It had gone on if all others do, though nobody heard it say so; else they wait for it, and that is the end."""
+def test_run_ends_if_rank_left_between_plan_and_step(had: bool) -> None:
+    """The left rank had resumed if all others do. Otherwise they wait for it and the run ends."""
     made = ready_agents(strategies=("recover-in-place",), heartbeats_enabled=False, stuck_s=5.0)
     for rank in range(3):
         made.step(MessageReceived(register(str(rank), incarnation=1), 10 + rank), 0.0)
@@ -931,7 +931,7 @@ def test_who_left_between_its_plan_and_the_next_step_is_not_waited_for_for_ever(
     assert end.reason == "worker:2 left before the run was finished: all other ranks have waited to resume for over 5 s"
 
 
-def test_a_rank_at_its_end_goes_though_the_scheduler_forgot_the_reports_of_who_went_before() -> None:
+def test_finished_rank_leaves_after_scheduler_lost_earlier_reports() -> None:
     made = ready_agents(strategies=("recover-in-place",))
     for rank in range(3):
         made.step(MessageReceived(register(str(rank), incarnation=1), 10 + rank), 0.0)
@@ -948,7 +948,7 @@ def test_a_rank_at_its_end_goes_though_the_scheduler_forgot_the_reports_of_who_w
     assert end is not None and end.code == 0, "all had come to their end: nothing is left to repeat"
 
 
-def test_a_replacement_that_never_calls_is_waited_for_as_long_as_for_any_other() -> None:
+def test_replacement_that_never_registers_ends_run_after_heal_deadline() -> None:
     made = ready_agents(strategies=("recover-in-place",), topo_timeout_s=60.0)
     for rank in range(3):
         made.step(MessageReceived(register(str(rank), incarnation=1), 10 + rank), 0.0)
@@ -975,18 +975,18 @@ def crashed(*names: str, **settings: Any) -> tuple[Record, ...]:
     return journal(*(made.step(MessageReceived(register(name), link), 0.0) for link, name in enumerate(names, start=1)))
 
 
-def test_members_re_attach_with_their_ranks_and_the_cluster_is_ready_again() -> None:
+def test_members_re_attach_with_ranks_and_cluster_is_ready() -> None:
     made, effects = restored(crashed("a", "b"), recovery=True)
-    assert told(effects) == ["cluster restored: generation 1, 2 members"]
+    assert published(effects) == ["cluster restored: generation 1, 2 members"]
     assert phase(made) is Phase.RETURNING and made.cluster.cluster_id == "c1"
     held: dict[str, Any] = {"cluster_id": "c1", "incarnation": 1, "generation": 1}
     one = made.step(MessageReceived(register("a", rank=0, **held), 1), 100.1)
-    assert sent(one, RankAssigned) == {1: RankAssigned(1, 0, 2, 0, 2)} and not kept(one)
+    assert sent(one, RankAssigned) == {1: RankAssigned(1, 0, 2, 0, 2)} and not stored_records(one)
     made.step(MessageReceived(register("b", rank=1, **held), 2), 100.2)
     assert phase(made) is Phase.READY and made.cluster.generation == 1
 
 
-def test_who_does_not_come_back_in_time_is_dead_and_its_place_is_healed() -> None:
+def test_member_that_misses_return_deadline_is_dead_and_replaced() -> None:
     made, _ = restored(crashed("a", "b"), recovery=True, node_timeout_s=10.0)
     made.step(MessageReceived(register("a"), 1), 100.0)
     assert sent(made.step(MessageReceived(register("b", "second life"), 2), 100.0), Refused)[2].retry_after_s > 0
@@ -994,24 +994,24 @@ def test_who_does_not_come_back_in_time_is_dead_and_its_place_is_healed() -> Non
     assert sent(effects, NewGeneration)[1].generation == 2 and phase(made) is Phase.HEALING
 
 
-def test_a_dead_member_in_the_journal_is_waited_for() -> None:
+def test_restored_dead_member_is_awaited() -> None:
     before = ready("a", "b", recovery=True)
     records = journal(tuple(Persist(r) for r in crashed("a", "b")), before.step(ConnectionLost("reset", 2), 1.0))  # type: ignore[arg-type]
     made, _ = restored(records, recovery=True, topo_timeout_s=30.0)
     effects = made.step(MessageReceived(register("a"), 1), 100.0)
     assert phase(made) is Phase.HEALING
-    assert told(effects)[-1] == "cluster healing: waiting for worker:b to be restarted with the same variables"
+    assert published(effects)[-1] == "cluster healing: waiting for worker:b to be restarted with the same variables"
     assert ended(tick(made, 131.0, beats=[1], since=100.0))
 
 
-def test_without_beats_the_return_is_bounded_by_the_time_to_form() -> None:
+def test_return_is_limited_by_topo_timeout_without_heartbeats() -> None:
     made, _ = restored(crashed("a", "b"), recovery=True, heartbeats_enabled=False, topo_timeout_s=30.0)
     made.step(MessageReceived(register("a"), 1), 100.0)
     end = ended(tick(made, 131.0, since=100.0))
     assert end is not None and end.reason == "worker:b did not come back within 30 s"
 
 
-def test_a_crash_before_the_formation_was_complete_on_disk_forgets_it() -> None:
+def test_incomplete_formation_in_journal_is_ignored() -> None:
     records = crashed("a", "b")
     forming = ClusterRecord("c1", "job", 2, 0, Phase.FORMING, 0)
     made, effects = restored((forming, *records[:-1]), recovery=True)
@@ -1020,7 +1020,7 @@ def test_a_crash_before_the_formation_was_complete_on_disk_forgets_it() -> None:
     assert made.cluster.reason == "1 worker missing"
 
 
-def test_agents_speak_for_children_that_never_attached() -> None:
+def test_re_attached_agents_cover_children_that_never_registered() -> None:
     made = machine(3, recovery=True)
     first = made.step(MessageReceived(RegisterAgent("a", "life of a", BOX, 2), 1), 0.0)
     records = journal(first, made.step(MessageReceived(RegisterAgent("b", "life of b", OTHER, 1), 2), 0.0))
@@ -1032,7 +1032,7 @@ def test_agents_speak_for_children_that_never_attached() -> None:
     assert {m.state for m in made.cluster.members.values()} == {NodeState.ALIVE}
 
 
-def test_a_restart_while_one_agent_is_still_away_waits_for_it() -> None:
+def test_full_restart_waits_for_disconnected_agent() -> None:
     made = machine(3, recovery=True)
     first = made.step(MessageReceived(RegisterAgent("a", "life of a", BOX, 2), 1), 0.0)
     records = journal(first, made.step(MessageReceived(RegisterAgent("b", "life of b", OTHER, 1), 2), 0.0))
@@ -1040,16 +1040,16 @@ def test_a_restart_while_one_agent_is_still_away_waits_for_it() -> None:
     made.step(MessageReceived(RegisterAgent("a", "life of a", BOX, 2, cluster_id="c1"), 1), 100.0)
     effects = made.step(MessageReceived(ChildExited("0", 1, 1), 1), 100.0)
     assert set(sent(effects, DesiredChildren)) == {1} and phase(made) is Phase.RETURNING
-    assert {record.state for record in kept(effects) if isinstance(record, MemberRecord)} == {NodeState.ALIVE}
+    assert {record.state for record in stored_records(effects) if isinstance(record, MemberRecord)} == {NodeState.ALIVE}
     late = made.step(MessageReceived(RegisterAgent("b", "life of b", OTHER, 1, cluster_id="c1"), 2), 101.0)
     assert sent(late, DesiredChildren)[2].assignments == [Assignment("2", 2, 2, 0)] and phase(made) is Phase.READY
 
 
-def test_a_scheduler_that_is_back_heals_a_death_it_hears_of_before_any_worker() -> None:
+def test_restored_scheduler_heals_death_reported_before_registrations() -> None:
     made = machine(1)
     formed = made.step(MessageReceived(RegisterAgent("a", "life of a", BOX, 1), 1), 0.0)
     attached = made.step(MessageReceived(register("0", incarnation=1), 2), 0.1)
-    assert kept(made.step(MessageReceived(register("0", incarnation=1), 3), 0.2)) == [], (
+    assert stored_records(made.step(MessageReceived(register("0", incarnation=1), 3), 0.2)) == [], (
         "that the program heals is written once"
     )
     made, _ = restored(journal(formed, attached), strategies=("recover-in-place",))
@@ -1058,7 +1058,7 @@ def test_a_scheduler_that_is_back_heals_a_death_it_hears_of_before_any_worker() 
     assert sent(effects, DesiredChildren)[1].assignments == [Assignment("0", 0, 2, 0)]
 
 
-def test_everyone_had_left_but_the_end_was_not_written() -> None:
+def test_restored_cluster_ends_if_all_workers_had_left() -> None:
     before = ready("a", "b", recovery=True)
     leaves = [before.step(MessageReceived(Leave(), link), 1.0) for link in (1, 2)]
     formed: Effects = [Persist(record) for record in crashed("a", "b")]
@@ -1070,7 +1070,7 @@ def test_everyone_had_left_but_the_end_was_not_written() -> None:
 # -- the board -------------------------------------------------------------------------------------------------------
 
 
-def test_values_meet_those_who_ask_in_their_generation_only() -> None:
+def test_values_are_returned_only_in_their_generation() -> None:
     made = ready("0", "1", recovery=True)
     assert made.step(MessageReceived(RendezvousGet("addr/1", 1), 1), 0.0) == []
     assert sent(made.step(MessageReceived(RendezvousPut("addr/1", b"here", 1), 2), 0.0), RendezvousValue) == {
@@ -1087,7 +1087,7 @@ def test_values_meet_those_who_ask_in_their_generation_only() -> None:
     )
 
 
-def test_nobody_who_is_not_registered_writes_or_reads_the_board() -> None:
+def test_unregistered_connection_cannot_use_rendezvous_store() -> None:
     made = ready("0", "1")
     assert made.step(MessageReceived(RendezvousPut("addr/0", b"forged", 1), 99), 0.0) == []
     made.step(MessageReceived(RendezvousPut("addr/0", b"true", 1), 1), 0.0)
@@ -1110,7 +1110,7 @@ def pods(**settings: Any) -> SchedulerMachine:
     return made
 
 
-def test_the_next_pod_is_let_in_when_the_last_is_said_to_be_gone_and_not_before() -> None:
+def test_next_pod_is_admitted_only_after_previous_is_reported_gone() -> None:
     made = pods()
     again = RegisterAgent("c", "life of c", NEXT, 1, first_rank=2)
     assert sent(made.step(MessageReceived(again, 4), 2.0), Refused)[4].retry_after_s > 0, (
@@ -1118,45 +1118,47 @@ def test_the_next_pod_is_let_in_when_the_last_is_said_to_be_gone_and_not_before(
     )
     said = made.step(HostGone("uid-1", "the pod pod-1 is over"), 2.0)
     assert state(made, "2") is NodeState.DEAD and phase(made) is Phase.HEALING
-    assert {record.gone_hosts for record in kept(said) if isinstance(record, ClusterRecord)} == {("uid-1",)}, "it is durable"
+    assert {record.gone_hosts for record in stored_records(said) if isinstance(record, ClusterRecord)} == {("uid-1",)}, (
+        "it is durable"
+    )
     [start] = sent(made.step(MessageReceived(again, 4), 2.5), DesiredChildren).values()
     assert [(a.node_id, a.incarnation) for a in start.assignments] == [("2", 2)], "its place, its rank, the next life"
 
 
-def test_who_was_in_a_pod_that_is_gone_is_not_let_in_again_by_any_scheduler() -> None:
+def test_nodes_of_gone_pod_are_refused_by_every_scheduler() -> None:
     made = pods()
     effects = [made.step(HostGone("uid-1", "it is over"), 2.0), made.step(HostGone("uid-1", "it is over"), 2.0)]
     assert effects[1] == [], "once is enough"
     other = machine(3, recovery=True, strategies=parse_strategies(["recover"]), extra_ranks=0)
     other.step(JournalRead(journal(*effects)), 3.0)
     for each in (made, other):
-        for wish in (RegisterAgent("b", "life of b", POD, 1), register("2", host=POD, incarnation=1)):
-            assert "was reported gone" in sent(each.step(MessageReceived(wish, 9), 3.0), Refused)[9].reason
+        for registration in (RegisterAgent("b", "life of b", POD, 1), register("2", host=POD, incarnation=1)):
+            assert "was reported gone" in sent(each.step(MessageReceived(registration, 9), 3.0), Refused)[9].reason
 
 
-def test_a_raw_worker_of_a_lost_node_is_over_at_once_and_its_connection_closed() -> None:
+def test_worker_of_gone_host_is_dead_and_its_connection_closed() -> None:
     made = machine(2, recovery=True)
     made.step(MessageReceived(register("x"), 1), 0.0)
     made.step(MessageReceived(register("y", host=POD), 2), 0.0)
     said = made.step(HostGone("uid-1", "it is over"), 1.0)
     assert state(made, "y") is NodeState.DEAD and state(made, "x") is NodeState.ALIVE and Close(2) in said
-    assert made.step(HostGone("uid-9", "nobody knows it"), 1.0)[1:] == [] and state(made, "x") is NodeState.ALIVE
+    assert made.step(HostGone("uid-9", "unknown host"), 1.0)[1:] == [] and state(made, "x") is NodeState.ALIVE
     assert sent(made.step(MessageReceived(register("y", "next", host=NEXT), 3), 1.5), Registered)[3].incarnation == 2
 
 
-def test_a_node_is_killed_by_its_agent_and_its_death_is_news_like_any_other() -> None:
+def test_kill_request_is_sent_to_agent_and_exit_is_handled_normally() -> None:
     made = ready_agents()
     made.step(MessageReceived(ChildStarted("2", 1, 42), 2), 1.0)
     effects = made.step(MessageReceived(KillRequest("worker:2", "to see"), 9), 1.0)
     assert sent(effects, KillChild) == {2: KillChild("2", 1)} and isinstance(reply(effects), RequestAccepted)
-    assert "worker:2 to be killed: to see: process 42 of worker:2 on other is killed" in told(effects)
+    assert "worker:2 to be killed: to see: process 42 of worker:2 on other is killed" in published(effects)
     assert state(made, "2") is NodeState.ALIVE and made.counters["kills"] == 1, "nothing is decided before it is dead"
 
 
 @pytest.mark.parametrize(
     ("node", "why"), [("worker:9", "there is no node"), ("worker:1", "is not running yet"), ("worker:0", "process 7 on")]
 )
-def test_who_cannot_be_killed_from_here(node: str, why: str) -> None:
+def test_kill_request_without_target_is_refused(node: str, why: str) -> None:
     made = machine(2)
     made.step(MessageReceived(register("0", pid=7), 1), 0.0)
     made.step(MessageReceived(register("1"), 2), 0.0)
@@ -1164,7 +1166,7 @@ def test_who_cannot_be_killed_from_here(node: str, why: str) -> None:
     assert not sent(effects, KillChild) and why in sent(effects, Refused)[9].reason
 
 
-def test_a_worker_that_speaks_mindspores_protocol_ends_the_run() -> None:
+def test_worker_with_mindspore_protocol_ends_run() -> None:
     made = ready_agents(max_restarts=3)
     effects = made.step(MindSporeDetected("worker:1"), 1.0)
     reason = "worker:1 runs a MindSpore script, which needs MindSpore's own scheduler: add --framework mindspore"
@@ -1174,45 +1176,45 @@ def test_a_worker_that_speaks_mindspores_protocol_ends_the_run() -> None:
     assert phase(made) is Phase.ENDED and not made.step(MindSporeDetected("worker:0"), 2.0)
 
 
-def test_a_worker_that_called_init_may_speak_mindspores_protocol() -> None:
+def test_worker_that_called_init_may_use_mindspore_protocol() -> None:
     made = ready_agents()
     EditableCluster.of(made).set(heals=True)
     assert not made.step(MindSporeDetected("worker:1"), 2.0) and phase(made) is Phase.READY
 
 
-def test_a_checkpoint_that_cannot_be_written_is_told_and_counted() -> None:
+def test_failed_checkpoint_is_published_and_counted() -> None:
     made = ready("0", "1")
-    assert told(made.step(MessageReceived(CheckpointFailed(10, "the disk is full"), 2), 1.0)) == [
+    assert published(made.step(MessageReceived(CheckpointFailed(10, "the disk is full"), 2), 1.0)) == [
         "worker:1 unsaved: the disk is full"
     ]
     assert made.counters["unsaved"] == 1 and phase(made) is Phase.READY
     assert not made.step(MessageReceived(CheckpointFailed(10, "the disk is full"), 7), 1.0), "a stranger's is not"
 
 
-def test_a_run_is_dumped_on_request_and_ends_when_everyone_has_written() -> None:
+def test_requested_dump_ends_run_when_all_ranks_have_written() -> None:
     made = ready("0", "1")
-    asked = MessageReceived(StopRequest("enough", dump=True), 9)
-    early = made.step(asked, 1.0)
-    assert not sent(early, DumpRequest) and isinstance(reply(early), Refused), "nobody is in a loop yet"
+    reply_to = MessageReceived(StopRequest("enough", dump=True), 9)
+    early = made.step(reply_to, 1.0)
+    assert not sent(early, DumpRequest) and isinstance(reply(early), Refused), "no rank is in a loop yet"
     for link in (1, 2):
         made.step(MessageReceived(Heartbeat(Progress(3, "train", in_loop=True)), link), 1.0)
-    effects = made.step(asked, 1.0)
+    effects = made.step(reply_to, 1.0)
     assert sent(effects, DumpRequest) == {link: DumpRequest("enough") for link in (1, 2)}
     assert isinstance(reply(effects), RequestAccepted)
-    assert "already" in sent(made.step(asked, 1.0), Refused)[9].reason
+    assert "already" in sent(made.step(reply_to, 1.0), Refused)[9].reason
     assert ended(made.step(MessageReceived(DumpWritten(4, "here"), 1), 1.1)) is None
     end = ended(made.step(MessageReceived(DumpWritten(4, "here"), 2), 1.1))
     assert end is not None and (end.code, end.reason) == (ExitCode.STOPPED, "enough; step 4 is in here")
 
 
-def test_a_dump_that_was_asked_for_outlives_the_scheduler_that_was_asked() -> None:
+def test_requested_dump_continues_after_scheduler_restart() -> None:
     before = ready("0", "1", recovery=True)
     for link in (1, 2):
         before.step(MessageReceived(Heartbeat(Progress(3, "train", in_loop=True)), link), 1.0)
-    asked = before.step(MessageReceived(StopRequest("enough", dump=True), 9), 1.0)
+    reply_to = before.step(MessageReceived(StopRequest("enough", dump=True), 9), 1.0)
     before.step(MessageReceived(DumpWritten(4, "here"), 1), 1.1)  # heard, and lost with the scheduler
     formed: Effects = [Persist(record) for record in crashed("0", "1")]
-    made, _ = restored(journal(formed, asked), recovery=True, dump_s=20.0)
+    made, _ = restored(journal(formed, reply_to), recovery=True, dump_s=20.0)
     for link, rank in ((1, 0), (2, 1)):
         back = made.step(
             MessageReceived(register(str(rank), rank=rank, cluster_id="c1", incarnation=1, generation=1), link), 100.1
@@ -1222,13 +1224,13 @@ def test_a_dump_that_was_asked_for_outlives_the_scheduler_that_was_asked() -> No
     end = ended(made.step(MessageReceived(DumpWritten(5, "there"), 2), 100.3))
     assert end is not None and (end.code, end.reason) == (ExitCode.STOPPED, "enough; step 5 is in there")
 
-    alone, _ = restored(journal(formed, asked), recovery=True, dump_s=20.0)
+    alone, _ = restored(journal(formed, reply_to), recovery=True, dump_s=20.0)
     alone.step(MessageReceived(register("0"), 1), 100.1)
     alone.step(MessageReceived(DumpWritten(4, "here"), 1), 100.2)
     tick(alone, 119.0, beats=[1], since=100.0)
     assert alone.cluster.ended is None
     tick(alone, 121.0, beats=[1], since=119.0)
-    assert alone.cluster.ended is not None, "who does not come back is not waited for any longer"
+    assert alone.cluster.ended is not None, "a member that does not return is not awaited any longer"
     assert alone.cluster.ended.reason == "enough; step 4 is in here"
 
 
@@ -1242,7 +1244,7 @@ def training(**settings: Any) -> SchedulerMachine:
 
 
 @pytest.mark.parametrize("left", [False, True])
-def test_a_host_that_does_not_come_back_is_gone_on_without_where_that_can_be(left: bool) -> None:
+def test_world_shrinks_without_returning_host_if_possible(left: bool) -> None:
     made = training(strategies=("recover-in-place", "elastic-training"), shrink_after_s=5.0, extra_ranks=0, agents_return=False)
     made.step(ConnectionLost("closed", 2), 0.0)
     assert phase(made) is Phase.HEALING
@@ -1259,15 +1261,15 @@ def test_a_host_that_does_not_come_back_is_gone_on_without_where_that_can_be(lef
         )
 
 
-def test_who_cannot_be_replaced_on_a_host_that_leaves_ends_it_with_a_dump() -> None:
+def test_unreplaceable_rank_of_leaving_host_ends_run_with_dump() -> None:
     made = training(strategies=("recover", "dump"), extra_ranks=0)
     made.step(MessageReceived(Draining("asked to leave"), 2), 0.0)
     effects = made.step(MessageReceived(ChildExited("2", 1, 1), 2), 0.0)
     assert set(sent(effects, DumpRequest)) == {10, 11}
-    assert "cluster dump: other was asked to leave, and no other host can run worker:2" in " ".join(told(effects))
+    assert "cluster dump: other was asked to leave, and no other host can run worker:2" in " ".join(published(effects))
 
 
-def test_a_full_board_says_so_to_who_pins_and_to_who_waits() -> None:
+def test_full_store_refuses_puts_and_gets() -> None:
     made = ready_agents()
     made.step(MessageReceived(register("0", incarnation=1), 10), 0.0)
     EditableCluster.of(made).barrier._rendezvous = RendezvousStore(bytes_max=3, keys_max=1)
@@ -1281,7 +1283,7 @@ def test_a_full_board_says_so_to_who_pins_and_to_who_waits() -> None:
     assert refused.reason == "the rendezvous store is full: too many requests wait for values, d was rejected"
 
 
-def test_strangers_and_old_generations_pin_nothing() -> None:
+def test_unknown_connections_and_old_generations_set_no_value() -> None:
     made = ready_agents()
     made.step(MessageReceived(register("0", incarnation=1), 10), 0.0)
     assert (

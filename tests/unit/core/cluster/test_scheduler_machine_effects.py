@@ -8,18 +8,18 @@ import pytest
 from tests.unit.core.cluster.editable_cluster import EditableCluster
 from tests.unit.core.cluster.test_scheduler_machine import (
     BOX,
-    all_go_on,
-    cut_in_four,
-    cut_under_an_agent,
     ended,
-    kept,
     machine,
     phase,
+    published,
     ready,
     register,
+    resume_all_ranks,
     sent,
+    sharded_over_four,
+    sharded_under_agent,
+    stored_records,
     tick,
-    told,
     training,
     workers_of,
 )
@@ -63,19 +63,19 @@ def warnings(effects: list[SchedulerEffect]) -> list[str]:
     return [f"{e.node} {e.what}: {e.reason}" for e in effects if isinstance(e, PublishEvent) and e.level is Level.WARNING]
 
 
-def noted(made: SchedulerMachine) -> list[tuple[str, str, str, Outcome]]:
+def incidents_of(made: SchedulerMachine) -> list[tuple[str, str, str, Outcome]]:
     return [(i.strategy, i.cause, i.reason, i.outcome) for i in made.incidents.records]
 
 
 # -- another size ----------------------------------------------------------------------------------------------------
 
 
-def test_a_growth_is_counted_told_and_kept_and_has_its_time() -> None:
-    made = cut_under_an_agent(3)
+def test_scale_out_is_counted_published_persisted_and_limited_in_time() -> None:
+    made = sharded_under_agent(3)
     tick(made, 1.0)
     effects = made.step(MessageReceived(ScaleRequest(workers=4), 9), 1.0)
     reason = "the world grows from 3 to 4 workers, as requested"
-    assert noted(made) == [("scale-out", "requested", reason, Outcome.OPEN)]
+    assert incidents_of(made) == [("scale-out", "requested", reason, Outcome.OPEN)]
     assert made.counters == {"scale_out": 1} and made.cluster.requested_workers == 4
     assert f"cluster resized: {reason}; the world size is now 4" in warnings(effects)
     assert made.cluster.reason == reason and made.cluster.resized_generation == made.cluster.generation
@@ -93,27 +93,29 @@ def test_a_growth_is_counted_told_and_kept_and_has_its_time() -> None:
     assert len(workers_of(made)) == 4, "in its very last moment it may still come"
     effects = tick(made, 1.5 + JOIN_TIMEOUT_S, beats=beats, since=1.0 + JOIN_TIMEOUT_S)
     back = f"not all joined within {JOIN_TIMEOUT_S:g} s; the scale-out is rolled back"
-    assert noted(made)[0][3] is Outcome.ROLLED_BACK and noted(made)[1] == ("scale-in", back, back, Outcome.OPEN)
+    assert incidents_of(made)[0][3] is Outcome.ROLLED_BACK and incidents_of(made)[1] == ("scale-in", back, back, Outcome.OPEN)
     assert workers_of(made) == ["0", "1", "2"] and made.cluster.requested_workers == 3
     assert f"cluster resized: {back}; the world size is now 3" in warnings(effects)
-    assert [r.slots for r in kept(effects) if isinstance(r, AgentRecord)] == [3], "its host offers no more than it has"
+    assert [r.slots for r in stored_records(effects) if isinstance(r, AgentRecord)] == [3], (
+        "its host offers no more than it has"
+    )
     assert [a.node_id for a in sent(effects, DesiredChildren)[1].assignments] == ["0", "1", "2"]
-    all_go_on(made)
-    assert (phase(made), noted(made)[1][3]) == (Phase.READY, Outcome.RESUMED)
+    resume_all_ranks(made)
+    assert (phase(made), incidents_of(made)[1][3]) == (Phase.READY, Outcome.RESUMED)
 
 
-def test_a_smaller_world_is_counted_told_and_kept() -> None:
-    made = cut_in_four(together=0)
+def test_scale_in_is_counted_published_and_persisted() -> None:
+    made = sharded_over_four(together=0)
     effects = made.step(MessageReceived(ScaleRequest(node_ids=["b"]), 9), 1.0)
     reason = "the world shrinks from 4 to 3 workers, as requested"
-    assert noted(made) == [("scale-in", "requested", reason, Outcome.OPEN)] and made.counters == {"scale_in": 1}
+    assert incidents_of(made) == [("scale-in", "requested", reason, Outcome.OPEN)] and made.counters == {"scale_in": 1}
     assert sent(effects, ClusterEnded) == {2: ClusterEnded(f"worker:b leaves: {reason}")}
     assert {link: formed.rank for link, formed in sent(effects, RankAssigned).items()} == {1: 0, 3: 2, 4: 1}
-    assert {r.node_id for r in kept(effects) if isinstance(r, MemberRecord)} == {"d"}, "whose rank changes"
+    assert {r.node_id for r in stored_records(effects) if isinstance(r, MemberRecord)} == {"d"}, "whose rank changes"
 
 
-def test_a_rank_that_nobody_replaces_is_gone_on_without() -> None:
-    made = cut_under_an_agent(3)
+def test_rank_without_replacement_shrinks_world() -> None:
+    made = sharded_under_agent(3)
     edited = EditableCluster.of(made)
     edited.change(edited.worker("1"), deaths_without_progress=3)
     effects = made.step(MessageReceived(ChildExited("1", 1, 137, "killed"), 1), 1.0)
@@ -125,7 +127,7 @@ def test_a_rank_that_nobody_replaces_is_gone_on_without() -> None:
 
 
 def broken(made: SchedulerMachine, now: float, reason: str = SAID) -> list[SchedulerEffect]:
-    """One rank says so, and nobody died."""
+    """Report a failed collective from one rank, without a death."""
     made.step(Tick(), now)
     made.step(MessageReceived(CollectiveFailed(made.cluster.generation, reason), 10), now)
     assert phase(made) is Phase.READY, "a death may still explain it"
@@ -133,7 +135,7 @@ def broken(made: SchedulerMachine, now: float, reason: str = SAID) -> list[Sched
     return made.step(Tick(), now + 1.1 * DEATH_REPORT_S)
 
 
-def test_a_collective_that_breaks_while_all_live_is_tried_again() -> None:
+def test_failed_collective_is_retried_if_all_processes_live() -> None:
     made = training(strategies=parse_strategies(("retry",)))
     made.step(MessageReceived(CollectiveFailed(made.cluster.generation - 1, SAID), 10), 0.5)
     made.step(MessageReceived(CollectiveFailed(made.cluster.generation, SAID), 99), 0.5)
@@ -141,7 +143,7 @@ def test_a_collective_that_breaks_while_all_live_is_tried_again() -> None:
     effects = broken(made, 1.0)
     reason = f"a collective failed ({SAID}) and all processes are alive"
     assert f"cluster retry: {reason}: the step is retried" in warnings(effects)
-    assert noted(made) == [("retry", SAID, "all processes are alive", Outcome.OPEN)] and made.counters["retries"] == 1
+    assert incidents_of(made) == [("retry", SAID, "all processes are alive", Outcome.OPEN)] and made.counters["retries"] == 1
     assert set(sent(effects, NewGeneration)) == {10, 11, 12}
     assert made.incidents.records[0].ms[Stage.DETECTED] == 0.0 and made.incidents.records[0].ms[Stage.DECIDED] > 100
     made.step(MessageReceived(StateFetched(made.cluster.generation - 1), 10), 2.0)
@@ -149,12 +151,12 @@ def test_a_collective_that_breaks_while_all_live_is_tried_again() -> None:
     made.step(MessageReceived(StateFetched(made.cluster.generation), 10), 3.0)
     for link in (10, 11, 12):
         made.step(MessageReceived(RankResumed(made.cluster.generation, 5), link), 3.5)
-    assert (phase(made), noted(made)[0][3]) == (Phase.READY, Outcome.RESUMED)
+    assert (phase(made), incidents_of(made)[0][3]) == (Phase.READY, Outcome.RESUMED)
     assert made.incidents.records[0].ms[Stage.RESUMED] == 500.0, "the others' word did not count as restored"
     assert sum(made.incidents.records[0].ms.values()) == pytest.approx(2500.0)
 
 
-def test_one_that_breaks_again_and_again_is_the_end() -> None:
+def test_repeatedly_failed_collective_ends_run() -> None:
     made = training(strategies=parse_strategies(("retry",)))
     now = 1.0
     for number in range(COLLECTIVE_RETRIES_MAX):
@@ -165,7 +167,7 @@ def test_one_that_breaks_again_and_again_is_the_end() -> None:
     assert end.reason == f"a collective failed ({SAID}) and all processes are alive, 5 times in a row without a step in between"
 
 
-def test_one_that_breaks_where_nothing_is_tried_again_is_the_end() -> None:
+def test_failed_collective_ends_run_without_retry_strategy() -> None:
     end = ended(broken(training(strategies=parse_strategies(("recover-in-place",))), 1.0))
     assert end is not None and end.code == ExitCode.PEER_FAILED
     assert end.reason == f"a collective failed ({SAID}) and all processes are alive, but retry is not enabled (COVEY_STRATEGY)"
@@ -196,17 +198,19 @@ def serve(made: SchedulerMachine, number: int) -> None:
 
 
 def records(effects: list[SchedulerEffect]) -> list[ClusterRecord]:
-    return [record for record in kept(effects) if isinstance(record, ClusterRecord)]
+    return [record for record in stored_records(effects) if isinstance(record, ClusterRecord)]
 
 
-def test_servers_become_more_and_rows_move_when_all_are_there() -> None:
+def test_server_scale_out_moves_rows_when_all_joined() -> None:
     made = served()
     effects = made.step(MessageReceived(ScaleRequest(servers=3), 9), 1.0)
     reason = "the number of parameter servers increases from 2 to 3, as requested"
-    assert noted(made) == [("scale-out", "requested", reason, Outcome.OPEN)] and made.incidents.records[0].node == "servers"
-    assert made.counters == {"server_scale_out": 1} and f"servers scale-out: {reason}" in told(effects)
+    assert (
+        incidents_of(made) == [("scale-out", "requested", reason, Outcome.OPEN)] and made.incidents.records[0].node == "servers"
+    )
+    assert made.counters == {"server_scale_out": 1} and f"servers scale-out: {reason}" in published(effects)
     assert records(effects)[-1].joining_servers == (2,), "it is durable"
-    assert [(r.role, r.rank) for r in kept(effects) if isinstance(r, MemberRecord)] == [(Role.PSERVER, 2)]
+    assert [(r.role, r.rank) for r in stored_records(effects) if isinstance(r, MemberRecord)] == [(Role.PSERVER, 2)]
     assert [a.node_id for a in sent(effects, DesiredChildren)[1].assignments] == ["0", "0", "1", "2"]
     newcomer = made.cluster.members[(Role.PSERVER, "2")]
     assert (newcomer.rank, newcomer.local_rank, newcomer.agent, made.cluster.next_server_number) == (2, 2, "a", 3)
@@ -214,7 +218,7 @@ def test_servers_become_more_and_rows_move_when_all_are_there() -> None:
     assert sent(made.step(MessageReceived(ServerInSync(0), 20), 2.0), ShardingAssigned) == {}, "not all are settled"
     made.step(MessageReceived(ServerInSync(0), 21), 2.0)
     effects = made.step(MessageReceived(ServerInSync(0), 22), 2.0)
-    (sharing,) = {told.sharding for told in sent(effects, ShardingAssigned).values()}
+    (sharing,) = {published.sharding for published in sent(effects, ShardingAssigned).values()}
     assert (sharing.version, sharing.ring, sharing.leaving) == (1, (0, 1, 2), ()) and set(sent(effects, ShardingAssigned)) == {
         11,
         20,
@@ -223,33 +227,39 @@ def test_servers_become_more_and_rows_move_when_all_are_there() -> None:
     }
     assert records(effects)[-1].sharding == sharing and made.cluster.has_row_copies
     assert sorted(sharing.owners.count(number) for number in range(3)) == [85, 85, 86]
-    assert "servers shared anew: 85 of 256 slots move" in told(effects)
+    assert "servers shared anew: 85 of 256 slots move" in published(effects)
     for link in (20, 21):
         made.step(MessageReceived(ServerInSync(1), link), 3.0)
     made.step(MessageReceived(ServerInSync(0), 22), 3.0)
-    assert noted(made)[0][3] is Outcome.OPEN, "what it says is of the sharing before"
+    assert incidents_of(made)[0][3] is Outcome.OPEN, "what it says is of the sharing before"
     effects = made.step(MessageReceived(ServerInSync(1), 22), 3.0)
-    assert "servers settled: all rows are distributed over 3 parameter servers" in told(effects)
-    assert (noted(made)[0][3], made.cluster.rows_in_place, made.cluster.has_row_copies) == (Outcome.RESUMED, True, True)
+    assert "servers settled: all rows are distributed over 3 parameter servers" in published(effects)
+    assert (incidents_of(made)[0][3], made.cluster.rows_in_place, made.cluster.has_row_copies) == (Outcome.RESUMED, True, True)
 
 
-def test_servers_become_fewer_and_who_has_nothing_left_goes() -> None:
+def test_server_scale_in_removes_servers_without_rows() -> None:
     made = served()
     effects = made.step(MessageReceived(ScaleRequest(node_ids=["pserver:1"]), 9), 1.0)
     reason = "the number of parameter servers decreases from 2 to 1, as requested"
-    assert noted(made) == [("scale-in", "requested", reason, Outcome.OPEN)] and made.counters == {"server_scale_in": 1}
-    assert f"servers scale-in: {reason}" in told(effects) and "servers shared anew: 128 of 256 slots move" in told(effects)
-    (sharing,) = {told.sharding for told in sent(effects, ShardingAssigned).values()}
+    assert incidents_of(made) == [("scale-in", "requested", reason, Outcome.OPEN)] and made.counters == {"server_scale_in": 1}
+    assert f"servers scale-in: {reason}" in published(effects) and "servers shared anew: 128 of 256 slots move" in published(
+        effects
+    )
+    (sharing,) = {published.sharding for published in sent(effects, ShardingAssigned).values()}
     assert (sharing.version, sharing.ring, sharing.leaving) == (1, (0,), (1,)) and not made.cluster.has_row_copies
     assert set(sharing.owners) == {0}
     made.step(MessageReceived(ServerInSync(1), 20), 2.0)
     effects = made.step(MessageReceived(ServerInSync(1), 21), 2.0)
     assert sent(effects, ClusterEnded) == {21: ClusterEnded("pserver:1 leaves: its rows have moved to the other servers")}
     assert set(sent(effects, ShardingAssigned)) == {11, 20} and made.cluster.size(Role.PSERVER) == 1
-    assert made.cluster.sharding is not None and made.cluster.sharding.leaving == () and noted(made)[0][3] is Outcome.RESUMED
+    assert (
+        made.cluster.sharding is not None
+        and made.cluster.sharding.leaving == ()
+        and incidents_of(made)[0][3] is Outcome.RESUMED
+    )
 
 
-def test_servers_that_do_not_come_are_not_counted_on() -> None:
+def test_server_scale_out_is_rolled_back_if_late() -> None:
     made = served()
     tick(made, 1.0)
     made.step(MessageReceived(ScaleRequest(more_servers=1), 9), 1.0)
@@ -258,7 +268,7 @@ def test_servers_that_do_not_come_are_not_counted_on() -> None:
     assert made.cluster.joining_servers == (2,), "in its very last moment it may still come"
     effects = tick(made, 1.5 + JOIN_TIMEOUT_S, beats=beats, since=1.0 + JOIN_TIMEOUT_S)
     assert f"servers rolled back: not all joined within {JOIN_TIMEOUT_S:g} s; the scale-out is rolled back" in warnings(effects)
-    assert noted(made)[0][3] is Outcome.ROLLED_BACK and made.cluster.size(Role.PSERVER) == 2
+    assert incidents_of(made)[0][3] is Outcome.ROLLED_BACK and made.cluster.size(Role.PSERVER) == 2
     assert records(effects)[-1].joining_servers == () and made.cluster.sharding is None
     assert [a.node_id for a in sent(effects, DesiredChildren)[1].assignments] == ["0", "0", "1"]
     made.step(MessageReceived(ScaleRequest(more_servers=1), 9), 1.5 + JOIN_TIMEOUT_S)
@@ -268,22 +278,22 @@ def test_servers_that_do_not_come_are_not_counted_on() -> None:
 # -- words on the way ------------------------------------------------------------------------------------------------
 
 
-def test_who_leaves_comes_back_or_stands_by_is_told_of() -> None:
+def test_leave_return_and_standby_are_published() -> None:
     made = training(recovery=True)
     assert "agent:b leaving: asked to leave" in warnings(made.step(MessageReceived(Draining("asked to leave"), 2), 1.0))
     made = ready("a", "b", node_timeout_s=10.0)
     suspected = tick(made, 6.0, beats=[2])
     assert [w for w in warnings(suspected) if w.startswith("worker:a suspect: no heartbeat for ")]
-    assert "worker:a heard again: its heartbeat arrived late" in told(made.step(MessageReceived(Heartbeat(), 1), 6.1))
+    assert "worker:a heard again: its heartbeat arrived late" in published(made.step(MessageReceived(Heartbeat(), 1), 6.1))
 
 
-def test_who_was_away_for_a_change_of_the_world_learns_all_places() -> None:
-    """A rank whose report knows an older world gets the new one with its plan; who knows it gets none."""
-    made = cut_under_an_agent(3)
+def test_re_attached_rank_receives_member_indexes_after_resize() -> None:
+    """A rank with older member indexes gets the new ones with its plan; a rank that has them gets none."""
+    made = sharded_under_agent(3)
     made.step(MessageReceived(ScaleRequest(workers=2), 9), 1.0)
     generation = made.cluster.generation
     for old, expected in ((made.cluster.resized_generation, False), (made.cluster.resized_generation - 1, True)):
-        again = cut_under_an_agent(3)
+        again = sharded_under_agent(3)
         again.step(MessageReceived(ScaleRequest(workers=2), 9), 1.0)
         effects: list[SchedulerEffect] = []
         for member in again.cluster.members_in_role(Role.WORKER):

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from tests.unit.core.cluster.editable_cluster import EditableCluster
 from tests.unit.core.cluster.test_scheduler_machine import BOX, OTHER, Effects, ended, machine, register, training
-from tests.unit.core.cluster.test_scheduler_machine_effects import noted, warnings
+from tests.unit.core.cluster.test_scheduler_machine_effects import incidents_of, warnings
 
 from covey.core.cluster import recovery
 from covey.core.cluster.scheduler_machine import SchedulerMachine
@@ -71,7 +71,7 @@ def test_replacement_that_repeats_earlier_steps_makes_no_progress_by_them() -> N
     assert end is not None and "NameError at train.py:4, last reported step 5: " in end.reason
 
 
-def test_error_of_a_parameter_server_is_none_of_the_script() -> None:
+def test_error_of_parameter_server_is_not_a_script_error() -> None:
     made = EditableCluster(ClusterSettings(1, 1, strategies=IN_PLACE), phase=Phase.READY, generation=1, heals=True)
     server = Member(Role.PSERVER, "0", "life", BOX, rank=0, agent="a", state=NodeState.DEAD, error=ERROR)
     server = made.add(server)
@@ -97,7 +97,7 @@ def test_elastic_training_does_not_shrink_for_an_error_of_the_script() -> None:
     assert ended(raises(made, "1"))
 
 
-def test_script_that_never_joined_is_restarted_as_often_as_max_restarts_allows() -> None:
+def test_script_without_init_is_restarted_up_to_max_restarts() -> None:
     made = training(max_restarts=3)
     EditableCluster.of(made).set(heals=False)
     for _ in range(3):
@@ -109,8 +109,10 @@ def replaced(made: SchedulerMachine) -> None:
     """The processes that were started again register."""
     for member in [m for m in made.cluster.members_in_role(Role.WORKER) if not m.connection]:
         host = BOX if member.agent == made.cluster.members[(Role.WORKER, "0")].agent else OTHER
-        wish = register(member.node_id, f"{member.node_id}.{member.incarnation}", host=host, incarnation=member.incarnation)
-        made.step(MessageReceived(wish, 20 + int(member.node_id)), 1.0)
+        registration = register(
+            member.node_id, f"{member.node_id}.{member.incarnation}", host=host, incarnation=member.incarnation
+        )
+        made.step(MessageReceived(registration, 20 + int(member.node_id)), 1.0)
 
 
 def resume(made: SchedulerMachine) -> None:
@@ -125,12 +127,12 @@ def test_recovery_from_an_exception_is_resumed_when_the_rank_has_completed_a_ste
     made = training(strategies=IN_PLACE)
     raises(made, "1")
     resume(made)
-    assert made.cluster.phase is Phase.READY and noted(made)[0][-1] is Outcome.OPEN, "it may be raised again"
+    assert made.cluster.phase is Phase.READY and incidents_of(made)[0][-1] is Outcome.OPEN, "it may be raised again"
     link = made.cluster.members[(Role.WORKER, "1")].connection
     made.step(MessageReceived(Heartbeat(Progress(5, "train")), link), 3.0)
-    assert noted(made)[0][-1] is Outcome.OPEN
+    assert incidents_of(made)[0][-1] is Outcome.OPEN
     made.step(MessageReceived(Heartbeat(Progress(6, "train", in_loop=True, steps_completed=1)), link), 3.0)
-    assert noted(made)[0][-1] is Outcome.RESUMED
+    assert incidents_of(made)[0][-1] is Outcome.RESUMED
     assert not ended(raises(made, "1")), "a step was completed since"
 
 
@@ -139,7 +141,7 @@ def test_script_without_steps_makes_progress_by_collectives() -> None:
     stepless = changed(ERROR, step=-1)
     raises(made, "1", stepless)
     resume(made)
-    assert noted(made)[0][-1] is Outcome.RESUMED and not ended(raises(made, "1", stepless))
+    assert incidents_of(made)[0][-1] is Outcome.RESUMED and not ended(raises(made, "1", stepless))
 
 
 # -- full restarts ---------------------------------------------------------------------------------------------------
@@ -155,7 +157,7 @@ def test_full_restart_reports_cause_and_step_and_is_part_of_the_end() -> None:
     for member in made.cluster.members_in_role(Role.WORKER):
         effects += made.step(MessageReceived(SafePointReport(generation, None, needs_state=True), member.connection), 2.0)
     assert made.cluster.full_restart == FullRestart(1, "no rank holds the training state any more")
-    assert [outcome for *_, outcome in noted(made)] == [Outcome.RESTARTED] * 3, "not resumed"
+    assert [outcome for *_, outcome in incidents_of(made)] == [Outcome.RESTARTED] * 3, "not resumed"
     resume(made)
     effects = made.step(
         MessageReceived(
@@ -164,12 +166,12 @@ def test_full_restart_reports_cause_and_step_and_is_part_of_the_end() -> None:
         3.0,
     )
     started = "all ranks started from step 30, the newest checkpoint"
-    told = f"full restart 1: {started}; cause: no rank holds the training state any more"
-    assert warnings(effects) == [f"cluster restarted: {told}"]
+    published = f"full restart 1: {started}; cause: no rank holds the training state any more"
+    assert warnings(effects) == [f"cluster restarted: {published}"]
     for rank in "012":
         effects = made.step(MessageReceived(ChildExited(rank, 2, 0), 2 if rank == "2" else 1), 4.0)
     end = ended(effects)
-    assert end is not None and end.reason == f"all 3 workers finished; {told}"
+    assert end is not None and end.reason == f"all 3 workers finished; {published}"
 
 
 def test_death_of_the_only_rank_is_a_full_restart() -> None:
@@ -178,7 +180,7 @@ def test_death_of_the_only_rank_is_a_full_restart() -> None:
     made.step(MessageReceived(register("0", incarnation=1), 10), 0.0)
     made.step(MessageReceived(ChildExited("0", 1, 137, "killed"), 1), 1.0)
     assert made.cluster.full_restart == FullRestart(1, "worker:0 died: killed")
-    assert noted(made)[0][-1] is Outcome.RESTARTED
+    assert incidents_of(made)[0][-1] is Outcome.RESTARTED
 
 
 def test_death_during_a_full_restart_is_not_another_one() -> None:

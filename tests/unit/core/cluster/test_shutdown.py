@@ -1,4 +1,4 @@
-"""The end of a cluster: the dump before it, who is told, and when the scheduler ends."""
+"""The end of a cluster: the dump, the delivery of the outcome, and the end of the scheduler."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from covey.core.types import ClusterRecord, Ended, Host, Member, MemberRecord, N
 from covey.errors import ExitCode
 
 
-def test_who_could_write_down_what_it_holds() -> None:
+def test_dumpable_ranks_are_connected_ranks_in_a_loop() -> None:
     made = training_cluster()
     assert dumpable_ranks(made) == (
         set(),
@@ -40,7 +40,7 @@ def in_loop(*rungs: str, dump_s: float = 20.0) -> EditableCluster:
     return cluster
 
 
-def out_of_reach(node_timeout_s: float = 10.0) -> EditableCluster:
+def disconnected_members(node_timeout_s: float = 10.0) -> EditableCluster:
     """Beside the workers of agents there is worker:raw, which lost its connection at 1.0."""
     cluster = training_cluster(connected=True, node_timeout_s=node_timeout_s)
     raw = Member(Role.WORKER, "raw", "raw life", Host("c", "host-c", "10.0.0.3"), rank=4, state=NodeState.SUSPECT)
@@ -77,7 +77,7 @@ def test_a_forbidden_transition_fails(before: ShutdownState, after: ShutdownStat
     assert part.state is before
 
 
-def test_the_end_is_durable_before_it_is_told_and_members_are_told_before_agents() -> None:
+def test_end_is_persisted_then_sent_to_members_before_agents() -> None:
     cluster = training_cluster(connected=True)
     cluster.incidents.open(cluster.step(1.0), "recover", "", "killed")
     cluster.take_effects()
@@ -90,8 +90,8 @@ def test_the_end_is_durable_before_it_is_told_and_members_are_told_before_agents
     assert (cluster.phase, cluster.ended) == (Phase.ENDED, ENOUGH) and cluster.incidents.records[0].outcome is Outcome.ENDED
 
 
-def test_the_scheduler_stays_until_who_was_out_of_reach_is_told() -> None:
-    cluster = out_of_reach()
+def test_scheduler_waits_until_disconnected_members_received_end() -> None:
+    cluster = disconnected_members()
     cluster.shutdown.end(cluster.step(2.0), ExitCode.STOPPED, "enough")
     assert state(cluster) is ShutdownState.TELLING and end_of(cluster.take_effects()) is None
     assert not cluster.shutdown.tell_if_missed(cluster.step(3.0), 30, "raw life", "another cluster")
@@ -103,8 +103,8 @@ def test_the_scheduler_stays_until_who_was_out_of_reach_is_told() -> None:
 
 
 @pytest.mark.parametrize(("node_timeout_s", "limit_s"), [(10.0, 10.0), (-1.0, END_DELIVERY_S)])
-def test_who_does_not_come_back_is_waited_for_a_limited_time(node_timeout_s: float, limit_s: float) -> None:
-    cluster = out_of_reach(node_timeout_s)
+def test_scheduler_exits_after_limit_without_reconnect(node_timeout_s: float, limit_s: float) -> None:
+    cluster = disconnected_members(node_timeout_s)
     cluster.shutdown.end(cluster.step(2.0), ExitCode.STOPPED, "enough")
     cluster.shutdown.tick_after_end(cluster.step(1.9 + limit_s))
     assert end_of(cluster.take_effects()) is None
@@ -112,13 +112,13 @@ def test_who_does_not_come_back_is_waited_for_a_limited_time(node_timeout_s: flo
     assert end_of(cluster.take_effects())
 
 
-def test_without_the_strategy_or_a_rank_in_a_loop_the_end_is_at_once() -> None:
+def test_end_is_immediate_without_dump_strategy_or_loop() -> None:
     for cluster in (in_loop(), training_cluster("dump", connected=True)):
         cluster.shutdown.dump_or_end(cluster.step(2.0), 1, "worker:3 died")
         assert state(cluster) is ShutdownState.OVER and cluster.ended == Ended(1, "worker:3 died")
 
 
-def test_the_cluster_ends_when_all_have_saved_and_its_reason_names_the_highest_step() -> None:
+def test_cluster_ends_after_all_dumps_with_highest_step_in_reason() -> None:
     cluster = in_loop("dump")
     cluster.shutdown.dump_or_end(cluster.step(2.0), 1, "worker:3 died")
     effects = cluster.take_effects()
@@ -130,7 +130,7 @@ def test_the_cluster_ends_when_all_have_saved_and_its_reason_names_the_highest_s
     assert cluster.ended == Ended(1, "worker:3 died; step 6 is in here")
 
 
-def test_a_dump_is_not_waited_for_longer_than_its_time_or_than_its_rank_lives() -> None:
+def test_dump_is_awaited_until_deadline_or_death_of_rank() -> None:
     for is_late in (True, False):
         cluster = in_loop("dump")
         cluster.shutdown.dump_or_end(cluster.step(2.0), 1, "worker:3 died")
@@ -147,7 +147,7 @@ def test_a_dump_is_not_waited_for_longer_than_its_time_or_than_its_rank_lives() 
         assert cluster.ended == Ended(1, "worker:3 died; no rank could dump its state")
 
 
-def test_a_dump_is_requested_once_and_repeated_to_who_comes_again() -> None:
+def test_dump_request_is_repeated_to_re_attached_ranks() -> None:
     cluster = in_loop()
     assert isinstance(cluster.shutdown.request_dump(cluster.step(2.0), "enough"), RequestAccepted)
     again = cluster.shutdown.request_dump(cluster.step(2.0), "enough")
@@ -158,7 +158,7 @@ def test_a_dump_is_requested_once_and_repeated_to_who_comes_again() -> None:
     assert sent(cluster.take_effects(), DumpRequest) == [10], "rank 3 was not asked"
 
 
-def test_a_restarted_scheduler_waits_again_for_the_dumps_of_all_who_are_present() -> None:
+def test_restarted_scheduler_awaits_dumps_of_present_ranks() -> None:
     cluster = training_cluster("dump", connected=True, dump_s=20.0)
     cluster.shutdown.restore(ClusterRecord("c", "", 4, 0, Phase.HEALING, 1, planned_end=ENOUGH))
     cluster.shutdown.resume_dump(cluster.step(100.0))
@@ -170,10 +170,10 @@ def test_a_restarted_scheduler_waits_again_for_the_dumps_of_all_who_are_present(
     assert cluster.ended == Ended(ExitCode.STOPPED, "enough; no rank could dump its state")
 
 
-@pytest.mark.parametrize("told", [False, True])
-def test_a_restarted_scheduler_tells_the_end_to_who_may_not_know_it(told: bool) -> None:
-    cluster = out_of_reach()
+@pytest.mark.parametrize("is_told", [False, True])
+def test_restarted_scheduler_sends_end_to_disconnected_members(is_told: bool) -> None:
+    cluster = disconnected_members()
     cluster.set(phase=Phase.FORMING)
-    cluster.shutdown.resume_end(cluster.step(2.0), Ended(1, "over", told=told))
+    cluster.shutdown.resume_end(cluster.step(2.0), Ended(1, "over", told=is_told))
     assert (cluster.phase, cluster.reason) == (Phase.ENDED, "over")
-    assert state(cluster) is (ShutdownState.OVER if told else ShutdownState.TELLING)
+    assert state(cluster) is (ShutdownState.OVER if is_told else ShutdownState.TELLING)

@@ -19,11 +19,11 @@ from covey.core.types import AgentInfo, ClusterSettings, Host, Member, NodeState
 SCHEDULER = NodeView(Role.SCHEDULER, "0", 0, "host", "127.0.0.1", "alive", True)
 
 
-def test_the_usual_step_is_the_median_of_those_who_have_said_it() -> None:
+def test_median_step_is_over_reported_values() -> None:
     assert median_step_s([0.1, 0.2, 0.9, 0.0]) == 0.2
 
 
-def test_the_usual_step_is_that_of_those_who_live() -> None:
+def test_median_step_is_over_present_workers() -> None:
     cluster = EditableCluster(ClusterSettings(4), phase=Phase.READY, generation=1)
     for rank, busy_s in enumerate((0.1, 0.1, 0.4, 0.1)):
         state = NodeState.DEAD if rank == 3 else NodeState.ALIVE
@@ -33,10 +33,10 @@ def test_the_usual_step_is_that_of_those_who_live() -> None:
     assert [node.straggles for node in seen] == [0.0, 0.0, pytest.approx(4.0), 0.0]
     cluster.change(cluster.worker("0"), state=NodeState.DEAD)
     seen = make_cluster_view(cluster, scheduler=SCHEDULER, started_at=1.0, wall=2.0, now=10.0).nodes[1:]
-    assert [node.straggles for node in seen] == [0.0] * 4, "of two nobody can say who is slow"
+    assert [node.straggles for node in seen] == [0.0] * 4, "two workers are too few to find a straggler"
 
 
-def test_of_two_nobody_can_say_who_is_slow() -> None:
+def test_no_straggler_among_two_workers() -> None:
     assert median_step_s([0.1, 0.9]) == 0.0
     assert straggler_ratio(0.9, 0.0) == 0.0
 
@@ -49,7 +49,7 @@ def test_of_two_nobody_can_say_who_is_slow() -> None:
         (0.004, 0.001, 0.0),  # too little to notice
     ],
 )
-def test_a_straggler_takes_notably_longer_than_the_usual(busy_s: float, usual_s: float, times: float) -> None:
+def test_straggler_exceeds_ratio_and_margin(busy_s: float, usual_s: float, times: float) -> None:
     assert straggler_ratio(busy_s, usual_s) == pytest.approx(times)
 
 
@@ -62,12 +62,12 @@ def test_how_rows_are_served(text: str, mode: tuple[ConsistencyMode, int]) -> No
 
 
 @pytest.mark.parametrize("text", ["bounded", "bounded:-1", "sync:3", "bounded:", "never"])
-def test_what_is_no_way_to_serve_rows(text: str) -> None:
+def test_invalid_serving_settings_are_rejected(text: str) -> None:
     with pytest.raises(ValueError):
         parse_mode(text)
 
 
-def test_what_is_shown_of_a_node_and_its_log() -> None:
+def test_node_view_has_node_and_log_path() -> None:
     host = Host("h", "host", "127.0.0.1")
     cluster = EditableCluster(ClusterSettings(1), phase=Phase.READY, generation=1)
     cluster.add_agent(AgentInfo("a", "life of a", host, 1, logs="logs/{rank}.log"), last_heartbeat_at=7.0)
@@ -80,7 +80,7 @@ def test_what_is_shown_of_a_node_and_its_log() -> None:
     ]
 
 
-def test_all_that_is_known_of_a_node_is_shown() -> None:
+def test_node_view_has_all_fields() -> None:
     box = Host("id", "box", "10.0.0.1", life="uid")
     cluster = EditableCluster(ClusterSettings(3), phase=Phase.READY, generation=1)
     cluster.add_agent(AgentInfo("a", "life of a", box, 3, logs="logs/{rank}.log"))
@@ -115,7 +115,7 @@ def test_all_that_is_known_of_a_node_is_shown() -> None:
     assert seen.nodes[3].name == "worker:2" and [node.straggles for node in seen.nodes[1:3]] == [0.0, 0.0]
 
 
-def test_all_that_is_known_of_a_cluster_is_shown() -> None:
+def test_cluster_view_has_all_fields() -> None:
     settings = ClusterSettings(2, 3, job="named", worker_max=4)
     cluster = EditableCluster(settings, reason="all are here", generation=5, restarts=2, heals=True, trains=True)
     incidents = IncidentLog(0.0)
@@ -134,7 +134,7 @@ def test_all_that_is_known_of_a_cluster_is_shown() -> None:
             reason="all are here",
             generation=5,
             worker_num=2,
-            server_num=0,  # who are here
+            server_num=0,  # present servers
             started_at=1.0,
             now=2.0,
             nodes=[SCHEDULER],
@@ -151,11 +151,11 @@ def test_all_that_is_known_of_a_cluster_is_shown() -> None:
     )
     cluster.set(generation=0, trains=False)
     early = make_cluster_view(cluster, scheduler=SCHEDULER, started_at=1.0, wall=2.0, now=10.0)
-    assert early.server_num == 3, "before it has formed, who are to come"
+    assert early.server_num == 3, "before formation, the required number"
     assert not early.resizable and early.recoveries == []
 
 
-def test_nodes_are_shown_by_role_and_rank_and_who_was_never_heard_has_no_age() -> None:
+def test_nodes_are_sorted_by_role_and_rank_and_have_no_age_without_heartbeat() -> None:
     cluster = EditableCluster(ClusterSettings(2))
     for name, rank in (("b", -1), ("a", -1), ("z", 0)):
         cluster.add(
@@ -168,6 +168,6 @@ def test_nodes_are_shown_by_role_and_rank_and_who_was_never_heard_has_no_age() -
     assert [node.log for node in seen] == [""] * 4
 
 
-def test_who_is_just_as_slow_as_is_usual_is_no_straggler() -> None:
+def test_rank_at_threshold_is_not_a_straggler() -> None:
     assert straggler_ratio(1.5, 1.0) == 0.0 and straggler_ratio(0.010, 0.005) == 0.0
     assert median_step_s([1.0, 2.0, 3.0]) == 2.0
