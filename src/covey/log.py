@@ -24,8 +24,8 @@ _LEVELS = {Level.DETAIL: logging.DEBUG, Level.NOTE: logging.INFO, Level.WARNING:
 _GLOG_LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
 
 
-def configure_logging(settings: Settings, who: str) -> None:
-    """Send log lines to stderr, or to a file in GLOG_log_dir. `who` names the process in each line."""
+def configure_logging(settings: Settings, process_name: str) -> None:
+    """Send log lines to stderr, or to a file in GLOG_log_dir. `process_name` names the process in each line."""
     for old in list(log.handlers):
         log.removeHandler(old)
         old.close()
@@ -33,8 +33,8 @@ def configure_logging(settings: Settings, who: str) -> None:
     if settings.log_to_stderr:
         handler = logging.StreamHandler(sys.stderr)
     else:
-        handler = _open_log_file(settings, who)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s.%(msecs)03d covey {who}: %(message)s", "%Y-%m-%d %H:%M:%S"))
+        handler = _open_log_file(settings, process_name)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s.%(msecs)03d covey {process_name}: %(message)s", "%Y-%m-%d %H:%M:%S"))
     log.addHandler(handler)
     log.setLevel(_GLOG_LEVELS[settings.log_level])
     log.propagate = False
@@ -70,13 +70,13 @@ def _flush_and_stop(writer: logging.handlers.QueueListener) -> None:
         writer.stop()
 
 
-def _open_log_file(settings: Settings, who: str) -> logging.Handler:
+def _open_log_file(settings: Settings, process_name: str) -> logging.Handler:
     """Return the handler of this node's log file, in a directory per role and id, or per process without an id.
 
     Raise UsageError if it cannot be opened.
     """
-    name = who.replace(":", "_") if settings.node_id else f"{who}_{os.getpid()}"
-    directory = Path(settings.log_dir) / ("sched" if who == "scheduler" else name)
+    name = process_name.replace(":", "_") if settings.node_id else f"{process_name}_{os.getpid()}"
+    directory = Path(settings.log_dir) / ("sched" if process_name == "scheduler" else name)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         return logging.FileHandler(directory / "covey.log")
