@@ -216,12 +216,12 @@ def test_full_disk_delays_changes_and_training_continues(cluster: Recovering) ->
         while True:
             file.write(bytes(4096))
     victim.kill()
-    scheduler.wait_for("cannot be written .*until then nothing new is promised")
+    scheduler.wait_for("cannot write the journal .*until then no change takes effect")
     successor = cluster.worker(1)
     cluster.wait_for_steps(0)
     assert "generation 2" not in other.text() and "rank=" not in successor.text()
     fill.unlink()
-    scheduler.wait_for("can be written again")
+    scheduler.wait_for("journal writable again")
     successor.wait_for("rank=1")
     assert cluster.ready().generation == 3
     cluster.wait_for_steps(0, 1)
@@ -244,6 +244,6 @@ def test_full_disk_at_the_end_does_not_block_the_cluster(cluster: Recovering) ->
             file.write(bytes(4096))
     cluster.release()
     assert [worker.wait() for worker in workers] == [0, 0]
-    scheduler.wait_for("cannot be written")
+    scheduler.wait_for("cannot write the journal")
     fill.unlink()
     assert scheduler.wait() == 0
