@@ -62,7 +62,7 @@ class Weather:
 
 @dataclass
 class Call:
-    """Somebody wants a link."""
+    """A connection attempt arrived."""
 
     caller: Caller
     refused: Callable[[str], None]
@@ -183,7 +183,7 @@ class Net:
             self.close(link, link.ends.index(peer), silently)
 
     def close(self, link: Link, side: int, silently: bool = False) -> None:
-        """This end is over. Silently: as when the power goes, and nobody says so."""
+        """Close this end. With `silently`, the other end is not notified, as after a power failure."""
         if not link.open[side]:
             return
         link.open[side] = False
@@ -223,7 +223,7 @@ class Net:
         self.blocked.add((source, target))
 
     def unblock(self, source: str, target: str) -> None:
-        """The path is open: what was held back goes on its way."""
+        """Open the path and deliver the messages that were held back."""
         self.blocked.discard((source, target))
         for link in list(self._links.values()):
             for side in (NODE, SCHEDULER):
