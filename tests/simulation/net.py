@@ -1,9 +1,9 @@
-"""A network from a seed. It carries bytes over links, as TCP would on bad days, and sometimes worse than TCP ever does.
+"""Simulated network with faults from a seed: those of TCP, and some that TCP excludes.
 
-A link has two ends, and each end has its own opinion on whether it is open. A lost message takes the rest of its direction
-with it; the sender learns that soon, late, or only when the link has been dead for `LINK_DEAD_S`. A blocked path holds
-messages back; they arrive when it opens again, if the sender's patience lasted. Whoever speaks to an end that is closed is
-reset. Reordering and duplication within one link are beyond TCP: they stand for every bug in between.
+A connection (`Link`) has two ends, each with its own state, open or closed. After a lost message all later ones in its
+direction are lost; the sender learns it soon, late, or after `LINK_DEAD_S`. A blocked path holds messages back until it opens
+again, unless the sender has timed out. An end that sends to a closed end is reset. Reordering and duplication within one
+connection cannot happen with TCP; they stand for defects of other layers.
 """
 
 from __future__ import annotations

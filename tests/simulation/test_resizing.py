@@ -1,9 +1,9 @@
-"""Worlds that change while they train: every sample counts once, and a change of size is never half.
+"""Simulation of resizes during training: every sample is used once, and a resize is complete or rolled back.
 
-The real machine decides; ranks are played here at the level of their reports. One turn is one reduction. Before or after its
-result has reached some of the ranks, something may happen: deaths, wishes for another size, a new scheduler from the journal.
-In some games each rank has only a part of the optimizer's state, and copies of others'. Then leavers go in turn, and where all
-who had a part have died, everyone begins anew.
+The scheduler's machine is real; ranks are simulated at the level of their reports. One turn is one reduction. Before or after
+its result has reached some of the ranks, events may happen: deaths, scale requests, a new scheduler from the journal. In some
+games the optimizer is sharded, with replicas. Then departing ranks leave in batches, and if all holders of a slot have died,
+all workers restart.
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ class Game:
         return self.machine.cluster.trains or "recover-in-place" in self.settings.strategies
 
     def die(self) -> None:
-        """Anyone but the last who has the state: without it a training begins anew, from its checkpoint. And nobody whose death
-        would end the run, as no step was finished."""
+        """Kill a random rank. Spare the last rank that holds the state, without which all ranks would restart from the
+        checkpoint, and a rank whose death would end the run because no step was finished."""
         name = self.random.choice(sorted(self.ranks))
         if self.lasts and any(not rank.fresh for other, rank in self.ranks.items() if other != name):
             del self.ranks[name]
