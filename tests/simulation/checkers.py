@@ -1,7 +1,7 @@
-"""Truths about the whole world, checked from outside the code under test, after every event.
+"""Invariants of the whole world, checked from outside the code under test after every event.
 
-Safety: who holds a rank in a generation; what was promised and was it durable first; time that runs backwards; words after
-the end. Each violation raises `Violation`, which names the nodes concerned so that their story can be told.
+Safety: one process per rank and generation, records durable before the messages that depend on them, no time that runs
+backwards, no messages after the end. A violation raises `Violation`, which names the nodes whose events are printed.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ SEEDS = 200
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=None, help="replay this seed of the simulation, and no other")
-    parser.addoption("--seeds", type=int, default=SEEDS, help="run so many seeds of the simulation")
+    parser.addoption("--seeds", type=int, default=SEEDS, help="number of seeds of the simulation to run")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

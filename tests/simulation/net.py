@@ -1,9 +1,9 @@
-"""A network from a seed. It carries bytes over links, as TCP would on bad days, and sometimes worse than TCP ever does.
+"""Simulated network with faults from a seed: those of TCP, and some that TCP excludes.
 
-A link has two ends, and each end has its own opinion on whether it is open. A lost message takes the rest of its direction
-with it; the sender learns that soon, late, or only when the link has been dead for `LINK_DEAD_S`. A blocked path holds
-messages back; they arrive when it opens again, if the sender's patience lasted. Whoever speaks to an end that is closed is
-reset. Reordering and duplication within one link are beyond TCP: they stand for every bug in between.
+A connection (`Link`) has two ends, each with its own state, open or closed. After a lost message all later ones in its
+direction are lost; the sender learns it soon, late, or after `LINK_DEAD_S`. A blocked path holds messages back until it opens
+again, unless the sender has timed out. An end that sends to a closed end is reset. Reordering and duplication within one
+connection cannot happen with TCP; they stand for defects of other layers.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Weather:
 
 @dataclass
 class Call:
-    """Somebody wants a link."""
+    """A connection attempt arrived."""
 
     caller: Caller
     refused: Callable[[str], None]
@@ -183,7 +183,7 @@ class Net:
             self.close(link, link.ends.index(peer), silently)
 
     def close(self, link: Link, side: int, silently: bool = False) -> None:
-        """This end is over. Silently: as when the power goes, and nobody says so."""
+        """Close this end. With `silently`, the other end is not notified, as after a power failure."""
         if not link.open[side]:
             return
         link.open[side] = False
@@ -223,7 +223,7 @@ class Net:
         self.blocked.add((source, target))
 
     def unblock(self, source: str, target: str) -> None:
-        """The path is open: what was held back goes on its way."""
+        """Open the path and deliver the messages that were held back."""
         self.blocked.discard((source, target))
         for link in list(self._links.values()):
             for side in (NODE, SCHEDULER):

@@ -1,4 +1,4 @@
-"""What one seed is about: the cluster's settings, who takes part, and what may go wrong how often."""
+"""Plan of one seed: the settings of the cluster, its processes, and the kinds and rates of faults."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def draw(random: Random) -> Plan:
     plan.arrive_within_s = random.choice((0.1, 5.0, 30.0))
     if random.random() < 0.1:
         plan.harmless = True
-        plan.cluster = structs.replace(cluster, topo_timeout_s=600.0)  # nobody may give up before the cluster forms
+        plan.cluster = structs.replace(cluster, topo_timeout_s=600.0)  # no node may end before the cluster forms
         plan.node = structs.replace(node, topo_timeout_s=600.0)
         plan.faults = HARMLESS if recovery else HARMLESS[2:]
         return plan

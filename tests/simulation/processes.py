@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 TICK_S = 0.5
 KILLED, TERMINATED = 137, 143
-ANSWERS_S = 5.0  # how long a scheduler whose cluster ended still answers those who call
+ANSWERS_S = 5.0  # time for which the scheduler of an ended cluster still answers
 _encode = msgspec.msgpack.Encoder().encode
 _from_node = msgspec.msgpack.Decoder(FromNode).decode
 _from_scheduler = msgspec.msgpack.Decoder(FromScheduler).decode

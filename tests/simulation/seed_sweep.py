@@ -1,6 +1,6 @@
 """Many seeds, outside of pytest: `python -m tests.simulation.seed_sweep [GAME] --seeds 10000 [--from 0] [--minutes 10]`.
 
-Ends after so many seeds, so many minutes, or so many failures, whatever comes first, and says which seeds were run.
+Ends after the given number of seeds, minutes or failures, whichever comes first, and prints which seeds were run.
 """
 
 from __future__ import annotations

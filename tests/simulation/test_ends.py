@@ -1,4 +1,4 @@
-"""A scheduler lost while it ends its cluster: everyone hears that end from the next one, or the cluster has not ended."""
+"""A scheduler is lost while it ends its cluster: the next one sends the end to all members, or the cluster has not ended."""
 
 from __future__ import annotations
 
@@ -56,7 +56,9 @@ def test_remaining_members_receive_end_after_scheduler_crash(end: str, before: i
     _lose_in_end(made, before, act)
     codes = {node.code for node in made.nodes.values()}
     if codes == {None}:
-        assert end == "stopped" and made.run(made.now + 30.0, made.settled), f"nobody may be left alone: {made.unsettled()}"
+        assert end == "stopped" and made.run(made.now + 30.0, made.settled), (
+            f"no member may remain without a scheduler: {made.unsettled()}"
+        )
     else:
         assert codes == {code}, made.story()
 
@@ -76,4 +78,4 @@ def _lose_in_end(made: World, before: int, act: Callable[[World], None]) -> None
     assert made.counts["scheduler crashes"] == 1
     made.run(made.now + LINK_DEAD_S + 100.0, lambda: not made.awake() or (made.scheduler is not None and made.settled()))
     if made.scheduler is not None and made.scheduler.machine.cluster.phase is Phase.ENDED:
-        assert made.run(made.now + 60.0, lambda: bool(made.over)), "a scheduler that has told everyone ends"
+        assert made.run(made.now + 60.0, lambda: bool(made.over)), "a scheduler ends after all members received the end"

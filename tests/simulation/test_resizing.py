@@ -1,9 +1,9 @@
-"""Worlds that change while they train: every sample counts once, and a change of size is never half.
+"""Simulation of resizes during training: every sample is used once, and a resize is complete or rolled back.
 
-The real machine decides; ranks are played here at the level of their reports. One turn is one reduction. Before or after its
-result has reached some of the ranks, something may happen: deaths, wishes for another size, a new scheduler from the journal.
-In some games each rank has only a part of the optimizer's state, and copies of others'. Then leavers go in turn, and where all
-who had a part have died, everyone begins anew.
+The scheduler's machine is real; ranks are simulated at the level of their reports. One turn is one reduction. Before or after
+its result has reached some of the ranks, events may happen: deaths, scale requests, a new scheduler from the journal. In some
+games the optimizer is sharded, with replicas. Then departing ranks leave in batches, and if all holders of a slot have died,
+all workers restart.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from covey.training.seeding import derive_seed
 BOX = Host("boot", "box", "10.0.0.1")
 AGENT, SAMPLES, EPOCHS = 1, 83, 4
 SLOTS = 7  # parameters whose optimizer state is cut
-Result = tuple[int, tuple[int, ...]]  # the seating's version, and who took part
+Result = tuple[int, tuple[int, ...]]  # version of the member indexes, and the indexes that took part
 
 
 class Rank:
@@ -95,39 +95,39 @@ class Game:
         self.told: list[str] = []
         self.copies = self.random.choice((0, 0, 1, 2))  # of each part of the state; 0: it is not cut
         self.written = (self.begun, 0, self.counted)
-        self.anew = self.in_turn = 0
-        self.leavers: set[str] = set()  # whom the operation under way lets go
+        self.restarts_of_all = self.in_turn = 0
+        self.leavers: set[str] = set()  # node ids that the scale-in in progress removes
         self.tell(JournalRead())
         self.tell(MessageReceived(RegisterAgent("a", "life of a", BOX, world), AGENT))
 
     def tell(self, event: Any) -> None:
         """One step of the machine; its wishes are carried out before the next."""
         starts: list[Assignment] = []
-        for wish in self.machine.step(event, 1.0):
-            if isinstance(wish, Persist):
-                self.keep(wish.record)
-            elif isinstance(wish, PublishEvent):
-                self.in_turn += wish.what == "resized" and "next to leave" in wish.reason
-            elif isinstance(wish, Send):
+        for effect in self.machine.step(event, 1.0):
+            if isinstance(effect, Persist):
+                self.keep(effect.record)
+            elif isinstance(effect, PublishEvent):
+                self.in_turn += effect.what == "resized" and "next to leave" in effect.reason
+            elif isinstance(effect, Send):
                 by_link = {rank.link: rank for rank in self.ranks.values()}
-                if isinstance(wish.message, DesiredChildren):
-                    starts = wish.message.assignments
+                if isinstance(effect.message, DesiredChildren):
+                    starts = effect.message.assignments
                     lives = {a.node_id: a.incarnation for a in starts}
                     self.end_unwanted({n for n, rank in self.ranks.items() if lives.get(n) == rank.incarnation})
-                elif wish.connection in by_link and isinstance(wish.message, RankAssigned):
-                    by_link[wish.connection].place = wish.message
-                elif wish.connection in by_link and isinstance(wish.message, ClusterEnded):
-                    self.end_unwanted({name for name, rank in self.ranks.items() if rank.link != wish.connection})
-                elif wish.connection in by_link and isinstance(wish.message, HealPlan):
-                    self.plans[wish.connection] = wish.message
-                elif isinstance(wish.message, ScaleAccepted):
-                    self.told.append(wish.message.reason)
+                elif effect.connection in by_link and isinstance(effect.message, RankAssigned):
+                    by_link[effect.connection].place = effect.message
+                elif effect.connection in by_link and isinstance(effect.message, ClusterEnded):
+                    self.end_unwanted({name for name, rank in self.ranks.items() if rank.link != effect.connection})
+                elif effect.connection in by_link and isinstance(effect.message, HealPlan):
+                    self.plans[effect.connection] = effect.message
+                elif isinstance(effect.message, ScaleAccepted):
+                    self.told.append(effect.message.reason)
         self.never_half()
         for assignment in starts:
             self.start(assignment)
 
     def never_half(self) -> None:
-        """Where no scale-in is under way, all have left who were to; unless nobody else was left."""
+        """Check that all departing ranks have left if no scale-in is in progress, unless no other rank was left."""
         if not self.ended and not any(
             i.strategy == "scale-in" and i.outcome is Outcome.OPEN for i in self.machine.incidents.records
         ):
@@ -154,15 +154,15 @@ class Game:
 
     def register(self, name: str) -> None:
         member = self.machine.cluster.members[(Role.WORKER, name)]
-        wish = Register(Role.WORKER, name, f"{name}.{member.incarnation}", BOX, incarnation=member.incarnation)
-        self.tell(MessageReceived(wish, self.ranks[name].link))
+        effect = Register(Role.WORKER, name, f"{name}.{member.incarnation}", BOX, incarnation=member.incarnation)
+        self.tell(MessageReceived(effect, self.ranks[name].link))
 
     @property
     def ended(self) -> bool:
-        """Nobody returns twice to what was written down of the same step."""
+        """Whether the cluster has ended. The only allowed cause is optimizer state that no rank holds."""
         cluster = self.machine.cluster
         if cluster.phase is Phase.ENDED:
-            assert "on no rank but the dead" in cluster.reason, cluster.reason
+            assert "only dead ranks held" in cluster.reason, cluster.reason
         return cluster.phase is Phase.ENDED
 
     # -- what happens ------------------------------------------------------------------------------------------------
@@ -172,8 +172,8 @@ class Game:
         return self.machine.cluster.trains or "recover-in-place" in self.settings.strategies
 
     def die(self) -> None:
-        """Anyone but the last who has the state: without it a training begins anew, from its checkpoint. And nobody whose death
-        would end the run, as no step was finished."""
+        """Kill a random rank. Spare the last rank that holds the state, without which all ranks would restart from the
+        checkpoint, and a rank whose death would end the run because no step was finished."""
         name = self.random.choice(sorted(self.ranks))
         if self.lasts and any(not rank.fresh for other, rank in self.ranks.items() if other != name):
             del self.ranks[name]
@@ -211,7 +211,7 @@ class Game:
     # -- training ----------------------------------------------------------------------------------------------------
 
     def agree(self) -> None:
-        """Everyone reports until there is a plan; things may happen between two reports."""
+        """Send reports of all ranks until there is a plan; faults may happen between two reports."""
         while self.agreed != self.machine.cluster.generation and not self.ended:
             self.plans = {}
             for name in self.random.sample(sorted(self.ranks), len(self.ranks)):
@@ -232,15 +232,15 @@ class Game:
         )
 
     def deal_out(self) -> None:
-        """All take part again, so everyone has the parts that are its own in this world, and the copies."""
+        """Give every rank its shard and replicas, because all ranks take part again."""
         for rank in self.ranks.values():
             world = len(self.ranks)
             mine = {(rank.place.rank - before) % world for before in range(self.copies + 1)}
             rank.holds = sum(1 << slot for slot in range(SLOTS) if slot % world in mine)
 
     def begin_anew(self) -> None:
-        """Everyone is new: they take up the training where it was last written down, in the world as it is now."""
-        self.anew += 1
+        """Restart all ranks from the last checkpoint, in the current world."""
+        self.restarts_of_all += 1
         path, step, counted = self.written
         self.counted = dict(counted)
         for rank in self.ranks.values():
@@ -249,7 +249,7 @@ class Game:
         self.deal_out()
 
     def follow(self) -> None:
-        """Everyone does what its plan says."""
+        """Carry out the plan of every rank."""
         if all(rank.fresh for rank in self.ranks.values()):
             self.begin_anew()
         ahead = {rank.place.rank: rank for rank in self.ranks.values() if not rank.fresh}
@@ -265,7 +265,7 @@ class Game:
             rank.fresh = False
 
     def reduce(self) -> None:
-        """One reduction: its result reaches everyone, or only some of them before something happens."""
+        """Run one reduction: its result reaches all ranks, or only some of them before a fault."""
         world = sorted(self.ranks.values(), key=lambda rank: rank.place.rank)
         assert [rank.place.rank for rank in world] == list(range(len(world))), "ranks have holes"
         assert len({(rank.step, rank.course) for rank in world}) == 1, "ranks differ"
@@ -273,7 +273,7 @@ class Game:
         for rank in world:
             seating = rank.seating if rank.seating is not None and rank.seating.version > rank.seated else None
             results.add((seating.version, tuple(seating.indexes)) if seating is not None else (rank.seated, rank.course.seats))
-        assert len({seats for _, seats in results}) == 1, "ranks differ in who takes part"
+        assert len({seats for _, seats in results}) == 1, "ranks differ in the indexes that take part"
         version, present = max(results)
         assert present == tuple(rank.seat for rank in world)
         step, path = first.step, first.course
@@ -285,10 +285,10 @@ class Game:
         if len(reached) < len(world):
             self.die()
             if not any(rank in reached for rank in self.ranks.values()):
-                return  # whoever had the result is gone: it does not count
+                return  # all ranks with the result are gone: it is ignored
         places = [path.seats.index(seat) if seat in path.seats else len(path.seats) for seat in present]
         assert sum(path.member_weight(step, i, present) for i in places) == pytest.approx(1)
-        # If whoever has the result dies before it has handed it over, the step is reduced again: then this counts instead.
+        # If all ranks with the result die before they hand it over, the step is reduced again, and that result is used.
         self.counted[step] = path.locate_step(step)[0], path.samples_at(step, path.counted_positions(step, present))
         if len(reached) == len(world) and step % 3 == 0:
             self.written = world[0].course, world[0].step, dict(self.counted)
@@ -328,7 +328,7 @@ def live(seed: int) -> Counter[str]:
         found = Counter(sample for when, part in game.counted.values() if when == epoch for sample in part)
         assert found == Counter(order[: SAMPLES // size * size]), f"seed {seed}, epoch {epoch}"
     words = Counter(word.split()[2] for word in game.told)
-    words.update({"anew": game.anew, "in turn": game.in_turn})
+    words.update({"restarts of all": game.restarts_of_all, "in turn": game.in_turn})
     words.update({name: int(count) for name, count in game.machine.counters.items()})
     return words
 
@@ -339,4 +339,4 @@ def test_every_sample_is_used_once(block: int) -> None:
     for seed in range(block * 15, block * 15 + 15):
         words.update(live(seed))
     assert all(words[word] > 5 for word in ("grows", "shrinks", "deaths", "replacements")), words
-    assert words["anew"] and words["in turn"] and words["ended"] < 3, words
+    assert words["restarts of all"] and words["in turn"] and words["ended"] < 3, words

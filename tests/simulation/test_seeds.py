@@ -28,10 +28,10 @@ def test_world(seed: int) -> None:
 
 @pytest.mark.parametrize("found", [247, 700, 5097, 6727, 8607, 20256, 25758])
 def test_seeds_that_found_defects(found: int) -> None:
-    """247: an agent was lost whose workers a growth that was taken back had removed. 700: who died during a dump was alive
-    again for the next scheduler. 5097: the rules took a record of a larger world for one of this. 6727, 8607: without beats
-    those who were to go on waited for ever for one who had left; 20256: for one who left between its plan and the next step.
-    25758: two processes had one name, and the simulation asked the wrong one."""
+    """247: an agent was lost after the rollback of a scale-out had removed its workers. 700: a rank that died during a dump was
+    alive again for the next scheduler. 5097: the checker compared a record with that of a larger world. 6727, 8607: without
+    heartbeats ranks waited without end to resume with a rank that had left; 20256: with one that left between its plan and the
+    next step. 25758: two processes had one name, and the simulation used the wrong one."""
     live(found)
 
 

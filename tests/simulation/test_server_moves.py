@@ -66,7 +66,7 @@ class Game:
         self.tell(MessageReceived(RegisterAgent("a", "life of a", BOX, WORKERS, servers=SERVERS), AGENT))
 
     def tell(self, event: Any) -> None:
-        """One step of the machine. With `crash_at` the scheduler dies after so many of its wishes."""
+        """One step of the machine. With `crash_at` the scheduler dies after that number of effects."""
         wishes = self.machine.step(event, self.now)
         crashed = 0 <= self.crash_at < len(wishes)
         starts: list[Assignment] | None = None
@@ -175,7 +175,7 @@ class Game:
         elif chance < 0.22:
             self.restart_scheduler()
         elif chance < 0.24:
-            self.now += 400.0  # whoever was to come is overdue
+            self.now += 400.0  # joining servers are overdue
             self.tell(Tick())
         else:
             self.settle()
@@ -188,7 +188,9 @@ class Game:
             return
         sharing = cluster.current_sharding
         here = {m.rank for m in cluster.members_in_role(Role.PSERVER)}
-        assert here == {*sharing.servers, *cluster.joining_servers}, "nobody owns what it cannot hold, and nobody is left over"
+        assert here == {*sharing.servers, *cluster.joining_servers}, (
+            "members are exactly the servers of the sharding and the joining ones"
+        )
         assert len(sharing.owners) == SLOTS and set(sharing.owners) == set(sharing.ring)
         assert not (cluster.joining_servers and sharing.leaving)
 

@@ -48,7 +48,7 @@ def test_ten_thousand_nodes_form_and_one_dies() -> None:
 
 def test_thousand_nodes_re_attach_to_restarted_scheduler_and_one_returns() -> None:
     world = formed_world(FEWER, recovery=True)
-    world.crash_scheduler("to see who comes back")
+    world.crash_scheduler("by the test")
     world.run(world.now + 25.0, lambda: phase(world) is Phase.READY)
     assert phase(world) is Phase.READY
     world.nodes["w234"].die()

@@ -35,11 +35,11 @@ FIRST = 1  # the generation of formation
 
 
 class Fabric:
-    """Every group of every generation, and who waits in which collective of it."""
+    """All groups of all generations, and the ranks that wait in their collectives."""
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._groups: dict[tuple[str, int, int], dict[int, tuple[Trainer, int]]] = {}  # by rank: who, and in which step
+        self._groups: dict[tuple[str, int, int], dict[int, tuple[Trainer, int]]] = {}  # by rank: the trainer and its step
 
     def issue(self, trainer: Trainer, index: int) -> None:
         group = self._groups.setdefault((trainer.node.cluster, trainer.generation, index), {})
@@ -124,7 +124,7 @@ class Trainer:
         return self._say(report)
 
     def completed(self, generation: int, step: int) -> None:
-        """The group says so; who has left the group in the meantime does not hear it."""
+        """Notify the members of the group; trainers that have left it are skipped."""
         if self.waits and self._agreed == generation == self.generation:
             self._commit(step)
 
@@ -158,7 +158,8 @@ class Trainer:
             self.node.world.after(delay, self.node.post, self._fetch, plan, plan.donor)
 
     def _fetch(self, plan: HealPlan, giver: Donor) -> None:
-        """All of it or nothing, from whoever still has it. The generation may move on meanwhile: what was fetched counts."""
+        """Fetch the whole state or nothing, from a rank that still has it. It stays valid if the generation changes
+        meanwhile."""
         self._fetching = False
         source = self.node.world.trainer(giver.token)
         if source is None:

@@ -97,7 +97,7 @@ class World:
         self.run(self.now + 2 * LINK_DEAD_S)  # until no end believes in a link that is dead
         if not self.run(bound, self.settled):
             if self.plan.cluster.topo_timeout_s < 0 or (self.over and self.plan.cluster.node_timeout_s < 0):
-                self.counts["waits for ever, as asked"] += 1
+                self.counts["waits without limit, as configured"] += 1
                 return
             raise Violation(
                 f"not settled {self.bound_s():.0f} s after everything healed: {self.unsettled()}", *self.concerned()
@@ -108,7 +108,7 @@ class World:
             self.finish_work()
 
     def heal(self) -> None:
-        """Nothing goes wrong any more; what went wrong is repaired, where there is somebody to do it."""
+        """Stop all faults and repair their effects where a supervisor exists."""
         self.tell("world", "heals")
         self.healing = True
         self.net.heal()
@@ -141,7 +141,7 @@ class World:
         for node in self.awake():
             if isinstance(node, AgentProcess):
                 for child in list(node.children.values()):
-                    if child.alive and child.assignment.role is not Role.SPARE:  # nobody waits for a spare
+                    if child.alive and child.assignment.role is not Role.SPARE:  # spares are not awaited
                         child.exit(0)
             else:
                 node.leave(0, "done")
@@ -155,11 +155,11 @@ class World:
             raise Violation(f"every program finished well, but the cluster ended with {scheduler.ended}")
         self.counts["ended well"] += 1
         if self.plan.harmless and self.counts["died"]:
-            raise Violation("somebody died, though no node ever failed")
+            raise Violation("a member was declared dead, though no node failed")
 
     @property
     def meets(self) -> bool:
-        """Whether all ranks of a group can be expected on the board: nobody left, and no word was reordered."""
+        """Whether all ranks of a group must meet in the rendezvous store: none has left, and no message was reordered."""
         assert self.scheduler is not None
         members = self.scheduler.machine.cluster.members_without_spares()
         attached = all(m.instance_id and m.state is not NodeState.LEFT for m in members)
@@ -195,9 +195,9 @@ class World:
         return next((trainer for trainer in self.trainers() if trainer.node.name == name), None)
 
     def trainers(self) -> list[Trainer]:
-        everyone: list[NodeProcess] = self.awake()
-        everyone += [child for agent in everyone if isinstance(agent, AgentProcess) for child in agent.children.values()]
-        return [node.trainer for node in everyone if node.alive and node.trainer is not None]
+        nodes: list[NodeProcess] = self.awake()
+        nodes += [child for agent in nodes if isinstance(agent, AgentProcess) for child in agent.children.values()]
+        return [node.trainer for node in nodes if node.alive and node.trainer is not None]
 
     def unsettled(self) -> str:
         said = [f"{n.name} is {n.machine.stage}" for n in self.awake()]
@@ -213,7 +213,7 @@ class World:
     # -- the scheduler -----------------------------------------------------------------------------------------------
 
     def start_scheduler(self) -> None:
-        """As its shell would: with recovery from its journal, else anew."""
+        """Start a scheduler: with recovery from its journal, else with an empty one."""
         if self.scheduler is not None or self.over:
             return
         if not self.plan.cluster.recovery:
@@ -246,7 +246,7 @@ class World:
             self.after(LINK_DEAD_S, self._programs_notice)
 
     def _programs_notice(self) -> None:
-        """A member that recovers calls its scheduler for ever; its program ends when its peers do not answer."""
+        """End the scripts of members that would reconnect without limit, because their peers are gone."""
         for node in self.awake():
             node.leave(1, "the peers are gone")
 
@@ -301,8 +301,8 @@ class World:
 
     # -- the story ---------------------------------------------------------------------------------------------------
 
-    def tell(self, who: str, what: str, more: str = "", by: str = "") -> None:
-        self._story.append((self.now, who, what, more, by))
+    def tell(self, name: str, what: str, more: str = "", by: str = "") -> None:
+        self._story.append((self.now, name, what, more, by))
 
     def count(self, what: str) -> None:
         self.counts[what] += 1
@@ -313,7 +313,7 @@ class World:
         tail = events[-last:]
         about = [e for e in events[:-last] if any(n and (n in e[1] or n in e[3]) for n in nodes)][-last:]
         lines = [
-            f"{at:9.3f}  {who:<16} {what} {more}" + (f"  [{by}]" if by else "") for at, who, what, more, by in about + tail
+            f"{at:9.3f}  {name:<16} {what} {more}" + (f"  [{by}]" if by else "") for at, name, what, more, by in about + tail
         ]
         head = f"seed {self.seed}: {self.plan.cluster}\nfaults {self.plan.faults}, {self.plan.weather}"
         return "\n".join([head, f"counts {dict(self.counts)}", *lines])

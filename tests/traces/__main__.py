@@ -106,7 +106,9 @@ def _check(chosen: dict[str, range], options: argparse.Namespace) -> int:
         print("".join(f"  {line}\n" for line in differing[:5]), end="", flush=True)
         made = recorded_by(ROOT, record.FOLDER / f"{name}.txt")
         if not made:
-            print("the version that made this record is unknown, because this is no git checkout: no difference can be shown")
+            print(
+                "the version that made this record is unknown, because this is not a git checkout: no difference can be shown"
+            )
             continue
         first = record.number(name, differing[0])
         with checkout(made, ROOT) as old:

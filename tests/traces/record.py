@@ -27,7 +27,7 @@ TOOL = ("machines.py", "rendering.py", "recorder.py", "games.py", "renames.json"
 
 
 def digests(name: str, numbers: Iterable[int], processes: int) -> Iterator[str]:
-    """Play these games in so many processes; yield their lines in order."""
+    """Play these games in the given number of processes; yield their lines in order."""
     if processes == 1:
         yield from (line(name, number) for number in numbers)
         return
@@ -95,7 +95,7 @@ def number(name: str, line: str) -> int:
     if name != "scenarios":
         return int(key)
     if key not in SCENARIOS:
-        raise SystemExit(f"{key} is no scenario: expected one of {', '.join(SCENARIOS)}")
+        raise SystemExit(f"{key} is not a scenario: expected one of {', '.join(SCENARIOS)}")
     return SCENARIOS.index(key)
 
 

@@ -38,7 +38,7 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 class Recorder:
-    """Calls of one game. Only the outermost call counts: how methods call each other is no behaviour."""
+    """Calls of one game. Only the outermost call is recorded, because nested calls are not observable behaviour."""
 
     def __init__(self, *, keep: bool = False) -> None:
         self.calls: list[Call] = []  # filled with `keep` only

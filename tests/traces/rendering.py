@@ -4,8 +4,8 @@
 class to the recorded one, `fields` from "PresentType.present_field" to the recorded field, or to "" for a field that did not
 exist. Fields are sorted by their recorded name.
 
-Prose is marked: `plain` leaves it out, so that a change of wording changes the full text alone. What counts is whether there is
-a text: an empty one is no prose.
+Prose is marked: `plain` leaves it out, so that a change of wording changes the full text alone. An empty text is not
+marked as prose.
 """
 
 from __future__ import annotations
