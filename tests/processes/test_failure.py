@@ -345,7 +345,7 @@ def test_exit_of_a_child_is_not_exit_of_its_worker(patient: Cluster, way: str, n
     patient.env |= {"MS_RETRY_INTERVAL_LOWER": 0.1, "MS_RETRY_INTERVAL_UPPER": 0.2}
     scheduler = patient.scheduler()
     parent, other = patient.worker(0, script=script), patient.worker(1)
-    patient.until(lambda v: "0" in nodes_of(v) and nodes_of(v)["0"].step == 7, "the worker to go on after its child")
+    patient.until(lambda v: "0" in nodes_of(v) and nodes_of(v)["0"].step == 7, "the worker to continue after its child")
     patient.release()
     assert (parent.wait(), other.wait(), scheduler.wait()) == (0, 0, 0), patient.tails()
 

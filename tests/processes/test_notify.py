@@ -14,7 +14,7 @@ from tests.processes.command import Shell, shells
 from tests.processes.harness import until
 from tests.processes.test_watching import STEPS
 
-SECRET = "nobody-may-read-this"
+SECRET = "secret-that-no-log-shows"
 
 
 @pytest.fixture

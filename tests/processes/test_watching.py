@@ -42,7 +42,7 @@ def events(shell: Shell, *arguments: str) -> list[dict[str, str]]:
 
 def test_death_is_shown_by_every_command(shell: Shell) -> None:
     """Start a run with a terminal and kill its worker 1."""
-    secret = "nobody-may-read-this"
+    secret = "secret-that-no-log-shows"
     env = {"COVEY_STRATEGY": "recover-in-place,exit", "COVEY_SECRET": secret, "TERM": "xterm-256color", "NO_COLOR": "1"}
     terminal, table = Terminal(), Terminal()
     shell.covey("run", "-n", "2", "steps.py", shell.go, env=env, stdout=terminal.theirs)

@@ -186,7 +186,7 @@ class Checker:
                 )
 
     def started(self, agent: AgentProcess, start: DesiredChildren, assignment: Assignment) -> None:
-        if assignment.role is Role.SPARE:  # its next life is no new generation
+        if assignment.role is Role.SPARE:  # its next process does not start a generation
             return
         place = (agent.cluster, start.generation, group_of(Role.WORKER), assignment.rank)
         incarnation = self._runs.setdefault(place, assignment.incarnation)
