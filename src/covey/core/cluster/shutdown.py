@@ -2,6 +2,7 @@
 
 RUNNING → DUMPING: the ranks in a covey.Loop dump their state; the planned outcome is in the journal.
 DUMPING → TELLING: all dumps are written, or the time limit has passed; the outcome is in the journal.
+DUMPING → DUMPING: a further reason to end; the dump starts again with it.
 RUNNING → TELLING: there is nothing to dump.
 TELLING → OVER: the outcome was sent to every member that may reconnect, or the time limit has passed. `EndCluster` is emitted
 with this transition.
@@ -34,7 +35,7 @@ class ShutdownState(StrEnum):
 
 TRANSITIONS: dict[ShutdownState, frozenset[ShutdownState]] = {
     ShutdownState.RUNNING: frozenset({ShutdownState.DUMPING, ShutdownState.TELLING}),
-    ShutdownState.DUMPING: frozenset({ShutdownState.TELLING}),
+    ShutdownState.DUMPING: frozenset({ShutdownState.DUMPING, ShutdownState.TELLING}),
     ShutdownState.TELLING: frozenset({ShutdownState.OVER}),
     ShutdownState.OVER: frozenset(),
 }

@@ -10,7 +10,7 @@ from tests.unit.core.cluster.editable_cluster import EditableCluster, training_c
 from covey.core.cluster.shutdown import END_DELIVERY_S, TRANSITIONS, ShutdownState, dumpable_ranks
 from covey.core.effects import EndCluster, Persist, SchedulerEffect, Send
 from covey.core.incidents import Outcome
-from covey.core.messages import ClusterEnded, DumpRequest, DumpWritten, Refused, RequestAccepted
+from covey.core.messages import ClusterEnded, Draining, DumpRequest, DumpWritten, Refused, RequestAccepted
 from covey.core.types import ClusterRecord, Ended, Host, Member, MemberRecord, NodeState, Phase, Progress, Role
 from covey.errors import ExitCode
 
@@ -75,6 +75,17 @@ def test_a_forbidden_transition_fails(before: ShutdownState, after: ShutdownStat
     with pytest.raises(AssertionError, match=f"no transition from {before} to {after}"):
         part._set_state(after)
     assert part.state is before
+
+
+def test_dump_starts_again_if_the_host_of_the_scheduler_leaves_during_a_dump() -> None:
+    cluster = in_loop("dump")
+    assert isinstance(cluster.shutdown.request_dump(cluster.step(1.0), "enough"), RequestAccepted)
+    cluster.take_effects()
+    agent = next(iter(cluster.agents.values()))
+    cluster.recovery.on_draining(cluster.step(2.0), agent.connection, Draining("maintenance", scheduler_leaves=True))
+    assert cluster.shutdown.state is ShutdownState.DUMPING
+    assert cluster.planned_end is not None and cluster.planned_end.reason == "maintenance"
+    assert [e.message for e in cluster.take_effects() if isinstance(e, Send)] == [DumpRequest("maintenance")] * 2
 
 
 def test_end_is_persisted_then_sent_to_members_before_agents() -> None:
