@@ -135,7 +135,7 @@ def check_recovery_view(tab: Tab, folder: Path) -> None:
     incident.wait_for()
     stages = incident.locator(".stage").evaluate_all("(rows) => rows.map((row) => row.dataset.stage)")
     assert stages == ["detected", "decided", "re-formed", "restored", "resumed"]
-    assert "SIGKILL" in incident.inner_text() and "worker:1 is started again" in incident.inner_text()
+    assert "SIGKILL" in incident.inner_text() and "worker:1 is restarted" in incident.inner_text()
     tab.close_notes()
     picture(page, folder, "console-recovery")
 
@@ -159,7 +159,7 @@ def drain(tab: Tab) -> None:
     tab.row("worker:0").click()
     page.click(".panel >> text=Drain host…")
     page.click("dialog button.primary")
-    page.locator("dialog .trouble", has_text="not all workers can go").wait_for()
+    page.locator("dialog .trouble", has_text="not all workers can be removed").wait_for()
     page.keyboard.press("Escape")
     tab.row("worker:3").click()
     page.click(".panel >> text=Drain…")

@@ -284,7 +284,7 @@ def test_submit_jobs_and_logs_commands(cluster: Kubernetes) -> None:
 
     cluster.kubelet.environment = {"MS_SCHED_MANAGE_PORT": "0"}
     submitted = covey("submit", str(script), "-n", "2", "--processes", "2", "--image", "covey:test")
-    assert submitted.returncode == 0 and "count is submitted" in submitted.stdout, submitted.stderr
+    assert submitted.returncode == 0 and "submitted job count" in submitted.stdout, submitted.stderr
     cluster.wait_for_condition("count", "Succeeded")
     logs = cluster.kubelet.log("count-worker-0") + cluster.kubelet.log("count-worker-1")
     assert "rank 0" in logs

@@ -89,7 +89,7 @@ def test_restarted_scheduler_container_keeps_all_workers(kubernetes: Kubernetes)
     before = kubernetes.pods("stays")
     kubernetes.kubelet.kill("stays-scheduler-0")
     kubernetes.wait(
-        lambda: kubernetes.kubelet.log("stays-scheduler-0").count("re-attached") == 2, "both workers to reconnect", SLOW_S
+        lambda: kubernetes.kubelet.log("stays-scheduler-0").count(" re-attached: ") == 2, "both workers to reconnect", SLOW_S
     )
     (kubernetes.folder / "go").touch()
     status = kubernetes.wait_for_condition("stays", "Succeeded", deadline_s=SLOW_S)

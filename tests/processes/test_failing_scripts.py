@@ -89,7 +89,7 @@ def test_error_of_the_script_ends_the_run_with_one_traceback(
     assert run.wait(200) == 1, run.tail()
     output = run.text()
     assert output.count("Traceback (most recent call last):") == 1, output
-    assert "resumed" not in output, output
+    assert "in all, resumed" not in output, output
     kind = "ValueError" if script is LOOP else "NameError"
     ends = re.search(r"covey: the run ended: worker:\d on \S+: exit code 1, (.*)", output)
     assert ends and re.match(rf"{kind} at \S*t\.py:\d+{step}: ", ends[1]) and ends[1].endswith(": correct the script"), output
@@ -146,4 +146,4 @@ def test_full_restart_message_has_cause_and_step(shell: Shell, tmp_path: Path, k
     assert re.search(rf"^covey: (all 2 workers|the only worker) finished; {line}$", output, re.MULTILINE), (
         "the exit report must have it too"
     )
-    assert "resumed" not in output and output.count("in all, restarted") == workers, output
+    assert "in all, resumed" not in output and output.count("in all, restarted") == workers, output

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import textwrap
 
 import pytest
 from tests.processes.fakes import fake_scheduler
@@ -317,12 +318,8 @@ CHILDREN = {
 
 @pytest.mark.parametrize("way", CHILDREN)
 def test_surviving_child_does_not_hide_death_of_worker(patient: Cluster, way: str) -> None:
-    script = patient.script(
-        JOINED.replace("covey.init()", "if __name__ != '__main__': raise SystemExit\ncovey.init()")
-        + CHILDREN[way]
-        + "print(f'child={child}', flush=True)\n"
-        + FOREVER
-    )
+    body = JOINED + CHILDREN[way] + "print(f'child={child}', flush=True)\n" + FOREVER
+    script = patient.script("if __name__ == '__main__':\n" + textwrap.indent(body, "    "))  # a forkserver imports the script
     scheduler = patient.scheduler()
     parent, other = patient.worker(0, script=script), patient.worker(1)
     child = int(parent.wait_for(r"child=(\d+)")[1])
