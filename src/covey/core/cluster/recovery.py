@@ -439,9 +439,7 @@ class Recovery:
         self._members.remove_agent(agent)
         step.out.publish(f"agent:{agent.id}", "gone", reason, Level.from_exit_code(code))
         cause = f"the agent on {agent.host.name} is gone ({reason})"
-        present = [
-            m for m in children if m.is_present
-        ]  # before a decision below moves a member
+        present = [m for m in children if m.is_present]  # before a decision below moves a member
         for member in (self._members.current(m) for m in undecided):
             if not self._lifecycle.has_ended and self._members.contains(member):
                 self._on_death(step, member, build_failure(step.cluster, member, code, cause, [], ""), step.now)
