@@ -19,7 +19,7 @@ from covey import ps_context
 from covey.core.types import PHASE_MAX, Role
 from covey.errors import CoveyError, UsageError
 from covey.log import configure_logging, log
-from covey.runtime.process_variables import INCARNATION_VARIABLE, PROGRESS_FD_VARIABLE
+from covey.runtime.child_environment import INCARNATION_VARIABLE, PROGRESS_FD_VARIABLE
 from covey.settings import check_manual_settings, load_settings, misspelled_variables
 from covey.training.collectives.communicator import Communicator
 from covey.training.seeding import seed_process
@@ -107,10 +107,10 @@ def init() -> None:
 
 def _ensure_supervised() -> None:
     """Fork the supervised worker, unless this process is one already or has an agent, which also restarts it."""
-    from covey.worker import supervisor
+    from covey.worker import container_supervisor
 
     if INCARNATION_VARIABLE not in os.environ and PROGRESS_FD_VARIABLE not in os.environ:
-        supervisor.run_supervised()
+        container_supervisor.run_supervised()
 
 
 def get_rank() -> int:

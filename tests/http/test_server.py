@@ -24,7 +24,7 @@ from tests.http.serving import TOKEN, FakeScheduler, bound, client, dial, exampl
 from tests.requirements import IPV6, needs
 
 from covey.core.types import Role
-from covey.management import standby_api
+from covey.management import leader_redirect
 from covey.management.http_server import ClientLimits, HttpServer
 from covey.management.training_api import make_app
 
@@ -285,7 +285,7 @@ def self_signed(folder: Path) -> Path:
     ],
 )
 def test_standby_redirects_any_request_to_leader(path: bytes, host: bytes, location: bytes) -> None:
-    with serving(app=standby_api.make_app(lambda: "http://leader:1")) as port, dial(port) as sock:
+    with serving(app=leader_redirect.make_app(lambda: "http://leader:1")) as port, dial(port) as sock:
         sock.sendall(b"GET %s HTTP/1.1\r\nHost: %s\r\nConnection: close\r\n\r\n" % (path, host))
         reply = read_to_end(sock)
     assert reply.startswith(b"HTTP/1.1 307 ") and b"\r\nlocation: http://leader:1%s\r\n" % location in reply, reply

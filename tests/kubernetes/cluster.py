@@ -22,7 +22,7 @@ from tests.kubernetes.kubelet import Kubelet
 from tests.kubernetes.server import Server
 from tests.processes.harness import Processes, until
 
-from covey.core.jobs.pod_state import JOB_LABEL
+from covey.core.msjob.pod_state import JOB_LABEL
 from covey.kubernetes.api_client import (
     ASCENDJOB,
     CRD,

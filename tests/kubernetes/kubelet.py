@@ -24,7 +24,7 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from covey.core.jobs.timestamps import format_timestamp
+from covey.core.msjob.timestamps import format_timestamp
 from covey.kubernetes.api_client import CONFIG_MAP, NODE, POD, SECRET, SERVICE, Api, ApiError, KubeObject
 
 ROOT = Path(__file__).resolve().parents[2]

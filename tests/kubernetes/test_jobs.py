@@ -9,7 +9,7 @@ import httpx2
 import pytest
 from tests.kubernetes.cluster import Kubernetes, conditions, job, replica
 
-from covey.core.jobs.pod_state import JOB_LABEL
+from covey.core.msjob.pod_state import JOB_LABEL
 from covey.kubernetes.api_client import CRD, MSJOB, POD, POD_GROUP, ApiError, KubeObject, ResourceKind
 
 STAY = "while [ ! -e $GO ]; do sleep 0.05; done"

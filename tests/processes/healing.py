@@ -27,7 +27,7 @@ import covey
 from covey.training.state import transfer
 from covey.training.collectives.gloo_group import shut_down_socket
 from covey.training.collectives.group import WorkDone
-from covey.training.worker_context import GenerationStarted
+from covey.training.node_interface import GenerationStarted
 
 folder = pathlib.Path(sys.argv[1])
 wanted = {tuple(word.split(":")[:3]): (word.split(":") + ["kill"])[3] for word in os.environ.get("FAULTS", "").split()}
@@ -128,7 +128,7 @@ transfer._send_state = give
 
 if os.environ.get("LATE") == str(covey.get_rank()):
     # Forces "one step apart": this rank receives the new generation before the completion of step 5.
-    inbox, held = loop._group.worker_context.inbox, []
+    inbox, held = loop._group.node_interface.inbox, []
 
     class Late:
         def put(self, news):
@@ -145,7 +145,7 @@ if os.environ.get("LATE") == str(covey.get_rank()):
                 news = later
             return news
 
-    loop._group.worker_context.inbox = Late()
+    loop._group.node_interface.inbox = Late()
 
 for x, y in loop:
     with loop.retry(ConnectionError):

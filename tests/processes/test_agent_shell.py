@@ -26,8 +26,8 @@ from covey.core.messages import (
     Registered,
 )
 from covey.errors import ExitCode
+from covey.runtime.child_environment import SchedulerHandoff
 from covey.runtime.node_runtime import SchedulerAddress
-from covey.runtime.process_variables import SchedulerHandoff
 from covey.settings import load_settings
 from covey.template_process.protocol import ChildSpec
 

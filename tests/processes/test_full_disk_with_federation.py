@@ -16,7 +16,7 @@ from tests.requirements import FILE_SYSTEMS, needs
 from tests.soak.trained import small_disk
 
 from covey.federated.device.client import RequestRefused
-from covey.runtime.fault_injection import fill_disk
+from covey.runtime.chaos_faults import fill_disk
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from tests.processes.recovering import TRAIN, Recovering, membership, recovering
 
 from covey.agent.scheduler_supervisor import SchedulerProcess
 from covey.core.types import ClusterRecord, Ended, Phase
-from covey.runtime.process_variables import SchedulerHandoff
+from covey.runtime.child_environment import SchedulerHandoff
 from covey.storage.journal import open_journal
 
 QUICK = {"MS_RETRY_INTERVAL_LOWER": 0.1, "MS_RETRY_INTERVAL_UPPER": 0.2}

@@ -17,10 +17,10 @@ from tests.processes.harness import until
 
 from covey.errors import PeerError
 from covey.federated import Device
+from covey.federated.device_protocol import SecureAnswer
 from covey.federated.model_codec import Floats, ModelLayout
 from covey.federated.privacy import fixed_point_ring
 from covey.federated.privacy.fixed_point_ring import DeviceMetrics
-from covey.federated.protocol import SecureAnswer
 
 
 @pytest.fixture

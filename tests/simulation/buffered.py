@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 from tests.simulation.federation import SimDevice, SimServer, Simulated
 
-from covey.core.federated.claims import UpdateOutcome
 from covey.core.federated.messages import async_update_key
+from covey.core.federated.update_claims import UpdateOutcome
 
 
 class Buffered(Simulated):

@@ -14,7 +14,6 @@ from typing import Any
 
 from covey.core.effects import Close, PublishEvent, Send
 from covey.core.events import ConnectionLost, MessageReceived, Tick
-from covey.core.federated.claims import ClaimEffect, Claims, RejectUpdate, SendToServer, StoreUpdate, UpdateOutcome
 from covey.core.federated.federation_machine import FederationMachine
 from covey.core.federated.messages import (
     AdmitDevices,
@@ -29,8 +28,9 @@ from covey.core.federated.messages import (
     ServerStatus,
 )
 from covey.core.federated.outbox import FederationEffect, PersistFederation
-from covey.core.federated.roster import ServerTimeouts
 from covey.core.federated.secagg.messages import SecaggForward, SecaggReply
+from covey.core.federated.server_roster import ServerTimeouts
+from covey.core.federated.update_claims import ClaimEffect, Claims, RejectUpdate, SendToServer, StoreUpdate, UpdateOutcome
 from covey.core.types import Host
 
 DELAY_S = (0.001, 0.02)

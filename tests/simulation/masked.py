@@ -11,7 +11,6 @@ from typing import Any
 
 from tests.simulation.federation import SimDevice, Simulated
 
-from covey.core.federated.claims import UpdateOutcome
 from covey.core.federated.secagg.messages import (
     SEALED_SHARE_BYTES,
     ClientList,
@@ -28,6 +27,7 @@ from covey.core.federated.secagg.messages import (
     ShareList,
     ShareSecrets,
 )
+from covey.core.federated.update_claims import UpdateOutcome
 
 
 class Masked(Simulated):

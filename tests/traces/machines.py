@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from covey.core.cluster.node_machine import NodeMachine
 from covey.core.cluster.scheduler_machine import SchedulerMachine
-from covey.core.federated.claims import Claims
 from covey.core.federated.federation_machine import FederationMachine
+from covey.core.federated.update_claims import Claims
 
 
 class Recorded(NamedTuple):

@@ -8,8 +8,8 @@ import msgspec
 from tests.documents import ROOT
 
 from covey.cli.run.event_hooks import HookEvent
-from covey.core.jobs import spec
 from covey.core.messages import PROTOCOL
+from covey.core.msjob import spec
 from covey.federated.server import update_log
 from covey.parameter_server import checkpoint_files as row_files
 from covey.storage import journal

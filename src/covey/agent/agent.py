@@ -42,8 +42,8 @@ from covey.core.types import JOB_FINGERPRINT_KEY, Failure, Role, ScriptError
 from covey.errors import CoveyError, ExitCode
 from covey.log import log
 from covey.runtime import exception_record, host_identity, log_reader
+from covey.runtime.child_environment import SPARE_STDERR_VARIABLE, SPARE_VARIABLE, STACK_SIGNAL
 from covey.runtime.node_runtime import NodeRuntime, SchedulerAddress, make_node_settings
-from covey.runtime.process_variables import SPARE_STDERR_VARIABLE, SPARE_VARIABLE, STACK_SIGNAL
 from covey.settings import Settings
 from covey.storage.tempdirs import TempDirectory
 from covey.template_process.import_recorder import RECORD_IMPORTS_VARIABLE, read_recorded_imports

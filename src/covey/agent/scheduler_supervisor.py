@@ -21,8 +21,8 @@ import msgspec
 from covey.agent.children import explain_os_error, open_log
 from covey.errors import ExitCode
 from covey.log import log
+from covey.runtime.child_environment import HANDOFF_VARIABLE, SchedulerHandoff
 from covey.runtime.listeners import ListeningSockets
-from covey.runtime.process_variables import HANDOFF_VARIABLE, SchedulerHandoff
 from covey.runtime.restart_backoff import RestartBackoff
 
 RESTART_DELAYS_S: Final = (0.0,) * 5  # five immediate restarts; the count starts over after STABLE_AFTER_S of running

@@ -7,14 +7,14 @@ from typing import Final
 
 from covey.core.messages import Assignment, DesiredChildren
 from covey.core.types import Role
-from covey.runtime.node_runtime import SchedulerAddress
-from covey.runtime.process_variables import (
+from covey.runtime.child_environment import (
     AGENT_VARIABLE,
     INCARNATION_VARIABLE,
     RANK_VARIABLES,
     SPARE_STDERR_VARIABLE,
     SPARE_VARIABLE,
 )
+from covey.runtime.node_runtime import SchedulerAddress
 
 # Variables of a worker that a nested `covey run` would read as its own settings.
 CLUSTER_VARIABLES: Final = (

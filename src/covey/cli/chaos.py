@@ -32,7 +32,7 @@ from covey.core.cluster.view import ClusterView
 from covey.core.incidents import Incident, Outcome
 from covey.core.types import Phase, Role
 from covey.errors import ExitCode, PeerError, UsageError
-from covey.runtime import fault_injection
+from covey.runtime import chaos_faults
 from covey.runtime.node_runtime import SchedulerAddress
 from covey.storage.cluster_registry import process_start_time
 
@@ -150,22 +150,20 @@ class Chaos:
             if fault in NODE_FAULTS and not here:
                 return "no node of this cluster runs on this host"
             for pid in {Fault.SCHEDULER: [scheduler], Fault.TEMPLATE: here[:1]}.get(fault, here[:1]):
-                fault_injection.find_supervisor(pid)
+                chaos_faults.find_supervisor(pid)
             if fault is Fault.CUT:
-                return fault_injection.cut_blocker(here[0], self._run_processes)
+                return chaos_faults.cut_blocker(here[0], self._run_processes)
             if fault is Fault.DISK:
                 return (
-                    fault_injection.fill_disk_blocker(Path(view.log_dir))
+                    chaos_faults.fill_disk_blocker(Path(view.log_dir))
                     if view.log_dir
                     else "the cluster reports no log directory"
                 )
             if fault is Fault.CLOCK:
-                self._clock_file = fault_injection.find_clock_file(scheduler)
-            if fault is Fault.TEMPLATE and not (
-                here and fault_injection.find_template_pid(fault_injection.find_supervisor(here[0]))
-            ):
+                self._clock_file = chaos_faults.find_clock_file(scheduler)
+            if fault is Fault.TEMPLATE and not (here and chaos_faults.find_template_pid(chaos_faults.find_supervisor(here[0]))):
                 return "this run has no template"
-        except (fault_injection.ProcessGone, UsageError) as error:
+        except (chaos_faults.ProcessGone, UsageError) as error:
             return str(error)
         return ""
 
@@ -220,32 +218,32 @@ class Chaos:
         """Inject a fault and undo it after its duration. Do nothing if its process is gone."""
         words = " ".join([str(planned.fault), planned.node, f"for {planned.for_s:.1f} s" if planned.for_s else ""])
         click.echo(f"covey: {planned.at_s:6.1f} s  {' '.join(words.split())}", err=True)
-        with contextlib.suppress(fault_injection.ProcessGone):
+        with contextlib.suppress(chaos_faults.ProcessGone):
             if planned.fault is Fault.KILL:
-                fault_injection.kill_process(planned.pid, self._run_processes)
+                chaos_faults.kill_process(planned.pid, self._run_processes)
             elif planned.fault is Fault.STOP:
-                await fault_injection.suspend_process(planned.pid, self._run_processes, planned.for_s)
+                await chaos_faults.suspend_process(planned.pid, self._run_processes, planned.for_s)
             elif planned.fault is Fault.SLOW:
-                await fault_injection.slow_process(planned.pid, self._run_processes, planned.for_s)
+                await chaos_faults.slow_process(planned.pid, self._run_processes, planned.for_s)
             elif planned.fault is Fault.CUT:
-                fault_injection.cut_connections(planned.pid, self._run_processes)
+                chaos_faults.cut_connections(planned.pid, self._run_processes)
             elif planned.fault is Fault.SCHEDULER:
-                fault_injection.kill_process(planned.pid, self._run_processes)
+                chaos_faults.kill_process(planned.pid, self._run_processes)
                 await self._measure_downtime(planned, lambda: self._scheduler_pid() not in (0, planned.pid))
             elif planned.fault is Fault.TEMPLATE:
-                killed = fault_injection.find_template_pid(self._run_processes[0])
+                killed = chaos_faults.find_template_pid(self._run_processes[0])
                 if killed:
-                    fault_injection.kill_process(killed, self._run_processes)
+                    chaos_faults.kill_process(killed, self._run_processes)
                     await self._measure_downtime(
-                        planned, lambda: fault_injection.find_template_pid(self._run_processes[0]) not in (0, killed)
+                        planned, lambda: chaos_faults.find_template_pid(self._run_processes[0]) not in (0, killed)
                     )
             elif planned.fault is Fault.DISK:
                 assert self._view is not None
-                with fault_injection.fill_disk(Path(self._view.log_dir)):
+                with chaos_faults.fill_disk(Path(self._view.log_dir)):
                     await asyncio.sleep(planned.for_s)
             else:
                 assert planned.fault is Fault.CLOCK and self._clock_file is not None
-                with fault_injection.shift_clock(self._clock_file, clock_jump_s(self._seed, planned.number)):
+                with chaos_faults.shift_clock(self._clock_file, clock_jump_s(self._seed, planned.number)):
                     await asyncio.sleep(planned.for_s)
 
     def _scheduler_pid(self) -> int:
@@ -285,8 +283,8 @@ def _find_run_processes(view: ClusterView) -> list[psutil.Process]:
     """Return the processes `covey run` of this cluster on this host. Raise UsageError if there is none."""
     found: dict[psutil.Process, None] = {}
     for node in _view_of_this_host(view).nodes:
-        with contextlib.suppress(fault_injection.ProcessGone):
-            found[fault_injection.find_supervisor(node.pid)] = None
+        with contextlib.suppress(chaos_faults.ProcessGone):
+            found[chaos_faults.find_supervisor(node.pid)] = None
     if not found:
         raise UsageError(f"no process of the cluster at {view.address} was started by covey run of this user on this host")
     return list(found)

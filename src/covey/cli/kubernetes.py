@@ -179,7 +179,7 @@ def build_msjob(options: SubmitOptions) -> tuple[KubeObject, str]:
             },
         },
     }
-    from covey.core.jobs import parse_job
+    from covey.core.msjob import parse_job
 
     parse_job({**job, "metadata": {**job["metadata"], "uid": "", "namespace": ""}})  # type: ignore[dict-item]
     return job, text
@@ -275,7 +275,7 @@ def print_job_logs(where: KubernetesTarget, name: str, rank: int | None, *, foll
     """Print the log of the pod of a rank; without a rank, of each worker pod in turn. Raise UsageError if a pod is missing."""
 
     async def work() -> None:
-        from covey.core.jobs import parse_job
+        from covey.core.msjob import parse_job
         from covey.kubernetes.api_client import MSJOB, ApiError
 
         api = _connect_api(where)

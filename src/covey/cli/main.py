@@ -144,7 +144,7 @@ def nodes(master: str, as_json: bool) -> None:
 @JSON
 def top(master: str, as_json: bool) -> None:
     """Show the cluster live until it ends; without a terminal, print a line for each change."""
-    from covey.cli import follow as follow_output
+    from covey.cli import top_and_events as follow_output
 
     follow_output.follow_cluster(master, as_json)
 
@@ -155,7 +155,7 @@ def top(master: str, as_json: bool) -> None:
 @JSON
 def events(master: str, follow: bool, as_json: bool) -> None:
     """Print the newest 1,000 events of the cluster."""
-    from covey.cli import follow as follow_output
+    from covey.cli import top_and_events as follow_output
 
     follow_output.print_events(master, follow, as_json)
 
@@ -166,7 +166,7 @@ def events(master: str, follow: bool, as_json: bool) -> None:
 @JSON
 def story(master: str, node: str, as_json: bool) -> None:
     """Print the events of one node: a rank, a name such as server:0, or cluster."""
-    from covey.cli import follow as follow_output
+    from covey.cli import top_and_events as follow_output
 
     follow_output.print_node_events(master, node, as_json)
 

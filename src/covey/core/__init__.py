@@ -1,22 +1,22 @@
-"""State machines and pure functions: everything that covey decides.
+"""State machines and pure functions that decide about clusters, federated rounds, MSJobs and leader election.
 
-A decision takes an event and the current time, and returns effects and a reason. The processes in the other packages carry the
-effects out. This package uses no sockets, files, clocks, random numbers, asyncio or torch. If a test of a module here needs a
-sleep or a patch, the decision is in the wrong place.
+A state machine takes an event and the current time, and returns effects. A pure function returns its decision and, in most
+cases, the reason. The processes in the other packages carry the effects out. This package uses no sockets, files, clocks,
+random numbers, asyncio or torch. If a test of a module here needs a sleep or a patch, the decision is in the wrong place.
 
     `cluster`             the scheduler's state machine and a node's, for a training cluster
     `federated`           the state machine of federated rounds, secure aggregation, privacy accounting
-    `jobs`                the next actions for an MSJob, as a pure function
+    `msjob`               the next actions for an MSJob, computed by pure functions
     `parameter_server`    distribution of rows over parameter servers
-    `messages`            wire messages of a training cluster
-    `events`, `effects`   input and output of the state machines
-    `types`               roles, states, settings and records that the messages and machines share
+    `messages`            wire messages of a training cluster; those of a federated cluster are in `federated.messages`
+    `events`, `effects`   input and output of the scheduler's and the node's state machine
+    `types`               roles, states, settings and journal records of a training cluster
     `event_log`           bounded list of the events that users see
     `incidents`           one record for each recovery or resize: stages, durations, outcome
     `leader_election`     leader election among schedulers, by a lease in a compare-and-swap store
-    `strategy_ladder`     recovery strategies, in the order in which they are tried
-    `restart_limits`      the limits that max_restarts sets, and their defaults
-    `taskd_variables`     TaskD's environment variables as covey's settings
-    `addresses`           addresses and names that mean this host
-    `plurals`             counts in sentences
+    `strategy_ladder`     names of the recovery strategies, in the order of the ladder
+    `restart_limits`      the limits that --max-restarts sets, and their defaults
+    `taskd_variables`     translation of TaskD's environment variables to covey's settings
+    `addresses`           parsing of IP addresses; loopback addresses and names
+    `plurals`             singular and plural forms for counts in messages
 """

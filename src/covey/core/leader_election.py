@@ -1,7 +1,7 @@
 """Leader election by a lease in a store that can compare and swap: one leader at a time.
 
 `renew_interval_s`, `step_down_after_s` and `can_take_lease` are the rules of every lease, of schedulers and of operators
-(`kubernetes/leader_election.py`). `Candidate` is the state machine of one scheduler.
+(`kubernetes/operator_lease.py`). `Candidate` is the state machine of one scheduler.
 
 The lease is one cell of the store. Its holder periodically writes a new beat number into it; the other candidates read it. A
 candidate may take a cell that has not changed for the whole duration by the candidate's own clock. Clocks therefore need not

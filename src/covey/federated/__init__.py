@@ -1,18 +1,19 @@
 """Federated learning: devices, servers that aggregate their updates, and a scheduler that decides rounds.
 
-import covey
+    import covey
 
-covey.set_fl_context(enable_fl=True, ms_role="MS_SERVER", server_num=2, start_fl_job_threshold=8)
-covey.federated.run(model)                     # the same script in every role; a torch module or a dict of numpy arrays
+    covey.set_fl_context(enable_fl=True, ms_role="MS_SERVER", server_num=2, start_fl_job_threshold=8)
+    covey.federated.run(model)                 # a torch module or a dict of numpy arrays
 
-Servers run without torch. Decisions about rounds and claims are in `covey.core.federated`.
+`covey federated up` runs the same script in every role. Only `fit` needs torch. Decisions about rounds and claims are in
+`covey.core.federated`.
 
-    `context`              `set_fl_context`: table of settings; `privacy_settings` checks which of them fit together
-    `process`              `run(model)`: scheduler or server, by `ms_role`
+    `context`              `set_fl_context`: table of settings; `privacy_settings` checks those that depend on each other
+    `run_role`             `run(model)`: runs the scheduler or a server, according to `ms_role`
     `process_supervisor`   `covey federated up`: starts and restarts the processes of a host
-    `protocol`             the device protocol: paths, codes, fields
+    `device_protocol`      the device protocol: paths, codes, fields
     `model_codec`          a model as flat float32 array and as safetensors
-    `update_compression`   quantization, top-k, sparse updates
+    `update_compression`   compression of updates: 8 bits per value, or a fraction of the values
     `strategies`           FedAvg and others
     `scheduler`            the scheduler process
     `server`               the server process
@@ -33,8 +34,11 @@ from covey.federated.strategies import FedAdam, FedAvg, FedAvgM, FedBuff, FedPro
 
 
 def run(model: Any, strategy: Strategy | None = None, evaluate: Evaluate | None = None) -> None:
-    """Run this process as the scheduler or a server, by `ms_role`: see `covey.federated.process.run`."""
-    from covey.federated.process import run as run_role
+    """Run this process as the scheduler or a server, according to `ms_role`, until it ends.
+
+    Arguments and errors are those of `covey.federated.run_role.run`.
+    """
+    from covey.federated.run_role import run as run_role
 
     run_role(model, strategy, evaluate)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 def main() -> None:
     from covey.errors import ExitCode
-    from covey.federated.process import run
+    from covey.federated.run_role import run
     from covey.federated.strategies import find_strategy
 
     path = Path(sys.argv[1])

@@ -19,7 +19,7 @@ import msgspec
 
 from covey.errors import ExitCode, StoreError
 from covey.federated.context import CONTEXT_VARIABLE, ContextValue
-from covey.federated.process import CLUSTER_VARIABLE, RUN_MARKER_VARIABLE
+from covey.federated.run_role import CLUSTER_VARIABLE, RUN_MARKER_VARIABLE
 from covey.log import log
 from covey.runtime import linux
 from covey.runtime.restart_backoff import RestartBackoff

@@ -1,7 +1,7 @@
 """Controller of one kind of job: observe a job in the caches, compute its plan, write the status, carry out the actions.
 
-`covey.core.jobs` makes the decisions. Any error (a conflict, a lost response, an unreachable server) ends the reconcile of that
-job, which is retried with exponential backoff.
+`covey.core.msjob` makes the decisions. Any error (a conflict, a lost response, an unreachable server) ends the reconcile of
+that job, which is retried with exponential backoff.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from covey.core.jobs import Observed, ReconcilePlan, parse_job, plan_job
-from covey.core.jobs.actions import (
+from covey.core.msjob import Observed, ReconcilePlan, parse_job, plan_job
+from covey.core.msjob.actions import (
     Action,
     AdoptOrphan,
     AnnounceWorkers,
@@ -31,8 +31,8 @@ from covey.core.jobs.actions import (
     SetLabel,
     TerminatePod,
 )
-from covey.core.jobs.pod_state import JOB_LABEL, controller_uid_of
-from covey.core.jobs.spec import InvalidJob, Job, ReplicaDuty, ReplicaSpec, pod_name
+from covey.core.msjob.pod_state import JOB_LABEL, controller_uid_of
+from covey.core.msjob.spec import InvalidJob, Job, ReplicaDuty, ReplicaSpec, pod_name
 from covey.errors import PeerError
 from covey.kubernetes import pod_builder
 from covey.kubernetes.api_client import (

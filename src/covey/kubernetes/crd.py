@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from covey.core.jobs.ascend_job import ASCEND_GROUP
-from covey.core.jobs.spec import API_GROUP, API_VERSION, CleanPodPolicy, RestartPolicy
+from covey.core.msjob.ascend_job import ASCEND_GROUP
+from covey.core.msjob.spec import API_GROUP, API_VERSION, CleanPodPolicy, RestartPolicy
 
 KubeObject = dict[str, Any]
 

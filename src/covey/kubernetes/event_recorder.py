@@ -6,8 +6,8 @@ import asyncio
 import hashlib
 from collections.abc import Callable
 
-from covey.core.jobs.actions import RecordEvent
-from covey.core.jobs.timestamps import format_timestamp
+from covey.core.msjob.actions import RecordEvent
+from covey.core.msjob.timestamps import format_timestamp
 from covey.kubernetes.api_client import CONFLICT, EVENT, Api, ApiError, KubeObject
 from covey.kubernetes.reflector import ObjectKey
 from covey.kubernetes.work_queue import WorkQueue

@@ -14,12 +14,12 @@ import msgspec
 
 from covey.core.effects import Level, PublishEvent
 from covey.core.event_log import EventLog
-from covey.core.jobs import ascend_job
-from covey.core.jobs.actions import RecordEvent
-from covey.core.jobs.pod_state import JOB_LABEL, OPERATOR_LABEL, OPERATOR_NAME
+from covey.core.msjob import ascend_job
+from covey.core.msjob.actions import RecordEvent
+from covey.core.msjob.pod_state import JOB_LABEL, OPERATOR_LABEL, OPERATOR_NAME
 from covey.core.plurals import count_noun
 from covey.errors import PeerError
-from covey.kubernetes import leader_election, operator_metrics, scheduler_client
+from covey.kubernetes import operator_lease, operator_metrics, scheduler_client
 from covey.kubernetes.api_client import (
     ASCENDJOB,
     MSJOB,
@@ -47,7 +47,7 @@ class OperatorOptions(msgspec.Struct, frozen=True, kw_only=True):
     namespace: str = ""  # watched namespace; "": all
     lease_namespace: str = "default"  # of the lease and of the operator's key
     leader_elect: bool = True
-    lease_duration_s: float = leader_election.LEASE_DURATION_S
+    lease_duration_s: float = operator_lease.LEASE_DURATION_S
     gang_scheduler: str = ""  # schedulerName of pods; "": no gang scheduling
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0  # 0: any free port; negative: no metrics
@@ -163,7 +163,7 @@ class Operator:
                 await self._run_controllers()
                 return
             self._is_ready = True  # a replica that waits for the lease counts as ready
-            lease = leader_election.OperatorLease(
+            lease = operator_lease.OperatorLease(
                 self.api, self.options.lease_namespace, duration_s=self.options.lease_duration_s
             )
             await lease.run_while_held(self._run_controllers)

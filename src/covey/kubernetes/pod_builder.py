@@ -10,9 +10,9 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from covey.core.jobs.actions import CreatePod, CreatePodGroup
-from covey.core.jobs.pod_state import INDEX_LABEL, JOB_LABEL, OPERATOR_LABEL, OPERATOR_NAME, TYPE_LABEL
-from covey.core.jobs.spec import API_GROUP, DEFAULT_PORT, Job, ReplicaDuty, ReplicaSpec, RestartPolicy, pod_name
+from covey.core.msjob.actions import CreatePod, CreatePodGroup
+from covey.core.msjob.pod_state import INDEX_LABEL, JOB_LABEL, OPERATOR_LABEL, OPERATOR_NAME, TYPE_LABEL
+from covey.core.msjob.spec import API_GROUP, DEFAULT_PORT, Job, ReplicaDuty, ReplicaSpec, RestartPolicy, pod_name
 
 KubeObject = dict[str, Any]
 

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from covey.core.cluster.view import ClusterView
-from covey.core.jobs.scheduler_status import SchedulerStatus, scheduler_status_from_view
+from covey.core.msjob.scheduler_status import SchedulerStatus, scheduler_status_from_view
 from covey.errors import PeerError
 from covey.kubernetes.api_client import NOT_FOUND, SECRET, Api, ApiError
 from covey.kubernetes.http_client import HttpClient

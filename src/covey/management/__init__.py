@@ -3,7 +3,7 @@
 `http_server`       HTTP with limits
 `common_api`        operations of every cluster; `auth` authorizes requests
 `training_api`      operations of a training cluster: recoveries, resizes, kill
-`standby_api`       a standby scheduler: redirects to the leader
+`leader_redirect`   a standby scheduler: redirects to the leader
 `jobs_api`          the operator's console
 `schemas`           JSON bodies of requests and replies; `openapi` makes the document from them
 `cluster_metrics`   Prometheus text

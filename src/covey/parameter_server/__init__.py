@@ -3,12 +3,12 @@
 `server`             the server: connections, dispatch, restore
 `rows`               the server's own rows, their lock and their state; `request_handler` answers workers from them
 `rebalancer`         hands slots over to other servers until this one is in sync with the newest sharding
-`client`             the worker's side; `server_channel` is its connection to one server, `row_cache` its cache
+`client`             the worker's side; `server_requests` is its connection to one server, `row_cache` its cache
 `messages`           requests and replies; `array_codec` encodes row numbers and values
 `discovery`          addresses and tokens of the servers, in the rendezvous store
 `row_placement`      which server holds a row, vectorized
 `shard_set`          all rows of a server; `shard` has the rows of some slots, `table` those of one parameter
 `optimizers`         update rules
-`replication`        applies changes and sends them to the replica holder; `replicas` is the holder's side
+`replica_sender`     applies changes and sends them to the replica holder; `replica_store` is the holder's side
 `checkpoint_files`   files of rows
 """

@@ -32,7 +32,7 @@ from covey.parameter_server.messages import (
 from covey.parameter_server.optimizers import Array
 from covey.parameter_server.row_cache import RowCache, RowUpdate
 from covey.parameter_server.row_placement import RowPlacement
-from covey.parameter_server.server_channel import Channel, PendingRequest, RequestBatch, count_bytes
+from covey.parameter_server.server_requests import Channel, PendingRequest, RequestBatch, count_bytes
 
 _ROW_DTYPE = np.dtype(np.int64)
 

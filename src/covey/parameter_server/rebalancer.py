@@ -13,7 +13,7 @@ from covey.core.parameter_server.sharding import Sharding
 from covey.parameter_server.discovery import FindServer
 from covey.parameter_server.messages import DetachSlots, Done, HandOverSlots, ReleaseSlots, ServerReply
 from covey.parameter_server.optimizers import Array
-from covey.parameter_server.replication import Replication, request_from_server
+from covey.parameter_server.replica_sender import Replication, request_from_server
 from covey.parameter_server.rows import Rows, RowsState
 from covey.parameter_server.shard import Shard
 

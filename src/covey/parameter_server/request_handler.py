@@ -24,7 +24,7 @@ from covey.parameter_server.messages import (
     ServerReply,
 )
 from covey.parameter_server.optimizers import Array
-from covey.parameter_server.replication import Replication
+from covey.parameter_server.replica_sender import Replication
 from covey.parameter_server.row_cache import UNKNOWN
 from covey.parameter_server.rows import Rows, RowsState
 from covey.parameter_server.shard_set import ShardSet

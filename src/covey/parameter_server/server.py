@@ -42,12 +42,12 @@ from covey.parameter_server.messages import (
 )
 from covey.parameter_server.optimizers import Array
 from covey.parameter_server.rebalancer import Rebalancer
-from covey.parameter_server.replicas import Replicas
-from covey.parameter_server.replication import Replication, desired_holder, fetch_replica, request_from_server
+from covey.parameter_server.replica_sender import Replication, desired_holder, fetch_replica, request_from_server
+from covey.parameter_server.replica_store import Replicas
 from covey.parameter_server.request_handler import RequestHandler
 from covey.parameter_server.rows import Rows, RowsState, SlotsMovedError
 from covey.parameter_server.shard_set import ShardSet
-from covey.transport.token_server import TokenServer
+from covey.transport.authenticated_server import AuthenticatedServer
 
 CONNECTIONS_MAX: Final = 4096
 TOKEN_TIMEOUT_S: Final = 30.0  # from the connection to its token
@@ -83,7 +83,7 @@ class ParameterServer:
         self._request_handler = RequestHandler(self._rows, self._replication)
         self._rebalancer = Rebalancer(self._rows, self._replication, find_server, on_in_sync)
         self._connection_limit = threading.BoundedSemaphore(CONNECTIONS_MAX)
-        listener = TokenServer(address, self._serve_connection, "covey rows", first_s=TOKEN_TIMEOUT_S)
+        listener = AuthenticatedServer(address, self._serve_connection, "covey rows", first_s=TOKEN_TIMEOUT_S)
         self.endpoint = ServerEndpoint(address, listener.port, listener.token)
 
     def recover(self) -> None:

@@ -1,20 +1,20 @@
 """Shared parts of the processes of a cluster: node runtimes, listeners, log access, Linux calls.
 
-`node_runtime`       event loop around a node's state machine, with a connection of its own
-`relayed_runtime`    the same for a child of an agent, through the agent's relay
-`process_variables`  variables, signal and handoff between a process of covey and its children
-`credentials`        join secret and TLS contexts from the settings
-`host_identity`      id, name and address of this host
-`listeners`          binds cluster and REST ports; limit of open files
-`management_port`    serves the REST API; its imports run on another thread
-`view_stream`        clients that follow the cluster view
-`event_stream`       answers requests for events; subscribers
-`log_reader`         bounded reads of log files, and requests for them that are pending
-`log_stream`         standard output that survives a full disk
-`failure_report`     text of the first failure
-`exception_record`   description of the exception that ended a script
-`fault_injection`    faults of `covey chaos`: kill, stop, slow, cut, fill the disk, shift the clock
-`lifeline`           kills a child's process group when the agent dies
-`restart_backoff`    when a child process that exits early is restarted, and when it is not restarted any more
-`linux`              prctl: parent-death signal, subreaper, process title
+`node_runtime`        event loop around a node's state machine, with a connection of its own
+`relayed_runtime`     the same for a child of an agent, through the agent's relay
+`child_environment`   variables, signal and handoff between a process of covey and its children
+`credentials`         join secret and TLS contexts from the settings
+`host_identity`       id, name and address of this host
+`listeners`           binds cluster and REST ports; limit of open files
+`management_port`     serves the REST API; its imports run on another thread
+`view_stream`         clients that follow the cluster view
+`event_stream`        answers requests for events; subscribers
+`log_reader`          bounded reads of log files, and requests for them that are pending
+`log_stream`          standard output that survives a full disk
+`failure_report`      text of the first failure
+`exception_record`    description of the exception that ended a script
+`chaos_faults`        faults of `covey chaos`: kill, stop, slow, cut, fill the disk, shift the clock
+`lifeline`            kills a child's process group when the agent dies
+`restart_backoff`     when a child process that exits early is restarted, and when it is not restarted any more
+`linux`               prctl: parent-death signal, subreaper, process title
 """

@@ -15,8 +15,8 @@ from covey import ps_context
 from covey.errors import CoveyError
 from covey.log import configure_logging, log
 from covey.runtime import linux
+from covey.runtime.child_environment import HANDOFF_VARIABLE, SchedulerHandoff
 from covey.runtime.listeners import ListeningSockets, raise_file_limit
-from covey.runtime.process_variables import HANDOFF_VARIABLE, SchedulerHandoff
 from covey.scheduler.scheduler import exit_now
 from covey.scheduler.service import SchedulerService
 from covey.settings import LoadedSettings, check_manual_settings, load_settings

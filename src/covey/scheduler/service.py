@@ -24,6 +24,7 @@ from covey.core.types import ClusterSettings
 from covey.errors import ExitCode, StoreError, UsageError
 from covey.log import log
 from covey.runtime import credentials, host_identity
+from covey.runtime.child_environment import SchedulerHandoff
 from covey.runtime.listeners import (
     ListeningSockets,
     bind_cluster_port,
@@ -32,7 +33,6 @@ from covey.runtime.listeners import (
     describe_management_port,
 )
 from covey.runtime.management_port import serve_management_port
-from covey.runtime.process_variables import SchedulerHandoff
 from covey.scheduler.journal_commits import RETRY_DISK_S, LeadershipHandedOver, LeaderTerm, SteppedDown
 from covey.scheduler.lease_keeper import LeaseKeeper, StandbyClusterEnded, kill_predecessor
 from covey.scheduler.scheduler import Scheduler, SchedulerInfo, exit_now, on_signal
@@ -333,9 +333,9 @@ def _make_training_app(scheduler: Scheduler, token: str, settings: list[tuple[st
 
 
 def _make_standby_app(lease_keeper: LeaseKeeper) -> Any:
-    from covey.management import standby_api
+    from covey.management import leader_redirect
 
-    return standby_api.make_app(lambda: lease_keeper.leader_url)
+    return leader_redirect.make_app(lambda: lease_keeper.leader_url)
 
 
 def _duplicate_sockets(sockets: list[socket.socket]) -> list[socket.socket]:

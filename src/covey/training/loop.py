@@ -36,9 +36,9 @@ from covey.training.data.cursor import DataCursor
 from covey.training.gradient_reducer import GradientReducer
 from covey.training.lazy_torch import torch_module
 from covey.training.state.grad_accumulation import GradAccumulationDetector
-from covey.training.state.handover import Handover
 from covey.training.state.pytree import pack
 from covey.training.state.spare_sync import start_spare_sync
+from covey.training.state.state_manager import StateManager
 from covey.training.state.training_state import TrainingState
 from covey.training.state.transfer import NO_TENSORS, ReceiverTensors
 from covey.training.step_timer import StepTimer
@@ -88,20 +88,22 @@ class Loop:
         self._sharded = optimizer if isinstance(optimizer, ShardedOptimizer) else None
         if self._sharded is not None and self._served.has_parameters:
             raise UsageError("ShardedOptimizer cannot train served parameters: pass a model without them, or another optimizer")
-        follower = start_spare_sync(group.worker_context) if not self._served.has_parameters else None
+        follower = start_spare_sync(group.node_interface) if not self._served.has_parameters else None
         # Nothing above reads the rank or the world size, so a spare has done all of it before it receives its rank here.
         self._collectives = None if self._served.is_independent else group.collectives
         known = follower.stop_and_get_tensors() if follower is not None else NO_TENSORS
         self._cursor.start_at_rank(group, self._collectives)
-        self._handover = Handover(self._state, self._cursor, self._served, self._sharded, group, self._collectives, checkpoint)
+        self._state_manager = StateManager(
+            self._state, self._cursor, self._served, self._sharded, group, self._collectives, checkpoint
+        )
         self._checkpoint_writer = (
-            CheckpointWriter(checkpoint, self._handover.save, group.worker_context) if checkpoint is not None else None
+            CheckpointWriter(checkpoint, self._state_manager.save, group.node_interface) if checkpoint is not None else None
         )
         if self._sharded is not None:
-            self._sharded.attach_to_loop(self._handover.run_sharded_update)
+            self._sharded.attach_to_loop(self._state_manager.run_sharded_update)
         self._step_timer = StepTimer()
         self._accumulation_detector = GradAccumulationDetector(model, self._state.on_accumulation_detected)
-        self._resumed_generation = group.worker_context.assignment.generation if group.worker_context is not None else 0
+        self._resumed_generation = group.node_interface.assignment.generation if group.node_interface is not None else 0
         self._register_parts(schedulers, scaler)
         optimizer.register_step_pre_hook(self._before_optimizer_step)
         optimizer.register_step_post_hook(self._after_optimizer_step)
@@ -124,16 +126,16 @@ class Loop:
             self._reducer = GradientReducer(
                 self.model, self._collectives, weights=self._cursor, ends_step=lambda: self._cursor.boundary
             )
-        self._handover.take_initial_state(known)
-        self._cursor.begin_training(log_limits=self._group.rank == 0 and not self._handover.is_replacement)
+        self._state_manager.take_initial_state(known)
+        self._cursor.begin_training(log_limits=self._group.rank == 0 and not self._state_manager.is_replacement)
         if self._served.has_parameters:
             folder = str(self._checkpoint.folder.absolute()) if self._checkpoint is not None else ""
             self._cursor.move_to_step(
-                self._served.align_start_step(self._group.rank, self.step, folder, has_state=self._handover.is_replacement)
+                self._served.align_start_step(self._group.rank, self.step, folder, has_state=self._state_manager.is_replacement)
             )
-        self._first_step = -1 if self._handover.is_replacement else self.step
-        if self._group.worker_context is not None:  # so that an exception before the first commit is attributed to a step
-            self._group.worker_context.report_progress(Progress(self.step, "train", first_step=self._first_step))
+        self._first_step = -1 if self._state_manager.is_replacement else self.step
+        if self._group.node_interface is not None:  # so that an exception before the first commit is attributed to a step
+            self._group.node_interface.report_progress(Progress(self.step, "train", first_step=self._first_step))
 
     def register(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
         """Add plain data and tensors to the state that replacements and checkpoints receive, by a getter and a setter."""
@@ -141,12 +143,12 @@ class Loop:
 
     def state(self) -> dict[str, Any]:
         """Return the current state: everything that a replacement or a checkpoint must contain."""
-        return self._handover.current_state()
+        return self._state_manager.current_state()
 
     @property
     def replaying(self) -> bool:
         """Whether the other ranks have already run this step's optimizer; this rank's results before its own are discarded."""
-        return self._handover.replaying
+        return self._state_manager.replaying
 
     @property
     def step(self) -> int:
@@ -208,7 +210,7 @@ class Loop:
         healed with that step. Raise `UsageError` if the batches of an epoch are not exhausted.
         """
         self._cursor.discard_loader()
-        self._handover.undo_script_changes()
+        self._state_manager.undo_script_changes()
         try:
             while self.step < self.steps:
                 self._epoch_open = True
@@ -281,7 +283,7 @@ class Loop:
         try:
             yield
         except kinds as error:
-            context = self._group.worker_context
+            context = self._group.node_interface
             spent = self._state.optimizer_applied or not self._state.is_consistent
             if spent or self._repeat_count >= times or (context is not None and not context.allows_retry):
                 raise
@@ -318,11 +320,11 @@ class Loop:
         if not self._served.is_pushed:  # the optimizer did not step; the servers still need a push to complete the step
             self._served.discard_gradients()
             self._served.push(self._collectives)
-        self._handover.finish_replay()
+        self._state_manager.finish_replay()
         self._cursor.end_step()
         self._repeat_count = 0
         self._state.end_step()
-        context = self._group.worker_context
+        context = self._group.node_interface
         if context is not None:
             if self._collectives is None and context.assignment.generation != self._resumed_generation:
                 self._resumed_generation = context.assignment.generation
@@ -336,7 +338,7 @@ class Loop:
             self._checkpoint_writer.save(self.step)
         if context is not None and context.leave_requested:
             if self._checkpoint is not None:
-                context.send_to_scheduler(DumpWritten(*self._handover.dump()))  # no other rank may be left to continue
+                context.send_to_scheduler(DumpWritten(*self._state_manager.dump()))  # no other rank may be left to continue
             context.hand_over_rank()
 
     def _before_optimizer_step(self, optimizer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -363,4 +365,4 @@ class Loop:
         return replaced
 
     def _after_optimizer_step(self, *_: Any) -> None:
-        self._handover.on_optimizer_stepped()
+        self._state_manager.on_optimizer_stepped()

@@ -22,7 +22,7 @@ from covey.parameter_server.client import GradientToPush, ParameterClient
 from covey.parameter_server.messages import DTYPES, InitialValues, ParameterSpec
 from covey.parameter_server.optimizers import SGD, Adagrad, Adam, Array, LazyAdam, Momentum, OptimizerRule
 from covey.parameter_server.row_cache import RowCache
-from covey.parameter_server.server_channel import RequestBatch
+from covey.parameter_server.server_requests import RequestBatch
 from covey.training.argument_checks import check_type
 from covey.training.collectives.communicator import Communicator
 from covey.training.collectives.group import Group, ReduceOp, Work, WorkDone
@@ -255,8 +255,8 @@ class ServedParameters:
             )
 
     def _notify_done(self, work: RequestBatch) -> None:
-        assert self._group.worker_context is not None
-        self._group.worker_context.inbox.put(WorkDone(work))
+        assert self._group.node_interface is not None
+        self._group.node_interface.inbox.put(WorkDone(work))
 
     def _claim_proof(self, generation: int) -> bool:
         """Return whether this push must include an all_reduce of all ranks: true once per generation."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from covey.runtime.process_variables import AGENT_VARIABLE
+from covey.runtime.child_environment import AGENT_VARIABLE
 
 
 class Launcher(NamedTuple):

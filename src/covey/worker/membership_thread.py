@@ -47,14 +47,14 @@ from covey.core.types import Progress, Role, ScriptError
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.log import configure_logging, log
 from covey.runtime import credentials, host_identity
+from covey.runtime.child_environment import AGENT_VARIABLE, INCARNATION_VARIABLE
 from covey.runtime.log_stream import install_log_streams
 from covey.runtime.node_runtime import NodeRuntime, SchedulerAddress, make_node_settings, progress_interval_s
-from covey.runtime.process_variables import AGENT_VARIABLE, INCARNATION_VARIABLE
 from covey.runtime.relayed_runtime import RelayedRuntime
 from covey.settings import Settings, serving_variables
-from covey.training.worker_context import GenerationStarted, HealPlanReceived
+from covey.training.node_interface import GenerationStarted, HealPlanReceived
 from covey.transport import address
-from covey.worker import spare, supervisor
+from covey.worker import container_supervisor, spare
 from covey.worker.process_exit import ProcessExit, flush_and_exit
 from covey.worker.stack_dump import dump_stacks_on_signal
 
@@ -210,7 +210,7 @@ class MembershipThread:
         progress = msgspec.structs.replace(progress, steps_completed=steps)
         if progress.loss is None and self._progress.loss is not None:  # keep the last loss if only the step is reported
             progress = msgspec.structs.replace(progress, loss=self._progress.loss)
-        supervisor.record_step(progress.step)
+        container_supervisor.record_step(progress.step)
         self._update_progress(progress)
 
     def report_spare_step(self, step: int) -> None:

@@ -16,7 +16,7 @@ from covey.log import log
 from covey.parameter_server import discovery
 from covey.parameter_server.server import ParameterServer
 from covey.settings import Settings
-from covey.training.worker_context import GenerationStarted
+from covey.training.node_interface import GenerationStarted
 from covey.worker.membership_thread import GenerationChanged, MembershipThread
 
 

@@ -21,7 +21,7 @@ from typing import Any, Final, NoReturn, Protocol
 from covey.core.types import Progress, ScriptError
 from covey.errors import CoveyError
 from covey.runtime import exception_record
-from covey.worker import supervisor
+from covey.worker import container_supervisor
 
 FLUSH_TIMEOUT_S: Final = 0.2  # a blocked thread may hold the lock of stdout
 STUCK_AFTER_S: Final = 1.0  # after SIGTERM, until the main thread counts as blocked
@@ -104,7 +104,7 @@ class ProcessExit:
         """Report the exception: to the agent in a file, or without an agent to the scheduler in the leave request."""
         if error is None or os.getpid() != self._pid:
             return
-        supervisor.record_error(error)
+        container_supervisor.record_error(error)
         if self._agent_folder:
             exception_record.write_error(self._agent_folder, error)
         else:

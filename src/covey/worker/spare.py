@@ -8,7 +8,7 @@ from pathlib import Path
 from types import FrameType
 
 from covey.core.messages import RankAssigned
-from covey.runtime.process_variables import INCARNATION_VARIABLE, SPARE_STDERR_VARIABLE, SPARE_VARIABLE
+from covey.runtime.child_environment import INCARNATION_VARIABLE, SPARE_STDERR_VARIABLE, SPARE_VARIABLE
 
 
 def is_spare() -> bool:

@@ -6,7 +6,7 @@ import faulthandler
 import signal
 import sys
 
-from covey.runtime.process_variables import STACK_SIGNAL
+from covey.runtime.child_environment import STACK_SIGNAL
 
 
 def dump_stacks_on_signal() -> None:

@@ -11,7 +11,7 @@ from covey.cli.run.plan import RunOptions, RunPlan
 from covey.core.messages import DesiredChildren, RegisterAgent
 from covey.core.restart_limits import MAX_RESTARTS, NO_HOST_LIMIT, REPLACEMENTS_MAX, replacement_limit
 from covey.core.types import AgentInfo, AgentRecord, ClusterSettings
-from covey.runtime.process_variables import SchedulerHandoff
+from covey.runtime.child_environment import SchedulerHandoff
 
 
 def test_max_restarts_limits_replacements_and_0_means_default() -> None:

@@ -10,10 +10,10 @@ from typing import Any, cast
 
 import pytest
 
-from covey.kubernetes import leader_election, reflector
+from covey.kubernetes import operator_lease, reflector
 from covey.kubernetes.api_client import POD, SERVICE, Api, ApiError, KubeObject, Page
 from covey.kubernetes.controller import OwnedObjects
-from covey.kubernetes.leader_election import OperatorLease
+from covey.kubernetes.operator_lease import OperatorLease
 from covey.kubernetes.reflector import Reflector
 
 
@@ -35,7 +35,7 @@ class SimulatedTimeLoop(asyncio.SelectorEventLoop):
 def run_with_simulated_time(work: Coroutine[Any, Any, None], monkeypatch: pytest.MonkeyPatch) -> None:
     with asyncio.Runner(loop_factory=SimulatedTimeLoop) as runner:
         clock = SimpleNamespace(monotonic=runner.get_loop().time)
-        for module in (leader_election, reflector):
+        for module in (operator_lease, reflector):
             monkeypatch.setattr(module, "time", clock)
         runner.run(work)
 
@@ -112,7 +112,7 @@ def test_holder_stops_acting_before_its_lease_expires(monkeypatch: pytest.Monkey
                 await OperatorLease(cast(Api, FailingServer()), "default").run_while_held(act)
 
     run_with_simulated_time(hold(), monkeypatch)
-    assert ended and ended[0] <= leader_election.RENEW_DEADLINE_S < leader_election.LEASE_DURATION_S
+    assert ended and ended[0] <= operator_lease.RENEW_DEADLINE_S < operator_lease.LEASE_DURATION_S
 
 
 class OnePodServer:

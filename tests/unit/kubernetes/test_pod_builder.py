@@ -6,11 +6,11 @@ import copy
 from typing import Any
 
 import pytest
-from tests.unit.core.jobs.msjobs import UID, KubeObject, job
+from tests.unit.core.msjob.msjobs import UID, KubeObject, job
 
-from covey.core.jobs import InvalidJob, parse_job
-from covey.core.jobs.actions import CreatePod, CreatePodGroup
-from covey.core.jobs.ascend_job import convert_ascend_job
+from covey.core.msjob import InvalidJob, parse_job
+from covey.core.msjob.actions import CreatePod, CreatePodGroup
+from covey.core.msjob.ascend_job import convert_ascend_job
 from covey.kubernetes import pod_builder
 
 OWNER = {"apiVersion": "v1", "kind": "MSJob", "name": "train", "uid": UID, "controller": True}

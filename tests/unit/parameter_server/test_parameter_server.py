@@ -240,7 +240,7 @@ def test_interrupted_request_leaves_no_partial_reply_in_the_connection(monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("covey.parameter_server.server_channel.receive_reply", interrupt)
+        patch.setattr("covey.parameter_server.server_requests.receive_reply", interrupt)
         with pytest.raises(KeyboardInterrupt):
             client.pull_rows(0, "t", np.arange(50))
     assert equal(values(client, 0), before)
@@ -374,7 +374,7 @@ def test_no_thread_holds_the_locks_of_rows_and_replicas_at_once(
 ) -> None:
     threads = SimpleNamespace(Condition=WatchedCondition)
     monkeypatch.setattr("covey.parameter_server.rows.threading", threads)
-    monkeypatch.setattr("covey.parameter_server.replicas.threading", threads)
+    monkeypatch.setattr("covey.parameter_server.replica_store.threading", threads)
     group = ServerGroup(ServingSettings(servers=2, workers=2, copies=1))
     group.train(2)
     group.servers[1] = ParameterServer("127.0.0.1", group.serving, 1, 1, group.find)

@@ -12,7 +12,7 @@ from covey.core.parameter_server.sharding import Sharding
 from covey.parameter_server.messages import Done, HandOverSlots
 from covey.parameter_server.optimizers import Array
 from covey.parameter_server.rebalancer import Rebalancer
-from covey.parameter_server.replication import Replication
+from covey.parameter_server.replica_sender import Replication
 from covey.parameter_server.rows import Rows, RowsState, VersionedRows
 from covey.parameter_server.shard_set import ShardSet
 

@@ -39,7 +39,7 @@ from covey.parameter_server.messages import (
     ServerReply,
 )
 from covey.parameter_server.optimizers import Array
-from covey.parameter_server.replication import Replication
+from covey.parameter_server.replica_sender import Replication
 from covey.parameter_server.request_handler import RequestHandler
 from covey.parameter_server.rows import Rows, SlotsMovedError
 

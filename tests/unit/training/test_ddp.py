@@ -109,7 +109,7 @@ def test_closure_runs_once_before_the_optimizer_while_state_is_consistent() -> N
     for (batch,) in training:
 
         def closure(batch: Any = batch) -> Any:
-            states.append(training._handover.is_consistent)
+            states.append(training._state_manager.is_consistent)
             training.optimizer.zero_grad()
             loss = model(batch).square().mean()
             loss.backward()

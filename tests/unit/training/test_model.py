@@ -61,7 +61,7 @@ def test_loss_monitor_prints_nothing_while_replaying(capsys: pytest.CaptureFixtu
     model = make_model()
     loop = Loop(model.net, model.optimizer, Data(SAMPLES, 8), group=Communicator(None))
     for replaying in (True, False):
-        loop._handover.replaying = replaying
+        loop._state_manager.replaying = replaying
         LossMonitor(1).step_end(loop, torch.tensor(0.5))
     assert capsys.readouterr().out == "epoch: 1 step: 1, loss is 0.5\n"
 

@@ -32,7 +32,7 @@ ALLOWED = {  # by module, the target and why its owner is not a class of covey
     "training/state/training_state.py": {"parameter.grad": "torch's parameter"},
     "worker/process_exit.py": {"sys.excepthook": "the interpreter's hook", "sys.exit": "the interpreter's hook"},
     "worker/spare.py": {"os.environ.update": "the process's environment"},
-    "worker/supervisor.py": {"os.environ": "the process's environment"},
+    "worker/container_supervisor.py": {"os.environ": "the process's environment"},
     "integrations/accelerate.py": {
         "os.environ.pop": "the process's environment",
         "os.environ.update": "the process's environment",

@@ -29,9 +29,9 @@ from covey.core.federated.messages import (
     ServerStatus,
 )
 from covey.core.federated.outbox import FederationEffect, Outbox, Step
-from covey.core.federated.roster import Roster, ServerTimeouts
 from covey.core.federated.round import Round
 from covey.core.federated.secagg.messages import SecaggForward
+from covey.core.federated.server_roster import Roster, ServerTimeouts
 from covey.core.messages import ClusterEnded, LeaveAcknowledged, Message, StopRequest
 from covey.core.plurals import count_noun
 from covey.errors import UsageError

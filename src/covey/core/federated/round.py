@@ -28,10 +28,10 @@ from covey.core.federated.messages import (
     hash_fraction,
 )
 from covey.core.federated.outbox import Step
-from covey.core.federated.roster import Losses, Membership, ServerMember
 from covey.core.federated.round_window import RoundWindow, ThresholdReached, WindowMissed
 from covey.core.federated.secagg.messages import SecaggForward, SecaggReply, SecaggVerdict
 from covey.core.federated.secagg.protocol import SecaggRound
+from covey.core.federated.server_roster import Losses, Membership, ServerMember
 from covey.core.plurals import count_noun
 
 NEXT_STAGES = {

@@ -30,11 +30,22 @@ from numpy.typing import NDArray
 from covey.errors import ExitCode, PeerError, UsageError
 from covey.federated import update_compression
 from covey.federated.device import secagg_client
+from covey.federated.device_protocol import (
+    JSON,
+    MSGPACK,
+    SAFETENSORS,
+    Answer,
+    Code,
+    FlPlan,
+    GetModel,
+    SecureAnswer,
+    StartJob,
+    now_ms,
+)
 from covey.federated.model_codec import Floats, ModelLayout, QuantizedModel, encode_flat_header, read_header, view_bytes
 from covey.federated.privacy.device_identity import DeviceIdentity, DeviceTrust, encode_request_to_sign
 from covey.federated.privacy.dp_noise import add_device_noise
 from covey.federated.privacy.fixed_point_ring import DeviceMetrics
-from covey.federated.protocol import JSON, MSGPACK, SAFETENSORS, Answer, Code, FlPlan, GetModel, SecureAnswer, StartJob, now_ms
 from covey.federated.update_compression import Compressor
 
 LONG_POLL_MS: Final = 20_000  # how long a server may delay its reply

@@ -1,10 +1,10 @@
-"""Keys, masks and noise: cryptography and arithmetic on arrays, without sockets, clocks or rounds.
+"""Keys, masks and noise: cryptography and arithmetic on arrays, without sockets or clocks.
 
-    `fixed_point_ring`   integers modulo 2^32, in which masks cancel exactly
-    `secagg_masks`       keys between two devices, masks derived from them, sealed shares
-    `secagg_session`     a device's side of a secure round, and the unmasking of a sum
-    `dp_noise`           clipping and Gaussian noise
-    `device_identity`    device certificates and signatures (`identity` is its former name)
+    `fixed_point_ring`      integers modulo 2^32, in which masks cancel exactly
+    `secagg_masks`          keys between two devices, masks derived from them, sealed shares
+    `secagg_device_state`   a device's side of a secure round, and the unmasking of a sum
+    `dp_noise`              clipping and Gaussian noise
+    `device_identity`       device certificates and signatures (`identity` is its deprecated name)
 
 The protocol's decisions are in `covey.core.federated.secagg`.
 """

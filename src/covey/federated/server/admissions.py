@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from covey.core.federated.messages import IDS_PER_MESSAGE_MAX, AdmitDevices, DevicesAdmitted
 from covey.core.messages import Message
-from covey.federated.server.position import Position
+from covey.federated.server.server_state import Position
 
 
 class Admissions:

@@ -22,7 +22,7 @@ from covey.core.federated.messages import RoundTotals, ServerInstructions
 from covey.errors import CoveyError, ExitCode, PeerError, UsageError
 from covey.federated.model_codec import Floats, ModelLayout
 from covey.federated.privacy import fixed_point_ring
-from covey.federated.privacy.secagg_session import unmask_sum
+from covey.federated.privacy.secagg_device_state import unmask_sum
 from covey.federated.server.accumulator import FIXED_POINT_SCALE
 from covey.federated.server.masked_sum import MaskedSum
 from covey.federated.server.model_store import ModelNotStored, StrategyState

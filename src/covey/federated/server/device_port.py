@@ -16,7 +16,6 @@ from typing import Any, Final
 
 import msgspec
 
-from covey.core.federated.claims import Claims
 from covey.core.federated.messages import (
     InstanceState,
     RoundPlan,
@@ -25,9 +24,9 @@ from covey.core.federated.messages import (
     async_update_key,
     should_evaluate,
 )
+from covey.core.federated.update_claims import Claims
 from covey.federated import update_compression
-from covey.federated.model_codec import Floats, ModelLayout, view_bytes
-from covey.federated.protocol import (
+from covey.federated.device_protocol import (
     NOT_RUNNING,
     SAFETENSORS,
     Answer,
@@ -40,14 +39,15 @@ from covey.federated.protocol import (
     make_ticket,
     now_ms,
 )
+from covey.federated.model_codec import Floats, ModelLayout, view_bytes
 from covey.federated.server import browser_page, openapi
 from covey.federated.server.accumulator import WEIGHT_MAX
 from covey.federated.server.admissions import Admissions
 from covey.federated.server.http_server import DeviceHttpServer, DeviceRequest
 from covey.federated.server.model_cache import ModelCache
-from covey.federated.server.position import Notifier, Position, ServerSettings
 from covey.federated.server.request_auth import AuthRefusal, RequestAuthenticator
 from covey.federated.server.secagg_endpoints import SECAGG_REQUEST_TYPES, SecaggEndpoints
+from covey.federated.server.server_state import Notifier, Position, ServerSettings
 from covey.federated.server.status_replies import NOT_A_MEMBER, RETRY_MS, StatusReplies
 from covey.federated.server.update_handler import UpdateHandler
 from covey.federated.strategies import Strategy

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from covey.federated.protocol import (
+from covey.federated.device_protocol import (
     JSON,
     MSGPACK,
     SAFETENSORS,

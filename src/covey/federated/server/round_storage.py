@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from covey.core.federated.claims import Claims
 from covey.core.federated.messages import LogAdoption, ReplicateUpdate, RoundStage, ServerInstructions
+from covey.core.federated.update_claims import Claims
 from covey.errors import PeerError, StoreError
 from covey.federated.server.partial_aggregate import PartialAggregate, Sum
 from covey.federated.server.server_links import BytesLike

@@ -14,7 +14,6 @@ import socket
 import time
 from typing import Any, Final
 
-from covey.core.federated.claims import Claims
 from covey.core.federated.messages import (
     IDS_PER_MESSAGE_MAX,
     DevicesAdmitted,
@@ -25,6 +24,7 @@ from covey.core.federated.messages import (
     ServerStatus,
 )
 from covey.core.federated.secagg.messages import SecaggReply
+from covey.core.federated.update_claims import Claims
 from covey.core.messages import ClusterEnded, Message, Refused
 from covey.errors import CoveyError, ExitCode, PeerError
 from covey.federated.model_codec import Floats, ModelLayout
@@ -35,11 +35,11 @@ from covey.federated.server.device_port import DevicePort
 from covey.federated.server.masked_sum import MaskedSum
 from covey.federated.server.model_cache import ModelCache, wanted_model
 from covey.federated.server.model_store import ModelNotStored
-from covey.federated.server.position import Notifier, Position, ServerSettings
 from covey.federated.server.round_storage import RoundStorage
 from covey.federated.server.scheduler_link import SchedulerLink
 from covey.federated.server.secagg_endpoints import SecaggEndpoints
 from covey.federated.server.server_links import BytesLike, ServerLinks
+from covey.federated.server.server_state import Notifier, Position, ServerSettings
 from covey.federated.server.status_replies import StatusReplies
 from covey.federated.server.update_handler import UpdateHandler
 from covey.federated.server.update_replication import UpdateReplication

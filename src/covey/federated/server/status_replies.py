@@ -10,9 +10,9 @@ from typing import Final
 import msgspec
 
 from covey.core.federated.messages import InstanceState
-from covey.federated.protocol import JSON, MSGPACK, Answer, Code, now_ms
+from covey.federated.device_protocol import JSON, MSGPACK, Answer, Code, now_ms
 from covey.federated.server.http_server import DeviceRequest
-from covey.federated.server.position import Position, ServerSettings
+from covey.federated.server.server_state import Position, ServerSettings
 
 RETRY_MS: Final = 200
 NOT_A_MEMBER: Final = "this server is not a member of the cluster: try another server"

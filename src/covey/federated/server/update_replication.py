@@ -10,8 +10,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from covey.core.federated.claims import Claims
 from covey.core.federated.messages import ReplicateUpdate, ServerInfo, replica_keeper
+from covey.core.federated.update_claims import Claims
 from covey.errors import PeerError, StoreError
 from covey.federated.model_codec import Floats
 from covey.federated.server.partial_aggregate import PartialAggregate

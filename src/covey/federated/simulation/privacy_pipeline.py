@@ -26,7 +26,7 @@ from covey.errors import PeerError
 from covey.federated.model_codec import Floats
 from covey.federated.privacy import dp_noise, fixed_point_ring
 from covey.federated.privacy.fixed_point_ring import DeviceMetrics
-from covey.federated.privacy.secagg_session import SecaggSession, make_round_scale, unmask_sum
+from covey.federated.privacy.secagg_device_state import SecaggSession, make_round_scale, unmask_sum
 from covey.federated.update_compression import NO_COMPRESSION, Compressor, decompress_update
 
 UPDATE_REACH = 16.0

@@ -21,7 +21,7 @@ from covey.integrations.taskd.config import (
     load_taskd_settings,
 )
 from covey.log import log
-from covey.runtime.process_variables import INCARNATION_VARIABLE
+from covey.runtime.child_environment import INCARNATION_VARIABLE
 
 CONNECT_TIMEOUT_S: Final = 5.0
 FRAMEWORKS: Final = ("PyTorch", "MindSpore")

@@ -32,9 +32,9 @@ from covey.integrations.taskd.config import (
 )
 from covey.log import configure_logging, log
 from covey.runtime import credentials
+from covey.runtime.child_environment import SchedulerHandoff
 from covey.runtime.listeners import ListeningSockets, bind_scheduler_ports
 from covey.runtime.node_runtime import SchedulerAddress
-from covey.runtime.process_variables import SchedulerHandoff
 from covey.scheduler.main import run_scheduler
 from covey.settings import NODES_MAX, GivenValue, LoadedSettings, Settings, load_settings
 from covey.storage import cluster_registry

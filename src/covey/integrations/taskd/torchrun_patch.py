@@ -27,7 +27,7 @@ from covey.errors import CoveyError
 from covey.integrations.taskd.agent_api import set_join_variables
 from covey.integrations.taskd.config import ensure_logging, find_manager_address, journal_folder, log_folder
 from covey.log import log
-from covey.runtime.process_variables import INCARNATION_VARIABLE
+from covey.runtime.child_environment import INCARNATION_VARIABLE
 from covey.settings import load_settings
 from covey.transport import address
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from covey.core.messages import CheckpointFailed
 from covey.errors import StoreError
 from covey.training.checkpoint.checkpoint import Checkpoint
-from covey.training.worker_context import WorkerContext
+from covey.training.node_interface import NodeInterface
 
 log = logging.getLogger("covey")
 
@@ -22,7 +22,7 @@ log = logging.getLogger("covey")
 class CheckpointWriter:
     """Checkpoints of one rank. `write` writes the current state and raises `StoreError`."""
 
-    def __init__(self, checkpoint: Checkpoint, write: Callable[[Checkpoint], None], context: WorkerContext | None) -> None:
+    def __init__(self, checkpoint: Checkpoint, write: Callable[[Checkpoint], None], context: NodeInterface | None) -> None:
         self._checkpoint, self._write, self._context = checkpoint, write, context
         self._last_written_step: int | None = None  # by this process
         self._failed_step: int | None = None  # the newest whose write failed; None: no write is missing

@@ -16,7 +16,7 @@ from covey.training.collectives.group import Transport
 from covey.training.collectives.numbered import NumberedCollectives
 from covey.training.collectives.operations import AllGather, AllReduce, Broadcast, Mean, Reduction
 from covey.training.lazy_torch import torch_module
-from covey.training.worker_context import RankInfo, WorkerContext
+from covey.training.node_interface import NodeInterface, RankInfo
 
 if TYPE_CHECKING:
     from covey.parameter_server.client import ParameterClient  # imports numpy, which is optional for a script
@@ -30,12 +30,12 @@ class Communicator:
 
     def __init__(
         self,
-        context: WorkerContext | None,
+        context: NodeInterface | None,
         serving_settings: ServingSettings | None = None,
         transport: Transport = DEFAULT_TRANSPORT,
     ) -> None:
         """`serving_settings`: settings of the parameter servers; None if there are none."""
-        self.worker_context = context
+        self.node_interface = context
         self.serving_settings = serving_settings
         self._transport = transport
         self._collectives: NumberedCollectives | None = None
@@ -46,7 +46,7 @@ class Communicator:
         """Rank and world as the script sees them; they change only inside a collective. None outside a cluster."""
         if self._collectives is not None:
             return self._collectives.assignment
-        return self.worker_context.assignment if self.worker_context is not None else None
+        return self.node_interface.assignment if self.node_interface is not None else None
 
     @property
     def rank(self) -> int:
@@ -56,25 +56,25 @@ class Communicator:
     def world(self) -> int:
         if self._collectives is not None:
             return self._collectives.assignment.world
-        return self.worker_context.world if self.worker_context is not None else 1
+        return self.node_interface.world if self.node_interface is not None else 1
 
     @property
     def collectives(self) -> NumberedCollectives | None:
         """The numbered collectives; None if the world size is 1 and cannot grow."""
-        if self._collectives is None and self.worker_context is not None and (self.world > 1 or self.worker_context.may_grow):
-            self._collectives = NumberedCollectives(self.worker_context, self._transport)
+        if self._collectives is None and self.node_interface is not None and (self.world > 1 or self.node_interface.may_grow):
+            self._collectives = NumberedCollectives(self.node_interface, self._transport)
         return self._collectives
 
     @property
     def client(self) -> ParameterClient:
         """This worker's client of the parameter servers, created on first use. Raise `UsageError` if there are none."""
-        if self.serving_settings is None or self.worker_context is None:
+        if self.serving_settings is None or self.node_interface is None:
             raise UsageError("this cluster has no parameter servers: start it with --servers N, or with MS_SERVER_NUM=N")
         if self._client is None:
             from covey.parameter_server.client import ParameterClient
             from covey.parameter_server.discovery import find_server
 
-            context = self.worker_context
+            context = self.node_interface
             self._client = ParameterClient(
                 self.serving_settings,
                 context.assignment.rank,

@@ -19,7 +19,7 @@ from typing import Any
 from covey.errors import CoveyError
 from covey.training.collectives.group import GroupBuilt, ReduceOp, Work, WorkDone
 from covey.training.lazy_torch import torch_module
-from covey.training.worker_context import RankInfo, WorkerContext
+from covey.training.node_interface import NodeInterface, RankInfo
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # long, because a slow step is not a failure
 
@@ -27,14 +27,14 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # long, because a slow step is not a
 class GlooTransport:
     """Builds groups on gloo."""
 
-    def build(self, context: WorkerContext, rank_info: RankInfo) -> GlooGroup:
+    def build(self, context: NodeInterface, rank_info: RankInfo) -> GlooGroup:
         return GlooGroup(context, rank_info)
 
 
 class GlooGroup:
     """A gloo group, built on its own thread, because building blocks until every rank takes part."""
 
-    def __init__(self, context: WorkerContext, rank_info: RankInfo) -> None:
+    def __init__(self, context: NodeInterface, rank_info: RankInfo) -> None:
         self.generation, self.rank, self.world = rank_info.generation, rank_info.rank, rank_info.world
         self.is_ready = False
         self._context = context
@@ -104,7 +104,7 @@ def _torch_reduce_op(op: ReduceOp) -> Any:
     return getattr(torch_module().distributed.ReduceOp, op.name)
 
 
-def _make_process_group(context: WorkerContext, generation: int, rank: int, world: int) -> Any:
+def _make_process_group(context: NodeInterface, generation: int, rank: int, world: int) -> Any:
     """Return a gloo group whose device is bound to the node's address, not to what the host name resolves to."""
     dist = torch_module().distributed
     options = dist.ProcessGroupGloo._Options()
@@ -113,7 +113,7 @@ def _make_process_group(context: WorkerContext, generation: int, rank: int, worl
     return dist.ProcessGroupGloo(_make_rendezvous_store(context, generation), rank, world, options)
 
 
-def _make_rendezvous_store(context: WorkerContext, generation: int) -> Any:
+def _make_rendezvous_store(context: NodeInterface, generation: int) -> Any:
     """Return torch's store interface over the cluster's rendezvous store. Its waits end with the generation."""
     dist = torch_module().distributed
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Any, Protocol
 
-from covey.training.worker_context import RankInfo, WorkerContext
+from covey.training.node_interface import NodeInterface, RankInfo
 
 Work = object  # handle of a pending operation, compared by identity
 
@@ -74,7 +74,7 @@ class Group(Protocol):
 class Transport(Protocol):
     """Builds the groups of a process."""
 
-    def build(self, context: WorkerContext, rank_info: RankInfo) -> Group:
+    def build(self, context: NodeInterface, rank_info: RankInfo) -> Group:
         """Start to build the group of `rank_info.generation` and return immediately; rank and world are those of `rank_info`.
 
         `context.assignment` may already belong to a newer generation, so it is not read. Ranks exchange addresses through the

@@ -39,10 +39,10 @@ from covey.core.messages import (
 from covey.errors import PeerError
 from covey.training.collectives.group import Group, GroupBuilt, Transport, Work, WorkDone
 from covey.training.collectives.result_cache import BEFORE_FIRST_STEP, ResultCache
+from covey.training.node_interface import GenerationStarted, HealPlanReceived, NodeInterface, RankInfo
 from covey.training.state import spare_sync
 from covey.training.state.spare_sync import FollowRequested, SpareSource
 from covey.training.state.transfer import NO_TENSORS, DonatedState, ReceiverTensors, TransferServer, fetch_from_donor
-from covey.training.worker_context import GenerationStarted, HealPlanReceived, RankInfo, WorkerContext
 
 FIRST_GENERATION: Final = 1  # the generation in which the cluster forms
 
@@ -101,7 +101,7 @@ class StateProvider(Protocol):
 class NumberedCollectives:
     """All collectives of a process, in order. Not thread-safe: used by the script's main thread only."""
 
-    def __init__(self, context: WorkerContext, transport: Transport) -> None:
+    def __init__(self, context: NodeInterface, transport: Transport) -> None:
         rank_info = context.assignment
         self.assignment: RankInfo = rank_info  # of the agreed generation
         self.member_indexes: MemberIndexes | None = None  # None until the first resize

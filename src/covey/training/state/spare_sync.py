@@ -20,9 +20,9 @@ import msgspec
 
 from covey.core.messages import Donor
 from covey.errors import PeerError
+from covey.training.node_interface import NodeInterface
 from covey.training.state import pytree
 from covey.training.state.transfer import NO_TENSORS, DonatedState, ReceiverTensors, fetch_from_donor, tensor_digest
-from covey.training.worker_context import WorkerContext
 
 FOLLOW_KEY: Final = "follow"
 FOLLOWERS_MAX: Final = 8  # concurrent spares per donor, so that replacements can still be served
@@ -77,7 +77,7 @@ class SpareSource:
 class SpareSync:
     """A spare's copy of the state, and the thread that updates it."""
 
-    def __init__(self, context: WorkerContext, every: int) -> None:
+    def __init__(self, context: NodeInterface, every: int) -> None:
         self._context, self._interval_steps = context, every
         self._lock = threading.Lock()
         self._stopped = threading.Event()
@@ -135,7 +135,7 @@ class SpareSync:
         return time.monotonic() - began
 
 
-def start_spare_sync(context: WorkerContext | None) -> SpareSync | None:
+def start_spare_sync(context: NodeInterface | None) -> SpareSync | None:
     """Start copying if this process is a spare without a rank and copies are configured; otherwise return None."""
     if context is None or context.has_rank or not context.spare_sync_every:
         return None

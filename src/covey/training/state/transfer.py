@@ -29,7 +29,7 @@ from covey.training.state.process_memory import (
     is_expected_process,
     read_process_memory,
 )
-from covey.transport.token_server import TokenServer
+from covey.transport.authenticated_server import AuthenticatedServer
 
 HEADER_MAX: Final = 64 * 1024 * 1024
 CONNECT_TIMEOUT_S: Final = 10.0
@@ -96,7 +96,7 @@ class TransferServer:
         """`handlers`: for each of `REQUEST_KINDS` the function that is called with the request's argument."""
         self._handlers = {REQUEST_KINDS[kind]: found for kind, found in handlers.items()}
         self._free_transfers = threading.Semaphore(TRANSFERS_MAX)
-        self._token_server = TokenServer(address, self._serve, "covey gift", first_s=REQUEST_TIMEOUT_S)
+        self._token_server = AuthenticatedServer(address, self._serve, "covey gift", first_s=REQUEST_TIMEOUT_S)
         self.port, self.token = self._token_server.port, self._token_server.token
 
     def close_in_child(self) -> None:

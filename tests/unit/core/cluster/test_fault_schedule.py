@@ -26,7 +26,7 @@ from covey.core.cluster.fault_schedule import (
 from covey.core.cluster.view import ClusterView, NodeView
 from covey.core.incidents import Incident, Outcome
 from covey.core.types import Phase, Role
-from covey.runtime import fault_injection
+from covey.runtime import chaos_faults
 
 
 def worker(rank: int, **more: object) -> NodeView:
@@ -133,8 +133,8 @@ def test_recovery_is_attributed_to_causing_fault() -> None:
 def test_process_outside_any_run_is_not_touched() -> None:
     stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        for harm in (fault_injection.kill_process, fault_injection.cut_connections):
-            with pytest.raises(fault_injection.ProcessGone, match="not a child of a covey run"):
+        for harm in (chaos_faults.kill_process, chaos_faults.cut_connections):
+            with pytest.raises(chaos_faults.ProcessGone, match="not a child of a covey run"):
                 harm(stranger.pid, [psutil.Process()])
         assert stranger.poll() is None
     finally:
@@ -155,10 +155,10 @@ def test_a_process_of_another_run_is_not_touched(tmp_path: Path) -> None:
     runs = [subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True) for _ in range(2)]
     try:
         pids = [int(run.stdout.readline()) for run in runs if run.stdout]
-        with pytest.raises(fault_injection.ProcessGone, match="belongs to another run"):
-            fault_injection.kill_process(pids[1], [psutil.Process(runs[0].pid)])
+        with pytest.raises(chaos_faults.ProcessGone, match="belongs to another run"):
+            chaos_faults.kill_process(pids[1], [psutil.Process(runs[0].pid)])
         assert psutil.Process(pids[1]).status() != psutil.STATUS_ZOMBIE
-        fault_injection.kill_process(pids[0], [psutil.Process(runs[0].pid)])
+        chaos_faults.kill_process(pids[0], [psutil.Process(runs[0].pid)])
         assert runs[0].wait(60) == 0, "it ends with its child"
     finally:
         for run in runs:
@@ -170,6 +170,6 @@ def test_a_process_of_another_run_is_not_touched(tmp_path: Path) -> None:
 def test_wall_clock_can_be_shifted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "clock"
     monkeypatch.setenv("COVEY_FAULT_CLOCK", str(file))
-    with fault_injection.shift_clock(file, 3000.0):
+    with chaos_faults.shift_clock(file, 3000.0):
         assert wall_clock.wall_time() - time.time() > 2000
     assert abs(wall_clock.wall_time() - time.time()) < 1000

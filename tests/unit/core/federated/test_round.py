@@ -19,8 +19,8 @@ from covey.core.federated.messages import (
     ServerStatus,
 )
 from covey.core.federated.outbox import Outbox, PersistFederation, Step
-from covey.core.federated.roster import Losses, Membership, ServerMember
 from covey.core.federated.round import NEXT_STAGES, Round
+from covey.core.federated.server_roster import Losses, Membership, ServerMember
 from covey.core.types import Host
 
 PLAN = RoundPlan(threshold=2, update_window_s=2.0)

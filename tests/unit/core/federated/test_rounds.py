@@ -32,8 +32,8 @@ from covey.core.federated.messages import (
     replica_keeper,
 )
 from covey.core.federated.outbox import FederationEffect, Outbox, PersistFederation, Step
-from covey.core.federated.roster import REATTACH_GRACE_S, ServerTimeouts
 from covey.core.federated.secagg.messages import SecaggForward, SecaggReply, UploaderList
+from covey.core.federated.server_roster import REATTACH_GRACE_S, ServerTimeouts
 from covey.core.messages import ClusterEnded, LeaveAcknowledged, Refused, StopRequest
 from covey.core.types import Host
 from covey.errors import UsageError

@@ -27,7 +27,7 @@ from covey.core.federated.messages import (
     ServerStatus,
 )
 from covey.core.federated.outbox import FederationEffect
-from covey.core.federated.roster import ADOPTION_RETRY_S, ServerTimeouts
+from covey.core.federated.server_roster import ADOPTION_RETRY_S, ServerTimeouts
 from covey.core.messages import ClusterEnded, LeaveAcknowledged, StopRequest
 from covey.core.types import Host
 

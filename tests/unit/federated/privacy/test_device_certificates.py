@@ -14,6 +14,7 @@ from covey.core.federated.secagg.messages import KeyList, ListSignature, RemoteK
 from covey.errors import PeerError, UsageError
 from covey.federated import Device
 from covey.federated.device.secagg_client import DeviceSignatures
+from covey.federated.device_protocol import SecureAnswer
 from covey.federated.privacy.device_identity import (
     DeviceIdentity,
     DeviceTrust,
@@ -22,8 +23,7 @@ from covey.federated.privacy.device_identity import (
     encode_request_to_sign,
     is_valid_signature,
 )
-from covey.federated.privacy.secagg_session import SecaggSession
-from covey.federated.protocol import SecureAnswer
+from covey.federated.privacy.secagg_device_state import SecaggSession
 
 FIRST, SECOND, UNTRUSTED = Authority("first"), Authority("second"), Authority("untrusted")
 MAKER = Authority("maker", SECOND)

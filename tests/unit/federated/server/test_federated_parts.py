@@ -19,13 +19,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from covey.core.federated.claims import Claims
 from covey.core.federated.messages import ReplicateUpdate, RoundPlan, RoundTotals, should_evaluate
+from covey.core.federated.update_claims import Claims
 from covey.errors import ExitCode, PeerError, StoreError, UsageError
 from covey.federated import Device, Task, fit, strategies, update_compression
+from covey.federated.device_protocol import Answer, FlPlan
 from covey.federated.model_codec import Floats, ModelLayout, QuantizedModel, layout_and_values
 from covey.federated.process_supervisor import ProcessSupervisor, SupervisedProcess
-from covey.federated.protocol import Answer, FlPlan
 from covey.federated.server import aggregation, openapi
 from covey.federated.server.accumulator import Accumulator, to_weighted_fixed_point
 from covey.federated.server.aggregation import _reserve_disk_space, compute_metrics
@@ -332,7 +332,7 @@ def test_device_raises_peer_error_for_reply_of_other_protocol() -> None:
 THREADS = """
 import importlib, sys, threading
 import numpy as np
-from covey.federated.device import client as device; from covey.federated import protocol
+from covey.federated.device import client as device; from covey.federated import device_protocol
 
 sys.setswitchinterval(1e-6)
 

@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from covey.core.federated.claims import Claims
 from covey.core.federated.messages import (
     InstanceState,
     RoundModel,
@@ -22,17 +21,18 @@ from covey.core.federated.messages import (
     ServerInstructions,
     ServerRegistered,
 )
+from covey.core.federated.update_claims import Claims
 from covey.core.types import Host
 from covey.errors import PeerError
+from covey.federated.device_protocol import now_ms
 from covey.federated.model_codec import compute_digest, layout_and_values
-from covey.federated.protocol import now_ms
 from covey.federated.server.accumulator import Accumulator
 from covey.federated.server.http_server import BytesLike, DeviceConnection, DeviceRequest
 from covey.federated.server.model_store import NO_STATE
-from covey.federated.server.position import ServerSettings
 from covey.federated.server.round_storage import RoundStorage
 from covey.federated.server.server import FederatedServer
 from covey.federated.server.server_links import ServerLinks
+from covey.federated.server.server_state import ServerSettings
 from covey.federated.server.update_log import Update
 from covey.federated.server.update_replication import UpdateReplication
 from covey.federated.strategies import FedAvg

@@ -10,7 +10,7 @@ from tests.unit.training.collectives.memory_transport import MemoryTransport
 
 from covey.training.collectives.gloo_group import GlooTransport
 from covey.training.collectives.group import Group, Transport
-from covey.training.worker_context import RankInfo, WorkerContext
+from covey.training.node_interface import NodeInterface, RankInfo
 
 
 class RecordingTransport:
@@ -20,7 +20,7 @@ class RecordingTransport:
         self._transport = transport
         self.groups: list[Group] = []
 
-    def build(self, context: WorkerContext, rank_info: RankInfo) -> Group:
+    def build(self, context: NodeInterface, rank_info: RankInfo) -> Group:
         self.groups.append(self._transport.build(context, rank_info))
         return self.groups[-1]
 

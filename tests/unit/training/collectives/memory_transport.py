@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from covey.training.collectives.group import GroupBuilt, ReduceOp, Work, WorkDone
-from covey.training.worker_context import RankInfo, WorkerContext
+from covey.training.node_interface import NodeInterface, RankInfo
 
 REDUCTIONS: dict[ReduceOp, Callable[[Any], Any]] = {
     ReduceOp.SUM: lambda stacked: stacked.sum(0),
@@ -26,7 +26,7 @@ class MemoryTransport:
         self._lock = threading.Lock()
         self._exchanges: dict[int, Exchange] = {}
 
-    def build(self, context: WorkerContext, rank_info: RankInfo) -> MemoryGroup:
+    def build(self, context: NodeInterface, rank_info: RankInfo) -> MemoryGroup:
         with self._lock:
             exchange = self._exchanges.setdefault(rank_info.generation, Exchange(rank_info.world))
         group = MemoryGroup(context, rank_info, exchange)
@@ -45,7 +45,7 @@ class Operation:
 class MemoryGroup:
     """The group of one rank."""
 
-    def __init__(self, context: WorkerContext, rank_info: RankInfo, exchange: Exchange) -> None:
+    def __init__(self, context: NodeInterface, rank_info: RankInfo, exchange: Exchange) -> None:
         self.generation, self.rank, self.world = rank_info.generation, rank_info.rank, rank_info.world
         self.is_ready = False
         self._context, self._exchange = context, exchange

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from covey.core.messages import CollectiveFailed, CollectiveNumber, Donor, HealPlan, Message, RankAssigned, SafePointReport
 from covey.core.types import Progress
 from covey.errors import PeerError
-from covey.training.worker_context import GenerationStarted, HealPlanReceived
+from covey.training.node_interface import GenerationStarted, HealPlanReceived
 
 WAIT_S = 60.0
 ADDRESS = "127.0.0.1"
@@ -20,7 +20,7 @@ Result = TypeVar("Result")
 
 
 class ThreadContext:
-    """A `WorkerContext` of one rank."""
+    """A `NodeInterface` of one rank."""
 
     result_cache_max_bytes = 1 << 20
     may_grow = True

@@ -21,7 +21,7 @@ from covey.core.federated.secagg.messages import (
 from covey.core.federated.secagg.protocol import SecaggOutcome, SecaggRound
 from covey.federated.privacy import fixed_point_ring
 from covey.federated.privacy.fixed_point_ring import DeviceMetrics, Words
-from covey.federated.privacy.secagg_session import SecaggSession, make_round_scale, unmask_sum
+from covey.federated.privacy.secagg_device_state import SecaggSession, make_round_scale, unmask_sum
 
 REACH = 16.0
 

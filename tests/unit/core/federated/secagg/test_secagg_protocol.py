@@ -33,7 +33,7 @@ from covey.core.federated.secagg.protocol import SecaggRound
 from covey.errors import PeerError, UsageError
 from covey.federated.privacy import fixed_point_ring, secagg_masks
 from covey.federated.privacy.fixed_point_ring import DeviceMetrics
-from covey.federated.privacy.secagg_session import SecaggSession, make_round_scale
+from covey.federated.privacy.secagg_device_state import SecaggSession, make_round_scale
 from covey.federated.simulation.privacy_pipeline import PrivacyOptions
 from covey.federated.simulation.simulator import simulate
 from covey.federated.strategies import FedAvg

@@ -1,0 +1,188 @@
+"""Supervision of a script in a container: the first process becomes the supervisor, and the script continues in a child.
+
+For containers that run `python train.py` and must not end when the script dies (COVEY_SUPERVISE=1, the operator's
+recover-in-place). The supervisor also acts as the template: it has imported the script's modules before `covey.init()` and
+never computed, so each child is a fork of it. If the process cannot be forked safely, because a thread or CUDA was started
+before `covey.init()`, it executes a small supervisor that starts the whole script instead.
+
+The supervisor ends with a child that exits with code 0, with one of covey's own codes (the cluster has ended, or refused it),
+or after a signal that requested its exit. After any other exit it starts the next child, which has the same node id. It stops
+after `DEATHS_WITHOUT_PROGRESS_MAX` exits in a row without a finished step. It also stops if a child raises the same exception
+at the same place as the one before, without completing a step, because the script is then in error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+from covey.core.strategy_ladder import DEATHS_WITHOUT_PROGRESS_MAX
+from covey.core.types import ScriptError
+from covey.errors import ExitCode
+from covey.runtime import linux
+from covey.runtime.child_environment import PROGRESS_FD_VARIABLE
+from covey.template_process.fork_server import fork_blocker
+from covey.template_process.protocol import exit_from_status
+
+STEP_SIZE = 8
+CAUSE_SIZE = (
+    16  # after the step: digest of the exception that ended a child, zeros if none; then a byte, 1 if it completed a step
+)
+FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Supervisor:
+    """The parent of the script's processes, of which one runs at a time."""
+
+    def __init__(self) -> None:
+        self.progress_fd = os.memfd_create("covey-step")
+        os.set_inheritable(self.progress_fd, True)
+        self._child_pid = 0
+        self._exit_signal = 0
+        self._deaths_without_progress = 0
+        self._highest_step = -1
+        self._last_error_digest = bytes(CAUSE_SIZE)
+        self._original_handlers = {number: signal.getsignal(number) for number in FORWARDED_SIGNALS}
+        signal.pthread_sigmask(
+            signal.SIG_BLOCK, FORWARDED_SIGNALS
+        )  # unblocked only while waiting for a child, so that no signal is lost between two children
+
+    def restore_signals(self) -> None:
+        """Restore the original signal handlers; called in the child."""
+        for number, action in self._original_handlers.items():
+            signal.signal(number, action if action is not None else signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
+
+    def wait_for_child(self, pid: int) -> int | None:
+        """Wait for the exit of a child. Return the code to exit with, or None if the next child is to be started."""
+        self._child_pid = pid
+        for number in FORWARDED_SIGNALS:
+            signal.signal(number, self._forward_signal)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
+        while True:
+            ended, status = os.waitpid(-1, 0)  # reaps orphans too, as the first process of a container must
+            if ended == pid:
+                break
+        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED_SIGNALS)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)  # the rest of its process group
+        exit_status = exit_from_status("this worker", pid, os.waitstatus_to_exitcode(status))
+        if exit_status.code == 0 or self._exit_signal or exit_status.code in set(ExitCode):
+            return exit_status.code
+        recorded = os.pread(self.progress_fd, CAUSE_SIZE + 1, STEP_SIZE)
+        os.pwrite(self.progress_fd, bytes(CAUSE_SIZE + 1), STEP_SIZE)
+        previous_digest, self._last_error_digest = self._last_error_digest, recorded[:CAUSE_SIZE]
+        if self._last_error_digest == previous_digest and any(previous_digest) and not recorded[-1]:
+            print_message(f"process {pid} raised the same exception again without completing a step: not restarting it")
+            return exit_status.code
+        step = int.from_bytes(os.pread(self.progress_fd, STEP_SIZE, 0), "little") - 1
+        self._deaths_without_progress = self._deaths_without_progress + 1 if step <= self._highest_step else 1
+        self._highest_step = max(self._highest_step, step)
+        if self._deaths_without_progress >= DEATHS_WITHOUT_PROGRESS_MAX:
+            print_message(
+                f"process {pid} died ({exit_status.reason}), {DEATHS_WITHOUT_PROGRESS_MAX} in a row without a step: "
+                "not restarting it"
+            )
+            return exit_status.code
+        print_message(f"process {pid} died ({exit_status.reason}): restarting it in place")
+        return None
+
+    def _forward_signal(self, number: int, _: object) -> None:
+        self._exit_signal = number
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._child_pid, number)
+
+
+def run_supervised() -> None:
+    """Fork the training process and supervise it. Return in every forked child. The first process returns only if the script is
+    read from stdin, which is not supervised."""
+    if sys.argv[0] in ("", "-"):
+        print_message("a program read from standard input cannot be restarted: it is not supervised")
+        return
+    blocker = fork_blocker() or ("CUDA is in use" if _uses_cuda() else "")
+    if blocker:
+        print_message(
+            f"{blocker} before covey.init(), so it cannot be forked: the whole script is started again, now and after each exit"
+        )
+        _exec_supervisor()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    supervisor = Supervisor()
+    while True:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            supervisor.restore_signals()
+            _set_up_child(parent, supervisor.progress_fd)
+            os.environ[PROGRESS_FD_VARIABLE] = str(supervisor.progress_fd)
+            return
+        _exit_if_final(supervisor.wait_for_child(pid))
+
+
+def record_step(step: int) -> None:
+    """Record the newest step of this process for its supervisor, which counts exits without progress; no effect without one."""
+    progress_fd = os.environ.get(PROGRESS_FD_VARIABLE, "")
+    if progress_fd.isdigit():
+        os.pwrite(int(progress_fd), (step + 1).to_bytes(STEP_SIZE, "little"), 0)
+
+
+def record_error(error: ScriptError) -> None:
+    """Record the exception that ends this process for its supervisor, which detects a repetition; no effect without one."""
+    progress_fd = os.environ.get(PROGRESS_FD_VARIABLE, "")
+    if progress_fd.isdigit():
+        cause = hashlib.blake2b(repr(error.cause).encode(), digest_size=CAUSE_SIZE).digest()
+        os.pwrite(int(progress_fd), cause + bytes([error.completed > 0]), STEP_SIZE)
+
+
+def print_message(message: str) -> None:
+    sys.stderr.write(f"covey: {message}\n")
+    sys.stderr.flush()
+
+
+def _uses_cuda() -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())
+
+
+def _set_up_child(parent: int, progress_fd: int) -> None:
+    """Set up a child: its own process group, killed with its supervisor; its children do not inherit `progress_fd`."""
+    os.setpgid(0, 0)
+    os.set_inheritable(progress_fd, False)
+    linux.die_with_parent(parent)
+
+
+def _exit_if_final(code: int | None) -> None:
+    if code is not None:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _exec_supervisor() -> NoReturn:
+    root = str(Path(__file__).parents[2])
+    start = (
+        f"import sys; sys.path[:] = [p for p in sys.path if p]; {root!r} in sys.path or sys.path.append({root!r}); "
+        "from covey.worker.container_supervisor import supervise_by_exec; supervise_by_exec(sys.argv[1:])"
+    )
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-c", start, sys.executable, *sys.orig_argv[1:]])
+
+
+def supervise_by_exec(command: list[str]) -> NoReturn:
+    """Run the supervisor whose children execute the whole script; never returns."""
+    supervisor = Supervisor()
+    environ = {**os.environ, PROGRESS_FD_VARIABLE: str(supervisor.progress_fd)}
+    while True:
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            supervisor.restore_signals()
+            os.setpgid(0, 0)
+            linux.die_with_parent(parent)
+            os.execve(command[0], command, environ)
+        _exit_if_final(supervisor.wait_for_child(pid))
