@@ -148,9 +148,10 @@ class Heartbeats:
         if self.progress(member) != progress:
             self._progress[member.uid], self._progress_changed_at[member.uid] = progress, now
 
-    def note_step(self, member: Member, step: int) -> None:
-        """Set the step at which a rank resumed. The time of the last change of progress stays as it is."""
+    def note_resumed(self, member: Member, step: int, now: float) -> None:
+        """Set the step at which a rank resumed. The time that it waited in a collective before counts no longer."""
         self._progress[member.uid] = replace(self.progress(member), step=step)
+        self._progress_changed_at[member.uid] = max(self.progress_changed_at(member), now)
 
     def begin_life(self, member: Member, now: float) -> None:
         """Reset the progress for a new process, which has at least `FIRST_PROGRESS_S` to make some."""
@@ -389,7 +390,7 @@ class Members:
             self.agents[agent.id] = changed
         return changed
 
-    def assign_ranks(self, ranks: Mapping[str, int]) -> None:
+    def set_ranks(self, ranks: Mapping[str, int]) -> None:
         """Set the rank of every member, by name, and its local rank. The node id of a child becomes its rank."""
         ranked = []
         for member in list(self.members.values()):

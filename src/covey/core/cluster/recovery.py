@@ -731,7 +731,7 @@ class Recovery:
             return
         if member.role.group is not Role.PSERVER:
             self._barrier.add_resumed(member.rank)
-            self._heartbeats.note_step(member, report.step)
+            self._heartbeats.note_resumed(member, report.step, step.now)
             self._lifecycle.note_step(report.step)
             self.on_rank_resumed(step)
         elif not self._barrier.is_pending:  # no worker is being replaced as well

@@ -305,7 +305,7 @@ class Registration:
         self._lifecycle.set_reason(reason)
         if ranks is None:
             return
-        self._members.assign_ranks(ranks)
+        self._members.set_ranks(ranks)
         self._barrier.open_generation(self._lifecycle.advance_generation())
         self._lifecycle.set_phase(Phase.READY, reason)
         for agent in self._members.agents.values():

@@ -133,6 +133,19 @@ def test_no_rank_is_stuck_while_another_started_waiting_or_made_progress() -> No
     assert cluster.out.counters["stuck"] == 1
 
 
+def test_wait_before_a_recovery_does_not_count_after_it() -> None:
+    """The replacement of a stuck rank finished its script before the others had sent another heartbeat."""
+    cluster = training_cluster("recover-in-place", connected=True, stuck_s=20.0)
+    waits(cluster, 0, 1, 2)
+    for rank in ("0", "1", "2"):
+        cluster.heartbeats.note_resumed(cluster.worker(rank), 5, 24.0)
+    cluster.table.set_state(cluster.worker("3"), NodeState.LEFT)
+    cluster.detector.check_blocked_collectives(cluster.step(25.0))
+    assert cluster.take_effects() == [], "no rank has waited for 20 s since the resume"
+    cluster.detector.check_blocked_collectives(cluster.step(44.1))
+    assert cluster.lifecycle.has_ended and "worker:3 left before the run was finished" in cluster.lifecycle.reason
+
+
 def test_no_rank_is_stuck_with_negative_limit() -> None:
     cluster = training_cluster("recover-in-place", connected=True, stuck_s=-1.0)
     waits(cluster, 0, 1, 2)
