@@ -334,7 +334,7 @@ class Scheduler:
             raise
         self._pending_effects.extend(effects)
         if len(self._pending_effects) > PENDING_EFFECTS_MAX:
-            self._fail(StoreError("the disk has refused for too long: more wishes wait for it than can be kept"))
+            self._fail(StoreError("the journal could not be written for too long: more effects wait for it than can be kept"))
         if self._pending_effects and self._effects_task is None:
             self._effects_task = loop.create_task(self._apply_pending_effects())
         return effects
