@@ -12,18 +12,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from covey.core import messages
 from covey.core.cluster.node_machine import NodeSettings
-from covey.core.messages import (
-    ClusterEnded,
-    Heartbeat,
-    Leave,
-    LeaveAcknowledged,
-    NewGeneration,
-    RankAssigned,
-    Refused,
-    Register,
-    Registered,
-)
 from covey.core.types import Host, Progress, Role
 from covey.errors import PeerError
 from covey.transport.connection import Connection, connect
@@ -69,7 +59,7 @@ class Node:
         self.number = number
         self.connection: Connection | None = None
         self.timer: asyncio.TimerHandle | None = None
-        self.request = Register(
+        self.request = messages.Register(
             role=Role.WORKER,
             node_id=str(number) if number % 2 else "",
             instance_id=f"{random.getrandbits(128):032x}",
@@ -101,26 +91,26 @@ class Node:
     def leave(self) -> None:
         self._cancel_heartbeat()
         assert self.connection is not None
-        self.connection.send(Leave())
+        self.connection.send(messages.Leave())
 
     def _on_open(self, connection: Connection) -> None:
         connection.send(self.request)
 
     def _on_message(self, connection: Connection, message: Any) -> None:
-        if isinstance(message, Registered):
+        if isinstance(message, messages.Registered):
             self._beat_later()
-        elif isinstance(message, RankAssigned):
+        elif isinstance(message, messages.RankAssigned):
             self.pool.formed.add()
-        elif isinstance(message, NewGeneration):
+        elif isinstance(message, messages.NewGeneration):
             self.pool.notified.add()
-        elif isinstance(message, LeaveAcknowledged):
+        elif isinstance(message, messages.LeaveAcknowledged):
             self.pool.gone.add()
             connection.close()
-        elif isinstance(message, ClusterEnded):
+        elif isinstance(message, messages.ClusterEnded):
             self._cancel_heartbeat()
             self.pool.notified.add()
             connection.close()
-        elif isinstance(message, Refused):
+        elif isinstance(message, messages.Refused):
             self.pool.refusal = message.reason
 
     def _on_close(self, connection: Connection, reason: str) -> None:
@@ -136,7 +126,7 @@ class Node:
 
     def _beat(self) -> None:
         assert self.connection is not None
-        self.connection.send(Heartbeat(Progress(step=1 + self.pool.beats // self.pool.size, phase="train")))
+        self.connection.send(messages.Heartbeat(Progress(step=1 + self.pool.beats // self.pool.size, phase="train")))
         self.pool.beats += 1
         self._beat_later()
 

@@ -11,25 +11,7 @@ import random
 from typing import Any
 
 from bench.flock import PER_HOST, Node, NodePool
-from covey.core.messages import (
-    Assignment,
-    ChildDisconnected,
-    ChildExited,
-    ChildStarted,
-    ClusterEnded,
-    DesiredChildren,
-    FromChildEnvelope,
-    Leave,
-    LeaveAcknowledged,
-    NewGeneration,
-    RankAssigned,
-    Refused,
-    Register,
-    RegisterAgent,
-    Registered,
-    RelayedHeartbeats,
-    ToChildrenEnvelope,
-)
+from covey.core import messages
 from covey.core.types import Progress, Role
 from covey.transport.connection import Connection
 
@@ -44,18 +26,18 @@ class Agent(Node):
     def __init__(self, pool: Hosts, number: int) -> None:
         super().__init__(pool, number * PER_HOST)
         self.host = self.request.host
-        self.children: dict[int, Assignment] = {}
+        self.children: dict[int, messages.Assignment] = {}
         self.started: dict[str, int] = {}  # by node id: the newest incarnation
         self.last = 0
-        self.deferred: list[Assignment] | None = None  # assignments whose start is deferred; None: not deferred
+        self.deferred: list[messages.Assignment] | None = None  # assignments whose start is deferred; None: not deferred
 
     def kill_one(self) -> None:
         """Report the death of one worker; defer the start of its replacement until `revive_one`."""
         child, assignment = next(iter(self.children.items()))
         del self.children[child]
         self.deferred = []
-        self.send(ChildDisconnected(child, "closed by the other side"))
-        self.send(ChildExited(assignment.node_id, assignment.incarnation, KILLED, "killed by SIGKILL"))
+        self.send(messages.ChildDisconnected(child, "closed by the other side"))
+        self.send(messages.ChildExited(assignment.node_id, assignment.incarnation, KILLED, "killed by SIGKILL"))
 
     def revive_one(self) -> None:
         assert self.deferred is not None
@@ -65,9 +47,9 @@ class Agent(Node):
     def leave(self) -> None:
         self._cancel_heartbeat()
         for child in self.children:
-            self.send(FromChildEnvelope(child, Leave()))
+            self.send(messages.FromChildEnvelope(child, messages.Leave()))
 
-    def start(self, assignments: list[Assignment]) -> None:
+    def start(self, assignments: list[messages.Assignment]) -> None:
         """Start the assignments that are new, like an agent."""
         for assignment in assignments:
             if self.started.get(assignment.node_id, 0) >= assignment.incarnation:
@@ -78,11 +60,11 @@ class Agent(Node):
             self.started[assignment.node_id] = assignment.incarnation
             self.last += 1
             self.children[self.last] = assignment
-            self.send(ChildStarted(assignment.node_id, assignment.incarnation, self.last))
-            self.send(FromChildEnvelope(self.last, self.registration(assignment)))
+            self.send(messages.ChildStarted(assignment.node_id, assignment.incarnation, self.last))
+            self.send(messages.FromChildEnvelope(self.last, self.registration(assignment)))
 
-    def registration(self, assignment: Assignment) -> Register:
-        return Register(
+    def registration(self, assignment: messages.Assignment) -> messages.Register:
+        return messages.Register(
             role=Role.WORKER,
             node_id=assignment.node_id,
             instance_id=f"{random.getrandbits(128):032x}",
@@ -99,38 +81,38 @@ class Agent(Node):
     def _on_open(self, connection: Connection) -> None:
         self.connection = connection
         name = f"agent-{self.number}"
-        connection.send(RegisterAgent(name, name, self.host, PER_HOST, fingerprint=self.request.fingerprint))
+        connection.send(messages.RegisterAgent(name, name, self.host, PER_HOST, fingerprint=self.request.fingerprint))
 
     def _on_message(self, connection: Connection, message: Any) -> None:
-        if isinstance(message, ToChildrenEnvelope):
+        if isinstance(message, messages.ToChildrenEnvelope):
             for child in message.children:
                 self._on_child_message(child, message.message)
-        elif isinstance(message, Registered):
+        elif isinstance(message, messages.Registered):
             self._beat_later()
-        elif isinstance(message, DesiredChildren):
+        elif isinstance(message, messages.DesiredChildren):
             self.start(message.assignments)
-        elif isinstance(message, ClusterEnded):
+        elif isinstance(message, messages.ClusterEnded):
             self._cancel_heartbeat()
             connection.close()
-        elif isinstance(message, Refused):
+        elif isinstance(message, messages.Refused):
             self.pool.refusal = message.reason
 
     def _on_child_message(self, child: int, message: Any) -> None:
-        if isinstance(message, RankAssigned):
+        if isinstance(message, messages.RankAssigned):
             self.pool.formed.add()
-        elif isinstance(message, NewGeneration):
+        elif isinstance(message, messages.NewGeneration):
             self.pool.notified.add()
-        elif isinstance(message, LeaveAcknowledged):
+        elif isinstance(message, messages.LeaveAcknowledged):
             assignment = self.children.pop(child)
-            self.send(ChildDisconnected(child, "closed by the other side"))
-            self.send(ChildExited(assignment.node_id, assignment.incarnation, 0))
+            self.send(messages.ChildDisconnected(child, "closed by the other side"))
+            self.send(messages.ChildExited(assignment.node_id, assignment.incarnation, 0))
             self.pool.gone.add()
-        elif isinstance(message, Refused):
+        elif isinstance(message, messages.Refused):
             self.pool.refusal = message.reason
 
     def _beat(self) -> None:
         progress = Progress(step=1 + self.pool.beats // self.pool.size, phase="train")
-        self.send(RelayedHeartbeats(dict.fromkeys(self.children, progress)))
+        self.send(messages.RelayedHeartbeats(dict.fromkeys(self.children, progress)))
         self.pool.beats += len(self.children)
         self._beat_later()
 

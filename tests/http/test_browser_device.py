@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.http.chromium import browsers
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 from tests.processes.federation import Federation
 
 from covey.federated import Device
@@ -46,7 +46,8 @@ COMPUTE = """async (vectors) => {
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
-    yield from shells(tmp_path)
+    with Shell(tmp_path) as shell:
+        yield shell
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import msgspec
 import pytest
 from tests.http.chromium import Tab, browsers, picture
 from tests.http.serving import TOKEN, FakeScheduler, example_node, example_view, serving
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 from tests.processes.harness import until
 
 from covey.core.cluster.view import ClusterView, NodeView
@@ -58,7 +58,8 @@ for inputs, wanted in loop:
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
-    yield from shells(tmp_path)
+    with Shell(tmp_path) as shell:
+        yield shell
 
 
 @pytest.fixture(scope="module")

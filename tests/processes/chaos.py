@@ -20,7 +20,7 @@ from collections import Counter
 from pathlib import Path
 
 import psutil
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 from tests.processes.elastic import check, start
 from tests.processes.harness import Process, until
 
@@ -167,10 +167,9 @@ def main() -> int:
     parser.add_argument("--events", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        for shell in shells(Path(folder)):
-            started_at = time.monotonic()
-            print(run(shell, options.events, options.seed), f"{time.monotonic() - started_at:.1f} s")
+    with tempfile.TemporaryDirectory() as folder, Shell(Path(folder)) as shell:
+        started_at = time.monotonic()
+        print(run(shell, options.events, options.seed), f"{time.monotonic() - started_at:.1f} s")
     return 0
 
 

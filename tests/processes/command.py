@@ -1,6 +1,6 @@
 """`covey` commands as a user types them, the logs of a run, and its processes.
 
-    def test_two(shell: Shell) -> None:                      # each file defines its fixture with `shells`
+    def test_two(shell: Shell) -> None:                      # the fixture of conftest.py
         run = shell.covey("run", "-n", "2", shell.default, shell.go)
         shell.wait_for_log(1, "rank=1")
         shell.release()
@@ -18,7 +18,7 @@ import re
 import select
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -185,12 +185,3 @@ class Terminal:
         self._reader.join()
         os.close(self._ours)
         os.close(self.theirs)
-
-
-def shells(folder: Path) -> Iterator[Shell]:
-    """Yield a shell and end its processes; body of a fixture."""
-    shell = Shell(folder)
-    try:
-        yield shell
-    finally:
-        shell.end()

@@ -23,9 +23,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import psutil
 
@@ -220,6 +220,12 @@ class Processes:
                     result.append(process)
         return result
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
     def end(self) -> None:
         """Kill all processes that still run."""
         while family := self.own_processes():
@@ -328,12 +334,3 @@ class Cluster(Processes):
 def nodes_of(view: ClusterView, role: str = "worker") -> dict[str, NodeView]:
     """Return the nodes of a role by id."""
     return {node.node_id: node for node in view.nodes if node.role == role}
-
-
-def running(folder: Path) -> Iterator[Cluster]:
-    """Yield a cluster and end it; body of the `cluster` fixture."""
-    cluster = Cluster(folder)
-    try:
-        yield cluster
-    finally:
-        cluster.end()

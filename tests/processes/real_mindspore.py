@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from bench.peers import FOLDER
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 from tests.processes.harness import Process
 from tests.requirements import Requirement, needs
 
@@ -44,11 +43,6 @@ while True:
         print(f"life {life}: process {os.getpid()} of rank {get_rank()} has {total:g}", flush=True)
     step += 1
 """
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    yield from shells(tmp_path)
 
 
 def run(shell: Shell, *arguments: str | Path) -> Process:

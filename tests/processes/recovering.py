@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +63,3 @@ def membership(view: ClusterView) -> object:
     """Return the state that a restart of the scheduler must not change."""
     nodes = [(str(n.role), n.node_id, n.rank, n.incarnation, n.pid) for n in view.nodes if n.role != "scheduler"]
     return view.cluster_id, view.generation, nodes
-
-
-def recovering(folder: Path) -> Iterator[Recovering]:
-    """Yield a cluster and end it; body of a fixture."""
-    cluster = Recovering(folder)
-    try:
-        yield cluster
-    finally:
-        cluster.end()

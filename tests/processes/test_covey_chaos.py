@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 from tests.soak import federated_load, trained
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    yield from shells(tmp_path)
 
 
 @pytest.mark.timeout(300)

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 from tests.processes.harness import Process
 from tests.processes.healing import LONG_S, final_hash, release, start, wait_for_fault
 from tests.processes.network import Hosts
 from tests.requirements import HOSTS, needs
 
 pytestmark = [pytest.mark.timeout(300), needs(*HOSTS)]
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    yield from shells(tmp_path)
 
 
 @pytest.fixture

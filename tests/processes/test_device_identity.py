@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import http.client
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 from tests.processes.federation import SIZE, Federation, update
 from tests.processes.harness import until
 from tests.unit.federated.privacy.certificates import Authority
@@ -23,11 +21,6 @@ from covey.federated.privacy.device_identity import DeviceIdentity, DeviceTrust
 
 FIRST, SECOND = Authority("first"), Authority("second")
 TRUST = DeviceTrust([FIRST.pem, SECOND.pem])
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    yield from shells(tmp_path)
 
 
 def guarded(shell: Shell, threshold: int, **settings: Any) -> Federation:

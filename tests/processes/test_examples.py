@@ -48,11 +48,8 @@ class Examples(Processes):
 
 @pytest.fixture
 def examples(tmp_path: Path) -> Iterator[Examples]:
-    found = Examples(tmp_path)
-    try:
+    with Examples(tmp_path) as found:
         yield found
-    finally:
-        found.end()
 
 
 def losses(log: str) -> list[float]:

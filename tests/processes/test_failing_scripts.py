@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 
 DEFAULT = {"COVEY_STRATEGY": "retry,recover-in-place,recover,exit"}
 
@@ -52,11 +51,6 @@ import covey
 covey.init()
 print(los)
 """
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    yield from shells(tmp_path)
 
 
 @pytest.mark.timeout(300)

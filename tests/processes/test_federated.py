@@ -16,7 +16,7 @@ import httpx2
 import numpy as np
 import psutil
 import pytest
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 from tests.processes.federation import SIZE, DeviceGroup, Federation, expected, ports, update
 from tests.processes.harness import free_port, until
 
@@ -27,11 +27,6 @@ from covey.federated.server.accumulator import Accumulator
 from covey.transport import tls
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    yield from shells(tmp_path)
 
 
 def test_rounds_run_to_the_end_and_cluster_stops(shell: Shell) -> None:
@@ -332,7 +327,7 @@ def test_many_tensors_fit_and_failing_strategy_is_reported(shell: Shell) -> None
 
 @pytest.fixture(scope="module")
 def managed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Federation]:
-    for shell in shells(tmp_path_factory.mktemp("managed")):
+    with Shell(tmp_path_factory.mktemp("managed")) as shell:
         yield Federation(shell, 1, 2)
 
 

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import pytest
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 from tests.processes.federation import ports
 from tests.processes.harness import free_port, until
 
 GUIDE = (Path(__file__).parents[2] / "docs/federated.md").read_text()
 BLOCKS: list[tuple[str, str]] = re.findall(r"^```(\w*)\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    yield from shells(tmp_path)
 
 
 def script(word: str) -> str:

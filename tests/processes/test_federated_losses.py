@@ -6,23 +6,16 @@ import json
 import random
 import signal
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 from tests.processes.federation import SIZE, Federation, expected, update
 from tests.processes.harness import until
 
 from covey.core.federated.messages import ServerInfo, claim_owner
 from covey.federated.device.client import Device, Task
 from covey.federated.server.accumulator import Accumulator
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    yield from shells(tmp_path)
 
 
 def joined(federation: Federation, name: str, size: int, server: int) -> Task:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 
 CONTEXT = """
 import covey
@@ -15,11 +13,6 @@ import covey
 covey.set_fl_context(enable_fl=True, server_mode="FEDERATED_LEARNING", ms_role={role!r}, server_num=4, fl_name="LeNet")
 """
 NEEDED = "call covey.federated.run(model), which replaces covey.init()"
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    yield from shells(tmp_path)
 
 
 @pytest.mark.parametrize("role", ["MS_SERVER", "MS_SCHED"])

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 
 import httpx2
 import numpy as np
 import pytest
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 from tests.processes.federation import SIZE, Federation, update
 
 from covey.core.federated import dp_accounting
 from covey.federated.privacy.dp_noise import clip_update
 from covey.federated.server.accumulator import Accumulator
 from covey.federated.update_compression import COMPRESSION_TYPES, Compressor, decompress_update
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    yield from shells(tmp_path)
 
 
 def trained(federation: Federation, devices: int) -> dict[int, dict[int, bool]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 
 SCRIPT = """
 import covey
@@ -29,7 +29,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
-    for shell in shells(tmp_path):
+    with Shell(tmp_path) as shell:
         shell.script(SCRIPT, "t.py")
         yield shell
 

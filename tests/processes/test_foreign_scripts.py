@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import socket
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from tests.processes.command import PATIENT, Shell, shells
+from tests.processes.command import PATIENT, Shell
 from tests.processes.harness import free_port, until
 
 # As MindSpore's init(): connects, sends a message (magic, four lengths, then name, receiver, sender, body), and retries until
@@ -43,11 +41,6 @@ while not pathlib.Path(sys.argv[1]).exists():
     time.sleep(0.02)
 """
 MESSAGE = b"RPC0\0\0\0\1\0\0\0\1\0\0\0\1\0\0\0\1abcd"
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    yield from shells(tmp_path)
 
 
 @pytest.mark.parametrize("child", [False, True], ids=["worker", "child"])

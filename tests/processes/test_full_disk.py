@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 from tests.processes import healing
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 from tests.requirements import FILE_SYSTEMS, needs
 from tests.soak.trained import small_disk
 
 from covey.runtime.chaos_faults import fill_disk
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    yield from shells(tmp_path)
 
 
 @needs(FILE_SYSTEMS)

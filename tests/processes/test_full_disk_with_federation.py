@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 from tests.processes.federation import DeviceGroup, Federation, expected, update
 from tests.processes.harness import until
 from tests.requirements import FILE_SYSTEMS, needs
@@ -17,11 +15,6 @@ from tests.soak.trained import small_disk
 
 from covey.federated.device.client import RequestRefused
 from covey.runtime.chaos_faults import fill_disk
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    yield from shells(tmp_path)
 
 
 @needs(FILE_SYSTEMS)

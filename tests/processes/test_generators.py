@@ -6,11 +6,9 @@ import contextlib
 import re
 import shutil
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 from tests.processes.harness import Process, free_port, nodes_of, until
 from tests.processes.healing import LADDER, LONG_S
 
@@ -113,11 +111,6 @@ for epoch, batches in loop.epochs():
 draw("after")
 """
 )
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    yield from shells(tmp_path)
 
 
 def alone(shell: Shell, script: str, *arguments: str) -> list[str]:

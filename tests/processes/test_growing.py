@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 from tests.processes.elastic import LONG_S, SCRIPT, check, start
 from tests.processes.harness import Process
 from tests.processes.healing import release, wait_for_fault
 
 pytestmark = pytest.mark.timeout(300)
 LADDER = "retry,recover-in-place,recover,elastic-training,exit"
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    yield from shells(tmp_path)
 
 
 def host(shell: Shell, name: str, *options: str, **env: str) -> Process:

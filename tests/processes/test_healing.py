@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.processes import unusual_training as odd
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 from tests.processes.healing import LADDER, LONG_S, SCRIPT, WORLD, train_and_hash
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    yield from shells(tmp_path)
 
 
 @pytest.mark.timeout(300)
@@ -45,7 +39,7 @@ def test_final_state_is_bitwise_equal_with_loader_workers(shell: Shell, undistur
 @pytest.mark.long
 def test_final_state_is_bitwise_equal_with_scaler_and_autocast(shell: Shell, tmp_path: Path) -> None:
     """With accumulation, clipping, a schedule and loader workers. In step 7 the gradients overflow and no optimizer runs."""
-    for calm in shells(tmp_path / "calm"):
+    with Shell(tmp_path / "calm") as calm:
         undisturbed = train_and_hash(calm, AMP="1")
     faults = "1:4:forward 0:7:evaluation 2:14:reduction 1:18:optimizer"
     assert train_and_hash(shell, FAULTS=faults, AMP="1", LOADERS="2") == undisturbed
@@ -159,7 +153,7 @@ def test_unusual_models_are_healed_bitwise_equal(shell: Shell, tmp_path: Path, w
     """Parameters that are tied, frozen, unused, empty or complex; buffers that are not saved, replaced or created later; an
     average of the model; gradients that outlive a step; code before an epoch's first batch and after the last. If the script
     changes parameters directly, a replacement cannot join within such a step: all ranks restart from the checkpoint."""
-    for calm in shells(tmp_path / "calm"):
+    with Shell(tmp_path / "calm") as calm:
         undisturbed = train_and_hash(calm, script=odd.SCRIPT, WRITES=writes)
     deaths = "1:7:forward" if writes else "1:3:forward 2:5:evaluation 0:8:opening 1:10:between 0:13:evaluation 2:16:after"
     assert train_and_hash(shell, script=odd.SCRIPT, FAULTS=deaths, WRITES=writes) == undisturbed

@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 from tests.processes.harness import Process
 from tests.processes.healing import LONG_S, final_hash, release, start, train_and_hash, wait_for_fault
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    yield from shells(tmp_path)
 
 
 def two_hosts(shell: Shell, **env: str) -> tuple[Process, Process]:

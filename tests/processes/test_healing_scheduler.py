@@ -5,20 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import httpx2
 import pytest
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 from tests.processes.healing import LONG_S, final_hash, release, start, wait_for_fault
 
 pytestmark = pytest.mark.timeout(300)
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    yield from shells(tmp_path)
 
 
 def worker_pid(shell: Shell, rank: int) -> int:

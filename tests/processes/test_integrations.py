@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 from tests.processes.healing import LADDER, LONG_S, WORLD
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "integrations"
@@ -51,11 +50,6 @@ print("BITS", bits.hexdigest(), group["lr"], flush=True)
 
 # Fourteen steps per epoch: rank 0 dies in the last of its first.
 DEATHS = "1:5:forward 0:13:stepped 2:30:stepping"
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    yield from shells(tmp_path)
 
 
 def bits(shell: Shell, example: str, name: str, deaths: str = "") -> str:

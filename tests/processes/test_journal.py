@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 from tests.processes.harness import Process, until
-from tests.processes.recovering import TRAIN, Recovering, membership, recovering
+from tests.processes.recovering import TRAIN, Recovering, membership
 from tests.requirements import MOUNTS, OWN_MOUNTS, needs
 
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Recovering]:
-    yield from recovering(tmp_path)
+    with Recovering(tmp_path) as cluster:
+        yield cluster
 
 
 # -- unusable journals -----------------------------------------------------------------------------------------------

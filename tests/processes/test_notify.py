@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 from tests.processes.harness import until
 from tests.processes.test_watching import STEPS
 
@@ -19,7 +19,7 @@ SECRET = "secret-that-no-log-shows"
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
-    for shell in shells(tmp_path):
+    with Shell(tmp_path) as shell:
         shell.script(STEPS, "steps.py")
         yield shell
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 from tests.processes.federation import MODEL, SIZE, ports
 from tests.processes.harness import free_port
 from tests.unit.federated.privacy.certificates import Authority
@@ -20,11 +19,6 @@ from covey.federated import Device, get_fl_context, reset_fl_context, set_fl_con
 
 GUIDE = (Path(__file__).parents[2] / "docs/privacy.md").read_text()
 BLOCKS: list[tuple[str, str]] = re.findall(r"^```(\w*)\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    yield from shells(tmp_path)
 
 
 def test_guide_secure_cluster_shows_noise_in_status(shell: Shell) -> None:

@@ -6,12 +6,11 @@ import json
 import os
 import re
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
-from tests.processes.command import PRINT_JSON, Shell, Terminal, shells
+from tests.processes.command import PRINT_JSON, Shell, Terminal
 from tests.processes.harness import free_port, until
 from tests.requirements import CORES, MOUNTS, OWN_MOUNTS, needs
 
@@ -36,11 +35,6 @@ import pathlib, sys, time
 print("hello")
 {STAY}
 """
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    yield from shells(tmp_path)
 
 
 # -- environment of a script -----------------------------------------------------------------------------------------

@@ -5,19 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
-from tests.processes.command import FAILS, PATIENT, STUBBORN, Shell, shells
+from tests.processes.command import FAILS, PATIENT, STUBBORN, Shell
 from tests.processes.harness import until
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    yield from shells(tmp_path)
-
 
 # -- first failure ---------------------------------------------------------------------------------------------------
 

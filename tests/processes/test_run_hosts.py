@@ -12,7 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.processes.command import PRINT_JSON, Shell, shells
+from tests.processes.command import PRINT_JSON, Shell
 from tests.processes.harness import Process
 from tests.processes.network import Hosts
 from tests.requirements import HOSTS, require
@@ -34,7 +34,7 @@ print("done")
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
-    for shell in shells(tmp_path):
+    with Shell(tmp_path) as shell:
         shell.script(PLACE, "t.py")
         yield shell
 

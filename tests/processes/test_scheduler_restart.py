@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.processes.harness import Process, free_port, nodes_of, until
-from tests.processes.recovering import TRAIN, Recovering, membership, recovering
+from tests.processes.recovering import TRAIN, Recovering, membership
 
 from covey.agent.scheduler_supervisor import SchedulerProcess
 from covey.core.types import ClusterRecord, Ended, Phase
@@ -66,7 +66,8 @@ def waiting(cluster: Recovering, node_id: int) -> Process:
 
 @pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Recovering]:
-    yield from recovering(tmp_path)
+    with Recovering(tmp_path) as cluster:
+        yield cluster
 
 
 # -- restart of the scheduler ----------------------------------------------------------------------------------------

@@ -6,12 +6,11 @@ from __future__ import annotations
 import json
 import sys
 import uuid
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 from tests.processes.fakes import fake_scheduler
 from tests.processes.harness import Process, free_port
 from tests.processes.network import Hosts
@@ -42,11 +41,6 @@ with socket.create_server((sys.argv[1], int(sys.argv[2]))) as server:
             heard += piece
         print("heard", heard, flush=True)
 """
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    yield from shells(tmp_path)
 
 
 def variable(shell: Shell) -> dict[str, str]:

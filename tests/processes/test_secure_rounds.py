@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 from tests.processes.federation import SIZE, Federation, update
 from tests.processes.harness import until
 
@@ -21,11 +21,6 @@ from covey.federated.device_protocol import SecureAnswer
 from covey.federated.model_codec import Floats, ModelLayout
 from covey.federated.privacy import fixed_point_ring
 from covey.federated.privacy.fixed_point_ring import DeviceMetrics
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    yield from shells(tmp_path)
 
 
 class Quit(Exception):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx2
 import pytest
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 from tests.processes.harness import Cluster, Process, until
 
 from covey.errors import ExitCode
@@ -102,11 +102,6 @@ print("SUM", float(sum(v.double().abs().sum() for v in values)), flush=True)
 """
 
 
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    yield from shells(tmp_path)
-
-
 def start(shell: Shell, *options: str, **env: str) -> Process:
     shell.script(SCRIPT, "train.py")
     (shell.folder / "marks").mkdir(exist_ok=True)
@@ -124,7 +119,7 @@ def final_hash(shell: Shell, run: Process, world: int = 3, word: str = "HASH") -
 @pytest.fixture(scope="session")
 def undisturbed_hybrid(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The hash of an undisturbed run with three ranks and two servers."""
-    for calm in shells(tmp_path_factory.mktemp("calm")):
+    with Shell(tmp_path_factory.mktemp("calm")) as calm:
         yield final_hash(calm, start(calm, KIND="hybrid"))
 
 

@@ -8,20 +8,15 @@ from pathlib import Path
 
 import pytest
 from tests.processes import healing
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 from tests.processes.healing import LONG_S, final_hash, release, start, train, wait_for_fault
 from tests.processes.sharded import SCRIPT
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    yield from shells(tmp_path)
 
 
 @pytest.fixture(scope="session")
 def ordinary(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The hash of four ranks with the ordinary optimizer."""
-    for calm in shells(tmp_path_factory.mktemp("ordinary")):
+    with Shell(tmp_path_factory.mktemp("ordinary")) as calm:
         train(calm, "-n", "4", script=healing.SCRIPT, STEPS="14")
         yield final_hash(calm, 4)
 
@@ -99,7 +94,7 @@ def resized(shell: Shell, script: str, **env: str) -> str:
 @pytest.mark.timeout(300)
 @pytest.mark.long
 def test_shards_are_redistributed_when_world_size_changes(shell: Shell, tmp_path: Path) -> None:
-    for calm in shells(tmp_path / "calm"):
+    with Shell(tmp_path / "calm") as calm:
         ordinary = resized(calm, healing.SCRIPT)
     deaths = "2:5:sharing 4:6:optimizer 0:10:sharing"
     assert resized(shell, SCRIPT, deaths=deaths) == ordinary
@@ -133,7 +128,7 @@ def test_neighbouring_ranks_leave_in_sequence_without_loss(shell: Shell) -> None
 @pytest.mark.long
 def test_training_resumes_from_all_shards_in_other_world_size(shell: Shell, tmp_path: Path) -> None:
     """Three ranks, then four, each with its own checkpoint directory: they fetch missing shards from each other."""
-    for calm in shells(tmp_path / "calm"):
+    with Shell(tmp_path / "calm") as calm:
         train(calm, script=healing.SCRIPT, STEPS="5")
         train(calm, "-n", "4", script=healing.SCRIPT, STEPS="8")
         ordinary = final_hash(calm, 4)

@@ -6,13 +6,11 @@ import functools
 import os
 import re
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 from tests.processes.harness import Process, until
 from tests.processes.healing import LONG_S, SCRIPT, WORLD, final_hash, release, start, wait_for_fault
 
@@ -22,11 +20,6 @@ BEGIN, REST = SCRIPT.split("covey.init()\n")
 HEAD, BODY = REST.split('fault(0, "before")\n')
 # The same training, whose first lines do not need the rank: a spare runs up to the loop.
 READY = f"{BEGIN}covey.init()\ntorch.set_num_threads(1)\ncovey.set_seed(1)\nscale = torch.tensor([2.0])\n{BODY}"
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    yield from shells(tmp_path)
 
 
 def stands_by(shell: Shell, hold: str, *, count: int = 1) -> str:

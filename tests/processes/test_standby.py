@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 from tests.processes.etcd import Etcd
 from tests.processes.harness import Process, free_port, until
 from tests.processes.healing import LONG_S, final_hash, release, start, wait_for_fault
-from tests.processes.recovering import Recovering, recovering
+from tests.processes.recovering import Recovering
 from tests.processes.test_scheduler_restart import TRAIN_TOGETHER
 
 from covey.core.types import Phase
@@ -30,13 +30,9 @@ LEASE_S = "2"
 
 
 @pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    yield from shells(tmp_path)
-
-
-@pytest.fixture
 def cluster(tmp_path: Path) -> Iterator[Recovering]:
-    yield from recovering(tmp_path)
+    with Recovering(tmp_path) as cluster:
+        yield cluster
 
 
 def leader(shell: Shell) -> int:

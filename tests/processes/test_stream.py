@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.processes import healing
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 from tests.processes.healing import final_hash, train
 
 STREAM = """
@@ -47,16 +46,11 @@ assert "River()" in SCRIPT and "telling" in SCRIPT
 WITHOUT_STATE = SCRIPT.replace("def state_dict", "def position").replace("def load_state_dict", "def go_to")
 
 
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    yield from shells(tmp_path)
-
-
 @pytest.mark.timeout(300)
 @pytest.mark.long
 def test_stream_training_is_bitwise_equal_after_any_death(shell: Shell, tmp_path: Path) -> None:
     """Deaths before, while and after positions are reported; then a resume. Two loaders on each rank."""
-    for calm in shells(tmp_path / "calm"):
+    with Shell(tmp_path / "calm") as calm:
         train(calm, script=SCRIPT, LOADERS="2", STEPS="22")
         undisturbed = final_hash(calm)
     deaths = "1:5:forward 2:9:reduction 0:11:between 1:16:telling 2:16:told 0:18:backward"
@@ -74,7 +68,7 @@ def test_stream_training_is_bitwise_equal_after_any_death(shell: Shell, tmp_path
 @pytest.mark.timeout(300)
 @pytest.mark.long
 def test_stream_without_state_dict_is_read_again(shell: Shell, tmp_path: Path) -> None:
-    for calm in shells(tmp_path / "calm"):
+    with Shell(tmp_path / "calm") as calm:
         train(calm, script=SCRIPT, STEPS="8")
         undisturbed = final_hash(calm)
     train(shell, script=WITHOUT_STATE, FAULTS="1:5:forward 0:6:backward", STEPS="8", SAYS="1")

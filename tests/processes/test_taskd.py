@@ -63,11 +63,8 @@ class Flow(Shell):
 
 @pytest.fixture
 def flow(tmp_path: Path) -> Iterator[Flow]:
-    flow = Flow(tmp_path)
-    try:
+    with Flow(tmp_path) as flow:
         yield flow
-    finally:
-        flow.end()
 
 
 # Its first process dies on rank 1; the others do not end by themselves.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.processes.command import Shell, Terminal, shells
+from tests.processes.command import Shell, Terminal
 from tests.processes.harness import Process
 
 from covey.transport.local_ca import make_authority
@@ -37,7 +37,7 @@ while not pathlib.Path(go).exists():
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
-    for shell in shells(tmp_path):
+    with Shell(tmp_path) as shell:
         shell.script(RAW, "raw.py")
         yield shell
 

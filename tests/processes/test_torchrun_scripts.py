@@ -4,20 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.processes.command import PRINT_JSON, Shell, shells
+from tests.processes.command import PRINT_JSON, Shell
 from tests.processes.harness import free_port
 
 IMPORTS_S = 100.0  # several interpreters import torch, which is slow on a busy machine
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    yield from shells(tmp_path)
 
 
 # -- environment -----------------------------------------------------------------------------------------------------

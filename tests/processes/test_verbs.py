@@ -15,7 +15,7 @@ from typing import Any
 import httpx2
 import psutil
 import pytest
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 from tests.processes.harness import Process, free_port, until
 from tests.processes.healing import LADDER
 from tests.processes.network import Hosts
@@ -39,7 +39,7 @@ while not go.exists():
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
-    for shell in shells(tmp_path):
+    with Shell(tmp_path) as shell:
         shell.script(TALKS, "talks.py")
         yield shell
 

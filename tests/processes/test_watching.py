@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.processes.command import Shell, Terminal, shells
+from tests.processes.command import Shell, Terminal
 from tests.processes.harness import until
 
 # Waits in every step until it is released; a replacement attaches again.
@@ -31,7 +31,7 @@ while True:
 
 @pytest.fixture
 def shell(tmp_path: Path) -> Iterator[Shell]:
-    for shell in shells(tmp_path):
+    with Shell(tmp_path) as shell:
         shell.script(STEPS, "steps.py")
         yield shell
 

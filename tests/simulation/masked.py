@@ -11,22 +11,7 @@ from typing import Any
 
 from tests.simulation.federation import SimDevice, Simulated
 
-from covey.core.federated.secagg.messages import (
-    SEALED_SHARE_BYTES,
-    ClientList,
-    ExchangeKeys,
-    GetClientList,
-    GetKeys,
-    GetSecrets,
-    KeyList,
-    PlainShare,
-    ReconstructSecrets,
-    SealedShare,
-    SecaggReply,
-    SecaggVerdict,
-    ShareList,
-    ShareSecrets,
-)
+from covey.core.federated.secagg import messages
 from covey.core.federated.update_claims import UpdateOutcome
 
 
@@ -67,7 +52,7 @@ class MaskedDevice(SimDevice):
         attempt, world, number = self.attempt, self.world, self.round
         server = world.random.choice(list(world.servers.values()))
 
-        def answered(found: SecaggReply) -> None:
+        def answered(found: messages.SecaggReply) -> None:
             world.carry(server.node_id, self.name, lambda: self._on_reply(attempt, number, found))
 
         def arrive() -> None:
@@ -83,34 +68,38 @@ class MaskedDevice(SimDevice):
 
         name = self.name.encode().rjust(32)
         steps: list[Callable[[], Any]] = [
-            lambda: made(ExchangeKeys, c_pk=name, s_pk=name),
-            lambda: made(GetKeys),
+            lambda: made(messages.ExchangeKeys, c_pk=name, s_pk=name),
+            lambda: made(messages.GetKeys),
             lambda: made(
-                ShareSecrets, encrypted_shares=tuple(SealedShare(other, bytes(SEALED_SHARE_BYTES)) for other in self.near)
+                messages.ShareSecrets,
+                encrypted_shares=tuple(messages.SealedShare(other, bytes(messages.SEALED_SHARE_BYTES)) for other in self.near),
             ),
-            lambda: made(GetSecrets),
+            lambda: made(messages.GetSecrets),
             lambda: None,
-            lambda: made(GetClientList),
-            lambda: made(ReconstructSecrets, reconstruct_secret_shares=tuple(PlainShare(d, bytes(33)) for d in self.held)),
+            lambda: made(messages.GetClientList),
+            lambda: made(
+                messages.ReconstructSecrets,
+                reconstruct_secret_shares=tuple(messages.PlainShare(d, bytes(33)) for d in self.held),
+            ),
         ]
         return steps[self.step]()
 
-    def _on_reply(self, attempt: int, number: int, found: SecaggReply) -> None:
+    def _on_reply(self, attempt: int, number: int, found: messages.SecaggReply) -> None:
         if attempt != self.attempt or number != self.round:
             return
-        assert found.verdict is not SecaggVerdict.INVALID, f"{self.name} in step {self.step}: {found.reason}"
-        if found.verdict in (SecaggVerdict.LATE, SecaggVerdict.DONE):
+        assert found.verdict is not messages.SecaggVerdict.INVALID, f"{self.name} in step {self.step}: {found.reason}"
+        if found.verdict in (messages.SecaggVerdict.LATE, messages.SecaggVerdict.DONE):
             self.round = -1
-        elif found.verdict is SecaggVerdict.ACCEPTED:
+        elif found.verdict is messages.SecaggVerdict.ACCEPTED:
             self._take(number, found.payload)
         self._again()
 
     def _take(self, number: int, payload: object) -> None:
-        if isinstance(payload, KeyList):
+        if isinstance(payload, messages.KeyList):
             self.near = [other.fl_id for other in payload.remote_publickeys]
-        elif isinstance(payload, ShareList):
+        elif isinstance(payload, messages.ShareList):
             self.held = [self.name, *(one.fl_id for one in payload.encrypted_shares)]
-        elif isinstance(payload, ClientList):
+        elif isinstance(payload, messages.ClientList):
             first = self.world.lists.setdefault(number, payload.clients)
             assert first == payload.clients, f"round {number} has two lists: {first} and {payload.clients}"
         self.step = min(self.step + 1, 6)  # shares are sent again until the round ends

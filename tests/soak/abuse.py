@@ -27,7 +27,7 @@ import psutil
 from tests.kubernetes import cluster
 from tests.kubernetes import server as kubernetes
 from tests.processes import test_serving
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 from tests.processes.federation import Federation
 from tests.processes.harness import free_port, until
 from tests.processes.test_taskd import MANAGER
@@ -362,19 +362,16 @@ def main() -> int:
     }
     wanted = sys.argv[1:] or [*scenes, "strangers"]
     for name in wanted:
-        with tempfile.TemporaryDirectory() as folder:
-            for shell in shells(Path(folder)):
-                if name == "strangers":
-                    print(f"noise outlived by {strangers(shell, half_open=10_000, body=GIGABYTE)}", flush=True)
-                    continue
-                with scenes[name](shell) as sites:
-                    for site in sites:
-                        started_at = time.monotonic()
-                        everything(site, half_open=10_000, body=GIGABYTE, drops_s=15)
-                        took, grown = time.monotonic() - started_at, site.grown >> 20
-                        print(
-                            f"{name}, {', '.join(site.ports)}: all refused or cut off in {took:.0f} s, +{grown} MB", flush=True
-                        )
+        with tempfile.TemporaryDirectory() as folder, Shell(Path(folder)) as shell:
+            if name == "strangers":
+                print(f"noise outlived by {strangers(shell, half_open=10_000, body=GIGABYTE)}", flush=True)
+                continue
+            with scenes[name](shell) as sites:
+                for site in sites:
+                    started_at = time.monotonic()
+                    everything(site, half_open=10_000, body=GIGABYTE, drops_s=15)
+                    took, grown = time.monotonic() - started_at, site.grown >> 20
+                    print(f"{name}, {', '.join(site.ports)}: all refused or cut off in {took:.0f} s, +{grown} MB", flush=True)
     return 0
 
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 
 
 def parser(description: str | None, *, minutes: float, rate: str, faults: str) -> argparse.ArgumentParser:
@@ -37,7 +37,7 @@ def ground() -> Iterator[Shell]:
     """Yield a shell in its own directory; its processes end with the soak, also after a signal."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
-    with tempfile.TemporaryDirectory() as folder, contextlib.contextmanager(shells)(Path(folder)) as shell:
+    with tempfile.TemporaryDirectory() as folder, Shell(Path(folder)) as shell:
         yield shell
 
 

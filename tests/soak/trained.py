@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.processes import healing
-from tests.processes.command import Shell, shells
+from tests.processes.command import Shell
 from tests.processes.harness import Process
 from tests.soak.chaos_command import chaos_arguments, harm, parser, table
 
@@ -109,13 +109,12 @@ def prove(folder: Path, silence_s: int, *chaos: str, course: Course = Course()) 
     found: dict[str, Any] = {}
     last = 0
     for name in ("disturbed", "alone"):
-        for shell in shells(folder / name):
-            with small_disk(shell.logs):
-                if name == "disturbed":
-                    found, last = disturbed(shell, course, silence_s, *chaos)
-                    hashes.append(healing.final_hash(shell, course.world))
-                else:
-                    hashes.append(undisturbed(shell, course, last))
+        with Shell(folder / name) as shell, small_disk(shell.logs):
+            if name == "disturbed":
+                found, last = disturbed(shell, course, silence_s, *chaos)
+                hashes.append(healing.final_hash(shell, course.world))
+            else:
+                hashes.append(undisturbed(shell, course, last))
     assert hashes[0] == hashes[1], f"the results differ after {found['strikes']} faults (seed {found['seed']})"
     return found, last
 

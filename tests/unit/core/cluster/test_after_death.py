@@ -34,6 +34,7 @@ from tests.unit.core.cluster.test_scheduler_machine import (
 from tests.unit.core.cluster.test_scheduler_machine_effects import incidents_of, records, serve, served, warnings
 from tests.unit.core.cluster.test_spares_decided import SPARE, SpareCluster
 
+from covey.core import messages
 from covey.core.cluster.members import HostLayout
 from covey.core.cluster.resize import JOIN_TIMEOUT_S
 from covey.core.cluster.scheduler_machine import SchedulerMachine
@@ -41,29 +42,6 @@ from covey.core.cluster.shutdown import END_DELIVERY_S
 from covey.core.effects import Close, EndCluster, Persist
 from covey.core.events import ConnectionLost, HostGone, MessageReceived, Tick
 from covey.core.incidents import Outcome, Stage
-from covey.core.messages import (
-    Assignment,
-    CheckpointFailed,
-    ChildExited,
-    ClusterEnded,
-    CollectiveNumber,
-    DesiredChildren,
-    Draining,
-    DumpRequest,
-    DumpWritten,
-    Heartbeat,
-    Leave,
-    NewGeneration,
-    RankResumed,
-    Refused,
-    Register,
-    RegisterAgent,
-    RendezvousPut,
-    SafePointReport,
-    ScaleRequest,
-    ServerInSync,
-    StopRequest,
-)
 from covey.core.strategy_ladder import parse_strategies
 from covey.core.types import AgentRecord, ClusterRecord, Ended, Host, MemberRecord, NodeState, Phase, Progress, Role
 from covey.errors import ExitCode
@@ -73,7 +51,7 @@ THIRD = Host("boot-third", "third", "10.0.0.3")
 
 
 def dies(made: SchedulerMachine, node_id: str, link: int = 1, life: int = 1, reason: str = "killed") -> Effects:
-    return made.step(MessageReceived(ChildExited(node_id, life, 137, reason), link), 1.0)
+    return made.step(MessageReceived(messages.ChildExited(node_id, life, 137, reason), link), 1.0)
 
 
 def members(effects: Effects) -> list[tuple[str, int, NodeState]]:
@@ -90,10 +68,10 @@ def test_rank_restarts_on_its_host_and_other_agents_receive_nothing() -> None:
     reason = "worker:1 is restarted on box; the other ranks wait in their step"
     assert warnings(effects) == ["worker:1 died: killed", f"cluster recover-in-place: {reason}"]
     assert incidents_of(made) == [("recover-in-place", "killed", reason, Outcome.OPEN)]
-    assert sent(effects, NewGeneration) == dict.fromkeys((10, 12), NewGeneration(2, "worker:1 died: killed"))
+    assert sent(effects, messages.NewGeneration) == dict.fromkeys((10, 12), messages.NewGeneration(2, "worker:1 died: killed"))
     assert members(effects) == [("1", 2, NodeState.ALIVE)], "the next scheduler must know which life is meant"
-    assert {link: start.assignments for link, start in sent(effects, DesiredChildren).items()} == {
-        1: [Assignment("0", 0, 1, 0), Assignment("1", 1, 2, 1)]
+    assert {link: start.assignments for link, start in sent(effects, messages.DesiredChildren).items()} == {
+        1: [messages.Assignment("0", 0, 1, 0), messages.Assignment("1", 1, 2, 1)]
     }
     assert made.counters == {"deaths": 1, "replacements": 1} and made.cluster.reason == reason
     failure = EditableCluster.of(made).recovery.first_failure
@@ -104,7 +82,7 @@ def test_third_death_without_step_ends_run_and_step_resets_count() -> None:
     made = training(strategies=IN_PLACE)
     for life in (1, 2):
         assert not ended(dies(made, "1", life=life))
-    made.step(MessageReceived(Heartbeat(Progress(6, "train", in_loop=True)), 10), 1.0)
+    made.step(MessageReceived(messages.Heartbeat(Progress(6, "train", in_loop=True)), 10), 1.0)
     for life in (3, 4, 5):
         assert not ended(dies(made, "1", life=life)), "a step was made since"
     end = ended(dies(made, "1", life=6))
@@ -117,36 +95,39 @@ def test_rank_of_lost_host_restarts_elsewhere_and_old_process_is_refused() -> No
     effects = made.step(ConnectionLost("reset", 2), 1.0)
     reason = "worker:2 is restarted on box; the other ranks wait in their step"
     assert warnings(effects)[0] == "agent:b gone: reset"
-    assert sent(effects, Refused) == {12: Refused(f"this process was superseded: {reason}")} and Close(12) in effects
-    assert sent(effects, DesiredChildren)[1].assignments[-1] == Assignment("2", 2, 2, 2)
-    assert sent(effects, NewGeneration)[10].reason == "worker:2 died: the agent on other is gone (reset)"
+    assert (
+        sent(effects, messages.Refused) == {12: messages.Refused(f"this process was superseded: {reason}")}
+        and Close(12) in effects
+    )
+    assert sent(effects, messages.DesiredChildren)[1].assignments[-1] == messages.Assignment("2", 2, 2, 2)
+    assert sent(effects, messages.NewGeneration)[10].reason == "worker:2 died: the agent on other is gone (reset)"
 
 
 def test_promoted_spare_of_other_host_updates_both_agents() -> None:
     spare_cluster = SpareCluster(here=0, there=1).begin().stand_by(0, OTHER)
     effects = spare_cluster.die(1)
-    assert {link: [a.name for a in start.assignments] for link, start in sent(effects, DesiredChildren).items()} == {
+    assert {link: [a.name for a in start.assignments] for link, start in sent(effects, messages.DesiredChildren).items()} == {
         1: ["worker:0"],
         2: ["worker:1", "worker:2"],
     }, "the old life may still have to be ended"
-    assert sent(effects, NewGeneration) == dict.fromkeys((10, 12), NewGeneration(2, "worker:1 died: killed"))
+    assert sent(effects, messages.NewGeneration) == dict.fromkeys((10, 12), messages.NewGeneration(2, "worker:1 died: killed"))
     assert spare_cluster.machine.incidents.records[-1].strategy == "recover"
 
 
 def test_moved_rank_sends_nothing_to_former_agent() -> None:
     made = training(strategies=parse_strategies(("recover",)))
-    made.step(MessageReceived(Draining("asked to leave"), 2), 1.0)
-    assert set(sent(dies(made, "2", link=2), DesiredChildren)) == {1}
+    made.step(MessageReceived(messages.Draining("asked to leave"), 2), 1.0)
+    assert set(sent(dies(made, "2", link=2), messages.DesiredChildren)) == {1}
 
 
 def test_process_asked_to_leave_hands_over_without_failure() -> None:
     made = training(strategies=IN_PLACE)
     for life in (1, 2):
         link = made.cluster.members[(Role.WORKER, "1")].connection
-        made.step(MessageReceived(Draining("its host is needed"), link), 1.0)
+        made.step(MessageReceived(messages.Draining("its host is needed"), link), 1.0)
         effects = dies(made, "1", life=life, reason="signal 15")
         assert warnings(effects)[0] == "worker:1 handed over: its host is needed"
-        assert sent(effects, NewGeneration)[10].reason == "worker:1 handed over: its host is needed"
+        assert sent(effects, messages.NewGeneration)[10].reason == "worker:1 handed over: its host is needed"
         assert made.cluster.members[(Role.WORKER, "1")].handovers == life
         made.step(MessageReceived(register("1", f"life {life + 1}", incarnation=life + 1), 20 + life), 1.0)
     assert made.counters == {"handovers": 2, "replacements": 2}
@@ -159,14 +140,14 @@ def test_process_asked_to_leave_hands_over_without_failure() -> None:
 def test_spare_exit_and_readiness_are_published() -> None:
     spare_cluster = SpareCluster().begin().stand_by()
     assert "spare:0 stands by: train.py:7" in published(spare_cluster.effects)
-    again = spare_cluster.receive(Heartbeat(Progress(phase="train.py:7", is_spare_ready=True)), SPARE)
+    again = spare_cluster.receive(messages.Heartbeat(Progress(phase="train.py:7", is_spare_ready=True)), SPARE)
     assert published(again) == [], "once"
     assert warnings(spare_cluster.die(0, role=Role.SPARE)) == ["spare:0 died: killed"]
 
 
 def test_script_error_code_ends_run_without_restart() -> None:
     made = training(strategies=IN_PLACE)
-    effects = made.step(MessageReceived(ChildExited("1", 1, ExitCode.BAD_SCRIPT, "no such file"), 1), 1.0)
+    effects = made.step(MessageReceived(messages.ChildExited("1", 1, ExitCode.BAD_SCRIPT, "no such file"), 1), 1.0)
     assert f"cluster end: worker:1 exited with code {ExitCode.BAD_SCRIPT}: a restart does not fix that" in warnings(effects)
     assert ended(effects)
 
@@ -185,20 +166,23 @@ def test_world_shrinks_without_replacement_and_reason_is_shown() -> None:
 
 def test_new_host_restarts_members_of_lost_hosts() -> None:
     made = training(strategies=parse_strategies(("recover",)), extra_ranks=0, recovery=True, agents_return=False)
-    made.step(MessageReceived(RendezvousPut("met", b"", 1), 10), 0.0)
+    made.step(MessageReceived(messages.RendezvousPut("met", b"", 1), 10), 0.0)
     made.step(ConnectionLost("reset", 2), 1.0)
     assert (phase(made), state(made, "2")) == (Phase.HEALING, NodeState.DEAD)
     assert made.cluster.reason.endswith("(COVEY_EXTRA_RANKS is 0): waiting for a host to join")
-    effects = made.step(MessageReceived(RegisterAgent("c", "life of c", THIRD, 1), 3), 2.0)
+    effects = made.step(MessageReceived(messages.RegisterAgent("c", "life of c", THIRD, 1), 3), 2.0)
     said = "worker:2 restarted on third"
     assert f"cluster takes a host: {said}" in published(effects)
-    assert sent(effects, NewGeneration) == dict.fromkeys((10, 11), NewGeneration(3, said))
+    assert sent(effects, messages.NewGeneration) == dict.fromkeys((10, 11), messages.NewGeneration(3, said))
     assert members(effects) == [("2", 2, NodeState.ALIVE)]
-    assert sent(effects, DesiredChildren)[3].assignments == [Assignment("2", 2, 2, 0)] and made.counters["returns"] == 1
+    assert (
+        sent(effects, messages.DesiredChildren)[3].assignments == [messages.Assignment("2", 2, 2, 0)]
+        and made.counters["returns"] == 1
+    )
     made.step(MessageReceived(register("2", "second", THIRD, incarnation=2), 13), 2.0)
     assert phase(made) is Phase.HEALING, "it is here, and not in the others' step yet"
     for link in (10, 11, 13):
-        made.step(MessageReceived(RankResumed(3, 6), link), 3.0)
+        made.step(MessageReceived(messages.RankResumed(3, 6), link), 3.0)
     assert (phase(made), outcomes(made)) == (Phase.READY, [Outcome.RESUMED])
     assert EditableCluster.of(made).recovery.first_failure is None
 
@@ -206,7 +190,7 @@ def test_new_host_restarts_members_of_lost_hosts() -> None:
 def test_joining_host_is_cause_of_scale_out() -> None:
     made = ready_agents(worker_max=4, last_call_s=0.0)
     EditableCluster.of(made).set(trains=True)
-    made.step(MessageReceived(RegisterAgent("c", "life of c", THIRD, 1), 3), 1.0)
+    made.step(MessageReceived(messages.RegisterAgent("c", "life of c", THIRD, 1), 3), 1.0)
     assert incidents_of(made)[0][:3] == (
         "scale-out",
         "a host joined",
@@ -233,8 +217,8 @@ def test_end_reports_first_failure_if_world_cannot_shrink() -> None:
     made = training(
         strategies=parse_strategies(("recover-in-place", "elastic-training")), shrink_after_s=5.0, agents_return=False
     )
-    made.step(MessageReceived(Leave(139, "the machine is on fire"), 2), 0.0)
-    made.step(MessageReceived(ChildExited("0", 1, 0), 1), 0.0)
+    made.step(MessageReceived(messages.Leave(139, "the machine is on fire"), 2), 0.0)
+    made.step(MessageReceived(messages.ChildExited("0", 1, 0), 1), 0.0)
     end = ended(tick(made, 6.0, beats=[1, 10, 11]))
     assert end is not None and end.failure is not None
     assert (end.code, end.failure.node_id, end.failure.code) == (139, "2", 139)
@@ -246,11 +230,11 @@ def test_end_reports_first_failure_if_world_cannot_shrink() -> None:
 
 def test_full_restart_is_counted_and_sent_to_server_without_agent() -> None:
     made = machine(1, server_num=1, max_restarts=2)
-    made.step(MessageReceived(RegisterAgent("a", "la", BOX, 1), 1), 0.0)
-    made.step(MessageReceived(Register(Role.PSERVER, "0", "ls", BOX), 2), 0.0)
+    made.step(MessageReceived(messages.RegisterAgent("a", "la", BOX, 1), 1), 0.0)
+    made.step(MessageReceived(messages.Register(Role.PSERVER, "0", "ls", BOX), 2), 0.0)
     for life in (1, 2):
         effects = dies(made, "0", life=life)
-        assert sent(effects, NewGeneration) == {2: NewGeneration(life + 1, "worker:0 died: killed")}
+        assert sent(effects, messages.NewGeneration) == {2: messages.NewGeneration(life + 1, "worker:0 died: killed")}
         assert made.cluster.reason == f"worker:0 died (killed), restart {life} of 2: all workers restart"
         assert (made.cluster.restarts, made.counters["restarts"]) == (life, life)
 
@@ -259,7 +243,9 @@ def roll_back(made: SchedulerMachine) -> Effects:
     """Report on all ranks that no rank holds one slot of the state."""
     effects: Effects = []
     for member in made.cluster.members_in_role(Role.WORKER):
-        report = SafePointReport(made.cluster.generation, CollectiveNumber(5, 0), slot_count=2, held_slots=b"\x01")
+        report = messages.SafePointReport(
+            made.cluster.generation, messages.CollectiveNumber(5, 0), slot_count=2, held_slots=b"\x01"
+        )
         effects += made.step(MessageReceived(report, member.connection), 1.0)
     return effects
 
@@ -284,7 +270,7 @@ def test_rollback_to_checkpoint_is_published_and_not_repeated_for_one_step() -> 
 def test_rollback_to_checkpoint_is_repeated_after_further_step() -> None:
     made = sharded_under_agent(2)
     for step in (5, 6):
-        made.step(MessageReceived(Heartbeat(Progress(step, "train", in_loop=True)), 11), 1.0)
+        made.step(MessageReceived(messages.Heartbeat(Progress(step, "train", in_loop=True)), 11), 1.0)
         effects = roll_back(made)
         assert [
             w
@@ -299,7 +285,7 @@ def test_rollback_to_checkpoint_is_repeated_after_further_step() -> None:
 def test_no_rollback_to_checkpoint_if_one_worker_cannot_restart() -> None:
     assert ended(roll_back(sharded_over_four(together=1))), "workers without an agent cannot be restarted"
     made = sharded_under_agent(2)
-    made.step(MessageReceived(Draining("asked to leave"), 1), 1.0)
+    made.step(MessageReceived(messages.Draining("asked to leave"), 1), 1.0)
     assert ended(roll_back(made)), "nothing more is started on that host"
 
 
@@ -308,7 +294,7 @@ def test_lost_state_is_published_and_persisted() -> None:
     effects: Effects = []
     for member in made.cluster.members_in_role(Role.WORKER):
         effects += made.step(
-            MessageReceived(SafePointReport(made.cluster.generation, None, needs_state=True), member.connection), 1.0
+            MessageReceived(messages.SafePointReport(made.cluster.generation, None, needs_state=True), member.connection), 1.0
         )
     said = "all ranks restart from the newest checkpoint, or from the beginning if there is none"
     cause = "no rank holds the training state any more"
@@ -322,15 +308,15 @@ def test_lost_state_is_published_and_persisted() -> None:
 def test_remaining_ranks_dump_before_end_and_planned_end_is_persisted() -> None:
     made = training(strategies=parse_strategies(("dump",)), dump_s=20.0)
     tick(made, 1.0)
-    effects = made.step(MessageReceived(ChildExited("2", 1, 139, "signal 11"), 2), 1.0)
+    effects = made.step(MessageReceived(messages.ChildExited("2", 1, 139, "signal 11"), 2), 1.0)
     reason = "worker:2 on other: signal 11"
-    assert sent(effects, DumpRequest) == dict.fromkeys((10, 11), DumpRequest(reason)) and not ended(effects)
+    assert sent(effects, messages.DumpRequest) == dict.fromkeys((10, 11), messages.DumpRequest(reason)) and not ended(effects)
     assert (phase(made), made.cluster.reason, made.incidents.records[0].strategy) == (Phase.HEALING, reason, "dump")
     assert members(effects) == [("2", 1, NodeState.DEAD)]
     assert f"cluster dump: {reason}; the remaining ranks dump their state" in warnings(effects)
     failure = EditableCluster.of(made).recovery.first_failure
     assert failure is not None and records(effects)[-1].planned_end == Ended(139, reason, failure)
-    wrote = made.step(MessageReceived(DumpWritten(5, "there"), 10), 1.0)
+    wrote = made.step(MessageReceived(messages.DumpWritten(5, "there"), 10), 1.0)
     assert published(wrote) == ["worker:0 dumped: step 5 is in there"] and not ended(wrote)
     assert not ended(tick(made, 21.0, since=1.0)), "in its very last moment it may still come"
     end = ended(made.step(Tick(), 21.5))
@@ -341,7 +327,7 @@ def test_rank_that_dies_during_dump_is_not_awaited() -> None:
     made = training(strategies=parse_strategies(("dump",)), dump_s=20.0)
     dies(made, "2", link=2)
     one = dies(made, "1")
-    assert members(one) == [("1", 1, NodeState.DEAD)] and not ended(one) and not sent(one, DesiredChildren)
+    assert members(one) == [("1", 1, NodeState.DEAD)] and not ended(one) and not sent(one, messages.DesiredChildren)
     end = ended(dies(made, "0"))
     assert end is not None and end.reason == "worker:2 on other: killed; no rank could dump its state"
 
@@ -355,26 +341,28 @@ def test_cluster_ends_immediately_if_no_rank_can_dump() -> None:
 
 def test_server_death_during_dump_does_not_replace_dump_of_worker() -> None:
     made = served(strategies=parse_strategies(("dump",)))
-    made.step(MessageReceived(Heartbeat(Progress(5, "train", in_loop=True)), 11), 1.0)
-    assert set(sent(made.step(MessageReceived(StopRequest("enough", dump=True), 9), 1.0), DumpRequest)) == {11}
-    effects = made.step(MessageReceived(ChildExited("0", 1, 137, "killed", role=Role.PSERVER), 1), 1.0)
+    made.step(MessageReceived(messages.Heartbeat(Progress(5, "train", in_loop=True)), 11), 1.0)
+    assert set(sent(made.step(MessageReceived(messages.StopRequest("enough", dump=True), 9), 1.0), messages.DumpRequest)) == {
+        11
+    }
+    effects = made.step(MessageReceived(messages.ChildExited("0", 1, 137, "killed", role=Role.PSERVER), 1), 1.0)
     assert members(effects) == [("0", 1, NodeState.DEAD)] and not ended(effects)
-    end = ended(made.step(MessageReceived(DumpWritten(5, "there"), 11), 1.0))
+    end = ended(made.step(MessageReceived(messages.DumpWritten(5, "there"), 11), 1.0))
     assert end is not None and (end.code, end.reason) == (ExitCode.STOPPED, "enough; step 5 is in there")
 
 
 def test_leaving_host_with_scheduler_requests_dump() -> None:
     made = training(strategies=parse_strategies(("recover", "dump")))
-    assert not sent(made.step(MessageReceived(Draining("asked to leave"), 1), 1.0), DumpRequest)
-    effects = made.step(MessageReceived(Draining("asked to leave", scheduler_leaves=True), 2), 1.0)
-    assert set(sent(effects, DumpRequest)) == {10, 11, 12}
+    assert not sent(made.step(MessageReceived(messages.Draining("asked to leave"), 1), 1.0), messages.DumpRequest)
+    effects = made.step(MessageReceived(messages.Draining("asked to leave", scheduler_leaves=True), 2), 1.0)
+    assert set(sent(effects, messages.DumpRequest)) == {10, 11, 12}
     assert records(effects)[-1].planned_end == Ended(ExitCode.STOPPED, "asked to leave")
 
 
 def test_leaving_host_without_successor_ends_run_with_worker_code() -> None:
     made = training(strategies=parse_strategies(("recover", "dump")), extra_ranks=0)
-    made.step(MessageReceived(Draining("asked to leave"), 2), 0.0)
-    effects = made.step(MessageReceived(ChildExited("2", 1, 143), 2), 0.0)
+    made.step(MessageReceived(messages.Draining("asked to leave"), 2), 0.0)
+    effects = made.step(MessageReceived(messages.ChildExited("2", 1, 143), 2), 0.0)
     dumping = records(effects)[-1].planned_end
     assert dumping is not None and (dumping.code, dumping.failure) == (143, None)
 
@@ -384,11 +372,11 @@ def test_leaving_host_without_successor_ends_run_with_worker_code() -> None:
 
 def test_death_is_published_as_warning_and_leave_is_not() -> None:
     made = ready("0", "1", "2", recovery=True)
-    assert warnings(made.step(MessageReceived(Leave(), 1), 1.0)) == []
+    assert warnings(made.step(MessageReceived(messages.Leave(), 1), 1.0)) == []
     assert warnings(made.step(ConnectionLost("reset", 2), 1.0))[0] == "worker:1 died: its connection closed (reset)"
     agents = ready_agents(recovery=True)
     assert warnings(agents.step(ConnectionLost("reset", 2), 1.0)) == ["agent:b out of reach: reset"]
-    assert warnings(made.step(MessageReceived(CheckpointFailed(10, "the disk is full"), 3), 1.0)) == [
+    assert warnings(made.step(MessageReceived(messages.CheckpointFailed(10, "the disk is full"), 3), 1.0)) == [
         "worker:2 unsaved: the disk is full"
     ]
 
@@ -414,7 +402,7 @@ def test_host_gone_declares_its_workers_dead_with_that_reason() -> None:
     assert isinstance(first, Persist) and isinstance(first.record, ClusterRecord), "it is durable before anything follows"
     assert first.record.gone_hosts == ("uid-1",)
     kept_by_an_agent = machine(1)
-    kept_by_an_agent.step(MessageReceived(RegisterAgent("b", "life of b", pod, 1), 2), 0.0)
+    kept_by_an_agent.step(MessageReceived(messages.RegisterAgent("b", "life of b", pod, 1), 2), 0.0)
     end = ended(kept_by_an_agent.step(HostGone("uid-1", "its node is lost"), 1.0))
     assert end is not None and end.code == ExitCode.PEER_FAILED
     assert end.reason == "worker:0 on pod-1: the agent on pod-1 is gone (its node is lost)"
@@ -425,10 +413,13 @@ def test_exit_after_all_ranks_finished_is_leave() -> None:
     for rank in range(3):
         made.step(MessageReceived(register(str(rank), incarnation=1), 10 + rank), 0.0)
     for rank in range(3):
-        made.step(MessageReceived(SafePointReport(1, completed=CollectiveNumber(9, 0), finished=True), 10 + rank), 0.0)
-    effects = made.step(MessageReceived(ChildExited("1", 1, 1), 1), 1.0)
+        made.step(
+            MessageReceived(messages.SafePointReport(1, completed=messages.CollectiveNumber(9, 0), finished=True), 10 + rank),
+            0.0,
+        )
+    effects = made.step(MessageReceived(messages.ChildExited("1", 1, 1), 1), 1.0)
     assert published(effects) == ["worker:1 left: code 1, after all ranks had finished"] and warnings(effects) == []
-    effects = made.step(MessageReceived(ChildExited("0", 1, 139, "signal 11"), 1), 1.0)
+    effects = made.step(MessageReceived(messages.ChildExited("0", 1, 139, "signal 11"), 1), 1.0)
     assert published(effects) == ["worker:0 left: signal 11, after all ranks had finished"]
 
 
@@ -450,59 +441,59 @@ def test_formation_reason_names_target_during_last_call() -> None:
 
 def test_death_of_joining_server_rolls_scale_out_back() -> None:
     made = served()
-    made.step(MessageReceived(ScaleRequest(servers=3), 9), 1.0)
-    effects = made.step(MessageReceived(ChildExited("2", 1, 137, "killed", role=Role.PSERVER), 1), 1.0)
+    made.step(MessageReceived(messages.ScaleRequest(servers=3), 9), 1.0)
+    effects = made.step(MessageReceived(messages.ChildExited("2", 1, 137, "killed", role=Role.PSERVER), 1), 1.0)
     assert "servers rolled back: pserver:2 did not join: killed; the scale-out is rolled back" in warnings(effects)
     assert made.cluster.size(Role.PSERVER) == 2 and incidents_of(made)[0][3] is Outcome.ROLLED_BACK
 
 
 def test_dead_server_is_not_in_sync_until_it_reports_again() -> None:
     made = served(strategies=IN_PLACE)
-    made.step(MessageReceived(ScaleRequest(servers=3), 9), 1.0)
+    made.step(MessageReceived(messages.ScaleRequest(servers=3), 9), 1.0)
     serve(made, 2)
     for link in (20, 21):
-        made.step(MessageReceived(ServerInSync(0), link), 1.0)
-    made.step(MessageReceived(ChildExited("1", 1, 137, "killed", role=Role.PSERVER), 1), 1.0)
+        made.step(MessageReceived(messages.ServerInSync(0), link), 1.0)
+    made.step(MessageReceived(messages.ChildExited("1", 1, 137, "killed", role=Role.PSERVER), 1), 1.0)
     serve(made, 1)
-    made.step(MessageReceived(ServerInSync(0), 22), 2.0)
+    made.step(MessageReceived(messages.ServerInSync(0), 22), 2.0)
     assert made.cluster.joining_servers == (2,), "rows do not move while a server is not in sync"
-    made.step(MessageReceived(ServerInSync(0), 21), 2.0)
+    made.step(MessageReceived(messages.ServerInSync(0), 21), 2.0)
     assert not made.cluster.joining_servers and made.cluster.sharding is not None
 
 
 def test_worker_death_does_not_affect_servers_in_sync() -> None:
     made = served(strategies=IN_PLACE)
-    made.step(MessageReceived(Heartbeat(Progress(5, "train", in_loop=True)), 11), 1.0)
+    made.step(MessageReceived(messages.Heartbeat(Progress(5, "train", in_loop=True)), 11), 1.0)
     dies(made, "0")
     made.step(MessageReceived(register("0", "second", incarnation=2), 12), 1.0)
-    made.step(MessageReceived(RendezvousPut("met", b"", made.cluster.generation), 12), 1.0)
-    made.step(MessageReceived(RankResumed(made.cluster.generation, 6), 12), 3.0)
-    made.step(MessageReceived(ScaleRequest(more_servers=1), 9), 3.0)
+    made.step(MessageReceived(messages.RendezvousPut("met", b"", made.cluster.generation), 12), 1.0)
+    made.step(MessageReceived(messages.RankResumed(made.cluster.generation, 6), 12), 3.0)
+    made.step(MessageReceived(messages.ScaleRequest(more_servers=1), 9), 3.0)
     assert made.cluster.joining_servers == (2,), "no copy is missing"
 
 
 def test_servers_must_report_in_sync_again_after_full_restart() -> None:
     made = served(strategies=IN_PLACE)
     for life in (1, 2):
-        made.step(MessageReceived(ChildExited("1", life, 137, "killed", role=Role.PSERVER), 1), 1.0)
+        made.step(MessageReceived(messages.ChildExited("1", life, 137, "killed", role=Role.PSERVER), 1), 1.0)
         serve(made, 1)
     assert HostLayout(made.cluster).make_rank_assigned(made.cluster.members[(Role.PSERVER, "1")]).restarts == 2
-    lost = ChildExited("1", 3, ExitCode.ROWS_LOST, "its rows are lost", role=Role.PSERVER)
-    assert set(sent(made.step(MessageReceived(lost, 1), 1.0), DesiredChildren)) == {1}
+    lost = messages.ChildExited("1", 3, ExitCode.ROWS_LOST, "its rows are lost", role=Role.PSERVER)
+    assert set(sent(made.step(MessageReceived(lost, 1), 1.0), messages.DesiredChildren)) == {1}
     layout = HostLayout(made.cluster)
     assert {layout.make_rank_assigned(m).restarts for m in made.cluster.members_in_role(Role.PSERVER)} == {0}
 
 
 def test_joining_servers_get_full_time_after_scheduler_restart() -> None:
     made = served()
-    effects = made.step(MessageReceived(ScaleRequest(servers=3), 9), 1.0)
+    effects = made.step(MessageReceived(messages.ScaleRequest(servers=3), 9), 1.0)
     all_records = (MemberRecord.from_member(m) for m in made.cluster.members.values())
     again, _ = restored(
         (*records(effects), *map(AgentRecord.from_agent, made.cluster.agents.values()), *all_records),
         copies=1,
         heartbeats_enabled=False,
     )
-    again.step(MessageReceived(RegisterAgent("a", "life of a", BOX, 1, servers=2, cluster_id="c1"), 1), 100.0)
+    again.step(MessageReceived(messages.RegisterAgent("a", "life of a", BOX, 1, servers=2, cluster_id="c1"), 1), 100.0)
     tick(again, 101.0, since=100.0)
     assert again.cluster.joining_servers == (2,)
     tick(again, 101.0 + JOIN_TIMEOUT_S, since=101.0)
@@ -511,19 +502,19 @@ def test_joining_servers_get_full_time_after_scheduler_restart() -> None:
 
 def test_recovery_of_server_ends_with_rows_and_of_worker_with_all_ranks_resumed() -> None:
     made = served(strategies=IN_PLACE)
-    made.step(MessageReceived(Heartbeat(Progress(5, "train", in_loop=True)), 11), 1.0)
+    made.step(MessageReceived(messages.Heartbeat(Progress(5, "train", in_loop=True)), 11), 1.0)
     dies(made, "0")
-    made.step(MessageReceived(ChildExited("0", 1, 137, "killed", role=Role.PSERVER), 1), 1.0)
+    made.step(MessageReceived(messages.ChildExited("0", 1, 137, "killed", role=Role.PSERVER), 1), 1.0)
     made.step(MessageReceived(register("0", "second", incarnation=2), 12), 1.0)
-    made.step(MessageReceived(RendezvousPut("met", b"", made.cluster.generation), 12), 1.0)
+    made.step(MessageReceived(messages.RendezvousPut("met", b"", made.cluster.generation), 12), 1.0)
     serve(made, 0)
-    made.step(MessageReceived(RankResumed(made.cluster.generation, 0), 20), 2.0)
+    made.step(MessageReceived(messages.RankResumed(made.cluster.generation, 0), 20), 2.0)
     assert outcomes(made) == [Outcome.RESTARTED, Outcome.OPEN], "the only worker has not resumed"
-    made.step(MessageReceived(RankResumed(made.cluster.generation, 6), 12), 3.0)
+    made.step(MessageReceived(messages.RankResumed(made.cluster.generation, 6), 12), 3.0)
     assert outcomes(made) == [Outcome.RESTARTED, Outcome.RESUMED]
-    made.step(MessageReceived(ChildExited("1", 1, 137, "killed", role=Role.PSERVER), 1), 4.0)
+    made.step(MessageReceived(messages.ChildExited("1", 1, 137, "killed", role=Role.PSERVER), 1), 4.0)
     serve(made, 1)
-    effects = made.step(MessageReceived(RankResumed(made.cluster.generation, 0), 21), 5.0)
+    effects = made.step(MessageReceived(messages.RankResumed(made.cluster.generation, 0), 21), 5.0)
     assert outcomes(made) == [Outcome.RESTARTED, *[Outcome.RESUMED] * 2], "no worker was replaced with it"
     assert (
         Stage.RESTORED in made.incidents.records[-1].ms
@@ -549,7 +540,7 @@ def test_restored_ended_scheduler_sends_outcome_to_members() -> None:
     assert warnings(effects) == [f"cluster ended: {reason}; 3 nodes may not have received it"] and not ended(effects)
     assert (phase(made), made.cluster.reason) == (Phase.ENDED, reason)
     first = made.step(MessageReceived(register("a", cluster_id="c1", incarnation=1), 1), 101.0)
-    (stop,) = sent(first, ClusterEnded).values()
+    (stop,) = sent(first, messages.ClusterEnded).values()
     assert (stop.reason, stop.code) == (reason, ExitCode.PEER_FAILED) and Close(1) in first and not ended(first)
     assert stop.failure is not None and stop.failure.node_id == "b"
     assert not ended(made.step(MessageReceived(register("b", cluster_id="c1", incarnation=1), 2), 101.0)), (
@@ -579,8 +570,8 @@ def test_restored_scheduler_waits_for_nodes_of_failed_formation() -> None:
     made, effects = restored(journal(tick(before, 11.0, beats=[1])), node_timeout_s=-1.0)
     said = "not complete within 10 s: 1 worker missing, registered: worker:a"
     assert warnings(effects) == [f"cluster ended: {said}; 1 node may not have received it"] and not ended(effects)
-    assert sent(made.step(MessageReceived(register("a"), 1), 101.0), ClusterEnded) == {
-        1: ClusterEnded(said, ExitCode.NOT_FORMED)
+    assert sent(made.step(MessageReceived(register("a"), 1), 101.0), messages.ClusterEnded) == {
+        1: messages.ClusterEnded(said, ExitCode.NOT_FORMED)
     }
     assert made.step(Tick(), 100.0 + END_DELIVERY_S - 0.5) == []
     assert ended(made.step(Tick(), 100.0 + END_DELIVERY_S)) == EndCluster(ExitCode.NOT_FORMED, said)
@@ -601,7 +592,7 @@ def restart_scheduler(made: SchedulerMachine, effects: Effects) -> SchedulerMach
     agents = (AgentRecord.from_agent(agent) for agent in made.cluster.agents.values())
     records = [r for r in stored_records(effects) if not isinstance(r, MemberRecord)]
     again, _ = restored((made.cluster.record(), *records, *agents, *all_records), strategies=made.cluster.settings.strategies)
-    again.step(MessageReceived(RegisterAgent("a", "life of a", BOX, 3, cluster_id="c1"), 1), 100.0)
+    again.step(MessageReceived(messages.RegisterAgent("a", "life of a", BOX, 3, cluster_id="c1"), 1), 100.0)
     for member in again.cluster.members_in_role(Role.WORKER):
         life = f"{member.node_id}.{member.incarnation}"
         registration = register(member.node_id, life, incarnation=member.incarnation, cluster_id="c1")
@@ -617,7 +608,7 @@ def test_restored_scheduler_is_ready_when_all_re_attached() -> None:
 
 def test_scale_out_gets_full_time_after_scheduler_restart() -> None:
     made = sharded_under_agent(3)
-    again = restart_scheduler(made, made.step(MessageReceived(ScaleRequest(workers=4), 9), 1.0))
+    again = restart_scheduler(made, made.step(MessageReceived(messages.ScaleRequest(workers=4), 9), 1.0))
     assert phase(again) is Phase.HEALING
     assert again.cluster.reason == "all members re-attached, and the resize continues"
     beats = [1, 11, 12, 13, 14]
@@ -645,16 +636,18 @@ def test_worker_messages_from_agents_and_unknown_connections_are_ignored() -> No
     made = training(strategies=IN_PLACE)
     generation = made.cluster.generation
     for link in (1, 99):
-        assert made.step(MessageReceived(SafePointReport(generation, CollectiveNumber(5, 0)), link), 1.0) == []
-        assert made.step(MessageReceived(RankResumed(generation, 9), link), 1.0) == []
-        assert made.step(MessageReceived(ServerInSync(0), link), 1.0) == []
+        assert (
+            made.step(MessageReceived(messages.SafePointReport(generation, messages.CollectiveNumber(5, 0)), link), 1.0) == []
+        )
+        assert made.step(MessageReceived(messages.RankResumed(generation, 9), link), 1.0) == []
+        assert made.step(MessageReceived(messages.ServerInSync(0), link), 1.0) == []
     edited = EditableCluster.of(made)
     assert edited.lifecycle.highest_step == 5 and not edited.barrier.safe_point.reports
 
 
 def test_resumed_rank_shows_its_step() -> None:
     made = training(strategies=IN_PLACE)
-    made.step(MessageReceived(RankResumed(made.cluster.generation, 8), 10), 1.0)
+    made.step(MessageReceived(messages.RankResumed(made.cluster.generation, 8), 10), 1.0)
     assert made.cluster.progress(made.cluster.members[(Role.WORKER, "0")]) == Progress(8, "train", in_loop=True)
 
 
@@ -663,7 +656,7 @@ def test_leave_of_last_suspect_makes_cluster_ready() -> None:
     made.step(ConnectionLost("reset", 3), 0.0)
     tick(made, 6.0, beats=[1])
     made.step(MessageReceived(register("2", "second life"), 4), 6.0)
-    assert "cluster ready: all members are reachable again" in published(made.step(MessageReceived(Leave(), 2), 6.5))
+    assert "cluster ready: all members are reachable again" in published(made.step(MessageReceived(messages.Leave(), 2), 6.5))
 
 
 def test_late_heartbeat_of_last_suspect_makes_cluster_ready() -> None:
@@ -671,11 +664,14 @@ def test_late_heartbeat_of_last_suspect_makes_cluster_ready() -> None:
     made.step(ConnectionLost("reset", 3), 0.0)
     tick(made, 6.0, beats=[1])
     made.step(MessageReceived(register("2", "second life"), 4), 6.0)
-    assert published(made.step(MessageReceived(Heartbeat(), 2), 6.5))[-1] == "cluster ready: all members are reachable again"
+    assert (
+        published(made.step(MessageReceived(messages.Heartbeat(), 2), 6.5))[-1]
+        == "cluster ready: all members are reachable again"
+    )
 
 
 def test_messages_of_children_of_left_agent_are_ignored() -> None:
     made = training(recovery=True, strategies=parse_strategies(("recover",)), extra_ranks=0)
-    effects = made.step(MessageReceived(Leave(143, "SIGTERM"), 2), 1.0)
+    effects = made.step(MessageReceived(messages.Leave(143, "SIGTERM"), 2), 1.0)
     assert "agent:b gone: SIGTERM" in warnings(effects)
     assert made.cluster.members[(Role.WORKER, "2")].connection == 0 and made.list_connections() == [10, 11, 1]

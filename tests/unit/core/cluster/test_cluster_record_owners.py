@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from tests.unit.core.cluster.editable_cluster import EditableCluster
 
+from covey.core import types
 from covey.core.cluster.failure_detector import FailureDetector
 from covey.core.cluster.heal_barrier import HealBarrier
 from covey.core.cluster.incident_log import IncidentLog
@@ -22,19 +23,6 @@ from covey.core.cluster.shutdown import Shutdown
 from covey.core.cluster.state import Lifecycle
 from covey.core.events import JournalRead
 from covey.core.parameter_server.sharding import initial_sharding
-from covey.core.types import (
-    ClusterRecord,
-    ClusterSettings,
-    Ended,
-    FullRestart,
-    Host,
-    Member,
-    MemberRecord,
-    NodeState,
-    Phase,
-    Record,
-    Role,
-)
 
 PARTS = (
     Lifecycle,
@@ -49,7 +37,7 @@ PARTS = (
     FailureDetector,
     Registration,
 )
-DEFAULT = ClusterRecord("c", "job", 2, 1, Phase.FORMING, 0)
+DEFAULT = types.ClusterRecord("c", "job", 2, 1, types.Phase.FORMING, 0)
 OWNED: dict[str, tuple[type, Any]] = {  # the owner, and a value that is not the default
     "cluster_id": (Lifecycle, "another"),
     "generation": (Lifecycle, 7),
@@ -57,7 +45,7 @@ OWNED: dict[str, tuple[type, Any]] = {  # the owner, and a value that is not the
     "heals": (Lifecycle, True),
     "resized_generation": (Lifecycle, 3),
     "trains": (Lifecycle, True),
-    "full_restart": (Lifecycle, FullRestart(2, "worker:0 died", 5)),
+    "full_restart": (Lifecycle, types.FullRestart(2, "worker:0 died", 5)),
     "next_member_index": (Members, 9),
     "gone_hosts": (Members, ("life of a host",)),
     "requested_workers": (Resize, 4),
@@ -68,15 +56,15 @@ OWNED: dict[str, tuple[type, Any]] = {  # the owner, and a value that is not the
     "rows_in_place": (Resharding, False),
     "has_row_copies": (Resharding, False),
     "next_server_number": (Resharding, 5),
-    "planned_end": (Shutdown, Ended(1, "worker:0 died")),
+    "planned_end": (Shutdown, types.Ended(1, "worker:0 died")),
 }
 OF_SETTINGS = {"job", "worker_num", "server_num"}  # not restored: the settings decide
 DERIVED = {"world"}  # of the members that there are
 BY_THE_MACHINE = {"phase", "ended"}  # below
 
 
-def restored(*records: Record) -> EditableCluster:
-    machine = SchedulerMachine(ClusterSettings(2, 1), cluster_id="c", job="job", now=0.0)
+def restored(*records: types.Record) -> EditableCluster:
+    machine = SchedulerMachine(types.ClusterSettings(2, 1), cluster_id="c", job="job", now=0.0)
     machine.step(JournalRead(records), 0.0)
     return EditableCluster.of(machine)
 
@@ -95,7 +83,7 @@ def state_of(value: object) -> object:
 
 
 def test_every_recorded_field_has_an_owner() -> None:
-    assert OWNED.keys() | OF_SETTINGS | DERIVED | BY_THE_MACHINE == set(ClusterRecord.__struct_fields__)
+    assert OWNED.keys() | OF_SETTINGS | DERIVED | BY_THE_MACHINE == set(types.ClusterRecord.__struct_fields__)
     assert all(value != getattr(DEFAULT, name) for name, (_, value) in OWNED.items())
 
 
@@ -115,16 +103,16 @@ def test_a_field_is_an_attribute_of_one_part(name: str) -> None:
     assert owners == [OWNED[name][0] if name in OWNED else Lifecycle if name == "phase" else Shutdown]
 
 
-@pytest.mark.parametrize("phase", [Phase.READY, Phase.HEALING, Phase.RETURNING])
-def test_formed_cluster_is_restored_as_returning(phase: Phase) -> None:
-    member = Member(Role.WORKER, "0", "life", Host("h", "h", "h"), rank=0, state=NodeState.ALIVE)
+@pytest.mark.parametrize("phase", [types.Phase.READY, types.Phase.HEALING, types.Phase.RETURNING])
+def test_formed_cluster_is_restored_as_returning(phase: types.Phase) -> None:
+    member = types.Member(types.Role.WORKER, "0", "life", types.Host("h", "h", "h"), rank=0, state=types.NodeState.ALIVE)
     record = msgspec.structs.replace(DEFAULT, phase=phase, generation=3)
-    waiting = msgspec.structs.replace(record, phase=Phase.RETURNING)
-    assert restored(record, MemberRecord.from_member(member)).record() == waiting
+    waiting = msgspec.structs.replace(record, phase=types.Phase.RETURNING)
+    assert restored(record, types.MemberRecord.from_member(member)).record() == waiting
 
 
 def test_ended_record_is_restored_as_ended() -> None:
-    record = msgspec.structs.replace(DEFAULT, phase=Phase.ENDED, generation=3, ended=Ended(1, "worker:0 died"))
+    record = msgspec.structs.replace(DEFAULT, phase=types.Phase.ENDED, generation=3, ended=types.Ended(1, "worker:0 died"))
     assert restored(record).record() == record
 
 

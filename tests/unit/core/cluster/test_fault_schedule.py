@@ -14,15 +14,7 @@ import psutil
 import pytest
 
 from covey import wall_clock
-from covey.core.cluster.fault_schedule import (
-    Fault,
-    ObservedRecovery,
-    PlannedFault,
-    choose_fault,
-    clock_jump_s,
-    pause_s,
-    summarize_faults,
-)
+from covey.core.cluster import fault_schedule
 from covey.core.cluster.view import ClusterView, NodeView
 from covey.core.incidents import Incident, Outcome
 from covey.core.types import Phase, Role
@@ -43,69 +35,82 @@ FOUR = view(*map(worker, range(4)))
 
 
 def test_same_seed_gives_same_faults_and_other_seed_does_not() -> None:
-    def event_log_of(seed: int) -> list[PlannedFault]:
-        done: list[PlannedFault] = []
+    def event_log_of(seed: int) -> list[fault_schedule.PlannedFault]:
+        done: list[fault_schedule.PlannedFault] = []
         for number in range(40):
-            strike, _ = choose_fault(seed, list(Fault), FOUR, done, 10.0 * number)
+            strike, _ = fault_schedule.choose_fault(seed, list(fault_schedule.Fault), FOUR, done, 10.0 * number)
             assert strike is not None
             done.append(strike)
         return done
 
     assert event_log_of(7) == event_log_of(7) != event_log_of(8)
-    assert {strike.fault for strike in event_log_of(7)} == set(Fault)
-    assert clock_jump_s(7, 1) == clock_jump_s(7, 1) != clock_jump_s(7, 2)
-    assert all(1.5 <= pause_s(7, number, 3.0) <= 4.5 for number in range(50))
+    assert {strike.fault for strike in event_log_of(7)} == set(fault_schedule.Fault)
+    assert fault_schedule.clock_jump_s(7, 1) == fault_schedule.clock_jump_s(7, 1) != fault_schedule.clock_jump_s(7, 2)
+    assert all(1.5 <= fault_schedule.pause_s(7, number, 3.0) <= 4.5 for number in range(50))
+
+
+def killed_nodes(cluster: ClusterView, done: list[fault_schedule.PlannedFault]) -> set[str]:
+    """Return the nodes that KILL hits with any of 60 seeds."""
+    faults = (fault_schedule.choose_fault(seed, [fault_schedule.Fault.KILL], cluster, done, 0.1)[0] for seed in range(60))
+    return {fault.node for fault in faults if fault is not None}
 
 
 def test_hit_rank_is_spared_until_replacement_has_state() -> None:
-    done = [PlannedFault(1, 0.0, Fault.KILL, "worker:2", 102, 1)]
+    done = [fault_schedule.PlannedFault(1, 0.0, fault_schedule.Fault.KILL, "worker:2", 102, 1)]
     for number in range(2, 30):  # the view does not know of the death yet
-        strike, _ = choose_fault(number, [Fault.KILL], FOUR, done, 0.1)
+        strike, _ = fault_schedule.choose_fault(number, [fault_schedule.Fault.KILL], FOUR, done, 0.1)
         assert strike is not None and strike.node != "worker:2"
     fresh = view(worker(0), worker(1), worker(2, incarnation=2, pid=202, step=-1), worker(3))
-    assert {choose_fault(seed, [Fault.KILL], fresh, done, 0.1)[0].node for seed in range(60)} == {  # type: ignore[union-attr]
-        "worker:0",
-        "worker:1",
-        "worker:3",
-    }
+    assert killed_nodes(fresh, done) == {"worker:0", "worker:1", "worker:3"}
     back = view(worker(0), worker(1), worker(2, incarnation=2, pid=202), worker(3))
-    assert "worker:2" in {choose_fault(seed, [Fault.KILL], back, done, 0.1)[0].node for seed in range(60)}  # type: ignore[union-attr]
+    assert "worker:2" in killed_nodes(back, done)
 
 
 @pytest.mark.parametrize("world", range(1, 7))
 def test_deadly_faults_spare_half_of_ranks_with_state_and_at_least_one(world: int) -> None:
     seen = view(*map(worker, range(world)))
-    done: list[PlannedFault] = []
-    while (strike := choose_fault(1, [Fault.KILL, Fault.STOP], seen, done, 1.0)[0]) is not None:
+    done: list[fault_schedule.PlannedFault] = []
+    while (
+        strike := fault_schedule.choose_fault(1, [fault_schedule.Fault.KILL, fault_schedule.Fault.STOP], seen, done, 1.0)[0]
+    ) is not None:
         done.append(strike)
     assert len(done) == world - max(1, world // 2)
-    assert choose_fault(1, [Fault.SLOW], seen, done, 1.0)[0] is not None or world == 1 or len(done) == world
+    assert (
+        fault_schedule.choose_fault(1, [fault_schedule.Fault.SLOW], seen, done, 1.0)[0] is not None
+        or world == 1
+        or len(done) == world
+    )
 
 
 def test_resumed_node_can_be_hit_again() -> None:
     done = [
-        PlannedFault(1, 0.0, Fault.STOP, "worker:0", 100, 1, 2.0),
-        PlannedFault(2, 0.0, Fault.STOP, "worker:1", 101, 1, 2.0),
+        fault_schedule.PlannedFault(1, 0.0, fault_schedule.Fault.STOP, "worker:0", 100, 1, 2.0),
+        fault_schedule.PlannedFault(2, 0.0, fault_schedule.Fault.STOP, "worker:1", 101, 1, 2.0),
     ]
-    assert choose_fault(1, [Fault.KILL], FOUR, done, 2.5)[0] is None
-    assert choose_fault(1, [Fault.KILL], FOUR, done, 3.5)[0] is not None
+    assert fault_schedule.choose_fault(1, [fault_schedule.Fault.KILL], FOUR, done, 2.5)[0] is None
+    assert fault_schedule.choose_fault(1, [fault_schedule.Fault.KILL], FOUR, done, 3.5)[0] is not None
 
 
 def test_scheduler_and_template_faults_keep_minimum_interval() -> None:
-    done = [PlannedFault(1, 0.0, Fault.SCHEDULER, "scheduler:sched", 99)]
-    assert choose_fault(1, [Fault.SCHEDULER], FOUR, done, 60.0) == (
+    done = [fault_schedule.PlannedFault(1, 0.0, fault_schedule.Fault.SCHEDULER, "scheduler:sched", 99)]
+    assert fault_schedule.choose_fault(1, [fault_schedule.Fault.SCHEDULER], FOUR, done, 60.0) == (
         None,
         "no fault can be injected now without losing the last ranks that hold the training state",
     )
-    assert choose_fault(1, [Fault.SCHEDULER], FOUR, done, 62.0)[0] is not None
-    assert choose_fault(1, [Fault.TEMPLATE], FOUR, [PlannedFault(1, 0.0, Fault.TEMPLATE)], 30.0)[0] is None
+    assert fault_schedule.choose_fault(1, [fault_schedule.Fault.SCHEDULER], FOUR, done, 62.0)[0] is not None
+    assert (
+        fault_schedule.choose_fault(
+            1, [fault_schedule.Fault.TEMPLATE], FOUR, [fault_schedule.PlannedFault(1, 0.0, fault_schedule.Fault.TEMPLATE)], 30.0
+        )[0]
+        is None
+    )
 
 
 def test_servers_are_hit_one_at_a_time_while_ready() -> None:
     servers = [NodeView(Role.SERVER, str(n), n, "h", "127.0.0.1", "alive", True, pid=10 + n) for n in range(2)]
-    assert choose_fault(1, [Fault.KILL], view(*servers), [], 0.0)[0] is not None
-    assert choose_fault(1, [Fault.KILL], view(*servers, phase=Phase.HEALING), [], 0.0)[0] is None
-    assert choose_fault(1, [Fault.KILL], view(servers[0]), [], 0.0)[0] is None
+    assert fault_schedule.choose_fault(1, [fault_schedule.Fault.KILL], view(*servers), [], 0.0)[0] is not None
+    assert fault_schedule.choose_fault(1, [fault_schedule.Fault.KILL], view(*servers, phase=Phase.HEALING), [], 0.0)[0] is None
+    assert fault_schedule.choose_fault(1, [fault_schedule.Fault.KILL], view(servers[0]), [], 0.0)[0] is None
 
 
 def test_recovery_is_attributed_to_causing_fault() -> None:
@@ -113,21 +118,24 @@ def test_recovery_is_attributed_to_causing_fault() -> None:
         return Incident(number, 0.0, node, 0, "", "recover-in-place", "", outcome, total_ms=total)
 
     done = [
-        PlannedFault(1, 0.0, Fault.KILL, "worker:1", 101, 1),
-        PlannedFault(2, 1.0, Fault.SLOW, "worker:2", 102, 1),
-        PlannedFault(3, 2.0, Fault.KILL, "worker:3", 103, 1),
-        PlannedFault(4, 3.0, Fault.SCHEDULER, "scheduler:sched", 99),
+        fault_schedule.PlannedFault(1, 0.0, fault_schedule.Fault.KILL, "worker:1", 101, 1),
+        fault_schedule.PlannedFault(2, 1.0, fault_schedule.Fault.SLOW, "worker:2", 102, 1),
+        fault_schedule.PlannedFault(3, 2.0, fault_schedule.Fault.KILL, "worker:3", 103, 1),
+        fault_schedule.PlannedFault(4, 3.0, fault_schedule.Fault.SCHEDULER, "scheduler:sched", 99),
     ]
     seen = [
-        ObservedRecovery(incident(1, "worker:1", 100.0), 0.1),
-        ObservedRecovery(incident(2, "worker:3", 300.0, Outcome.OPEN), 3.1),
+        fault_schedule.ObservedRecovery(incident(1, "worker:1", 100.0), 0.1),
+        fault_schedule.ObservedRecovery(incident(2, "worker:3", 300.0, Outcome.OPEN), 3.1),
     ]
-    rows = {row.fault: row for row in summarize_faults(done, seen, {4: 900.0})}
-    assert (rows[Fault.KILL].times, rows[Fault.KILL].unnoticed) == (2, 0)
-    assert rows[Fault.KILL].rungs == {"recover-in-place": 1, "recover-in-place (open)": 1}
-    assert (rows[Fault.KILL].median_ms, rows[Fault.KILL].worst_ms) == (200.0, 300.0)
-    assert (rows[Fault.SLOW].rungs, rows[Fault.SLOW].unnoticed) == ({}, 1)
-    assert rows[Fault.SCHEDULER].rungs == {"started again": 1} and rows[Fault.SCHEDULER].worst_ms == 900.0
+    rows = {row.fault: row for row in fault_schedule.summarize_faults(done, seen, {4: 900.0})}
+    assert (rows[fault_schedule.Fault.KILL].times, rows[fault_schedule.Fault.KILL].unnoticed) == (2, 0)
+    assert rows[fault_schedule.Fault.KILL].rungs == {"recover-in-place": 1, "recover-in-place (open)": 1}
+    assert (rows[fault_schedule.Fault.KILL].median_ms, rows[fault_schedule.Fault.KILL].worst_ms) == (200.0, 300.0)
+    assert (rows[fault_schedule.Fault.SLOW].rungs, rows[fault_schedule.Fault.SLOW].unnoticed) == ({}, 1)
+    assert (
+        rows[fault_schedule.Fault.SCHEDULER].rungs == {"started again": 1}
+        and rows[fault_schedule.Fault.SCHEDULER].worst_ms == 900.0
+    )
 
 
 def test_process_outside_any_run_is_not_touched() -> None:

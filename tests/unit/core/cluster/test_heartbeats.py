@@ -37,11 +37,19 @@ def test_repeated_progress_is_not_a_change() -> None:
     assert made.progress_changed_at(MEMBER) == 4.0
 
 
-def test_resumed_step_is_shown_without_change_of_progress() -> None:
+def test_resumed_rank_keeps_its_phase_and_counts_waits_from_the_resume() -> None:
     made = heartbeats()
     made.note_progress(MEMBER, Progress(5, "train", in_loop=True), 2.0)
-    made.note_step(MEMBER, 8)
-    assert (made.progress(MEMBER), made.progress_changed_at(MEMBER)) == (Progress(8, "train", in_loop=True), 2.0)
+    made.note_resumed(MEMBER, 8, 6.0)
+    assert (made.progress(MEMBER), made.progress_changed_at(MEMBER)) == (Progress(8, "train", in_loop=True), 6.0)
+
+
+def test_resume_does_not_shorten_extra_time_of_new_process() -> None:
+    made = heartbeats()
+    made.begin_life(MEMBER, 3.0)
+    until = made.progress_changed_at(MEMBER)
+    made.note_resumed(MEMBER, 8, 6.0)
+    assert made.progress_changed_at(MEMBER) == until > 6.0
 
 
 def test_new_process_has_no_progress_and_extra_time() -> None:

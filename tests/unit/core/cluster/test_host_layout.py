@@ -28,7 +28,7 @@ def test_rank_message_has_rank_world_and_local_rank() -> None:
     formed = cluster(3, 1, worker("a", FAR), worker("b", NEAR), worker("c", NEAR), Member(Role.PSERVER, "s", "l", NEAR))
     ranks, _ = decide_formation(formed)
     assert ranks is not None
-    formed.table.assign_ranks(ranks)
+    formed.table.set_ranks(ranks)
     formed.set(generation=1)
     layout = HostLayout(formed)
     published = {member.name: layout.make_rank_assigned(member) for member in formed.members.values()}
@@ -46,7 +46,7 @@ def test_agent_message_has_its_ranks_and_master_address() -> None:
     formed.add_agent(AgentInfo("near", "ln", NEAR, 2, meet_port=2222))
     ranks, _ = decide_formation(formed)
     assert ranks is not None
-    formed.table.assign_ranks(ranks)
+    formed.table.set_ranks(ranks)
     formed.set(generation=1)
     layout = HostLayout(formed)
     near, far = layout.make_desired_children(formed.agents["near"]), layout.make_desired_children(formed.agents["far"])

@@ -7,33 +7,19 @@ from typing import Any
 
 import pytest
 
+from covey.core import messages
 from covey.core.cluster.node_machine import NodeMachine, NodeSettings, NodeStage
 from covey.core.effects import Close, Connect, Deliver, EndMembership, Level, NodeEffect, PublishEvent, Send, SendHeartbeat
 from covey.core.events import Connected, ConnectionLost, LeaveRequested, MessageReceived, SchedulerRefused, Tick
-from covey.core.messages import (
-    ClusterEnded,
-    DesiredChildren,
-    FromScheduler,
-    LeaderHeartbeat,
-    Leave,
-    LeaveAcknowledged,
-    NewGeneration,
-    RankAssigned,
-    Refused,
-    Register,
-    RegisterAgent,
-    Registered,
-    RendezvousValue,
-)
 from covey.core.types import Host, Role
 from covey.errors import ExitCode
 
 BOX = Host("boot-box", "box", "10.0.0.1")
-WISH = Register(Role.WORKER, "", "life", BOX)
+WISH = messages.Register(Role.WORKER, "", "life", BOX)
 NEVER = float("inf")
 
 
-def node(registration: Register | RegisterAgent = WISH, **settings: Any) -> NodeMachine:
+def node(registration: messages.Register | messages.RegisterAgent = WISH, **settings: Any) -> NodeMachine:
     return NodeMachine(registration, NodeSettings("sched:8118", **settings), jitter=lambda: 1.0, now=0.0)
 
 
@@ -42,14 +28,14 @@ def waiting(**settings: Any) -> NodeMachine:
     made = node(**settings)
     made.step(Tick(), 0.0)
     made.step(Connected(), 0.0)
-    made.step(MessageReceived(Registered("c1", "w", 1)), 0.0)
+    made.step(MessageReceived(messages.Registered("c1", "w", 1)), 0.0)
     assert made.stage is NodeStage.WAITING
     return made
 
 
 def member(**settings: Any) -> NodeMachine:
     made = waiting(**settings)
-    made.step(MessageReceived(RankAssigned(1, 3, 8, 1, 4)), 0.0)
+    made.step(MessageReceived(messages.RankAssigned(1, 3, 8, 1, 4)), 0.0)
     assert made.stage is NodeStage.MEMBER
     return made
 
@@ -75,10 +61,12 @@ def test_node_connects_registers_waits_and_becomes_member() -> None:
     assert made.due_at == 0.0 and made.step(Tick(), 0.0) == [Connect()]
     assert made.due_at == 1800.0, "nothing to do until something happens or the time is over"
     assert made.step(Connected(), 1.0) == [Send(WISH)]
-    assert made.step(MessageReceived(Registered("c1", "w", 1)), 1.0) == [Deliver(Registered("c1", "w", 1))]
-    formed = RankAssigned(1, 3, 8, 1, 4)
+    assert made.step(MessageReceived(messages.Registered("c1", "w", 1)), 1.0) == [Deliver(messages.Registered("c1", "w", 1))]
+    formed = messages.RankAssigned(1, 3, 8, 1, 4)
     assert made.step(MessageReceived(formed), 2.0) == [Deliver(formed)]
-    assert made.registration == Register(Role.WORKER, "w", "life", BOX, cluster_id="c1", incarnation=1, generation=1, rank=3)
+    assert made.registration == messages.Register(
+        Role.WORKER, "w", "life", BOX, cluster_id="c1", incarnation=1, generation=1, rank=3
+    )
 
 
 def test_node_reconnects_after_50_ms_with_exponential_backoff() -> None:
@@ -142,7 +130,10 @@ def test_refused_node_ends() -> None:
     made.step(Tick(), 0.0)
     made.step(Connected(), 0.0)
     said = "the scheduler at sched:8118 refused: one worker too many"
-    assert made.step(MessageReceived(Refused("one worker too many")), 0.0) == [EndMembership(ExitCode.REFUSED, said), Close()]
+    assert made.step(MessageReceived(messages.Refused("one worker too many")), 0.0) == [
+        EndMembership(ExitCode.REFUSED, said),
+        Close(),
+    ]
     assert made.stage is NodeStage.ENDED and made.due_at == NEVER and made.step(ConnectionLost("x"), 1.0) == []
 
 
@@ -157,7 +148,7 @@ def test_deferred_node_registers_again_on_same_connection_and_publishes_once() -
     made = node(receive_timeout_s=10.0)
     made.step(Tick(), 0.0)
     made.step(Connected(), 0.0)
-    held = Refused("not known to be over", retry_after_s=0.5)
+    held = messages.Refused("not known to be over", retry_after_s=0.5)
     assert made.step(MessageReceived(held), 0.0) == [PublishEvent("scheduler", "held off", "not known to be over")]
     assert made.due_at == 0.5 and made.step(Tick(), 0.5) == [Send(WISH)]
     assert made.due_at == 10.5, "the second question is waited for no longer than the first"
@@ -187,12 +178,12 @@ def test_member_keeps_running_and_reconnects_at_least_twice_a_second() -> None:
         made.step(ConnectionLost("connection refused"), now)
         assert made.due_at - now <= 0.5
     assert made.step(Connected(), 60.0) == [Send(made.registration)]
-    assert isinstance(made.registration, Register) and (
+    assert isinstance(made.registration, messages.Register) and (
         made.registration.rank,
         made.registration.incarnation,
         made.registration.cluster_id,
     ) == (3, 1, "c1")
-    back = made.step(MessageReceived(Registered("c1", "w", 1)), 60.0)
+    back = made.step(MessageReceived(messages.Registered("c1", "w", 1)), 60.0)
     assert made.stage is NodeStage.MEMBER
     assert back[-1] == SendHeartbeat(), (
         "a scheduler that was started again knows nothing of what it does, and may judge by that soon"
@@ -203,7 +194,7 @@ def test_no_heartbeat_after_reconnect_if_disabled() -> None:
     made = member(recovery=True, heartbeats_enabled=False)
     made.step(ConnectionLost("reset"), 10.0)
     made.step(Connected(), 10.1)
-    assert SendHeartbeat() not in made.step(MessageReceived(Registered("c1", "w", 1)), 10.1)
+    assert SendHeartbeat() not in made.step(MessageReceived(messages.Registered("c1", "w", 1)), 10.1)
 
 
 def test_member_without_recovery_ends_after_node_timeout() -> None:
@@ -219,28 +210,28 @@ def test_member_without_recovery_ends_after_node_timeout() -> None:
 
 def test_message_of_older_generation_is_ignored() -> None:
     made = member()
-    news = NewGeneration(3, "a member died")
+    news = messages.NewGeneration(3, "a member died")
     assert made.step(MessageReceived(news), 1.0) == [Deliver(news)]
     assert (
-        made.step(MessageReceived(NewGeneration(2, "late")), 1.0)
-        == made.step(MessageReceived(RankAssigned(1, 3, 8, 1, 4)), 1.0)
+        made.step(MessageReceived(messages.NewGeneration(2, "late")), 1.0)
+        == made.step(MessageReceived(messages.RankAssigned(1, 3, 8, 1, 4)), 1.0)
         == []
     )
-    assert isinstance(made.registration, Register) and made.registration.generation == 3
+    assert isinstance(made.registration, messages.Register) and made.registration.generation == 3
 
 
 def test_agent_is_member_after_desired_children() -> None:
-    made = node(RegisterAgent("a", "life", BOX, 2))
+    made = node(messages.RegisterAgent("a", "life", BOX, 2))
     made.step(Tick(), 0.0)
     made.step(Connected(), 0.0)
-    made.step(MessageReceived(Registered("c1")), 0.0)
-    start = DesiredChildren(1, 2, [], "10.0.0.1", 29500)
+    made.step(MessageReceived(messages.Registered("c1")), 0.0)
+    start = messages.DesiredChildren(1, 2, [], "10.0.0.1", 29500)
     assert made.step(MessageReceived(start), 0.0) == [Deliver(start)]
-    assert made.stage is NodeStage.MEMBER and made.registration == RegisterAgent("a", "life", BOX, 2, cluster_id="c1")
+    assert made.stage is NodeStage.MEMBER and made.registration == messages.RegisterAgent("a", "life", BOX, 2, cluster_id="c1")
 
 
 def test_node_ends_with_code_of_cluster() -> None:
-    stop = ClusterEnded("worker:1 on box: exit code 7", 7)
+    stop = messages.ClusterEnded("worker:1 on box: exit code 7", 7)
     assert member().step(MessageReceived(stop), 1.0) == [EndMembership(7, "worker:1 on box: exit code 7", stop), Close()]
 
 
@@ -248,11 +239,17 @@ def test_node_ends_with_code_of_cluster() -> None:
 
 
 @pytest.mark.parametrize(
-    "answer", [LeaveAcknowledged(), ClusterEnded("all finished", 0), ClusterEnded("another died", 30), Refused("it has ended")]
+    "answer",
+    [
+        messages.LeaveAcknowledged(),
+        messages.ClusterEnded("all finished", 0),
+        messages.ClusterEnded("another died", 30),
+        messages.Refused("it has ended"),
+    ],
 )
-def test_leave_ends_with_own_code_for_any_reply(answer: FromScheduler) -> None:
+def test_leave_ends_with_own_code_for_any_reply(answer: messages.FromScheduler) -> None:
     made = member()
-    assert made.step(LeaveRequested(5, "tired"), 1.0) == [Send(Leave(5, "tired"))]
+    assert made.step(LeaveRequested(5, "tired"), 1.0) == [Send(messages.Leave(5, "tired"))]
     assert made.step(LeaveRequested(0, "again"), 1.0) == []
     ended = finish(made.step(MessageReceived(answer), 1.1))
     assert ended is not None and ended.code == 5
@@ -261,9 +258,9 @@ def test_leave_ends_with_own_code_for_any_reply(answer: FromScheduler) -> None:
 def test_other_messages_do_not_extend_leave_deadline() -> None:
     made = member()
     made.step(LeaveRequested(), 1.0)
-    made.step(MessageReceived(NewGeneration(2, "another one left")), 2.0)
-    made.step(MessageReceived(RendezvousValue("key", b"value", 2)), 2.0)
-    made.step(MessageReceived(RankAssigned(2, 3, 8, 1, 4)), 2.0)
+    made.step(MessageReceived(messages.NewGeneration(2, "another one left")), 2.0)
+    made.step(MessageReceived(messages.RendezvousValue("key", b"value", 2)), 2.0)
+    made.step(MessageReceived(messages.RankAssigned(2, 3, 8, 1, 4)), 2.0)
     assert finish([effect for _, effect in due(made, 6.0)]) == EndMembership(
         0, "left; the scheduler at sched:8118 did not acknowledge it in time"
     )
@@ -280,14 +277,17 @@ def test_leave_during_registration_waits_for_reply() -> None:
     made.step(Tick(), 0.0)
     made.step(Connected(), 0.0)
     assert made.step(LeaveRequested(), 0.1) == []
-    assert made.step(MessageReceived(Registered("c1", "w", 1)), 0.2) == [Deliver(Registered("c1", "w", 1)), Send(Leave())]
-    assert finish(made.step(MessageReceived(LeaveAcknowledged()), 0.3)) == EndMembership(0, "left")
+    assert made.step(MessageReceived(messages.Registered("c1", "w", 1)), 0.2) == [
+        Deliver(messages.Registered("c1", "w", 1)),
+        Send(messages.Leave()),
+    ]
+    assert finish(made.step(MessageReceived(messages.LeaveAcknowledged()), 0.3)) == EndMembership(0, "left")
 
 
 def test_cluster_end_during_leave_is_acknowledgement_with_message() -> None:
     made = member()
     made.step(LeaveRequested(143), 1.0)
-    stop = ClusterEnded("interrupted by Ctrl-C", 130)
+    stop = messages.ClusterEnded("interrupted by Ctrl-C", 130)
     assert finish(made.step(MessageReceived(stop), 1.1)) == EndMembership(143, "left", stop)
 
 
@@ -305,9 +305,9 @@ def test_leaving_node_with_recovery_reconnects_to_deliver_leave() -> None:
     assert made.step(LeaveRequested(), 2.0) == []
     made.step(Tick(), made.due_at)
     made.step(Connected(), 3.0)
-    assert Send(Leave()) in made.step(MessageReceived(Registered("c1", "w", 1)), 3.0)
-    made.step(MessageReceived(RankAssigned(1, 3, 8, 1, 4)), 3.0)
-    assert finish(made.step(MessageReceived(LeaveAcknowledged()), 3.1)) == EndMembership(0, "left")
+    assert Send(messages.Leave()) in made.step(MessageReceived(messages.Registered("c1", "w", 1)), 3.0)
+    made.step(MessageReceived(messages.RankAssigned(1, 3, 8, 1, 4)), 3.0)
+    assert finish(made.step(MessageReceived(messages.LeaveAcknowledged()), 3.1)) == EndMembership(0, "left")
 
 
 @pytest.mark.parametrize("linked", [True, False])
@@ -330,7 +330,7 @@ def test_node_leaves_scheduler_that_is_silent_beyond_its_limit() -> None:
     made = member(heartbeats_enabled=False)
     made.step(ConnectionLost("reset"), 0.0)
     made.step(Connected(5.0), 1.0)
-    made.step(MessageReceived(LeaderHeartbeat()), 3.0)
+    made.step(MessageReceived(messages.LeaderHeartbeat()), 3.0)
     assert made.step(Tick(), 7.9) == []
     left, lost = made.step(Tick(), 8.0)
     assert left == Close() and isinstance(lost, PublishEvent) and "it sent nothing for 5 s" in lost.reason
@@ -351,13 +351,16 @@ def test_loss_and_return_of_scheduler_are_published_once_and_registration_is_upd
     assert made.step(ConnectionLost("reset"), 1.0) == [PublishEvent("scheduler", "lost", lost, Level.WARNING)]
     assert made.step(ConnectionLost("connection refused"), 1.1) == [], "it is away still"
     made.step(Connected(), 2.0)
-    back = made.step(MessageReceived(Registered("c2", "w", 5)), 2.0)
+    back = made.step(MessageReceived(messages.Registered("c2", "w", 5)), 2.0)
     assert back == [
-        Deliver(Registered("c2", "w", 5)),
+        Deliver(messages.Registered("c2", "w", 5)),
         PublishEvent("scheduler", "found again", "re-attached to sched:8118"),
         SendHeartbeat(),
     ]
-    assert isinstance(made.registration, Register) and (made.registration.cluster_id, made.registration.incarnation) == (
+    assert isinstance(made.registration, messages.Register) and (
+        made.registration.cluster_id,
+        made.registration.incarnation,
+    ) == (
         "c2",
         5,
     )
@@ -384,28 +387,30 @@ def test_missing_reply_is_reported_with_limit() -> None:
 
 def test_other_messages_are_delivered_to_program_except_acknowledgement() -> None:
     made = member()
-    value = RendezvousValue("key", b"value", 1)
+    value = messages.RendezvousValue("key", b"value", 1)
     assert made.step(MessageReceived(value), 1.0) == [Deliver(value)]
-    assert made.step(MessageReceived(LeaveAcknowledged()), 1.0) == []
-    again = RankAssigned(1, 3, 8, 1, 4)
+    assert made.step(MessageReceived(messages.LeaveAcknowledged()), 1.0) == []
+    again = messages.RankAssigned(1, 3, 8, 1, 4)
     assert made.step(MessageReceived(again), 1.0) == [Deliver(again)], "it may have missed it"
 
 
 def test_promoted_spare_registers_as_worker() -> None:
-    made = node(Register(Role.SPARE, "0", "life", BOX))
+    made = node(messages.Register(Role.SPARE, "0", "life", BOX))
     made.step(Tick(), 0.0)
     made.step(Connected(), 0.0)
-    made.step(MessageReceived(Registered("c1", "0", 1)), 0.0)
-    made.step(MessageReceived(RankAssigned(1, -1, 3, -1, 2)), 0.0)
-    made.step(MessageReceived(RankAssigned(2, 1, 3, 1, 2, node_id="7", incarnation=4)), 1.0)
-    assert made.registration == Register(Role.WORKER, "7", "life", BOX, cluster_id="c1", incarnation=4, generation=2, rank=1)
+    made.step(MessageReceived(messages.Registered("c1", "0", 1)), 0.0)
+    made.step(MessageReceived(messages.RankAssigned(1, -1, 3, -1, 2)), 0.0)
+    made.step(MessageReceived(messages.RankAssigned(2, 1, 3, 1, 2, node_id="7", incarnation=4)), 1.0)
+    assert made.registration == messages.Register(
+        Role.WORKER, "7", "life", BOX, cluster_id="c1", incarnation=4, generation=2, rank=1
+    )
 
 
 def test_silence_is_detected_at_due_time() -> None:
     made = member(heartbeats_enabled=False)
     made.step(ConnectionLost("reset"), 0.0)
     made.step(Connected(5.0), 1.0)
-    made.step(MessageReceived(Registered("c1", "w", 1)), 1.0)
+    made.step(MessageReceived(messages.Registered("c1", "w", 1)), 1.0)
     assert made.due_at == 6.0
 
 
@@ -418,7 +423,7 @@ def test_jitter_spreads_reconnects_and_heartbeats(jitter: float, retry: float, b
     assert made.due_at == retry
     made.step(Tick(), retry)
     made.step(Connected(), 1.0)
-    made.step(MessageReceived(Registered("c1", "w", 1)), 1.0)
+    made.step(MessageReceived(messages.Registered("c1", "w", 1)), 1.0)
     assert made.due_at == 1.0 + beat
 
 

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 from tests.unit.core.cluster.editable_cluster import HERE, THERE, EditableCluster, training_cluster
 
+from covey.core import types
 from covey.core.cluster import recovery
 from covey.core.cluster.recovery import RecoveryAction
 from covey.core.effects import Close, Persist, SchedulerEffect, Send
@@ -27,17 +28,6 @@ from covey.core.messages import (
     SafePointReport,
 )
 from covey.core.strategy_ladder import RecoveryStrategy, parse_strategies
-from covey.core.types import (
-    AgentInfo,
-    ClusterRecord,
-    FullRestart,
-    Member,
-    MemberRecord,
-    NodeState,
-    Phase,
-    Progress,
-    Role,
-)
 from covey.errors import ExitCode, UsageError
 
 ALL = (
@@ -50,8 +40,8 @@ ALL = (
 )
 
 
-def dies(made: EditableCluster, role: Role = Role.WORKER, rank: int = 3) -> Member:
-    return made.change(made.members[(role, str(rank))], state=NodeState.DEAD)
+def dies(made: EditableCluster, role: types.Role = types.Role.WORKER, rank: int = 3) -> types.Member:
+    return made.change(made.members[(role, str(rank))], state=types.NodeState.DEAD)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +114,7 @@ def test_cluster_waits_for_host_if_one_may_join() -> None:
     shrinks.remove_agent("b")
     after, reason = recovery.choose_action(shrinks, dies(shrinks))
     assert after is RecoveryAction.WAIT and reason.endswith(": waiting for a host to join; the world shrinks after 5 s")
-    shrinks.change(shrinks.worker("0"), state=NodeState.LEFT)
+    shrinks.change(shrinks.worker("0"), state=types.NodeState.LEFT)
     assert recovery.choose_action(shrinks, dies(shrinks))[0] is not RecoveryAction.WAIT, (
         "no rank can be in step with one that left"
     )
@@ -157,13 +147,13 @@ LOST = "the rows of pserver:0 were lost"
 def test_lost_rows_cause_limited_full_restarts(changed: dict[str, Any], after: RecoveryAction, reason: str) -> None:
     made = training_cluster(RecoveryStrategy.IN_PLACE, servers=2)
     made.set(**changed)
-    assert recovery.choose_action(made, dies(made, Role.PSERVER, 0), ExitCode.ROWS_LOST) == (after, reason)
+    assert recovery.choose_action(made, dies(made, types.Role.PSERVER, 0), ExitCode.ROWS_LOST) == (after, reason)
 
 
 def test_rows_without_replica_are_lost_with_server() -> None:
     made = training_cluster(RecoveryStrategy.RECOVER, servers=1, copies=0)
     made.set(has_row_copies=False)
-    after, reason = recovery.choose_action(made, dies(made, Role.PSERVER, 0), 137)
+    after, reason = recovery.choose_action(made, dies(made, types.Role.PSERVER, 0), 137)
     assert after is RecoveryAction.END
     assert reason == f"{LOST} with it because they had no replica, and recover-in-place is not enabled (COVEY_STRATEGY)"
 
@@ -182,8 +172,8 @@ def test_parse_strategies_sorts_by_ladder_appends_exit_and_rejects_unknown_names
 def test_host_with_capacity_has_fewest_extra_ranks_and_is_not_leaving() -> None:
     made = training_cluster(RecoveryStrategy.RECOVER, extra_ranks=2)
     for name, link, slots in (("c", 3, 0), ("d", 4, 0), ("e", 5, 0)):
-        made.add_agent(AgentInfo(name, f"life of {name}", HERE, slots, connection=link))
-    made.add(Member(Role.WORKER, "4", "life", HERE, rank=4, agent="c", state=NodeState.ALIVE))
+        made.add_agent(types.AgentInfo(name, f"life of {name}", HERE, slots, connection=link))
+    made.add(types.Member(types.Role.WORKER, "4", "life", HERE, rank=4, agent="c", state=types.NodeState.ALIVE))
     made.change_agent("a", is_leaving=True)
     made.change_agent("d", connection=0)
     assert recovery.host_with_capacity(made, dies(made)) is made.agents["e"], "a leaves, d is not heard, c has one already"
@@ -243,9 +233,9 @@ def test_a_rank_is_replaced_in_a_new_generation_that_is_durable_before_its_incar
     cluster = met("recover-in-place")
     effects = exits(cluster, 1)
     records = [effect.record for effect in effects if isinstance(effect, Persist)][1:]
-    assert [type(record) for record in records] == [ClusterRecord, MemberRecord], "after the incident"
-    assert records == [cluster.record(), MemberRecord.from_member(cluster.worker("1"))]
-    assert (cluster.generation, cluster.worker("1").incarnation, cluster.phase) == (2, 2, Phase.HEALING)
+    assert [type(record) for record in records] == [types.ClusterRecord, types.MemberRecord], "after the incident"
+    assert records == [cluster.record(), types.MemberRecord.from_member(cluster.worker("1"))]
+    assert (cluster.generation, cluster.worker("1").incarnation, cluster.phase) == (2, 2, types.Phase.HEALING)
     assert sent(effects, NewGeneration) == [10, 12, 13] and sent(effects, DesiredChildren) == [1]
     failure = cluster.recovery.first_failure
     assert failure is not None and failure.node_id == "1" and outcomes(cluster) == [("recover-in-place", Outcome.OPEN)]
@@ -255,7 +245,7 @@ def test_exit_of_other_incarnation_or_foreign_child_is_ignored() -> None:
     cluster = met("recover-in-place")
     for connection, incarnation in ((1, 2), (2, 1), (99, 1)):
         cluster.recovery.on_child_exited(cluster.step(1.0), connection, ChildExited("1", incarnation, 137, "killed"))
-    assert cluster.take_effects() == [] and cluster.worker("1").state is NodeState.ALIVE
+    assert cluster.take_effects() == [] and cluster.worker("1").state is types.NodeState.ALIVE
 
 
 def test_a_recovery_is_over_when_the_last_rank_has_resumed() -> None:
@@ -264,24 +254,24 @@ def test_a_recovery_is_over_when_the_last_rank_has_resumed() -> None:
     cluster.table.attach_member(21, cluster.worker("1"), 2.0)
     cluster.barrier.on_rendezvous_put(cluster.step(2.0), 21, RendezvousPut("address", b"", 2))
     resume(cluster, 10, 12, 13)
-    assert cluster.phase is Phase.HEALING and outcomes(cluster)[0][1] is Outcome.OPEN
+    assert cluster.phase is types.Phase.HEALING and outcomes(cluster)[0][1] is Outcome.OPEN
     cluster.recovery.on_resumed(cluster.step(3.0), 21, RankResumed(1, 6))
-    assert cluster.phase is Phase.HEALING, "of an earlier generation"
+    assert cluster.phase is types.Phase.HEALING, "of an earlier generation"
     resume(cluster, 21)
-    assert (cluster.lifecycle.phase, cluster.reason) == (Phase.READY, "all ranks resumed")
+    assert (cluster.lifecycle.phase, cluster.reason) == (types.Phase.READY, "all ranks resumed")
     assert outcomes(cluster) == [("recover-in-place", Outcome.RESUMED)] and cluster.recovery.first_failure is None
     assert cluster.progress(cluster.worker("0")).step == cluster.lifecycle.highest_step == 6
 
 
 def test_a_suspect_member_keeps_the_cluster_from_being_ready() -> None:
     cluster = met("recover-in-place")
-    cluster.set(phase=Phase.HEALING)
-    cluster.change(cluster.worker("2"), state=NodeState.SUSPECT)
+    cluster.set(phase=types.Phase.HEALING)
+    cluster.change(cluster.worker("2"), state=types.NodeState.SUSPECT)
     cluster.recovery.update_readiness(cluster.step(2.0), "why")
-    assert cluster.phase is Phase.HEALING and cluster.take_effects() == []
-    cluster.change(cluster.worker("2"), state=NodeState.ALIVE)
+    assert cluster.phase is types.Phase.HEALING and cluster.take_effects() == []
+    cluster.change(cluster.worker("2"), state=types.NodeState.ALIVE)
     cluster.recovery.update_readiness(cluster.step(2.0), "why")
-    assert (cluster.lifecycle.phase, cluster.reason) == (Phase.READY, "why")
+    assert (cluster.lifecycle.phase, cluster.reason) == (types.Phase.READY, "why")
 
 
 def test_plans_are_sent_when_all_ranks_have_reported() -> None:
@@ -300,56 +290,60 @@ def test_a_lost_state_is_a_full_restart_and_closes_the_incidents() -> None:
     cluster.incidents.open(cluster.step(1.0), "recover", "", "killed")
     for connection in (10, 11, 12, 13):
         cluster.recovery.on_report(cluster.step(2.0), connection, SafePointReport(1, needs_state=True))
-    assert cluster.full_restart == FullRestart(1, "no rank holds the training state any more") and not cluster.trains
+    assert cluster.full_restart == types.FullRestart(1, "no rank holds the training state any more") and not cluster.trains
     assert outcomes(cluster) == [("recover", Outcome.RESTARTED)]
     assert cluster.incidents.records[0].ms[Stage.REFORMED] == 1000.0
 
 
 def test_promoted_spare_keeps_its_connection() -> None:
     cluster = met("recover")
-    spare = Member(Role.SPARE, "0", "spare life", HERE, rank=0, agent="a", state=NodeState.ALIVE, pid=9, connection=30)
-    spare = cluster.add(spare, progress=Progress(is_spare_ready=True))
+    spare = types.Member(
+        types.Role.SPARE, "0", "spare life", HERE, rank=0, agent="a", state=types.NodeState.ALIVE, pid=9, connection=30
+    )
+    spare = cluster.add(spare, progress=types.Progress(is_spare_ready=True))
     effects = exits(cluster, 1)
     taken = cluster.worker("1")
     assert (taken.connection, taken.instance_id, taken.promoted_from, taken.incarnation) == (30, "spare life", "spare:0.1", 2)
-    assert cluster.table.member_at(30) == taken and cluster.table.current(spare).state is NodeState.LEFT
+    assert cluster.table.member_at(30) == taken and cluster.table.current(spare).state is types.NodeState.LEFT
     assert sent(effects, RankAssigned) == [30] and cluster.out.counters["promotions"] == 1
     assert outcomes(cluster) == [("recover", Outcome.OPEN)]
 
 
 def test_death_of_spare_is_not_a_failure() -> None:
     cluster = met("recover")
-    cluster.add(Member(Role.SPARE, "0", "life", HERE, rank=0, agent="a", state=NodeState.ALIVE))
-    cluster.recovery.on_child_exited(cluster.step(1.0), 1, ChildExited("0", 1, 137, "killed", role=Role.SPARE))
-    assert cluster.phase is Phase.READY and cluster.generation == 1 and outcomes(cluster) == []
+    cluster.add(types.Member(types.Role.SPARE, "0", "life", HERE, rank=0, agent="a", state=types.NodeState.ALIVE))
+    cluster.recovery.on_child_exited(cluster.step(1.0), 1, ChildExited("0", 1, 137, "killed", role=types.Role.SPARE))
+    assert cluster.phase is types.Phase.READY and cluster.generation == 1 and outcomes(cluster) == []
     cluster.change_agent("a", spares=1)
     cluster.take_effects()
     cluster.recovery.run_idle_work(cluster.step(2.0))
     assert sent(cluster.take_effects(), DesiredChildren) == [1]
-    assert cluster.members[(Role.SPARE, "0")].incarnation == 2
+    assert cluster.members[(types.Role.SPARE, "0")].incarnation == 2
 
 
 def test_full_restart_resets_counts_of_workers() -> None:
     cluster = met(max_restarts=1)
     cluster.change(cluster.worker("2"), deaths_without_progress=2, member_index=7)
     effects = exits(cluster, 1)
-    workers = cluster.members_in_role(Role.WORKER)
+    workers = cluster.members_in_role(types.Role.WORKER)
     assert [(m.incarnation, m.connection, m.member_index) for m in workers] == [(2, 0, rank) for rank in range(4)]
     assert [m.handovers for m in workers] == [1, 0, 1, 1], "a process that had not failed uses up no budget"
     assert cluster.worker("2").deaths_without_progress == 0 and (cluster.restarts, cluster.trains) == (1, False)
     assert sent(effects, DesiredChildren) == [1, 2] and outcomes(cluster) == [("restart all", Outcome.RESTARTED)]
-    assert cluster.phase is Phase.READY
+    assert cluster.phase is types.Phase.READY
 
 
 def test_new_host_restarts_workers_of_lost_host() -> None:
     cluster = met("recover", recovery=True, extra_ranks=0)
     cluster.recovery.on_leave(cluster.step(1.0), 2, Leave(143, "SIGTERM"))
     assert sent(cluster.take_effects(), LeaveAcknowledged) == [2] and list(cluster.agents) == ["a"]
-    assert [m.state for m in cluster.members_in_role(Role.WORKER)] == [NodeState.ALIVE] * 2 + [NodeState.DEAD] * 2
+    assert [m.state for m in cluster.members_in_role(types.Role.WORKER)] == [types.NodeState.ALIVE] * 2 + [
+        types.NodeState.DEAD
+    ] * 2
     agent = cluster.table.add_agent(RegisterAgent("c", "life of c", THERE, 2))
     cluster.table.attach_agent(3, agent, 2.0)
     cluster.recovery.use_new_hosts(cluster.step(2.0))
-    assert [(m.agent, m.incarnation) for m in cluster.members_in_role(Role.WORKER)] == [("a", 1)] * 2 + [("c", 2)] * 2
+    assert [(m.agent, m.incarnation) for m in cluster.members_in_role(types.Role.WORKER)] == [("a", 1)] * 2 + [("c", 2)] * 2
     assert sent(cluster.take_effects(), DesiredChildren) == [3] and cluster.out.counters["returns"] == 2
 
 
@@ -357,8 +351,8 @@ def test_world_shrinks_without_host_in_time_extended_by_suspension() -> None:
     cluster = met("recover", "elastic-training", extra_ranks=0, shrink_after_s=5.0)
     cluster.recovery.on_leave(cluster.step(1.0), 2, Leave(143, "SIGTERM"))
     cluster.recovery.postpone(2.0)
-    assert not cluster.recovery.act_on_deadlines(cluster.step(8.0)) and cluster.size(Role.WORKER) == 4
-    assert cluster.recovery.act_on_deadlines(cluster.step(8.1)) and cluster.size(Role.WORKER) == 2
+    assert not cluster.recovery.act_on_deadlines(cluster.step(8.0)) and cluster.size(types.Role.WORKER) == 4
+    assert cluster.recovery.act_on_deadlines(cluster.step(8.1)) and cluster.size(types.Role.WORKER) == 2
     assert cluster.reason == "no host joined for worker:2, worker:3 within 5 s: the other ranks continue in a world of 2"
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from tests.unit.core.cluster.editable_cluster import EditableCluster
 
+from covey.core import types
 from covey.core.cluster import resize
 from covey.core.cluster.registration import (
     Admission,
@@ -17,47 +18,35 @@ from covey.core.cluster.registration import (
 )
 from covey.core.effects import Close, Persist, PublishEvent, SchedulerEffect, Send
 from covey.core.messages import DesiredChildren, RankAssigned, Refused, Register, RegisterAgent, Registered
-from covey.core.types import (
-    AgentInfo,
-    AgentRecord,
-    ClusterRecord,
-    ClusterSettings,
-    Host,
-    Member,
-    MemberRecord,
-    NodeState,
-    Phase,
-    Role,
-)
 from covey.errors import ExitCode
 
-BOX = Host("boot-box", "box", "10.0.0.1")
-OTHER = Host("boot-other", "other", "10.0.0.2")
+BOX = types.Host("boot-box", "box", "10.0.0.1")
+OTHER = types.Host("boot-other", "other", "10.0.0.2")
 
 
-def forming(*members: Member, recovery: bool = False, workers: int = 2, servers: int = 0) -> EditableCluster:
-    cluster = EditableCluster(ClusterSettings(workers, servers, recovery=recovery), cluster_id="c1")
+def forming(*members: types.Member, recovery: bool = False, workers: int = 2, servers: int = 0) -> EditableCluster:
+    cluster = EditableCluster(types.ClusterSettings(workers, servers, recovery=recovery), cluster_id="c1")
     for member in members:
         cluster.add(member)
     return cluster
 
 
-def formed(*members: Member, recovery: bool = True, phase: Phase = Phase.READY) -> EditableCluster:
+def formed(*members: types.Member, recovery: bool = True, phase: types.Phase = types.Phase.READY) -> EditableCluster:
     cluster = forming(*members, recovery=recovery, workers=len(members))
     cluster.set(phase=phase, generation=3)
     return cluster
 
 
-def worker(name: str, rank: int = -1, state: NodeState = NodeState.ALIVE, **more: Any) -> Member:
+def worker(name: str, rank: int = -1, state: types.NodeState = types.NodeState.ALIVE, **more: Any) -> types.Member:
     usual: dict[str, Any] = {"instance_id": f"life of {name}", "connection": 1, "pid": 42}
-    return Member(Role.WORKER, name, host=BOX, rank=rank, state=state, **(usual | more))
+    return types.Member(types.Role.WORKER, name, host=BOX, rank=rank, state=state, **(usual | more))
 
 
 def registration(name: str, life: str = "new", **more: Any) -> Register:
-    return Register(Role.WORKER, name, life, OTHER, **more)
+    return Register(types.Role.WORKER, name, life, OTHER, **more)
 
 
-def child(state: NodeState = NodeState.ALIVE, **more: Any) -> Member:
+def child(state: types.NodeState = types.NodeState.ALIVE, **more: Any) -> types.Member:
     return worker("1", 1, state, **({"agent": "a", "incarnation": 2, "instance_id": ""} | more))
 
 
@@ -70,19 +59,21 @@ def test_node_is_admitted_while_ranks_are_free() -> None:
 
 
 def test_worker_0_and_server_0_are_two_nodes() -> None:
-    answer = decide_node_admission(forming(worker("0", 0), servers=1), Register(Role.PSERVER, "0", "l", BOX))
+    answer = decide_node_admission(forming(worker("0", 0), servers=1), Register(types.Role.PSERVER, "0", "l", BOX))
     assert answer.admission is Admission.ADMIT
 
 
 @pytest.mark.parametrize("cluster", [forming(worker("a")), formed(worker("a", 0), worker("b", 1))])
 def test_known_process_re_attaches(cluster: EditableCluster) -> None:
     answer = decide_node_admission(cluster, registration("a", "life of a"))
-    assert (answer.admission, answer.member_key) == (Admission.REATTACH, (Role.WORKER, "a"))
+    assert (answer.admission, answer.member_key) == (Admission.REATTACH, (types.Role.WORKER, "a"))
 
 
 def test_node_without_id_gets_instance_id() -> None:
-    cluster = formed(worker("a", 0), Member(Role.WORKER, "beef", "beef", BOX, rank=1, state=NodeState.ALIVE, connection=2))
-    assert decide_node_admission(cluster, registration("", "beef")).member_key == (Role.WORKER, "beef")
+    cluster = formed(
+        worker("a", 0), types.Member(types.Role.WORKER, "beef", "beef", BOX, rank=1, state=types.NodeState.ALIVE, connection=2)
+    )
+    assert decide_node_admission(cluster, registration("", "beef")).member_key == (types.Role.WORKER, "beef")
     assert choose_node_id(registration("", "beef")) == "beef"
     assert choose_node_id(registration("", "1234")) == "n1234", "an id that was not given must not claim a rank"
 
@@ -90,19 +81,19 @@ def test_node_without_id_gets_instance_id() -> None:
 @pytest.mark.parametrize("name", ["b", "1"])
 def test_dead_member_is_replaced_by_id_or_rank(name: str) -> None:
     answer = decide_node_admission(
-        formed(worker("a", 0), worker("b", 1, NodeState.DEAD), phase=Phase.HEALING), registration(name)
+        formed(worker("a", 0), worker("b", 1, types.NodeState.DEAD), phase=types.Phase.HEALING), registration(name)
     )
     assert (answer.admission, answer.member_key, answer.reason) == (
         Admission.NEXT_INCARNATION,
-        (Role.WORKER, "b"),
+        (types.Role.WORKER, "b"),
         "incarnation 2 of worker:b",
     )
 
 
 def test_a_node_with_any_other_id_takes_the_lowest_vacant_rank() -> None:
-    dead = [worker("b", 1, NodeState.DEAD), worker("c", 2, NodeState.DEAD)]
-    answer = decide_node_admission(formed(worker("a", 0), *reversed(dead), phase=Phase.HEALING), registration("z"))
-    assert answer == AdmissionDecision(Admission.NEXT_INCARNATION, "replaces worker:b at rank 1", (Role.WORKER, "b"))
+    dead = [worker("b", 1, types.NodeState.DEAD), worker("c", 2, types.NodeState.DEAD)]
+    answer = decide_node_admission(formed(worker("a", 0), *reversed(dead), phase=types.Phase.HEALING), registration("z"))
+    assert answer == AdmissionDecision(Admission.NEXT_INCARNATION, "replaces worker:b at rank 1", (types.Role.WORKER, "b"))
 
 
 def test_the_process_an_agent_started_attaches_in_its_incarnation() -> None:
@@ -113,22 +104,24 @@ def test_the_process_an_agent_started_attaches_in_its_incarnation() -> None:
 # -- held off --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("silent", [worker("b", 1, NodeState.SUSPECT), worker("b", 1, NodeState.SUSPECT, connection=0)])
-def test_new_process_is_deferred_until_previous_is_dead(silent: Member) -> None:
+@pytest.mark.parametrize(
+    "silent", [worker("b", 1, types.NodeState.SUSPECT), worker("b", 1, types.NodeState.SUSPECT, connection=0)]
+)
+def test_new_process_is_deferred_until_previous_is_dead(silent: types.Member) -> None:
     answer = decide_node_admission(formed(worker("a", 0), silent), registration("b"))
     assert answer.admission is Admission.DEFER
     assert answer.reason == "the previous process, worker:b on box (process 42), is not known to be dead yet"
 
 
 def test_deferral_of_restored_member_names_no_process() -> None:
-    known = worker("b", 1, NodeState.SUSPECT, pid=0)
+    known = worker("b", 1, types.NodeState.SUSPECT, pid=0)
     said = "the previous process, worker:b on box, is not known to be dead yet"
     assert decide_node_admission(formed(worker("a", 0), known), registration("b")).reason == said
 
 
 def test_new_node_is_deferred_while_a_member_is_suspect() -> None:
     answer = decide_node_admission(
-        formed(worker("a", 0), worker("b", 1, NodeState.SUSPECT), phase=Phase.RETURNING), registration("z")
+        formed(worker("a", 0), worker("b", 1, types.NodeState.SUSPECT), phase=types.Phase.RETURNING), registration("z")
     )
     assert answer.admission is Admission.DEFER
     assert answer.reason == "all ranks are taken, but worker:b sends no heartbeats: its rank may become free"
@@ -164,11 +157,13 @@ def test_rank_taken_by_assignment_is_refused() -> None:
 def test_rank_taken_by_child_of_agent_is_refused() -> None:
     said = "rank 1 is taken by worker:1, which the agent on box runs"
     assert refusal(formed(worker("0", 0), child()), registration("1")) == said
-    claimed = forming(worker("a/1", 1, NodeState.WAITING, agent="a", instance_id=""))
+    claimed = forming(worker("a/1", 1, types.NodeState.WAITING, agent="a", instance_id=""))
     assert refusal(claimed, registration("1")) == "rank 1 is taken by worker:a/1, which the agent on box runs"
 
 
-@pytest.mark.parametrize("cluster", [forming(worker("a", state=NodeState.WAITING)), formed(worker("a", 0), worker("b", 1))])
+@pytest.mark.parametrize(
+    "cluster", [forming(worker("a", state=types.NodeState.WAITING)), formed(worker("a", 0), worker("b", 1))]
+)
 def test_id_of_live_node_is_refused(cluster: EditableCluster) -> None:
     said = "worker:a on box (process 42) is alive: a second node with its id is not allowed"
     assert refusal(cluster, registration("a")) == said
@@ -191,22 +186,22 @@ def test_nonexistent_rank_is_refused() -> None:
 
 def test_role_without_members_is_refused() -> None:
     said = "this cluster has no members of role server (MS_SERVER_NUM is 0)"
-    assert refusal(forming(), Register(Role.SERVER, "", "l", BOX)) == said
+    assert refusal(forming(), Register(types.Role.SERVER, "", "l", BOX)) == said
 
 
 def test_ended_cluster_refuses_nodes() -> None:
-    cluster = formed(worker("a", 0), phase=Phase.ENDED)
+    cluster = formed(worker("a", 0), phase=types.Phase.ENDED)
     cluster.set(reason="the only worker finished")
     assert refusal(cluster, registration("a")) == "the cluster has ended: the only worker finished"
 
 
 def test_id_of_finished_node_is_refused() -> None:
     said = "worker:b has finished and left: no other process is needed"
-    assert refusal(formed(worker("a", 0), worker("b", 1, NodeState.LEFT)), registration("b")) == said
+    assert refusal(formed(worker("a", 0), worker("b", 1, types.NodeState.LEFT)), registration("b")) == said
 
 
 def test_id_of_dead_node_is_refused_without_recovery() -> None:
-    cluster = formed(worker("a", 0), worker("b", 1, NodeState.DEAD), recovery=False)
+    cluster = formed(worker("a", 0), worker("b", 1, types.NodeState.DEAD), recovery=False)
     assert refusal(cluster, registration("b")) == "worker:b is dead and recovery is off: set MS_ENABLE_RECOVERY=1"
 
 
@@ -215,14 +210,14 @@ def test_node_with_newer_generation_is_refused() -> None:
     assert refusal(formed(worker("a", 0)), registration("a", "life of a", generation=4)) == said
 
 
-@pytest.mark.parametrize("state", [NodeState.DEAD, NodeState.ALIVE, NodeState.SUSPECT])
-def test_superseded_process_is_refused(state: NodeState) -> None:
+@pytest.mark.parametrize("state", [types.NodeState.DEAD, types.NodeState.ALIVE, types.NodeState.SUSPECT])
+def test_superseded_process_is_refused(state: types.NodeState) -> None:
     said = "rank 1 was reassigned to worker:b on box (process 42): this process must exit"
     assert refusal(formed(worker("a", 0), worker("b", 1, state)), registration("b", "older", incarnation=1, rank=1)) == said
 
 
 def test_superseded_process_gets_no_other_rank() -> None:
-    cluster = formed(worker("a", 0, NodeState.DEAD), worker("b", 1), phase=Phase.HEALING)
+    cluster = formed(worker("a", 0, types.NodeState.DEAD), worker("b", 1), phase=types.Phase.HEALING)
     said = "rank 1 was reassigned to another process: this one must exit"
     assert refusal(cluster, registration("old-b", "older", incarnation=1, rank=1)) == said
 
@@ -230,7 +225,7 @@ def test_superseded_process_gets_no_other_rank() -> None:
 def test_ended_incarnation_of_child_is_refused() -> None:
     cluster = formed(worker("0", 0), child())
     assert refusal(cluster, registration("1", incarnation=1)) == "incarnation 1 of worker:1 has ended: incarnation 2 is alive"
-    gone = formed(worker("0", 0), child(NodeState.LEFT))
+    gone = formed(worker("0", 0), child(types.NodeState.LEFT))
     assert refusal(gone, registration("1", incarnation=2)) == "incarnation 2 of worker:1 has ended: incarnation 2 is left"
 
 
@@ -259,13 +254,13 @@ def test_agent_is_admitted_with_its_workers() -> None:
 
 def test_known_agent_re_attaches() -> None:
     cluster = formed(worker("0", 0))
-    cluster.add_agent(AgentInfo("b", "new", OTHER, 1))
+    cluster.add_agent(types.AgentInfo("b", "new", OTHER, 1))
     assert decide_agent_admission(cluster, agent_registration()).admission is Admission.REATTACH
 
 
 def test_connected_agent_name_is_refused() -> None:
     cluster = forming()
-    cluster.add_agent(AgentInfo("b", "first", BOX, 1, connection=5))
+    cluster.add_agent(types.AgentInfo("b", "first", BOX, 1, connection=5))
     assert agent_refusal(cluster, agent_registration()) == "an agent named b is already connected, on box"
 
 
@@ -299,7 +294,7 @@ def test_agent_with_other_settings_is_refused() -> None:
 
 
 def test_agent_of_other_job_is_refused() -> None:
-    named = EditableCluster(ClusterSettings(2, job="a"), cluster_id="c1")
+    named = EditableCluster(types.ClusterSettings(2, job="a"), cluster_id="c1")
     theirs = {"MS_WORKER_NUM": "2", "the job": "b"}
     assert (
         agent_refusal(named, agent_registration(fingerprint=theirs))
@@ -314,13 +309,13 @@ def test_agent_of_other_job_is_refused() -> None:
 
 def test_known_process_is_re_attached_to_its_member() -> None:
     assert decide_node_admission(formed(worker("a", 0)), registration("a", "life of a")) == AdmissionDecision(
-        Admission.REATTACH, "the same process again", (Role.WORKER, "a")
+        Admission.REATTACH, "the same process again", (types.Role.WORKER, "a")
     )
     assert decide_node_admission(formed(worker("0", 0), child()), registration("1", incarnation=2)) == AdmissionDecision(
-        Admission.REATTACH, "the process its agent started", (Role.WORKER, "1")
+        Admission.REATTACH, "the process its agent started", (types.Role.WORKER, "1")
     )
     cluster = formed(worker("0", 0))
-    cluster.add_agent(AgentInfo("b", "new", OTHER, 1))
+    cluster.add_agent(types.AgentInfo("b", "new", OTHER, 1))
     assert decide_agent_admission(cluster, agent_registration()) == AdmissionDecision(
         Admission.REATTACH, "the same agent again"
     )
@@ -328,14 +323,14 @@ def test_known_process_is_re_attached_to_its_member() -> None:
 
 def test_promoted_spare_re_attaches_as_its_worker() -> None:
     cluster = formed(worker("0", 0), child(instance_id="its life", promoted_from="spare:7.3"))
-    asks = Register(Role.SPARE, "7", "its life", BOX, incarnation=3)
+    asks = Register(types.Role.SPARE, "7", "its life", BOX, incarnation=3)
     assert decide_node_admission(cluster, asks) == AdmissionDecision(
-        Admission.REATTACH, "its process is worker:1 now", (Role.WORKER, "1")
+        Admission.REATTACH, "its process is worker:1 now", (types.Role.WORKER, "1")
     )
     for other in (
-        Register(Role.SPARE, "7", "another life", BOX, incarnation=3),
-        Register(Role.SPARE, "7", "its life", BOX, incarnation=2),
-        Register(Role.SPARE, "8", "its life", BOX, incarnation=3),
+        Register(types.Role.SPARE, "7", "another life", BOX, incarnation=3),
+        Register(types.Role.SPARE, "7", "its life", BOX, incarnation=2),
+        Register(types.Role.SPARE, "8", "its life", BOX, incarnation=3),
     ):
         assert decide_node_admission(cluster, other).admission is Admission.REFUSE
     assert decide_node_admission(cluster, registration("x", "its life")).admission is Admission.REFUSE, (
@@ -358,22 +353,22 @@ def test_cluster_without_workers_refuses_worker() -> None:
 
 def test_server_beyond_number_is_refused() -> None:
     cluster = formed(worker("a", 0), worker("b", 1))
-    cluster.settings = ClusterSettings(2, 1)
-    cluster.add(Member(Role.PSERVER, "s", "l", BOX, rank=0, state=NodeState.ALIVE))
-    assert refusal(cluster, Register(Role.PSERVER, "t", "l2", BOX)) == (
+    cluster.settings = types.ClusterSettings(2, 1)
+    cluster.add(types.Member(types.Role.PSERVER, "s", "l", BOX, rank=0, state=types.NodeState.ALIVE))
+    assert refusal(cluster, Register(types.Role.PSERVER, "t", "l2", BOX)) == (
         "one pserver too many: the cluster already has 1 (pserver:s). Stop this one, or start the cluster with a larger number"
     )
 
 
 def test_dead_member_is_not_replaced_without_recovery() -> None:
-    cluster = formed(worker("a", 0), worker("b", 1, NodeState.DEAD), recovery=False)
+    cluster = formed(worker("a", 0), worker("b", 1, types.NodeState.DEAD), recovery=False)
     assert refusal(cluster, registration("z")).startswith("one worker too many: ")
 
 
 def growing(**changed: Any) -> EditableCluster:
     """Two workers in a world that may have three."""
     cluster = formed(worker("a", 0), worker("b", 1))
-    cluster.settings = ClusterSettings(2, recovery=True, **changed)
+    cluster.settings = types.ClusterSettings(2, recovery=True, **changed)
     return cluster
 
 
@@ -391,7 +386,7 @@ def test_id_of_digits_is_no_claim_of_taken_rank_in_growing_world() -> None:
         Admission.ADMIT, "up to 3 workers are allowed"
     )
     forms = forming(worker("1", 1))
-    forms.settings = ClusterSettings(2, worker_max=3)
+    forms.settings = types.ClusterSettings(2, worker_max=3)
     assert refusal(forms, registration("01")) == "rank 1 is taken by worker:1 on box (process 42)", "before, it is"
     assert decide_node_admission(forms, registration("2")).admission is Admission.ADMIT, "and the world is what it may become"
 
@@ -409,10 +404,10 @@ def test_process_whose_rank_was_reassigned_is_refused() -> None:
 
 def test_restarted_agent_is_deferred_until_previous_is_dead() -> None:
     cluster = formed(worker("0", 0), child(agent="b"))
-    cluster.add_agent(AgentInfo("b", "first", OTHER, 1))
+    cluster.add_agent(types.AgentInfo("b", "first", OTHER, 1))
     held = AdmissionDecision(Admission.DEFER, "the previous process of agent b is not known to be dead yet")
     assert decide_agent_admission(cluster, agent_registration()) == held
-    cluster.change(cluster.worker("1"), state=NodeState.DEAD)
+    cluster.change(cluster.worker("1"), state=types.NodeState.DEAD)
     assert decide_agent_admission(cluster, agent_registration(slots=1)) == AdmissionDecision(
         Admission.ADMIT, "other brings 1 worker, and worker:1 can be restarted"
     )
@@ -432,7 +427,7 @@ def test_host_with_only_spares_is_always_admitted() -> None:
 
 
 def test_host_with_too_many_servers_is_refused() -> None:
-    cluster = forming(worker("a"), Member(Role.PSERVER, "0", "l", BOX, rank=0), servers=2)
+    cluster = forming(worker("a"), types.Member(types.Role.PSERVER, "0", "l", BOX, rank=0), servers=2)
     assert decide_agent_admission(cluster, agent_registration(slots=1, servers=1)) == AdmissionDecision(
         Admission.ADMIT, "other brings 1 worker and 1 server"
     )
@@ -451,12 +446,12 @@ def test_late_host_is_admitted_with_its_use_as_reason() -> None:
         Admission.ADMIT, "other brings 1 worker, and the world may grow from 2 to 3"
     )
     next_in_turn = growing(worker_max=3)
-    next_in_turn.add_agent(AgentInfo("c", "its life", BOX, 1, connection=5))
+    next_in_turn.add_agent(types.AgentInfo("c", "its life", BOX, 1, connection=5))
     assert decide_agent_admission(next_in_turn, agent_registration(slots=1)).admission is Admission.REFUSE, (
         "another host was here before it"
     )
     away = formed(worker("0", 0), child(agent="c"))
-    away.add_agent(AgentInfo("c", "its life", BOX, 1))
+    away.add_agent(types.AgentInfo("c", "its life", BOX, 1))
     assert decide_agent_admission(away, agent_registration()) == AdmissionDecision(
         Admission.DEFER, "the agent on box is unreachable: its ranks may become free"
     )
@@ -485,38 +480,40 @@ def records_of(effects: list[SchedulerEffect]) -> list[type]:
 
 def of_two(**settings: Any) -> EditableCluster:
     """Workers a and b, over connections 1 and 2, have formed a cluster."""
-    cluster = EditableCluster(ClusterSettings(2, **settings))
+    cluster = EditableCluster(types.ClusterSettings(2, **settings))
     for connection, name in ((1, "a"), (2, "b")):
         register(cluster, connection, registration(name, f"life of {name}"))
-    assert cluster.phase is Phase.READY
+    assert cluster.phase is types.Phase.READY
     return cluster
 
 
 def test_the_cluster_forms_with_the_last_node_and_its_record_is_the_last_that_is_durable() -> None:
-    cluster = EditableCluster(ClusterSettings(2))
+    cluster = EditableCluster(types.ClusterSettings(2))
     assert sent(register(cluster, 1, registration("b")), Registered) == [1]
-    assert (cluster.phase, cluster.reason, cluster.generation) == (Phase.FORMING, "1 worker missing", 0)
+    assert (cluster.phase, cluster.reason, cluster.generation) == (types.Phase.FORMING, "1 worker missing", 0)
     effects = register(cluster, 2, registration("a", "another"))
-    assert (cluster.lifecycle.phase, cluster.generation, cluster.barrier.safe_point.generation) == (Phase.READY, 1, 1)
-    assert records_of(effects) == [MemberRecord, MemberRecord, ClusterRecord] and sent(effects, RankAssigned) == [1, 2]
+    assert (cluster.lifecycle.phase, cluster.generation, cluster.barrier.safe_point.generation) == (types.Phase.READY, 1, 1)
+    assert records_of(effects) == [types.MemberRecord, types.MemberRecord, types.ClusterRecord] and sent(
+        effects, RankAssigned
+    ) == [1, 2]
     last_write = max(n for n, effect in enumerate(effects) if isinstance(effect, Persist))
     published = [n for n, e in enumerate(effects) if isinstance(e, Send) and isinstance(e.message, RankAssigned)]
     assert last_write < min(published)
 
 
 def test_formation_waits_for_more_workers_than_required() -> None:
-    cluster = EditableCluster(ClusterSettings(1, worker_max=3, last_call_s=3.0))
+    cluster = EditableCluster(types.ClusterSettings(1, worker_max=3, last_call_s=3.0))
     register(cluster, 1, registration("a"), now=1.0)
-    assert not cluster.registration.form_or_give_up(cluster.step(3.9)) and cluster.phase is Phase.FORMING
+    assert not cluster.registration.form_or_give_up(cluster.step(3.9)) and cluster.phase is types.Phase.FORMING
     register(cluster, 2, registration("b", "another"), now=3.9)
     cluster.registration.postpone(1.0)
-    assert not cluster.registration.form_or_give_up(cluster.step(7.8)) and cluster.phase is Phase.FORMING
+    assert not cluster.registration.form_or_give_up(cluster.step(7.8)) and cluster.phase is types.Phase.FORMING
     assert not cluster.registration.form_or_give_up(cluster.step(7.9))
-    assert cluster.lifecycle.phase is Phase.READY and cluster.size(Role.WORKER) == 2
+    assert cluster.lifecycle.phase is types.Phase.READY and cluster.size(types.Role.WORKER) == 2
 
 
 def test_formation_ends_after_timeout_extended_by_suspension() -> None:
-    cluster = EditableCluster(ClusterSettings(2, topo_timeout_s=10.0))
+    cluster = EditableCluster(types.ClusterSettings(2, topo_timeout_s=10.0))
     register(cluster, 1, registration("a"))
     cluster.registration.postpone(5.0)
     assert not cluster.registration.form_or_give_up(cluster.step(15.0))
@@ -526,7 +523,7 @@ def test_formation_ends_after_timeout_extended_by_suspension() -> None:
 
 
 def test_a_refusal_closes_the_connection_and_is_remembered_while_the_cluster_forms() -> None:
-    cluster = EditableCluster(ClusterSettings(2))
+    cluster = EditableCluster(types.ClusterSettings(2))
     effects = register(cluster, 1, registration("7"))
     assert sent(effects, Refused) == [1] and effects[-1] == Close(1) and cluster.out.counters["refused"] == 1
     assert cluster.last_refusal.startswith("other (10.0.0.2) was refused: MS_NODE_ID=7 claims rank 7")
@@ -540,12 +537,12 @@ def test_second_registration_on_connection_closes_it_and_first_node_is_lost() ->
     cluster = of_two(recovery=True)
     effects = register(cluster, 1, registration("c"))
     assert sent(effects, Refused) == [1] and Close(1) in effects
-    assert cluster.worker("a").state is NodeState.DEAD and cluster.phase is Phase.HEALING
+    assert cluster.worker("a").state is types.NodeState.DEAD and cluster.phase is types.Phase.HEALING
 
 
 def test_a_deferred_node_is_published_once_until_the_cluster_was_ready_again() -> None:
     cluster = of_two(recovery=True)
-    cluster.change(cluster.worker("a"), state=NodeState.SUSPECT)
+    cluster.change(cluster.worker("a"), state=types.NodeState.SUSPECT)
 
     def is_published() -> bool:
         effects = register(cluster, 5, registration("a", "next life"))
@@ -559,11 +556,11 @@ def test_a_deferred_node_is_published_once_until_the_cluster_was_ready_again() -
 
 def test_the_known_process_is_attached_to_its_new_connection_and_the_old_one_is_closed() -> None:
     cluster = of_two()
-    cluster.change(cluster.worker("a"), state=NodeState.SUSPECT)
+    cluster.change(cluster.worker("a"), state=types.NodeState.SUSPECT)
     effects = register(cluster, 5, registration("a", "life of a"), now=9.0)
     assert effects[0] == Close(1) and sent(effects, RankAssigned) == [5]
     member = cluster.worker("a")
-    assert (member.connection, member.state, cluster.last_heartbeat_at(member)) == (5, NodeState.ALIVE, 9.0)
+    assert (member.connection, member.state, cluster.last_heartbeat_at(member)) == (5, types.NodeState.ALIVE, 9.0)
     assert cluster.table.member_at(1) is None
 
 
@@ -575,29 +572,29 @@ def test_replacement_of_dead_member_is_next_incarnation_in_new_generation() -> N
     effects = register(cluster, 5, registration("z"), now=2.0)
     member = cluster.worker("z")
     assert (member.uid, member.rank, member.incarnation, member.connection) == (dead.uid, dead.rank, 2, 5)
-    assert cluster.generation == 3 and records_of(effects)[:2] == [ClusterRecord, MemberRecord]
-    assert (cluster.phase, cluster.reason) == (Phase.READY, "all ranks are filled again")
+    assert cluster.generation == 3 and records_of(effects)[:2] == [types.ClusterRecord, types.MemberRecord]
+    assert (cluster.phase, cluster.reason) == (types.Phase.READY, "all ranks are filled again")
 
 
 def test_agent_is_admitted_and_receives_desired_children() -> None:
-    cluster = EditableCluster(ClusterSettings(2))
+    cluster = EditableCluster(types.ClusterSettings(2))
     effects = register_agent(cluster, 1, agent_registration("b"))
     assert sent(effects, Registered) == sent(effects, DesiredChildren) == [1]
-    assert records_of(effects) == [AgentRecord, MemberRecord, MemberRecord, ClusterRecord]
-    assert [(m.node_id, m.agent, m.rank) for m in cluster.members_in_role(Role.WORKER)] == [("0", "b", 0), ("1", "b", 1)]
+    assert records_of(effects) == [types.AgentRecord, types.MemberRecord, types.MemberRecord, types.ClusterRecord]
+    assert [(m.node_id, m.agent, m.rank) for m in cluster.members_in_role(types.Role.WORKER)] == [("0", "b", 0), ("1", "b", 1)]
 
 
 def test_reconnected_agent_keeps_its_children() -> None:
-    cluster = EditableCluster(ClusterSettings(2))
+    cluster = EditableCluster(types.ClusterSettings(2))
     register_agent(cluster, 1, agent_registration("b"))
-    cluster.change(cluster.worker("0"), state=NodeState.SUSPECT)
+    cluster.change(cluster.worker("0"), state=types.NodeState.SUSPECT)
     effects = register_agent(cluster, 5, agent_registration("b"))
     assert effects[0] == Close(1) and sent(effects, DesiredChildren) == [5] and cluster.agents["b"].connection == 5
-    assert cluster.worker("0").state is NodeState.ALIVE and cluster.worker("0").incarnation == 1
+    assert cluster.worker("0").state is types.NodeState.ALIVE and cluster.worker("0").incarnation == 1
 
 
 def test_the_first_call_of_init_by_a_child_is_durable_at_once() -> None:
-    cluster = EditableCluster(ClusterSettings(2))
+    cluster = EditableCluster(types.ClusterSettings(2))
     register_agent(cluster, 1, agent_registration("b"))
     assert not cluster.heals
     effects = register(cluster, 10, registration("0", incarnation=1))
@@ -609,5 +606,5 @@ def test_worker_that_joins_after_formation_grows_world() -> None:
     cluster = of_two(worker_max=3, last_call_s=0.0)
     cluster.set(trains=True)
     effects = register(cluster, 3, registration("c"))
-    assert (cluster.size(Role.WORKER), cluster.joining_ids, cluster.worker("c").rank) == (3, ("c",), 2)
-    assert sent(effects, RankAssigned) == [1, 2, 3] and cluster.phase is Phase.HEALING
+    assert (cluster.size(types.Role.WORKER), cluster.joining_ids, cluster.worker("c").rank) == (3, ("c",), 2)
+    assert sent(effects, RankAssigned) == [1, 2, 3] and cluster.phase is types.Phase.HEALING

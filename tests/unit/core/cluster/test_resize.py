@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.unit.core.cluster.editable_cluster import HERE, THERE, EditableCluster, training_cluster
 
+from covey.core import types
 from covey.core.cluster import recovery, resize
 from covey.core.cluster.registration import Admission, decide_agent_admission
 from covey.core.cluster.resize import JOIN_TIMEOUT_S
@@ -21,33 +22,26 @@ from covey.core.messages import (
     ScaleRequest,
 )
 from covey.core.strategy_ladder import parse_strategies
-from covey.core.types import (
-    AgentInfo,
-    AgentRecord,
-    ClusterRecord,
-    ClusterSettings,
-    Host,
-    Member,
-    MemberRecord,
-    NodeState,
-    Phase,
-    Progress,
-    Role,
-)
 
 
 def formed(workers: int = 4, worker_max: int = 0) -> EditableCluster:
     """Two hosts, the second half of the workers on the other one."""
-    cluster = EditableCluster(ClusterSettings(workers, worker_max=worker_max), phase=Phase.READY, trains=True, heals=True)
+    cluster = EditableCluster(
+        types.ClusterSettings(workers, worker_max=worker_max), phase=types.Phase.READY, trains=True, heals=True
+    )
     for name, host, connection in (("a", HERE, 1), ("b", THERE, 2)):
-        cluster.add_agent(AgentInfo(name, f"life of {name}", host, workers // 2, connection=connection))
+        cluster.add_agent(types.AgentInfo(name, f"life of {name}", host, workers // 2, connection=connection))
     for rank in range(workers):
         agent, host = ("a", HERE) if rank < workers // 2 else ("b", THERE)
-        cluster.add(Member(Role.WORKER, str(rank), "", host, rank=rank, member_index=rank, agent=agent, state=NodeState.ALIVE))
+        cluster.add(
+            types.Member(
+                types.Role.WORKER, str(rank), "", host, rank=rank, member_index=rank, agent=agent, state=types.NodeState.ALIVE
+            )
+        )
     return cluster
 
 
-def comes(slots: int = 2, first_rank: int = -1, host: Host = THERE) -> RegisterAgent:
+def comes(slots: int = 2, first_rank: int = -1, host: types.Host = THERE) -> RegisterAgent:
     return RegisterAgent("c", "life of c", host, slots, first_rank)
 
 
@@ -72,10 +66,10 @@ def test_impossible_resize_is_refused_with_reason(scale_request: ScaleRequest, s
 
 def test_resize_is_refused_while_healing_or_after_a_worker_finished() -> None:
     healing = formed()
-    healing.set(phase=Phase.HEALING, reason="worker:1 died")
+    healing.set(phase=types.Phase.HEALING, reason="worker:1 died")
     assert resize.plan_resize(healing, ScaleRequest(5))[1] == "The cluster is not ready. It is healing: worker:1 died"
     leaving = formed()
-    leaving.change(leaving.worker("2"), state=NodeState.LEFT)
+    leaving.change(leaving.worker("2"), state=types.NodeState.LEFT)
     assert resize.plan_resize(leaving, ScaleRequest(3)) == (None, "some workers have finished and left already")
 
 
@@ -83,7 +77,7 @@ def test_late_host_is_admitted_if_its_slots_are_needed() -> None:
     assert decide_agent_admission(formed(), comes()).admission is Admission.REFUSE
     assert decide_agent_admission(formed(worker_max=6), comes()).admission is Admission.ADMIT
     lost = formed()
-    lost.change(lost.worker("3"), state=NodeState.DEAD)
+    lost.change(lost.worker("3"), state=types.NodeState.DEAD)
     assert decide_agent_admission(lost, comes()).admission is Admission.ADMIT
     away = formed()
     away.change_agent("b", connection=0)
@@ -92,7 +86,7 @@ def test_late_host_is_admitted_if_its_slots_are_needed() -> None:
 
 def test_world_grows_on_free_slots_up_to_target() -> None:
     cluster = formed(worker_max=5)
-    cluster.add_agent(AgentInfo("c", "life of c", THERE, 2, connection=3))
+    cluster.add_agent(types.AgentInfo("c", "life of c", THERE, 2, connection=3))
     plan, reason = resize.plan_growth(cluster)
     assert plan is not None and plan.agents == ["c"]
     assert reason == "the world grows from 4 to 5 workers because host-b joined"
@@ -101,13 +95,13 @@ def test_world_grows_on_free_slots_up_to_target() -> None:
 
 
 @pytest.mark.parametrize(("first_rank", "host", "taken"), [(2, HERE, "2"), (-1, THERE, "2"), (0, THERE, "0"), (-1, HERE, "0")])
-def test_returning_host_gets_its_former_ranks(first_rank: int, host: Host, taken: str) -> None:
+def test_returning_host_gets_its_former_ranks(first_rank: int, host: types.Host, taken: str) -> None:
     cluster = formed()
     for node_id in ("0", "2"):
-        cluster.change(cluster.worker(node_id), state=NodeState.DEAD)
+        cluster.change(cluster.worker(node_id), state=types.NodeState.DEAD)
     for agent in ("a", "b"):
         cluster.remove_agent(agent)
-    cluster.add_agent(AgentInfo("c", "life of c", host, 1, first_rank, connection=3))
+    cluster.add_agent(types.AgentInfo("c", "life of c", host, 1, first_rank, connection=3))
     assert [(member.node_id, agent.id) for member, agent in recovery.replacement_hosts(cluster)] == [(taken, "c")]
 
 
@@ -120,11 +114,11 @@ def test_world_that_shrinks_immediately_waits_for_no_host(raw: bool) -> None:
         (0.0, False, recovery.RecoveryAction.WAIT),  # no step is finished, so it cannot shrink
     ):
         cluster = formed()
-        settings = ClusterSettings(4, recovery=True, strategies=strategies, extra_ranks=0, shrink_after_s=shrink_after_s)
+        settings = types.ClusterSettings(4, recovery=True, strategies=strategies, extra_ranks=0, shrink_after_s=shrink_after_s)
         cluster.settings = settings
         cluster.set(trains=trains)
         cluster.remove_agent("b")
-        lost = cluster.change(cluster.worker("3"), agent="" if raw else "b", state=NodeState.DEAD)
+        lost = cluster.change(cluster.worker("3"), agent="" if raw else "b", state=types.NodeState.DEAD)
         assert recovery.choose_action(cluster, lost)[0] is after
 
 
@@ -137,7 +131,7 @@ def test_scale_out_needs_agent_and_room_below_limit() -> None:
         made.change_agent(agent, is_leaving=True)
     no_agent = "no agent can start a worker: only covey run can add workers"
     assert resize.plan_resize(made, ScaleRequest(5)) == (None, no_agent)
-    made.set(phase=Phase.HEALING, reason="worker:1 died")
+    made.set(phase=types.Phase.HEALING, reason="worker:1 died")
     assert resize.target_with_extra(made, 1) == (None, "The cluster is not ready. It is healing: worker:1 died")
 
 
@@ -164,7 +158,7 @@ def outcomes(cluster: EditableCluster) -> list[tuple[str, Outcome]]:
 
 
 def ranks(cluster: EditableCluster) -> dict[str, int]:
-    return {member.node_id: member.rank for member in cluster.members_in_role(Role.WORKER)}
+    return {member.node_id: member.rank for member in cluster.members_in_role(types.Role.WORKER)}
 
 
 def test_a_refused_request_changes_nothing() -> None:
@@ -184,8 +178,12 @@ def test_scale_out_is_one_generation_in_which_agents_start_workers() -> None:
         2,
         2,
     )
-    assert cluster.phase is Phase.HEALING and cluster.barrier.is_pending and outcomes(cluster) == [("scale-out", Outcome.OPEN)]
-    assert persisted(effects, ClusterRecord) == [cluster.record()] and len(persisted(effects, MemberRecord)) == 2
+    assert (
+        cluster.phase is types.Phase.HEALING
+        and cluster.barrier.is_pending
+        and outcomes(cluster) == [("scale-out", Outcome.OPEN)]
+    )
+    assert persisted(effects, types.ClusterRecord) == [cluster.record()] and len(persisted(effects, types.MemberRecord)) == 2
     assert sent(effects, RankAssigned) == [10, 11, 12, 13] and sent(effects, DesiredChildren) == [1, 2]
     last_write = max(n for n, effect in enumerate(effects) if isinstance(effect, Persist))
     assert last_write < min(n for n, effect in enumerate(effects) if isinstance(effect, Send))
@@ -213,7 +211,7 @@ def test_rolled_back_scale_out_restores_world() -> None:
 
 def test_only_death_of_joining_worker_rolls_scale_out_back() -> None:
     cluster = requested(ScaleRequest(5))
-    dead = cluster.change(cluster.worker("1"), state=NodeState.DEAD)
+    dead = cluster.change(cluster.worker("1"), state=types.NodeState.DEAD)
     assert not cluster.resize.roll_back_if_joining(cluster.step(2.0), dead, "killed") and cluster.joining_ids == ("4",)
     assert cluster.resize.roll_back_if_joining(cluster.step(2.0), cluster.worker("4"), "killed")
     assert cluster.reason == "worker:4 did not join: killed; the scale-out is rolled back"
@@ -223,14 +221,14 @@ def test_scale_out_without_earlier_state_cannot_be_rolled_back() -> None:
     cluster = requested(ScaleRequest(5))
     cluster.set(trains=False)
     assert not cluster.resize.roll_back_if_joining(cluster.step(2.0), cluster.worker("4"), "killed")
-    assert cluster.joining_ids == () and cluster.size(Role.WORKER) == 5, "it is a worker like any other"
+    assert cluster.joining_ids == () and cluster.size(types.Role.WORKER) == 5, "it is a worker like any other"
 
 
 def test_joining_workers_have_limited_time_extended_by_suspension() -> None:
     cluster = requested(ScaleRequest(5))
     cluster.resize.postpone(5.0)
     assert not cluster.resize.roll_back_if_overdue(cluster.step(6.0 + JOIN_TIMEOUT_S))
-    assert cluster.resize.roll_back_if_overdue(cluster.step(6.1 + JOIN_TIMEOUT_S)) and cluster.size(Role.WORKER) == 4
+    assert cluster.resize.roll_back_if_overdue(cluster.step(6.1 + JOIN_TIMEOUT_S)) and cluster.size(types.Role.WORKER) == 4
 
 
 def test_departing_workers_are_notified_and_highest_ranks_fill_gaps() -> None:
@@ -238,15 +236,15 @@ def test_departing_workers_are_notified_and_highest_ranks_fill_gaps() -> None:
     effects = cluster.take_effects()
     assert ranks(cluster) == {"3": 1, "2": 0}
     assert sent(effects, ClusterEnded) == [11, 10] and cluster.table.member_at(10) is None
-    assert persisted(effects, MemberRecord) == [
-        MemberRecord.from_member(member) for member in cluster.members_in_role(Role.WORKER)
+    assert persisted(effects, types.MemberRecord) == [
+        types.MemberRecord.from_member(member) for member in cluster.members_in_role(types.Role.WORKER)
     ], "whose ranks changed"
     assert outcomes(cluster) == [("scale-in", Outcome.OPEN)] and cluster.requested_workers == 2
 
 
 def test_workers_leave_in_batches_of_departing_max() -> None:
     cluster = training_cluster(connected=True)
-    cluster.heartbeats.note_progress(cluster.worker("0"), Progress(5, in_loop=True, departing_max=1), 0.0)
+    cluster.heartbeats.note_progress(cluster.worker("0"), types.Progress(5, in_loop=True, departing_max=1), 0.0)
     requested(ScaleRequest(2), cluster)
     assert (cluster.departing_ids, set(ranks(cluster))) == (("2",), {"0", "1", "2"}), "the highest rank first"
     for rank in range(3):
@@ -260,25 +258,27 @@ def test_no_worker_leaves_before_all_ranks_resumed() -> None:
     cluster = training_cluster(connected=True)
     cluster.set(departing_ids=("3",))
     assert cluster.resize.release_next_leavers(cluster.step(2.0))
-    assert cluster.departing_ids == ("3",) and cluster.barrier.is_agreeing and cluster.phase is Phase.HEALING
+    assert cluster.departing_ids == ("3",) and cluster.barrier.is_agreeing and cluster.phase is types.Phase.HEALING
     assert sent(cluster.take_effects(), NewGeneration) == [10, 11, 12, 13]
 
 
 def test_given_up_worker_leaves_no_free_slot() -> None:
     cluster = training_cluster(connected=True)
-    dead = cluster.change(cluster.worker("1"), state=NodeState.DEAD)
+    dead = cluster.change(cluster.worker("1"), state=types.NodeState.DEAD)
     cluster.resize.give_up_member(cluster.step(2.0), dead, "worker:1 died", "the other ranks continue in a world of 3")
     effects = cluster.take_effects()
     assert ranks(cluster) == {"0": 0, "2": 2, "3": 1} and cluster.agents["a"].slots == 1
-    assert persisted(effects, AgentRecord) == [AgentRecord.from_agent(cluster.agents["a"])]
-    assert sent(effects, DesiredChildren) == [1] and cluster.free_slots_by_agent(Role.WORKER) == {}
+    assert persisted(effects, types.AgentRecord) == [types.AgentRecord.from_agent(cluster.agents["a"])]
+    assert sent(effects, DesiredChildren) == [1] and cluster.free_slots_by_agent(types.Role.WORKER) == {}
 
 
 @pytest.mark.parametrize(("is_open", "trains"), [(True, True), (False, True), (True, False)])
 def test_restarted_scheduler_continues_resize(is_open: bool, trains: bool) -> None:
     cluster = training_cluster(connected=True)
     cluster.resize.restore(
-        ClusterRecord("c", "", 4, 0, Phase.HEALING, 1, requested_workers=5, joining_ids=("3",), departing_ids=("2",))
+        types.ClusterRecord(
+            "c", "", 4, 0, types.Phase.HEALING, 1, requested_workers=5, joining_ids=("3",), departing_ids=("2",)
+        )
     )
     cluster.set(trains=trains)
     if is_open:

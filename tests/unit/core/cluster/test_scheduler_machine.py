@@ -1,4 +1,4 @@
-"""The scheduler's machine, with literal events: what it wishes for, and in which order."""
+"""The scheduler's machine, with literal events: which effects it returns, and in which order."""
 
 from __future__ import annotations
 

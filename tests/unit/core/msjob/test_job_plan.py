@@ -7,21 +7,7 @@ from typing import Any
 import pytest
 from tests.unit.core.msjob.msjobs import NOW, FakeCluster, container, job, node, pod, service
 
-from covey.core.msjob import Observed, ReconcilePlan, plan_job
-from covey.core.msjob.actions import (
-    AdoptOrphan,
-    CreatePod,
-    CreatePodGroup,
-    CreateSecret,
-    CreateService,
-    DeleteJob,
-    DeletePod,
-    DeleteService,
-    RecordEvent,
-    ReportPodGone,
-    SetLabel,
-    TerminatePod,
-)
+from covey.core.msjob import Observed, ReconcilePlan, actions, plan_job
 from covey.core.msjob.scheduler_status import SchedulerStatus
 from covey.core.msjob.timestamps import format_timestamp
 from covey.core.types import Phase
@@ -42,26 +28,30 @@ def actions_of(plan: ReconcilePlan, kind: type) -> list[Any]:
 
 
 def events(plan: ReconcilePlan) -> dict[str, str]:
-    return {action.reason: action.message for action in actions_of(plan, RecordEvent)}
+    return {action.reason: action.message for action in actions_of(plan, actions.RecordEvent)}
 
 
 def test_pods_are_created_after_the_service_has_an_address() -> None:
     plan = plan_job(job(), Observed(), NOW)
-    assert actions_of(plan, CreateService) == [CreateService("Scheduler")] and not actions_of(plan, CreatePod)
+    assert actions_of(plan, actions.CreateService) == [actions.CreateService("Scheduler")] and not actions_of(
+        plan, actions.CreatePod
+    )
     assert states(plan) == {"Created": "True"}
     plan = plan_job(job(status=plan.status), Observed(services=[service("train-scheduler-0")]), NOW)
-    assert [(a.role, a.index) for a in actions_of(plan, CreatePod)] == [("Scheduler", 0), ("Worker", 0), ("Worker", 1)]
-    assert not actions_of(plan, CreateService) and actions_of(plan, CreateSecret)
+    assert [(a.role, a.index) for a in actions_of(plan, actions.CreatePod)] == [("Scheduler", 0), ("Worker", 0), ("Worker", 1)]
+    assert not actions_of(plan, actions.CreateService) and actions_of(plan, actions.CreateSecret)
 
 
 def test_single_worker_gets_no_service() -> None:
     plan = plan_job(job(roles={"Worker": 1}), Observed(), NOW)
-    assert [(a.role, a.index) for a in actions_of(plan, CreatePod)] == [("Worker", 0)] and not actions_of(plan, CreateService)
+    assert [(a.role, a.index) for a in actions_of(plan, actions.CreatePod)] == [("Worker", 0)] and not actions_of(
+        plan, actions.CreateService
+    )
 
 
 def test_role_names_are_case_insensitive() -> None:
     plan = plan_job(job(roles={"worker": 1}), Observed(), NOW)
-    assert [a.role for a in actions_of(plan, CreatePod)] == ["Worker"]
+    assert [a.role for a in actions_of(plan, actions.CreatePod)] == ["Worker"]
 
 
 # -- success ---------------------------------------------------------------------------------------------------------
@@ -92,7 +82,7 @@ def test_succeeded_pod_is_not_recreated_after_garbage_collection() -> None:
     cluster.set_terminated("train-worker-0", 0)
     cluster.reconcile()
     del cluster.pods["train-worker-0"]
-    assert not actions_of(cluster.reconcile(), CreatePod)
+    assert not actions_of(cluster.reconcile(), actions.CreatePod)
     cluster.set_terminated("train-worker-1", 0)
     cluster.reconcile()
     assert "Succeeded" in cluster.conditions()
@@ -123,11 +113,11 @@ def test_pod_is_replaced_after_retryable_exit_code(code: int) -> None:
     cluster = FakeCluster(job(restart="ExitCode")).start()
     cluster.set_terminated("train-worker-1", code)
     plan = cluster.reconcile()
-    [deleted] = actions_of(plan, DeletePod)
+    [deleted] = actions_of(plan, actions.DeletePod)
     assert deleted.name == "train-worker-1" and deleted.uid == cluster.pods["train-worker-1"]["metadata"]["uid"]
     assert states(plan)["Restarting"] == "True" and states(plan)["Running"] == "False"
     del cluster.pods["train-worker-1"]
-    assert [(a.role, a.index) for a in actions_of(cluster.reconcile(), CreatePod)] == [("Worker", 1)]
+    assert [(a.role, a.index) for a in actions_of(cluster.reconcile(), actions.CreatePod)] == [("Worker", 1)]
     cluster.set_running("train-worker-1")
     plan = cluster.reconcile()
     assert states(plan)["Running"] == "True" and plan.status is not None and plan.status["restartsTotal"] == 1
@@ -145,7 +135,7 @@ def test_restart_is_counted_once_over_several_passes() -> None:
     cluster.set_terminated("train-worker-1", 137)
     for _ in range(3):
         plan = cluster.reconcile()
-        assert cluster.status["restarts"] == 1 and len(actions_of(plan, DeletePod)) == 1
+        assert cluster.status["restarts"] == 1 and len(actions_of(plan, actions.DeletePod)) == 1
 
 
 def test_backoff_limit_includes_replaced_pods() -> None:
@@ -225,21 +215,22 @@ def test_clean_pod_policy_selects_the_deleted_pods(policy: str, deleted: set[str
     cluster = FakeCluster(job(runPolicy={"cleanPodPolicy": policy})).start()
     cluster.set_terminated("train-worker-0", 0)
     plan = cluster.reconcile()
-    assert {a.name for a in actions_of(plan, DeletePod)} == deleted
-    assert bool(actions_of(plan, DeleteService)) == (policy != "None")
-    assert not actions_of(plan, TerminatePod)
+    assert {a.name for a in actions_of(plan, actions.DeletePod)} == deleted
+    assert bool(actions_of(plan, actions.DeleteService)) == (policy != "None")
+    assert not actions_of(plan, actions.TerminatePod)
 
 
 def test_clean_pod_policy_none_terminates_and_keeps_pods_of_a_failed_job() -> None:
     cluster = FakeCluster(job(runPolicy={"cleanPodPolicy": "None"})).start()
     cluster.set_terminated("train-worker-0", 1)
     plan = cluster.reconcile()
-    assert {a.name for a in actions_of(plan, TerminatePod)} == {"train-scheduler-0", "train-worker-1"} and not actions_of(
-        plan, DeletePod
-    )
+    assert {a.name for a in actions_of(plan, actions.TerminatePod)} == {
+        "train-scheduler-0",
+        "train-worker-1",
+    } and not actions_of(plan, actions.DeletePod)
     for name in ("train-scheduler-0", "train-worker-1"):
         cluster.pods[name]["spec"]["activeDeadlineSeconds"] = 1
-    assert not actions_of(cluster.reconcile(), TerminatePod)
+    assert not actions_of(cluster.reconcile(), actions.TerminatePod)
 
 
 def test_job_is_deleted_after_ttl() -> None:
@@ -247,9 +238,9 @@ def test_job_is_deleted_after_ttl() -> None:
     cluster.set_terminated("train-worker-0", 0)
     cluster.reconcile()
     plan = cluster.reconcile()
-    assert plan.requeue_after == pytest.approx(100, abs=1) and not actions_of(plan, DeleteJob)
+    assert plan.requeue_after == pytest.approx(100, abs=1) and not actions_of(plan, actions.DeleteJob)
     cluster.now += 101
-    assert actions_of(cluster.reconcile(), DeleteJob)
+    assert actions_of(cluster.reconcile(), actions.DeleteJob)
 
 
 def test_job_fails_after_active_deadline() -> None:
@@ -266,9 +257,13 @@ def test_finished_job_creates_no_pods() -> None:
     cluster.reconcile()
     cluster.pods.clear()
     plan = cluster.reconcile()
-    assert not actions_of(plan, CreatePod) and not actions_of(plan, CreateService) and "Succeeded" in cluster.conditions()
+    assert (
+        not actions_of(plan, actions.CreatePod)
+        and not actions_of(plan, actions.CreateService)
+        and "Succeeded" in cluster.conditions()
+    )
     cluster.job["spec"]["msReplicaSpecs"]["Worker"]["replicas"] = 5
-    assert not actions_of(cluster.reconcile(), CreatePod)
+    assert not actions_of(cluster.reconcile(), actions.CreatePod)
 
 
 def test_job_being_deleted_gets_no_actions() -> None:
@@ -315,10 +310,10 @@ def test_pod_on_lost_node_is_force_deleted_and_replaced() -> None:
     cluster.pods["train-worker-0"]["spec"]["nodeName"] = "n0"
     cluster.pods["train-worker-1"]["spec"]["nodeName"] = "n1"
     plan = cluster.reconcile()
-    assert not actions_of(plan, DeletePod) and plan.requeue_after == pytest.approx(60, abs=1)
+    assert not actions_of(plan, actions.DeletePod) and plan.requeue_after == pytest.approx(60, abs=1)
     cluster.now += 61
     plan = cluster.reconcile()
-    assert [(a.name, a.grace_period_s) for a in actions_of(plan, DeletePod)] == [("train-worker-0", 0)]
+    assert [(a.name, a.grace_period_s) for a in actions_of(plan, actions.DeletePod)] == [("train-worker-0", 0)]
     assert cluster.status["restarts"] == 1
 
 
@@ -329,7 +324,7 @@ def test_terminating_pod_on_lost_node_is_force_deleted() -> None:
         cluster.pods[name]["spec"].pop("nodeName", None)
     cluster.pods["train-worker-1"]["spec"]["nodeName"] = "n0"
     cluster.pods["train-worker-1"]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    assert ("train-worker-1", 0) in [(a.name, a.grace_period_s) for a in actions_of(cluster.reconcile(), DeletePod)]
+    assert ("train-worker-1", 0) in [(a.name, a.grace_period_s) for a in actions_of(cluster.reconcile(), actions.DeletePod)]
 
 
 # -- recovery --------------------------------------------------------------------------------------------------------
@@ -340,15 +335,15 @@ GRACE = {"fault-scheduling": "grace"}
 def test_recover_replaces_the_failed_pod_on_another_node() -> None:
     cluster = FakeCluster(job(labels=GRACE, annotations={"recover-strategy": "recover"})).start()
     assert (
-        SetLabel("process-recover-enable", "on")
+        actions.SetLabel("process-recover-enable", "on")
         in plan_job(job(labels=GRACE, annotations={"recover-strategy": "recover"}), Observed(), NOW).actions
     )
     cluster.pods["train-worker-0"]["spec"]["nodeName"] = "bad"
     cluster.set_terminated("train-worker-0", 1)
     plan = cluster.reconcile()
-    assert [a.name for a in actions_of(plan, DeletePod)] == ["train-worker-0"]
+    assert [a.name for a in actions_of(plan, actions.DeletePod)] == ["train-worker-0"]
     del cluster.pods["train-worker-0"]
-    [created] = actions_of(cluster.reconcile(), CreatePod)
+    [created] = actions_of(cluster.reconcile(), actions.CreatePod)
     assert (created.role, created.index, created.excluded_nodes) == ("Worker", 0, ("bad",))
     cluster.set_running("train-worker-0")
     cluster.pods["train-worker-0"]["spec"]["nodeName"] = "worse"
@@ -356,7 +351,7 @@ def test_recover_replaces_the_failed_pod_on_another_node() -> None:
     cluster.set_terminated("train-worker-0", 1)
     cluster.reconcile()
     del cluster.pods["train-worker-0"]
-    assert [a.excluded_nodes for a in actions_of(cluster.reconcile(), CreatePod)] == [
+    assert [a.excluded_nodes for a in actions_of(cluster.reconcile(), actions.CreatePod)] == [
         ("worse",)
     ]  # not "bad" as well, or soon no node would be left
 
@@ -379,14 +374,14 @@ def test_covey_run_pod_is_replaced_and_reported_gone_until_the_scheduler_drops_i
     cluster.scheduler_status = healing_scheduler(uid, "another")
     cluster.set_terminated("train-worker-1", 137)
     plan = cluster.reconcile()
-    assert [a.name for a in actions_of(plan, DeletePod)] == ["train-worker-1"]
-    gone = [ReportPodGone("train-worker-1", uid)]
-    assert actions_of(plan, ReportPodGone) == actions_of(cluster.reconcile(), ReportPodGone) == gone
+    assert [a.name for a in actions_of(plan, actions.DeletePod)] == ["train-worker-1"]
+    gone = [actions.ReportPodGone("train-worker-1", uid)]
+    assert actions_of(plan, actions.ReportPodGone) == actions_of(cluster.reconcile(), actions.ReportPodGone) == gone
     del cluster.pods["train-worker-1"]
     plan = cluster.reconcile()
-    assert actions_of(plan, ReportPodGone) and [a.index for a in actions_of(plan, CreatePod)] == [1]
+    assert actions_of(plan, actions.ReportPodGone) and [a.index for a in actions_of(plan, actions.CreatePod)] == [1]
     cluster.scheduler_status = healing_scheduler("another")
-    assert not actions_of(cluster.reconcile(), ReportPodGone)
+    assert not actions_of(cluster.reconcile(), actions.ReportPodGone)
 
 
 def test_deleted_pod_is_not_reported_gone_while_it_runs() -> None:
@@ -397,9 +392,9 @@ def test_deleted_pod_is_not_reported_gone_while_it_runs() -> None:
     cluster.pods["train-worker-1"]["spec"]["nodeName"], cluster.nodes = "n", {"n": unhealthy}
     cluster.scheduler_status = healing_scheduler(cluster.pods["train-worker-1"]["metadata"]["uid"])
     plan = cluster.reconcile()
-    assert actions_of(plan, DeletePod) and not actions_of(plan, ReportPodGone)
+    assert actions_of(plan, actions.DeletePod) and not actions_of(plan, actions.ReportPodGone)
     del cluster.pods["train-worker-1"]
-    assert actions_of(cluster.reconcile(), ReportPodGone)
+    assert actions_of(cluster.reconcile(), actions.ReportPodGone)
 
 
 @pytest.mark.parametrize(
@@ -417,8 +412,8 @@ def test_recover_restarts_all_pods_once_if_workers_do_not_wait(
     cluster.scheduler_status = healing_scheduler(cluster.pods[name]["metadata"]["uid"])
     cluster.set_terminated(name, code)
     plan = cluster.reconcile()
-    assert len(actions_of(plan, DeletePod)) == len(cluster.pods) and cluster.status["restarts"] == 1
-    assert why in events(plan)["MSJobRestarting"] and not actions_of(plan, ReportPodGone)
+    assert len(actions_of(plan, actions.DeletePod)) == len(cluster.pods) and cluster.status["restarts"] == 1
+    assert why in events(plan)["MSJobRestarting"] and not actions_of(plan, actions.ReportPodGone)
 
 
 def test_elastic_training_continues_without_a_pending_replacement() -> None:
@@ -428,12 +423,12 @@ def test_elastic_training_continues_without_a_pending_replacement() -> None:
     cluster.scheduler_status = SchedulerStatus(phase=Phase.READY, has_finished_step=True, workers=both)
     cluster.set_terminated("train-worker-1", 137)
     plan = cluster.reconcile()
-    assert [a.name for a in actions_of(plan, DeletePod)] == ["train-worker-1"] and "without it" in events(plan)[
+    assert [a.name for a in actions_of(plan, actions.DeletePod)] == ["train-worker-1"] and "without it" in events(plan)[
         "MSJobRestarting"
     ]
     del cluster.pods["train-worker-1"]
     plan = cluster.reconcile()
-    assert [a.excluded_nodes for a in actions_of(plan, CreatePod)] == [()], "no node is excluded"
+    assert [a.excluded_nodes for a in actions_of(plan, actions.CreatePod)] == [()], "no node is excluded"
     cluster.apply(plan)
     cluster.scheduler_status = SchedulerStatus(phase=Phase.READY, has_finished_step=True, workers={"0": "train-worker-0"})
     plan = cluster.reconcile()
@@ -466,7 +461,7 @@ def test_elastic_training_times_out_if_the_remaining_workers_do_not_train() -> N
 def test_recover_restarts_all_covey_run_pods_without_scheduler_status() -> None:
     cluster = covey_run()
     cluster.set_terminated("train-worker-0", 137)
-    assert len(actions_of(cluster.reconcile(), DeletePod)) == 3 and cluster.status["restarts"] == 1
+    assert len(actions_of(cluster.reconcile(), actions.DeletePod)) == 3 and cluster.status["restarts"] == 1
     for name in ("train-scheduler-0", "train-worker-1"):  # consequential failures are not counted
         cluster.set_terminated(name, 30)
     cluster.reconcile()
@@ -485,10 +480,10 @@ def test_fault_scheduling_alone_restarts_all_pods() -> None:
     cluster = FakeCluster(job(labels={**GRACE, "fault-retry-times": "1"})).start()
     cluster.set_terminated("train-worker-1", 1)
     plan = cluster.reconcile()
-    assert {a.name for a in actions_of(plan, DeletePod)} == {"train-scheduler-0", "train-worker-0", "train-worker-1"}
+    assert {a.name for a in actions_of(plan, actions.DeletePod)} == {"train-scheduler-0", "train-worker-0", "train-worker-1"}
     assert cluster.status["restarts"] == 1
     cluster.pods.clear()
-    assert len(actions_of(cluster.reconcile(), CreatePod)) == 3
+    assert len(actions_of(cluster.reconcile(), actions.CreatePod)) == 3
     for name in ("train-scheduler-0", "train-worker-0", "train-worker-1"):
         cluster.set_running(name)
     cluster.reconcile()
@@ -499,13 +494,13 @@ def test_fault_scheduling_alone_restarts_all_pods() -> None:
 def test_pod_rescheduling_replaces_only_the_failed_pod() -> None:
     cluster = FakeCluster(job(labels={**GRACE, "fault-retry-times": "2", "pod-rescheduling": "on"})).start()
     cluster.set_terminated("train-worker-1", 1)
-    assert [a.name for a in actions_of(cluster.reconcile(), DeletePod)] == ["train-worker-1"]
+    assert [a.name for a in actions_of(cluster.reconcile(), actions.DeletePod)] == ["train-worker-1"]
 
 
 def test_fault_scheduling_force_deletes_without_grace_period() -> None:
     cluster = FakeCluster(job(labels={"fault-scheduling": "force", "fault-retry-times": "2", "pod-rescheduling": "on"})).start()
     cluster.set_terminated("train-worker-1", 1)
-    assert [a.grace_period_s for a in actions_of(cluster.reconcile(), DeletePod)] == [0]
+    assert [a.grace_period_s for a in actions_of(cluster.reconcile(), actions.DeletePod)] == [0]
 
 
 def test_overdue_replacement_restarts_all_pods_once_then_fails_the_job() -> None:
@@ -519,7 +514,9 @@ def test_overdue_replacement_restarts_all_pods_once_then_fails_the_job() -> None
     cluster.pods["train-worker-0"] = pod("train-worker-0", uid="new", phase="Pending")
     cluster.now += 31
     plan = cluster.reconcile()
-    assert "RescheduleTimeout" in events(plan) and len(actions_of(plan, DeletePod)) == 3 and "Failed" not in states(plan)
+    assert (
+        "RescheduleTimeout" in events(plan) and len(actions_of(plan, actions.DeletePod)) == 3 and "Failed" not in states(plan)
+    )
     cluster.pods.clear()
     cluster.reconcile()
     cluster.now += 31
@@ -533,13 +530,17 @@ def test_suspend_deletes_all_pods_and_resume_creates_them() -> None:
     cluster = FakeCluster(job()).start()
     cluster.job["spec"]["runPolicy"] = {"suspend": True}
     plan = cluster.reconcile()
-    assert len(actions_of(plan, DeletePod)) == 3 and states(plan)["Suspended"] == "True" and states(plan)["Running"] == "False"
+    assert (
+        len(actions_of(plan, actions.DeletePod)) == 3
+        and states(plan)["Suspended"] == "True"
+        and states(plan)["Running"] == "False"
+    )
     cluster.pods.clear()
     cluster.reconcile()
     cluster.job["spec"]["runPolicy"] = {"suspend": False}
     plan = cluster.reconcile()
     assert (
-        len(actions_of(plan, CreatePod)) == 3
+        len(actions_of(plan, actions.CreatePod)) == 3
         and states(plan)["Suspended"] == "False"
         and cluster.status.get("restarts", 0) == 0
     )
@@ -556,28 +557,30 @@ def test_outcome_of_a_pod_from_before_a_suspension_is_ignored(code: int) -> None
     cluster = FakeCluster(job()).start()
     cluster.job["spec"]["runPolicy"] = {"suspend": True}
     cluster.now += 5
-    assert len(actions_of(cluster.reconcile(), DeletePod)) == 3 and cluster.status["state"] == "Suspended"
+    assert len(actions_of(cluster.reconcile(), actions.DeletePod)) == 3 and cluster.status["state"] == "Suspended"
     cluster.job["spec"]["runPolicy"] = {"suspend": False}
     cluster.now += 5
     for name in cluster.pods:
         set_deleted(cluster, name, code)
     plan = cluster.reconcile()
     assert cluster.conditions() == {"Created"} and cluster.status["state"] == "Created"
-    assert not actions_of(plan, CreatePod), "the old pods still exist"
+    assert not actions_of(plan, actions.CreatePod), "the old pods still exist"
     del cluster.pods["train-worker-0"]
-    assert [(a.role, a.index) for a in actions_of(cluster.reconcile(), CreatePod)] == [("Worker", 0)]
+    assert [(a.role, a.index) for a in actions_of(cluster.reconcile(), actions.CreatePod)] == [("Worker", 0)]
 
 
 def test_success_of_a_replaced_pod_is_ignored() -> None:
     """Many scripts exit with 0 on SIGTERM."""
     cluster = FakeCluster(job(labels=GRACE)).start()
     cluster.pods["train-worker-1"]["status"] = {"phase": "Failed", "reason": "Evicted"}
-    assert len(actions_of(cluster.reconcile(), DeletePod)) == 3, "all pods restart"
+    assert len(actions_of(cluster.reconcile(), actions.DeletePod)) == 3, "all pods restart"
     set_deleted(cluster, "train-worker-0", 0)
     cluster.reconcile()
     assert "finished" not in cluster.status and "Succeeded" not in cluster.conditions()
     del cluster.pods["train-worker-0"]["metadata"]["deletionTimestamp"]
-    assert "train-worker-0" in {a.name for a in actions_of(cluster.reconcile(), DeletePod)}, "the recorded deletion is repeated"
+    assert "train-worker-0" in {a.name for a in actions_of(cluster.reconcile(), actions.DeletePod)}, (
+        "the recorded deletion is repeated"
+    )
 
 
 def test_failure_of_a_deleted_pod_is_not_counted_as_fault() -> None:
@@ -590,18 +593,18 @@ def test_failure_of_a_deleted_pod_is_not_counted_as_fault() -> None:
 def test_dynamic_workers_are_resized_immediately() -> None:
     cluster = FakeCluster(job(enableDynamicWorker=True)).start()
     cluster.job["spec"]["msReplicaSpecs"]["Worker"]["replicas"] = 3
-    assert [(a.role, a.index) for a in actions_of(cluster.reconcile(), CreatePod)] == [("Worker", 2)]
+    assert [(a.role, a.index) for a in actions_of(cluster.reconcile(), actions.CreatePod)] == [("Worker", 2)]
     cluster.set_running("train-worker-2")
     cluster.job["spec"]["msReplicaSpecs"]["Worker"]["replicas"] = 1
-    assert {a.name for a in actions_of(cluster.reconcile(), DeletePod)} == {"train-worker-1", "train-worker-2"}
+    assert {a.name for a in actions_of(cluster.reconcile(), actions.DeletePod)} == {"train-worker-1", "train-worker-2"}
 
 
 def test_pending_job_recreates_all_pods_with_the_new_number() -> None:
     cluster = FakeCluster(job()).start(phase="Pending")
     cluster.job["spec"]["msReplicaSpecs"]["Worker"]["replicas"] = 3
-    assert len(actions_of(cluster.reconcile(), DeletePod)) == 3
+    assert len(actions_of(cluster.reconcile(), actions.DeletePod)) == 3
     cluster.pods.clear()
-    created = actions_of(cluster.reconcile(), CreatePod)
+    created = actions_of(cluster.reconcile(), actions.CreatePod)
     assert len(created) == 4 and created[0].world == {"Scheduler": 1, "Worker": 3}
 
 
@@ -609,14 +612,14 @@ def test_orphans_are_adopted_and_foreign_pods_ignored() -> None:
     orphan, foreign = pod("train-worker-0", owner=""), pod("train-worker-1", owner="another")
     observed = Observed(pods=[orphan, foreign], services=[service("train-scheduler-0", owner="")])
     plan = plan_job(job(), observed, NOW)
-    assert {a.name for a in actions_of(plan, AdoptOrphan)} == {"train-worker-0", "train-scheduler-0"}
-    assert [a.role for a in actions_of(plan, CreatePod)] == ["Scheduler"] and "NameTaken" in events(plan)
-    assert not actions_of(plan, DeletePod)
+    assert {a.name for a in actions_of(plan, actions.AdoptOrphan)} == {"train-worker-0", "train-scheduler-0"}
+    assert [a.role for a in actions_of(plan, actions.CreatePod)] == ["Scheduler"] and "NameTaken" in events(plan)
+    assert not actions_of(plan, actions.DeletePod)
 
 
 def test_pod_group_is_created_with_a_gang_scheduler() -> None:
     plan = plan_job(job(runPolicy={"schedulingPolicy": {"queue": "big"}}), Observed(uses_pod_groups=True), NOW)
-    assert actions_of(plan, CreatePodGroup) == [CreatePodGroup(3, {"queue": "big"})]
+    assert actions_of(plan, actions.CreatePodGroup) == [actions.CreatePodGroup(3, {"queue": "big"})]
 
 
 def test_pod_group_of_an_earlier_job_of_the_same_name_is_ignored() -> None:
@@ -625,7 +628,7 @@ def test_pod_group_of_an_earlier_job_of_the_same_name_is_ignored() -> None:
     services = [service("train-scheduler-0")]
     for group, expected in ((None, 1), (service("train", owner="another"), 1), (service("train"), 0)):
         plan = plan_job(job(), Observed(uses_pod_groups=True, pods=pods, services=services, pod_group=group), NOW)
-        assert len(actions_of(plan, CreatePodGroup)) == expected and not actions_of(plan, CreatePod)
+        assert len(actions_of(plan, actions.CreatePodGroup)) == expected and not actions_of(plan, actions.CreatePod)
 
 
 # -- invalid jobs ----------------------------------------------------------------------------------------------------
@@ -672,19 +675,19 @@ def test_unhealthy_node_is_ignored_with_strategy_ignore() -> None:
 def test_grace_exit_replaces_the_pods_of_an_unhealthy_node() -> None:
     cluster = on_unhealthy_node("graceExit", annotations={"recover-strategy": "recover"})
     plan = cluster.reconcile()
-    assert [(a.name, a.grace_period_s) for a in actions_of(plan, DeletePod)] == [("train-worker-1", None)]
+    assert [(a.name, a.grace_period_s) for a in actions_of(plan, actions.DeletePod)] == [("train-worker-1", None)]
     assert "on the unhealthy node bad (KernelDeadlock)" in events(plan)["MSJobRestarting"]
     cluster.apply(plan)
-    assert [a.excluded_nodes for a in actions_of(cluster.reconcile(), CreatePod)] == [("bad",)]
+    assert [a.excluded_nodes for a in actions_of(cluster.reconcile(), actions.CreatePod)] == [("bad",)]
     assert "faults" not in cluster.status, "an unhealthy node is not a fault of the program"
 
 
 def test_force_exit_restarts_all_pods_without_grace_period_on_other_nodes() -> None:
     cluster = on_unhealthy_node("forceExit")
     plan = cluster.reconcile()
-    assert {(a.name, a.grace_period_s) for a in actions_of(plan, DeletePod)} == {(name, 0) for name in cluster.pods}
+    assert {(a.name, a.grace_period_s) for a in actions_of(plan, actions.DeletePod)} == {(name, 0) for name in cluster.pods}
     cluster.apply(plan)
-    assert {a.excluded_nodes for a in actions_of(cluster.reconcile(), CreatePod)} == {("bad",)}
+    assert {a.excluded_nodes for a in actions_of(cluster.reconcile(), actions.CreatePod)} == {("bad",)}
 
 
 def test_hot_switch_is_remarked_and_unknown_strategy_is_invalid() -> None:

@@ -332,7 +332,7 @@ def test_device_raises_peer_error_for_reply_of_other_protocol() -> None:
 THREADS = """
 import importlib, sys, threading
 import numpy as np
-from covey.federated.device import client as device; from covey.federated import device_protocol
+from covey.federated.device import client as device; from covey.federated import device_protocol as protocol
 
 sys.setswitchinterval(1e-6)
 

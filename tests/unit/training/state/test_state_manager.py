@@ -33,15 +33,15 @@ class Rank:
         self.cursor = DataCursor(Data(TensorDataset(torch.zeros(16, 2)), 2), epochs=1, steps=None, accumulate=1, seed=0)
         self.cursor.start_at_rank(self.group, self.group.collectives)
         served = ServedParameters(self.model, self.optimizer, self.group)
-        self.handover = StateManager(self.state, self.cursor, served, None, self.group, self.group.collectives, None)
+        self.manager = StateManager(self.state, self.cursor, served, None, self.group, self.group.collectives, None)
 
     def start(self) -> None:
-        self.handover.take_initial_state(NO_TENSORS)
+        self.manager.take_initial_state(NO_TENSORS)
 
     def step_optimizer(self) -> None:
         self.model.weight.grad = torch.ones_like(self.model.weight)
         self.optimizer.step()
-        self.handover.on_optimizer_stepped()
+        self.manager.on_optimizer_stepped()
 
     def wait_in_collective(self, value: float) -> float:
         assert self.group.collectives is not None
@@ -76,7 +76,7 @@ def replace_last(cluster: ThreadedCluster, transport: Transport, survivor: Rank,
 def test_fresh_start_copies_the_parameters_of_rank_0_to_all_ranks() -> None:
     first, second = start_ranks(ThreadedCluster(2), MemoryTransport())
     assert first.weights == second.weights == [1.0, 1.0]
-    assert first.handover.has_state and not first.handover.is_replacement
+    assert first.manager.has_state and not first.manager.is_replacement
 
 
 def test_rank_without_a_group_starts_alone() -> None:
@@ -95,7 +95,7 @@ def test_replacement_continues_from_the_step_boundary_of_the_donor() -> None:
     survivor.group.collectives.begin_step(1)
     survivor.state.snapshot_boundary()
     rank, thread = replace_last(cluster, transport, survivor, results)
-    assert rank.handover.is_replacement and not rank.handover.replaying
+    assert rank.manager.is_replacement and not rank.manager.replaying
     assert (rank.cursor.step, rank.weights) == (1, survivor.weights)
     assert rank.group.collectives is not None
     rank.group.collectives.begin_step(1)
@@ -111,14 +111,14 @@ def test_replacement_replays_a_step_whose_optimizer_the_donor_has_run() -> None:
     survivor.group.collectives.begin_step(0)
     survivor.step_optimizer()
     rank, thread = replace_last(cluster, transport, survivor, results)
-    assert rank.handover.replaying
+    assert rank.manager.replaying
     assert rank.group.collectives is not None
     rank.group.collectives.begin_step(0)
     rank.step_optimizer()
     assert rank.weights == survivor.weights, "the donor's update replaces the rank's own"
     assert rank.wait_in_collective(2.0) == 3.0
     thread.join()
-    assert not rank.handover.replaying, "replay ends before the first collective with other ranks"
+    assert not rank.manager.replaying, "replay ends before the first collective with other ranks"
 
 
 def test_changes_of_the_script_before_its_first_batch_are_undone_in_a_replacement() -> None:
@@ -126,7 +126,7 @@ def test_changes_of_the_script_before_its_first_batch_are_undone_in_a_replacemen
     survivor, _ = start_ranks(cluster, transport)
     rank, thread = replace_last(cluster, transport, survivor, results)
     rank.optimizer.param_groups[0]["lr"] = 5.0
-    rank.handover.undo_script_changes()
+    rank.manager.undo_script_changes()
     assert rank.optimizer.param_groups[0]["lr"] == 0.1
     rank.wait_in_collective(0.0)
     thread.join()

@@ -5,19 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from covey.core.federated.secagg.messages import (
-    ClientList,
-    ExchangeKeys,
-    GetClientList,
-    GetKeys,
-    GetSecrets,
-    KeyList,
-    ReconstructSecrets,
-    SecaggPhase,
-    SecaggVerdict,
-    ShareList,
-    ShareSecrets,
-)
+from covey.core.federated.secagg import messages
 from covey.core.federated.secagg.protocol import SecaggOutcome, SecaggRound
 from covey.federated.privacy import fixed_point_ring
 from covey.federated.privacy.fixed_point_ring import DeviceMetrics, Words
@@ -54,21 +42,24 @@ class SecaggSimulation:
     def keys(self, names: list[str]) -> None:
         for name in names:
             one = self.sessions[name]
-            assert self.request(ExchangeKeys, name, c_pk=one.c_pk, s_pk=one.s_pk).verdict is SecaggVerdict.ACCEPTED
+            assert (
+                self.request(messages.ExchangeKeys, name, c_pk=one.c_pk, s_pk=one.s_pk).verdict
+                is messages.SecaggVerdict.ACCEPTED
+            )
         self._wait()
 
     def shares(self, names: list[str]) -> None:
         for name in names:
-            keys = self.request(GetKeys, name).payload
-            assert isinstance(keys, KeyList)
+            keys = self.request(messages.GetKeys, name).payload
+            assert isinstance(keys, messages.KeyList)
             shares = self.sessions[name].make_shares(keys)
-            assert self.request(ShareSecrets, name, encrypted_shares=shares).verdict is SecaggVerdict.ACCEPTED
+            assert self.request(messages.ShareSecrets, name, encrypted_shares=shares).verdict is messages.SecaggVerdict.ACCEPTED
         self._wait()
 
     def upload(self, names: list[str]) -> None:
         for name in names:
-            shares = self.request(GetSecrets, name).payload
-            assert isinstance(shares, ShareList)
+            shares = self.request(messages.GetSecrets, name).payload
+            assert isinstance(shares, messages.ShareList)
             one = self.sessions[name]
             one.accept_shares(shares)
             words = fixed_point_ring.encode_update(
@@ -81,17 +72,17 @@ class SecaggSimulation:
 
     def reveal(self, names: list[str]) -> None:
         for name in names:
-            listed = self.request(GetClientList, name).payload
-            assert isinstance(listed, ClientList)
+            listed = self.request(messages.GetClientList, name).payload
+            assert isinstance(listed, messages.ClientList)
             shares = self.sessions[name].reveal_shares(listed.clients)
-            verdict = self.request(ReconstructSecrets, name, reconstruct_secret_shares=shares).verdict
-            assert verdict is SecaggVerdict.ACCEPTED
+            verdict = self.request(messages.ReconstructSecrets, name, reconstruct_secret_shares=shares).verdict
+            assert verdict is messages.SecaggVerdict.ACCEPTED
         self._wait()
 
     def _wait(self) -> None:
         """Advance the clock past the window, and tick unless all devices completed the phase."""
         self.now += 11.0
-        if self.round.phase is self._phase or self.round.phase is SecaggPhase.UNMASKING:
+        if self.round.phase is self._phase or self.round.phase is messages.SecaggPhase.UNMASKING:
             self.round.tick(self.now)
         self._phase = self.round.phase
 

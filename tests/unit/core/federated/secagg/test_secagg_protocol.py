@@ -12,23 +12,7 @@ from hypothesis import strategies as st
 from tests.documents import ROOT
 from tests.unit.core.federated.secagg.secure_devices import REACH, SecaggSimulation
 
-from covey.core.federated.secagg import neighbor_graph, shamir
-from covey.core.federated.secagg.messages import (
-    ExchangeKeys,
-    GetClientList,
-    GetKeys,
-    GetListSign,
-    GetSecrets,
-    KeyList,
-    PlainShare,
-    PushListSign,
-    ReconstructSecrets,
-    RemoteKeys,
-    SecaggPhase,
-    SecaggVerdict,
-    ShareSecrets,
-    SignatureList,
-)
+from covey.core.federated.secagg import messages, neighbor_graph, shamir
 from covey.core.federated.secagg.protocol import SecaggRound
 from covey.errors import PeerError, UsageError
 from covey.federated.privacy import fixed_point_ring, secagg_masks
@@ -164,21 +148,24 @@ def test_session_refuses_unsafe_lists_and_thresholds() -> None:
     for wrong in (3, 7):
         with pytest.raises(PeerError, match="expected more than half"):
             SecaggSession("device-0").make_shares(
-                KeyList("s", keys.index, wrong, keys.devices, keys.samples, keys.remote_publickeys)
+                messages.KeyList("s", keys.index, wrong, keys.devices, keys.samples, keys.remote_publickeys)
             )
-    low = (*keys.remote_publickeys[:4], RemoteKeys("x", 9, bytes(32), bytes(32)))  # a low-order point is not a valid key
+    low = (
+        *keys.remote_publickeys[:4],
+        messages.RemoteKeys("x", 9, bytes(32), bytes(32)),
+    )  # a low-order point is not a valid key
     with pytest.raises(PeerError, match="the keys of x are invalid"):
-        SecaggSession("device-0").make_shares(KeyList("s", keys.index, 4, keys.devices, keys.samples, low))
-    twice = (*keys.remote_publickeys[:4], RemoteKeys("device-0", 1, one.c_pk, one.s_pk))
+        SecaggSession("device-0").make_shares(messages.KeyList("s", keys.index, 4, keys.devices, keys.samples, low))
+    twice = (*keys.remote_publickeys[:4], messages.RemoteKeys("device-0", 1, one.c_pk, one.s_pk))
     with pytest.raises(PeerError, match="twice"):
-        SecaggSession("device-0").make_shares(KeyList("s", keys.index, 4, keys.devices, keys.samples, twice))
+        SecaggSession("device-0").make_shares(messages.KeyList("s", keys.index, 4, keys.devices, keys.samples, twice))
 
 
 def test_sealed_shares_open_only_for_receiver_and_unmodified() -> None:
     sim = SecaggSimulation(4)
     sim.keys(sim.names)
     sim.shares(sim.names)
-    shares = sim.request(GetSecrets, "device-1").payload
+    shares = sim.request(messages.GetSecrets, "device-1").payload
     with pytest.raises(PeerError, match="were not made by it"):
         sim.sessions["device-2"].accept_shares(shares)  # type: ignore[arg-type]
     a, b = bytes(range(32)), bytes(range(32, 64))
@@ -201,7 +188,7 @@ def test_uploader_list_is_fixed_and_resumed_round_continues_from_it() -> None:
     assert kept is not None
     sim.round = SecaggRound.resume(kept, 10.0, sim.now)
     assert sim.round.fix_uploaders(set(sim.names[1:]), sim.now) == kept and not sim.round.failure_reason
-    assert sim.request(GetKeys, sim.names[0]).verdict is SecaggVerdict.LATE, "a resumed round has no keys"
+    assert sim.request(messages.GetKeys, sim.names[0]).verdict is messages.SecaggVerdict.LATE, "a resumed round has no keys"
     sim.reveal(sim.names[1:])
     assert np.array_equal(sim.unmasked(), sim.plain)
     other = SecaggRound.resume(kept, 10.0, sim.now)
@@ -211,35 +198,41 @@ def test_uploader_list_is_fixed_and_resumed_round_continues_from_it() -> None:
 
 def test_requests_out_of_order_or_of_unknown_devices_are_rejected() -> None:
     sim = SecaggSimulation(4)
-    assert sim.request(GetSecrets, "device-0").verdict is SecaggVerdict.WAIT
+    assert sim.request(messages.GetSecrets, "device-0").verdict is messages.SecaggVerdict.WAIT
     sim.keys(sim.names)
-    assert sim.request(ShareSecrets, "device-0", encrypted_shares=()).verdict is SecaggVerdict.INVALID
+    assert sim.request(messages.ShareSecrets, "device-0", encrypted_shares=()).verdict is messages.SecaggVerdict.INVALID
     sim.shares(sim.names[1:])
-    assert sim.request(ShareSecrets, "device-0", encrypted_shares=()).verdict is SecaggVerdict.LATE
-    assert sim.request(GetSecrets, "device-0").verdict is SecaggVerdict.LATE
-    assert sim.request(ReconstructSecrets, "device-1", reconstruct_secret_shares=()).verdict is SecaggVerdict.INVALID
+    assert sim.request(messages.ShareSecrets, "device-0", encrypted_shares=()).verdict is messages.SecaggVerdict.LATE
+    assert sim.request(messages.GetSecrets, "device-0").verdict is messages.SecaggVerdict.LATE
+    assert (
+        sim.request(messages.ReconstructSecrets, "device-1", reconstruct_secret_shares=()).verdict
+        is messages.SecaggVerdict.INVALID
+    )
     sim.upload(sim.names[1:])
-    share = (PlainShare("device-1", bytes(33)),)
-    assert sim.request(ReconstructSecrets, "device-1", reconstruct_secret_shares=share).verdict is SecaggVerdict.INVALID
+    share = (messages.PlainShare("device-1", bytes(33)),)
+    assert (
+        sim.request(messages.ReconstructSecrets, "device-1", reconstruct_secret_shares=share).verdict
+        is messages.SecaggVerdict.INVALID
+    )
     sim.sizes["unknown"] = 1
-    assert sim.request(GetSecrets, "unknown").verdict is SecaggVerdict.LATE
+    assert sim.request(messages.GetSecrets, "unknown").verdict is messages.SecaggVerdict.LATE
 
 
 def test_only_listed_devices_sign_and_signatures_are_sent_when_enough() -> None:
     sim = SecaggSimulation(4)
     sim.keys(sim.names)
     sim.shares(sim.names)
-    assert sim.request(GetClientList, "device-1").verdict is SecaggVerdict.WAIT
-    assert sim.request(PushListSign, "device-1", signature=b"early").verdict is SecaggVerdict.INVALID
+    assert sim.request(messages.GetClientList, "device-1").verdict is messages.SecaggVerdict.WAIT
+    assert sim.request(messages.PushListSign, "device-1", signature=b"early").verdict is messages.SecaggVerdict.INVALID
     sim.upload(sim.names[1:])
-    assert sim.request(GetClientList, "device-0").verdict is SecaggVerdict.LATE
-    assert sim.request(PushListSign, "device-0", signature=b"not on it").verdict is SecaggVerdict.INVALID
+    assert sim.request(messages.GetClientList, "device-0").verdict is messages.SecaggVerdict.LATE
+    assert sim.request(messages.PushListSign, "device-0", signature=b"not on it").verdict is messages.SecaggVerdict.INVALID
     needed = sim.round._shares_needed
     for name in sim.names[1:needed]:
-        assert sim.request(PushListSign, name, signature=name.encode()).verdict is SecaggVerdict.ACCEPTED
-    assert sim.request(GetListSign, "device-1").verdict is SecaggVerdict.WAIT, "one signature is missing"
-    said = sim.request(GetListSign, sim.names[needed], signature=b"the last")
-    assert isinstance(said.payload, SignatureList) and len(said.payload.client_list_sign) == needed
+        assert sim.request(messages.PushListSign, name, signature=name.encode()).verdict is messages.SecaggVerdict.ACCEPTED
+    assert sim.request(messages.GetListSign, "device-1").verdict is messages.SecaggVerdict.WAIT, "one signature is missing"
+    said = sim.request(messages.GetListSign, sim.names[needed], signature=b"the last")
+    assert isinstance(said.payload, messages.SignatureList) and len(said.payload.client_list_sign) == needed
 
 
 def test_round_fails_with_too_few_keys_shares_or_updates() -> None:
@@ -247,7 +240,7 @@ def test_round_fails_with_too_few_keys_shares_or_updates() -> None:
     few.keys(few.names[:2])
     assert few.round.failure_reason == "2 devices sent keys within 10 s, and 3 are needed"
     late = SecaggSimulation(4)
-    assert late.request(ShareSecrets, "device-0", encrypted_shares=()).verdict is SecaggVerdict.INVALID, (
+    assert late.request(messages.ShareSecrets, "device-0", encrypted_shares=()).verdict is messages.SecaggVerdict.INVALID, (
         "shares must follow the key exchange"
     )
     late.keys(late.names)
@@ -273,21 +266,26 @@ def test_invalid_revealed_share_fails_round() -> None:
     sim.upload(sim.names)
     for number, name in enumerate(sim.names):
         told = sim.sessions[name].reveal_shares(sim.round.uploaders.clients)  # type: ignore[union-attr]
-        wrong = tuple(PlainShare(one.fl_id, b"\xff" * 33) for one in told) if number == 2 else told
-        assert sim.request(ReconstructSecrets, name, reconstruct_secret_shares=wrong).verdict is SecaggVerdict.ACCEPTED
+        wrong = tuple(messages.PlainShare(one.fl_id, b"\xff" * 33) for one in told) if number == 2 else told
+        assert (
+            sim.request(messages.ReconstructSecrets, name, reconstruct_secret_shares=wrong).verdict
+            is messages.SecaggVerdict.ACCEPTED
+        )
     assert sim.round.failure_reason == "the secret of a device cannot be reconstructed: a share is not an element of the field"
 
 
 def test_restarted_device_may_replace_keys_until_key_exchange_ends() -> None:
     sim = SecaggSimulation(3)
     sim.keys(sim.names[:2])
-    sim.round.phase = SecaggPhase.KEYS  # as if its window had not ended
+    sim.round.phase = messages.SecaggPhase.KEYS  # as if its window had not ended
     sim.sessions["device-0"] = SecaggSession("device-0")
     sim.keys([*sim.names[:1], *sim.names[2:]])
     given = sim.round._build_key_list("device-1").remote_publickeys
     assert sim.sessions["device-0"].s_pk in {one.s_pk for one in given} and len(given) == 2
     again = SecaggSession("device-0")
-    assert sim.request(ExchangeKeys, "device-0", c_pk=again.c_pk, s_pk=again.s_pk).verdict is SecaggVerdict.LATE
+    assert (
+        sim.request(messages.ExchangeKeys, "device-0", c_pk=again.c_pk, s_pk=again.s_pk).verdict is messages.SecaggVerdict.LATE
+    )
 
 
 def test_unmasking_with_wrong_key_of_dropped_device_raises() -> None:
