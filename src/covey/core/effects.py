@@ -1,7 +1,7 @@
-"""Effects: the outputs of the state machines, named in the imperative.
+"""Effects: the outputs of the scheduler's and the node's state machine, named in the imperative.
 
-The order is a contract. Effects are carried out in the order given, and a `Persist` must be durable before any later effect is
-carried out. A runtime may group consecutive writes of one turn of its loop, but never moves a write behind a send.
+The order is a contract. A runtime carries effects out in the order given, and a `Persist` must be durable before any later
+effect is carried out. A runtime may write records earlier: before all other effects of the same turn of its loop.
 """
 
 from __future__ import annotations
@@ -23,31 +23,34 @@ class Level(StrEnum):
 
     @classmethod
     def from_exit_code(cls, code: int) -> Level:
-        """Return the level of an event about a process that ended with this exit code: a warning unless it is 0."""
+        """Return the level of an event about the end of a process or run: NOTE if the exit code is 0, else WARNING."""
         return cls.WARNING if code else cls.NOTE
 
 
 class Persist(msgspec.Struct, frozen=True):
-    """Make the record durable before the next effect is carried out."""
+    """Scheduler only: write the record to the journal, durably, before the next effect. No effect if there is no journal."""
 
     record: Record
 
 
 class Send(msgspec.Struct, frozen=True):
-    """Send a message over a connection. A node has one connection, to the scheduler."""
+    """Send a message over a connection, or drop it if the connection is not open. A node has one, with the number 0."""
 
     message: Any  # FromScheduler at the scheduler, FromNode at a node
     connection: int = 0
 
 
 class Close(msgspec.Struct, frozen=True):
-    """Close a connection after all messages queued on it were sent."""
+    """Close a connection after the messages queued on it were sent. A node has one, with the number 0."""
 
     connection: int = 0
 
 
 class PublishEvent(msgspec.Struct, frozen=True):
-    """Add an event to the log, the journal's event log and the console, with the same text in all of them."""
+    """Write an event to the process log. A scheduler also adds it to the event log, and to the journal if there is one.
+
+    `node` is a node's name, such as "worker:1", or "cluster"; `what` is a keyword, such as "died"; `reason` is for people.
+    """
 
     node: str
     what: str
@@ -57,7 +60,7 @@ class PublishEvent(msgspec.Struct, frozen=True):
 
 
 class EndCluster(msgspec.Struct, frozen=True):
-    """End the scheduler with this exit code after its connections are closed."""
+    """Scheduler only: end with this exit code, once members and agents have disconnected or a grace period is over."""
 
     code: int
     reason: str
@@ -65,25 +68,25 @@ class EndCluster(msgspec.Struct, frozen=True):
 
 
 class Connect(msgspec.Struct, frozen=True):
-    """Node only: make one attempt to connect to the scheduler."""
+    """Node only: make one attempt to connect to the scheduler or a standby; an event follows with the result."""
 
 
 class SendHeartbeat(msgspec.Struct, frozen=True):
-    """Node only: send a `Heartbeat` with the current progress."""
+    """Node only: send a heartbeat with the current progress: `Heartbeat`, or `RelayedHeartbeats` if the node is an agent."""
 
 
 class Deliver(msgspec.Struct, frozen=True):
-    """Node only: hand a message to the program: a rank, a rendezvous value, a new generation, or an agent's children."""
+    """Node only: pass a message of the scheduler to the worker, parameter server, spare or agent that this node is."""
 
     message: FromScheduler
 
 
 class EndMembership(msgspec.Struct, frozen=True):
-    """Node only: end the membership. Code 0: the node left on its own request."""
+    """Node only: the membership has ended, for `reason`. `code` is the exit code for the process."""
 
     code: int
     reason: str
-    message: FromScheduler | None = None
+    message: FromScheduler | None = None  # the `ClusterEnded` that ended it; None: another cause
 
 
 SchedulerEffect = Persist | Send | Close | PublishEvent | EndCluster

@@ -1,4 +1,4 @@
-"""Event log of a cluster: the newest `EVENTS_MAX` published events, in order."""
+"""Event log: the newest `EVENTS_MAX` published events of a cluster or of the operator, oldest first."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EVENT_SPACING_S: Final = 1e-6  # least difference of two times, so that a time i
 
 
 class Event(msgspec.Struct, frozen=True):
-    """One event. `at` is wall-clock time in seconds and strictly increases from event to event."""
+    """One event. `at` is the time in seconds since 1970 and strictly increases from event to event."""
 
     at: float
     node: str
@@ -33,30 +33,30 @@ EventRow = tuple[float, str, str, str, str, str]  # the fields of an `Event` as 
 
 
 def event_row(event: Event) -> EventRow:
-    """Return the event as a row of a journal."""
+    """Return the fields of the event in the form that journals store; "" for no outcome."""
     return event.at, event.node, event.what, event.reason, str(event.level), str(event.outcome or "")
 
 
 class EventLog:
-    """The newest `EVENTS_MAX` events of a cluster."""
+    """The newest `EVENTS_MAX` events, oldest first. Adding another one drops the oldest."""
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque(maxlen=EVENTS_MAX)
 
     def restore(self, rows: Iterable[EventRow]) -> None:
-        """Add the events that an earlier scheduler stored: rows of (at, node, what, reason, level), oldest first."""
+        """Add the events of an earlier scheduler, oldest first. Raise `ValueError` if a level or an outcome is unknown."""
         for at, node, what, reason, level, outcome in rows:
             self._events.append(Event(at, node, what, reason, Level(level), Outcome(outcome) if outcome else None))
 
     def add(self, published: PublishEvent, wall: float) -> Event:
-        """Add an event at wall-clock time `wall`, or just after the newest event if that is later; return it."""
+        """Add an event at time `wall` (seconds since 1970), or just after the newest event if that is later; return it."""
         at = max(wall, self._events[-1].at + EVENT_SPACING_S) if self._events else wall
         event = Event(at, published.node, published.what, published.reason, published.level, published.outcome)
         self._events.append(event)
         return event
 
     def events_after(self, at: float = 0.0, node: str = "", limit: int = REPLY_EVENTS_MAX) -> list[Event]:
-        """Return the newest `limit` events after the time `at`, oldest first; only those that mention `node` if it is given."""
+        """Return the newest `limit` events after the time `at`, oldest first; with `node`, only those that mention it."""
         found: list[Event] = []
         for event in reversed(self._events):
             if event.at <= at or len(found) == limit:
@@ -67,5 +67,5 @@ class EventLog:
 
 
 def mentions_node(event: Event, node: str) -> bool:
-    """Return whether the event is about the node, or its reason names the node."""
+    """Return whether the event is about the node, or its reason contains the node's name (worker:1 is not in worker:10)."""
     return event.node == node or node in NODE_NAME.findall(event.reason)

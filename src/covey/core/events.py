@@ -1,6 +1,7 @@
 """Events: the inputs of the scheduler's and the node's state machine, named in the past tense.
 
-The runtimes make them from sockets, timers and journals; the simulation generates them.
+The runtimes make them from sockets, timers, journals and requests; the simulation generates them. The federation machine uses
+`MessageReceived`, `ConnectionLost` and `Tick` too.
 """
 
 from __future__ import annotations
@@ -13,63 +14,66 @@ from covey.core.types import Record, ScriptError
 
 
 class MessageReceived(msgspec.Struct, frozen=True):
-    """A message arrived over a connection. A node has one connection, to its scheduler."""
+    """A message arrived over a connection. A node has one connection, with the number 0."""
 
     message: Any  # FromNode at the scheduler, FromScheduler at a node
-    connection: int = 0
+    connection: int = 0  # at the scheduler, 0: a request of its own process, such as REST
 
 
 class ConnectionLost(msgspec.Struct, frozen=True):
-    """A connection closed, for the reason the transport gave."""
+    """A connection was lost or closed; at a node also: an attempt to connect failed. A node has one, with the number 0."""
 
     reason: str
     connection: int = 0
 
 
 class SchedulerRefused(msgspec.Struct, frozen=True):
-    """The node rejects the process that listens at the scheduler's address; a retry would give the same result."""
+    """The node has a join secret and rejected the process at the scheduler's address, because that one requires none."""
 
     reason: str
 
 
 class Connected(msgspec.Struct, frozen=True):
-    """A node connected to its scheduler and received the greeting.
+    """A node is connected to its scheduler, directly or through its agent.
 
-    After `silence_s` seconds without a message the node connects to another scheduler; negative: never.
+    After `silence_s` seconds without a message it closes the connection and tries the next scheduler; negative: never.
     """
 
     silence_s: float = -1.0
 
 
 class Tick(msgspec.Struct, frozen=True):
-    """Time has passed. The scheduler's runtime sends it several times a second, a node's runtime when `due_at` is reached."""
+    """Time has passed. A scheduler's runtime sends it several times a second, a node's when `due_at` is reached or earlier."""
 
 
 class JournalRead(msgspec.Struct, frozen=True):
-    """The journal was read. It has no records at the first start of a cluster."""
+    """The first event of a scheduler: the records of its journal; none at the first start, or without a journal."""
 
     records: tuple[Record, ...] = ()
 
 
 class HostGone(msgspec.Struct, frozen=True):
-    """A host instance is permanently gone, reported by the system that manages hosts (the operator), never by a node."""
+    """A host is permanently gone, reported by the system that manages hosts (such as the operator), never by a node.
+
+    `host_life` is the `Host.life` of its nodes.
+    """
 
     host_life: str
     reason: str
 
 
 class MindSporeDetected(msgspec.Struct, frozen=True):
-    """The process of this worker, or one of its children, used MindSpore's own protocol on the scheduler's port."""
+    """A worker on the scheduler's host, or a child process of it, used MindSpore's own protocol on the scheduler's port."""
 
     worker: str  # "worker:0"
 
 
 class LeaveRequested(msgspec.Struct, frozen=True):
-    """The node must leave: its script ended, or it was asked to leave."""
+    """The node must leave the cluster: its process is about to exit with `code`, for `reason`."""
 
     code: int = 0
     reason: str = ""
-    error: ScriptError | None = None  # the exception that ended the script
+    error: ScriptError | None = None  # the exception that ended the script; None: there was none
 
 
 SchedulerEvent = MessageReceived | ConnectionLost | Tick | JournalRead | HostGone | MindSporeDetected

@@ -1,8 +1,8 @@
 """Incidents: records of recoveries and resizes with cause, strategy, reason, stages, durations and outcome.
 
-An incident is open from the moment the scheduler learns of the fault until all ranks have resumed or the run has ended. A fault
-during a recovery opens a further incident. All open incidents reach the later stages together, because the ranks resume
-together.
+An incident is open from the decision about a fault or request until all ranks have resumed, all workers restart, a scale-out is
+rolled back, or the run ends. A fault during a recovery opens a further incident. All open incidents reach the later stages
+together, because the ranks resume together. An incident that adds or removes parameter servers is closed separately.
 """
 
 from __future__ import annotations
@@ -11,18 +11,21 @@ from enum import StrEnum
 
 import msgspec
 
-SERVERS_NODE = "servers"  # node of an incident about all parameter servers; it is closed apart from the others
+SERVERS_NODE = "servers"  # node of an incident that adds or removes parameter servers
 INCIDENTS_MAX = 1000  # incidents kept in memory, and in the journal
 
 
 class Stage(StrEnum):
-    """The stages in order. The duration of a stage is the time since the stage before it."""
+    """Stages of an incident, in order; not every incident reaches all of them.
 
-    DETECTED = "detected"  # the scheduler learned of the fault; counted from the last heartbeat if that is how
-    DECIDED = "decided"
-    REFORMED = "re-formed"  # every rank, replacements included, is at a safe point and was sent its heal plan
+    The duration of a stage is the time since the stage reached before it; of DETECTED, since the first sign of the fault.
+    """
+
+    DETECTED = "detected"  # the scheduler learned of the fault; after missed heartbeats the first sign is the last heartbeat
+    DECIDED = "decided"  # a strategy was chosen
+    REFORMED = "re-formed"  # every rank was sent its heal plan; without a heal barrier: no member is dead or suspect
     RESTORED = "restored"  # every rank that lacked state has received it
-    RESUMED = "resumed"  # every rank has completed a collective of the new generation
+    RESUMED = "resumed"  # every rank has completed a collective of the new generation; servers: all are in sync
 
 
 class Outcome(StrEnum):
@@ -35,18 +38,18 @@ class Outcome(StrEnum):
 
 
 class Incident(msgspec.Struct, frozen=True, tag="incident"):
-    """One recovery or resize, as the journal stores it."""
+    """One recovery or resize, as the journal stores it and REST returns it."""
 
     number: int  # from 1
     at: float  # wall-clock seconds when the scheduler learned of it
-    node: str
-    rank: int
+    node: str  # name of the failed member, "cluster", or `SERVERS_NODE`
+    rank: int  # of that member; -1: not about one member
     cause: str
-    strategy: str
+    strategy: str  # a strategy, "restart all", "wait", "scale-out" or "scale-in"
     reason: str
     outcome: Outcome = Outcome.OPEN
     ms: dict[Stage, float] = {}  # duration of each stage reached, in milliseconds
-    total_ms: float = 0.0
+    total_ms: float = 0.0  # sum of the stages, or the time until the rollback; 0 while open
 
     def __str__(self) -> str:
         stages = ", ".join(f"{stage} {self.ms[stage]:.0f} ms" for stage in Stage if stage in self.ms)

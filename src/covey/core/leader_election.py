@@ -4,12 +4,13 @@
 (`kubernetes/operator_lease.py`). `Candidate` is the state machine of one scheduler.
 
 The lease is one cell of the store. Its holder periodically writes a new beat number into it; the other candidates read it. A
-candidate may take a cell that has not changed for the whole duration by the candidate's own clock. Clocks therefore need not
-agree, they only must run at the same speed. A holder steps down earlier: two thirds of the duration after the start of its last
-successful write. So there are never two leaders at the same time.
+candidate may take a cell that has no holder, or that has not changed for the whole duration by the candidate's own clock.
+Clocks therefore need not agree, they only must run at the same speed. A holder steps down earlier: two thirds of the duration
+after the start of its last successful write. So there are never two leaders at the same time.
 
-Each holder has a *fencing token*, one higher than that of the holder before it. Every message and journal write of a leader
-carries it. Nodes and the journal reject a token lower than the highest they have seen.
+Each new holder has a *fencing token* that is higher than that of every holder before it. The greeting on each connection and
+every journal write of a leader carry it. A node refuses a connection, and the journal a write, with a token lower than the
+highest it has seen.
 """
 
 from __future__ import annotations
@@ -21,47 +22,48 @@ CHECKS_PER_LEASE = 5  # reads or renewals of the cell within one duration
 
 
 def renew_interval_s(duration_s: float) -> float:
-    """Return the time between two renewals by the leader, or two reads by another candidate."""
+    """Return the seconds between two renewals by the leader, and the longest time between two reads by another candidate."""
     return duration_s / CHECKS_PER_LEASE
 
 
 def step_down_after_s(duration_s: float) -> float:
-    """Return how long after the start of its last successful write a leader must stop acting."""
+    """Return how many seconds after the start of its last successful write a leader must stop acting."""
     return duration_s * STEP_DOWN_FRACTION
 
 
 def can_take_lease(name: str, holder: str, *, unchanged_s: float, duration_s: float) -> bool:
-    """Return whether candidate `name` may write itself into a lease. It may if the lease has no holder, or is its own, or has
-    not changed for the whole duration. `unchanged_s` is by the candidate's own clock, so clocks need not agree."""
+    """Return whether candidate `name` may write itself into a lease: `holder` is "" or `name`, or the lease has not changed for
+    the whole duration. `unchanged_s` is measured by the candidate's own clock."""
     return holder in ("", name) or unchanged_s >= duration_s
 
 
 class LeaseRecord(msgspec.Struct, frozen=True):
-    """Content of the lease. `holder` is "" after the lease was released."""
+    """Content of the lease. `holder` is "" before the first holder and after a release."""
 
-    token: int = 0
+    token: int = 0  # fencing token of the newest holder
     holder: str = ""
-    beat: int = 0
-    where: str = ""  # address of the holder's REST port, for clients that reach another scheduler
-    cluster: str = ""  # addresses of the cluster's schedulers; a lease of another cluster must not be taken
+    beat: int = 0  # increased by every renewal
+    where: str = ""  # URL of the holder's REST port, to which standbys redirect clients; "": none
+    cluster: str = ""  # addresses of the schedulers of the holder's cluster
     over: bool = False  # the cluster has ended
     code: int = 0  # exit code with which it ended
 
 
 class ReadLease(msgspec.Struct, frozen=True):
-    """Read the cell, then call `on_lease_read`."""
+    """Action: read the cell, then call `on_lease_read`; `on_store_failed` if that fails."""
 
 
 class WriteLease(msgspec.Struct, frozen=True):
-    """Replace the cell if it still has the content last read or written, then call `on_lease_written`."""
+    """Action: replace the cell if it is unchanged since the last read or write, then call `on_lease_written`;
+    `on_store_failed` if the store does not answer."""
 
     record: LeaseRecord
 
 
 class Candidate:
-    """One scheduler that leads or stands by.
+    """State machine of one scheduler that leads or stands by. Times are of one monotonic clock, in seconds.
 
-    When `due_at` is reached, the runtime carries out `next_action` and calls `on_lease_read`, `on_lease_written`, or
+    At `due_at` or earlier, the runtime carries out `next_action` and calls `on_lease_read`, `on_lease_written`, or
     `on_store_failed` if the store did not answer.
     """
 
@@ -82,21 +84,22 @@ class Candidate:
         self._leads_until = now
 
     def is_leader(self, now: float) -> bool:
-        """Return whether this scheduler may act. Call it before every action: the process can be suspended between any two."""
+        """Return whether this scheduler leads at `now`. Check before every action, because the process can be suspended."""
         return self.token > 0 and now < self._leads_until
 
     @property
     def has_ended(self) -> bool:
-        """Whether the cluster this candidate stands by for has ended. A candidate that starts later begins a new cluster."""
+        """Whether the lease says that the cluster has ended, and this candidate has seen a holder of it. A candidate that
+        starts after the end has not, so it may begin a new cluster."""
         return self._saw_holder and self.last_record.over
 
     @property
     def other_cluster(self) -> str:
-        """Addresses of the schedulers of another cluster, if one of them holds this lease and is alive; else ""."""
+        """Addresses of the schedulers of another cluster, if one of them holds this lease and was seen to renew it; else ""."""
         return self.last_record.cluster if self._is_holder_alive and self.last_record.cluster != self._cluster else ""
 
     def next_action(self, now: float) -> ReadLease | WriteLease:
-        """Return the read or write to carry out now, and set the time of the next one."""
+        """Return the read or write to carry out now, and set `due_at` for the next. Step down first if the lease expired."""
         if self.token and now >= self._leads_until:
             self.token = 0
         self._action_began_at = now
@@ -121,7 +124,8 @@ class Candidate:
             self.due_at = now
 
     def on_lease_written(self, cell: LeaseRecord, done: bool) -> None:
-        """Note the result of a write; `done` is false if another candidate changed the cell in between."""
+        """Become or remain the leader if the write succeeded (`done`). Otherwise another candidate has changed the cell, and
+        the next action reads it."""
         if not done:
             return self.on_store_failed()
         self.last_record, self.token, self._saw_holder = cell, cell.token, True
@@ -133,12 +137,12 @@ class Candidate:
         self._is_record_known = False
 
     def raise_token(self, token: int) -> None:
-        """Step down because the journal has this higher token (the lease was removed since), and use a higher one next time."""
+        """Step down, because the journal has this higher token (the lease was removed since); the next one is higher still."""
         self._highest_token, self.token = max(self._highest_token, token), 0
 
     def release_lease(self) -> WriteLease | None:
-        """Step down; return the write that releases the lease, so that the next leader need not wait; None if it is not
-        held."""
+        """Step down. Return the write that releases the lease, so that the next leader need not wait; None if this candidate
+        does not lead, or the last store call failed, so that the lease must expire."""
         mine, self.token = self.token, 0
         return WriteLease(msgspec.structs.replace(self.last_record, holder="")) if mine and self._is_record_known else None
 

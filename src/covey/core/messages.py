@@ -1,8 +1,8 @@
 """Wire messages of a training cluster. `covey.transport` encodes and decodes them.
 
-The senders are nodes (workers, parameter servers), agents, clients (commands such as `covey status`) and the scheduler. An
-agent relays the messages from and to its children over its own connection. The scheduler sends changes without being polled.
-Every field that a node or client sends has a size limit, which the decoder enforces.
+The senders are nodes (workers, parameter servers, spares), agents, clients (commands such as `covey status`) and the scheduler.
+An agent relays the messages from and to its children over its own connection. The scheduler sends changes without being polled.
+Every text and byte string that a node or client sends has a size limit, which the decoder enforces.
 
 All nodes of a cluster use the same `PROTOCOL`; another version is refused in the greeting. A field with a default may be added
 without a new version, because a reader skips unknown fields and fills in missing ones. Any other change (a new message, a field
@@ -42,10 +42,10 @@ class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 
 
 class Register(Message, frozen=True):
-    """Node to scheduler: registration, sent on every new connection.
+    """Node to scheduler: registration, sent on every new connection, and again if it was deferred.
 
-    The first one has cluster_id "", incarnation 0 (a child of an agent: its incarnation), generation 0 and rank -1. Later ones
-    have the values that the node received, so that a restarted scheduler can re-attach it.
+    Until the node receives `RankAssigned`, cluster_id is "", incarnation 0 (a child of an agent: its incarnation), generation 0
+    and rank -1. Then they are the values that it received, so that a restarted scheduler can re-attach it.
     """
 
     role: Role
@@ -61,44 +61,50 @@ class Register(Message, frozen=True):
 
 
 class RegisterAgent(Message, frozen=True):
-    """Agent to scheduler: registration of a host for `slots` workers, `servers` parameter servers and, after the first step,
-    `spares`."""
+    """Agent to scheduler: registration of a host, on every new connection, and again if it was deferred.
+
+    The host can run `slots` workers, `servers` parameter servers and, after the first step of a covey.Loop, `spares` spares.
+    """
 
     agent: Name
     instance_id: Name
     host: Host
     slots: Annotated[int, Meta(ge=0, le=4096)]
-    first_rank: int = -1
-    meet_port: int = 0
-    logs: Sentence = ""  # where a rank's output goes, with "{rank}" in its place
+    first_rank: int = -1  # rank of the first of its workers; -1: the scheduler decides
+    meet_port: int = 0  # a free port on the host, the MASTER_PORT of plain torch scripts
+    logs: Sentence = ""  # path of a worker's log, with "{rank}" for its node id
     fingerprint: dict[Name, Name] = {}
     cluster_id: Name = ""
     servers: Annotated[int, Meta(ge=0, le=4096)] = 0
-    max_restarts: int = NO_HOST_LIMIT  # this host's own limit
+    max_restarts: int = NO_HOST_LIMIT  # this host's own limit; see `restart_limits`
     spares: Annotated[int, Meta(ge=0, le=4096)] = 0
     template_importing: bool = False  # its template still imports: `TemplateReady` follows
 
 
 class TemplateReady(Message, frozen=True):
-    """Agent to scheduler: the template has finished its imports, so workers start here without delay."""
+    """Agent to scheduler: the template has finished its imports, or the agent uses none. Workers start without that delay."""
 
 
 class Heartbeat(Message, frozen=True):
-    """Node to scheduler: the process is alive, with its progress."""
+    """Node to scheduler: the process is alive, with its progress. An agent sends `RelayedHeartbeats`."""
 
     progress: Progress = Progress()
 
 
 class Leave(Message, frozen=True):
-    """Node to scheduler: the process is about to exit. A code other than 0 is a failure."""
+    """Node or agent to scheduler: the process is about to exit. The reply is `LeaveAcknowledged`.
+
+    A node without an agent has left if the code is 0, else it is dead; so are the children of an agent that leaves. For a
+    child, only `ChildExited` decides.
+    """
 
     code: int = 0
     reason: Sentence = ""
-    error: ScriptError | None = None  # the exception that ended the script
+    error: ScriptError | None = None  # the exception that ended the script; None: there was none
 
 
 class ChildStarted(Message, frozen=True):
-    """Agent to scheduler: a child process is running."""
+    """Agent to scheduler: a child process is running; sent after its start and after each registration."""
 
     node_id: Name
     incarnation: int
@@ -107,32 +113,39 @@ class ChildStarted(Message, frozen=True):
 
 
 class ChildExited(Message, frozen=True):
-    """Agent to scheduler: a child process exited. Authoritative: the member is dead without a timeout; left, if the code is
-    0."""
+    """Agent to scheduler: a child process exited; sent after the exit and after each registration.
+
+    The member is dead immediately; left, if the code is 0, if all ranks have finished, or if it is a spare. The report is
+    ignored if the member has another incarnation by now.
+    """
 
     node_id: Name
     incarnation: int
-    code: int
+    code: int  # as in a shell: 128 + n for signal n
     reason: Sentence = ""
     tail: Annotated[list[Annotated[str, Meta(max_length=1000)]], Meta(max_length=40)] = []
-    log: Sentence = ""
+    log: Sentence = ""  # path of its log, of which `tail` has the last lines if the code is not 0
     role: Role = Role.WORKER
     error: ScriptError | None = None  # None: the script raised none, or its process could not describe it
 
 
 class LogChunk(Message, frozen=True):
-    """Agent to scheduler: complete lines of a log, their first byte, and the byte at which the next request should start."""
+    """Agent to scheduler: reply to `ReadLog`, with complete lines; a line longer than a chunk is split or cut off.
+
+    The lines are those from byte `start` of the log up to byte `next_start`, at which the next request should start; of these,
+    only the matching ones if the request has a text.
+    """
 
     request_number: int
     lines: Annotated[bytes, Meta(max_length=LOG_CHUNK_BYTES_MAX)] = b""
     start: int = 0
     next_start: int = 0
     size: int = 0  # bytes in the whole log
-    failure: Sentence = ""  # why the log cannot be read; "" if it was
+    failure: Sentence = ""  # why the log cannot be read, and the other fields are unset; "" if it was read
 
 
 class RendezvousPut(Message, frozen=True):
-    """Node to scheduler: set a key of this generation's rendezvous store, in which ranks find each other's addresses."""
+    """Node to scheduler: set a rendezvous value. Ignored if the generation is old; `Refused` if the store is full."""
 
     key: RendezvousKey
     value: Annotated[bytes, Meta(max_length=65536)]
@@ -140,7 +153,11 @@ class RendezvousPut(Message, frozen=True):
 
 
 class RendezvousGet(Message, frozen=True):
-    """Node to scheduler: request for a rendezvous value; answered with `RendezvousValue` as soon as the key is set."""
+    """Node to scheduler: request for a rendezvous value.
+
+    The reply is `RendezvousValue` as soon as the key is set, or `Refused` if too many requests wait. There is no reply if the
+    generation is old, or ends before the key is set.
+    """
 
     key: RendezvousKey
     generation: int
@@ -150,41 +167,54 @@ class RendezvousGet(Message, frozen=True):
 
 
 class ViewRequest(Message, frozen=True):
-    """Client to scheduler: request for the view of the cluster; with `follow`, also for every later change."""
+    """Client to scheduler: request for the view of the cluster, a `ViewReply`; with `follow`, also for later views.
+
+    The reply is `Refused` if too many clients follow.
+    """
 
     follow: bool = False
 
 
 class EventsRequest(Message, frozen=True):
-    """Client to scheduler: request for the events after a time, of one node or of all; with `follow`, also for later ones."""
+    """Client to scheduler: request for the newest events (at most 1000), an `EventsReply`; with `follow`, also for later ones.
 
-    node: Name = ""
-    after: float = 0.0
+    The reply is `Refused` if too many clients follow.
+    """
+
+    node: Name = ""  # only events that mention this node; "": all
+    after: float = 0.0  # only later events; seconds since 1970
     follow: bool = False
 
 
 class StopRequest(Message, frozen=True):
-    """Client to scheduler: shut the cluster down gracefully; with `dump`, after the ranks have dumped their state."""
+    """Client or agent to scheduler: end the cluster. The reply is `LeaveAcknowledged`.
+
+    With `dump`, the ranks in a covey.Loop dump their state first. The reply is then `RequestAccepted`, or `Refused` if no rank
+    can dump or a dump is in progress. A federated scheduler ignores `dump`.
+    """
 
     reason: Sentence = "asked by covey stop"
     dump: bool = False
 
 
 class KillRequest(Message, frozen=True):
-    """Client to scheduler: kill a node's process, to test the recovery."""
+    """Client to scheduler: kill a node's process, to test the recovery. The reply is `RequestAccepted` or `Refused`."""
 
     node: Name  # "worker:1"
     reason: Sentence = "requested"
 
 
 class ScaleRequest(Message, frozen=True):
-    """Client to scheduler: set the number of workers or servers, change it by a difference, or remove the named nodes; or roll
-    back a scale-out in progress."""
+    """Client to scheduler: change the number of workers or parameter servers. The reply is `ScaleAccepted` or `Refused`.
 
-    workers: int = -1
-    more_workers: int = 0
-    servers: int = -1
+    The request sets the number, changes it by a difference, removes the named nodes, or rolls back a scale-out in progress.
+    """
+
+    workers: int = -1  # new number; -1: not set
+    more_workers: int = 0  # difference, if `workers` is not set
+    servers: int = -1  # as for workers
     more_servers: int = 0
+    # ids to remove, such as "2" or "worker:2"; of servers if the cluster has any
     node_ids: Annotated[list[Name], Meta(max_length=4096)] = []
     roll_back: bool = False
     start_processes: bool = True  # False: only raise the target; workers that register by themselves are admitted
@@ -196,40 +226,41 @@ class ScaleRequest(Message, frozen=True):
 class Registered(Message, frozen=True):
     """Scheduler to node or agent: the registration was accepted.
 
-    `RankAssigned` (nodes) or `DesiredChildren` (agents) follows when the cluster is complete.
+    `RankAssigned` (nodes) or `DesiredChildren` (agents) follows when the cluster has formed.
     """
 
     cluster_id: Name
-    node_id: Name = ""
-    incarnation: int = 0
+    node_id: Name = ""  # "" for an agent
+    incarnation: int = 0  # 0 for an agent
 
 
 class RankAssigned(Message, frozen=True):
-    """Scheduler to node: its rank in the complete cluster. A spare gets rank -1."""
+    """Scheduler to node: its rank in this generation, when it may have changed or been missed. A spare gets rank -1."""
 
     generation: int
     rank: int
-    world: int
+    world: int  # number of workers; for a server, of servers
     local_rank: int
-    local_world: int
-    restarts: int = 0
+    local_world: int  # members of its role on its host; for a spare, workers
+    restarts: int = 0  # processes of this member before this one; for a server, since the last full restart
     member_index: int = -1  # -1: the member index equals the rank
     since_generation: int = 1  # the generation in which the member joined
     workers: int = 0  # only for servers: number of workers that push to them
     sharding: Sharding | None = None  # None: the sharding has not changed since formation
-    node_id: Name = ""  # only for a promoted spare: the member it is from now on
+    node_id: Name = ""  # only for a promoted spare: the id of the worker that it is from now on
     incarnation: int = 0  # of that member
 
 
 class NewGeneration(Message, frozen=True):
-    """Scheduler to node: the membership changed. Collectives and rendezvous values of older generations are void."""
+    """Scheduler to node: a generation begins. Collectives and rendezvous values of older ones are void. In a resize,
+    `RankAssigned` is sent instead."""
 
     generation: int
     reason: Sentence
 
 
 class Assignment(msgspec.Struct, frozen=True):
-    """One worker or parameter server for an agent to run."""
+    """One worker, parameter server or spare for an agent to run."""
 
     node_id: str
     rank: int
@@ -244,7 +275,7 @@ class Assignment(msgspec.Struct, frozen=True):
 
     @property
     def node_number(self) -> int:
-        """The number in its name, which never changes: the first rank of the member."""
+        """The node id as a number. It does not change when the rank changes. Raise `ValueError` if it is not a number."""
         return int(self.node_id)
 
 
@@ -257,30 +288,37 @@ class ShardingAssigned(Message, frozen=True):
 class DesiredChildren(Message, frozen=True):
     """Scheduler to agent: run exactly these children, each in its incarnation, and end all others.
 
-    The agent reports the exit of a listed child again, because the first report may have been lost with a scheduler.
+    A child that has exited is not started again in the same incarnation, so a repeated message has no effect.
     """
 
     generation: int
     world: int
     assignments: list[Assignment]
-    master_address: str
+    master_address: str  # of rank 0's host
     master_port: int
     host_index: int = 0  # index of the host in order of first ranks: torchrun's GROUP_RANK
     host_count: int = 1
-    local_world: int = 0
-    restarts: int = 0
+    local_world: int = 0  # workers on the host
+    restarts: int = 0  # full restarts by the agents so far
     max_restarts: int = MAX_RESTARTS
 
 
 class Refused(Message, frozen=True):
-    """Scheduler to node, agent or client: the request was refused. `retry_after_s` above 0: it was deferred, try again."""
+    """Scheduler to node, agent or client: the request was refused.
+
+    A node or agent then ends its membership, unless `retry_after_s` is above 0: the registration was deferred, and is repeated
+    after at most that time.
+    """
 
     reason: Sentence
     retry_after_s: float = 0.0
 
 
 class ClusterEnded(Message, frozen=True):
-    """Scheduler to node or agent: the cluster ends. `code` is the exit code of the run, `failure` the first failure if any."""
+    """Scheduler to node or agent: exit with `code`, because the cluster has ended, or because a resize removes this node.
+
+    `failure` is the failure that ended the cluster; None: none did.
+    """
 
     reason: Sentence
     code: int = 0
@@ -288,20 +326,20 @@ class ClusterEnded(Message, frozen=True):
 
 
 class ScaleAccepted(Message, frozen=True):
-    """Scheduler to client: the resize was accepted, with the number of its incident (0: only the target changed)."""
+    """Scheduler to client: the resize or rollback was accepted. `operation` is the number of its incident, 0 if it has none."""
 
     operation: int
     reason: Sentence
 
 
 class RequestAccepted(Message, frozen=True):
-    """Scheduler to client: the request was accepted; `reason` says what follows."""
+    """Scheduler to client: the kill or dump was accepted; `reason` says what follows."""
 
     reason: Sentence
 
 
 class KillChild(Message, frozen=True):
-    """Scheduler to agent: kill this child process. The agent reports its exit with `ChildExited`."""
+    """Scheduler to agent: kill this child process (SIGKILL). The agent reports its exit with `ChildExited`."""
 
     node_id: Name
     incarnation: int
@@ -309,8 +347,11 @@ class KillChild(Message, frozen=True):
 
 
 class ReadLog(Message, frozen=True):
-    """Scheduler to agent: request for the log of this child, from byte `start` on (negative: counted from the end). With
-    `search_text`, only lines that contain it, ignoring case."""
+    """Scheduler to agent: request for the log of this child, from byte `start` on; the reply is `LogChunk`.
+
+    A negative `start` is counted from the end and moved to the next line. With `search_text`, only lines that contain it,
+    ignoring case.
+    """
 
     request_number: int  # repeated in the `LogChunk`
     node_id: Name
@@ -320,16 +361,16 @@ class ReadLog(Message, frozen=True):
 
 
 class LeaderHeartbeat(Message, frozen=True):
-    """Scheduler to node or agent: the scheduler is alive and leads. A node that no longer receives it connects to another
-    one."""
+    """Scheduler to node or agent, only if there are standbys: the scheduler is alive and leads. An agent forwards it to its
+    children. A node that receives no message for the time given in the greeting connects to another scheduler."""
 
 
 class LeaveAcknowledged(Message, frozen=True):
-    """Scheduler to node: the leave was recorded. Scheduler to client: the stop was."""
+    """Scheduler to node or agent: reply to `Leave`. Scheduler to client: reply to `StopRequest` without `dump`."""
 
 
 class RendezvousValue(Message, frozen=True):
-    """Scheduler to node: a value of the rendezvous store."""
+    """Scheduler to node: reply to `RendezvousGet`, sent when the key is set."""
 
     key: RendezvousKey
     value: bytes
@@ -352,7 +393,7 @@ class EventsReply(Message, frozen=True):
 
 
 class CollectiveNumber(msgspec.Struct, frozen=True, order=True):
-    """Number of a collective within a step; step -1 is the time before the first step."""
+    """Number of a collective: its step (-1: before the first step), and its index within the step, from 0."""
 
     step: int
     index: int
@@ -362,25 +403,25 @@ class CollectiveNumber(msgspec.Struct, frozen=True, order=True):
 
     @staticmethod
     def parse(text: str) -> CollectiveNumber | None:
-        """Return the number that `str` printed as this text; None for any other text."""
+        """Return the number for a text such as "12.3", as `str` returns it; None for any other text."""
         found = re.fullmatch(r"(-?\d{1,12})\.(\d{1,12})", text, re.ASCII)
         return CollectiveNumber(int(found[1]), int(found[2])) if found else None
 
 
 class SafePointReport(Message, frozen=True):
-    """Rank to scheduler: the rank is at a safe point of this generation.
+    """Rank to scheduler: the rank has reached a safe point, or the end of its script, in this generation.
 
-    It contains the last collective that the rank completed, and the port and token with which others fetch its state.
+    It contains the last collective that the rank completed, and the port and token with which other ranks fetch its state.
     """
 
     generation: int
-    completed: CollectiveNumber | None = None
-    waiting_in: CollectiveNumber | None = None  # the collective the rank is blocked in
-    needs_state: bool = False
+    completed: CollectiveNumber | None = None  # None: none yet
+    waiting_in: CollectiveNumber | None = None  # the collective the rank is blocked in; None: in none
+    needs_state: bool = False  # the rank is a replacement or joins, and has not received the state
     has_complete_state: bool = True  # the rank kept everything that a replacement needs
     is_result_invalid: bool = False  # the script has changed the result of the last completed collective
     slot_count: BitCount = 0  # of a sharded optimizer: number of parameters that have state; 0: not sharded
-    held_slots: BitMask = b""  # those whose state this rank holds
+    held_slots: BitMask = b""  # the parameters whose state this rank holds
     finished: bool = False  # the script has reached its end
     indexes_version: int = 0  # version of the `MemberIndexes` by which the rank distributes the samples
     port: int = 0
@@ -388,29 +429,36 @@ class SafePointReport(Message, frozen=True):
 
 
 class CollectiveFailed(Message, frozen=True):
-    """Rank to scheduler: a collective of this generation failed. Unless a death explains it, the step is retried."""
+    """Rank to scheduler: a collective, the connection to its peers, or a state transfer of this generation failed.
+
+    Unless a death that explains it is reported within 0.2 s, the step is retried, if `retry` is enabled and within its limit;
+    otherwise the run ends.
+    """
 
     generation: int
     reason: Sentence
 
 
 class StateFetched(Message, frozen=True):
-    """Rank to scheduler: the state or result named in the heal plan was received."""
+    """Rank to scheduler: the state or results were received from the donor named in the heal plan."""
 
     generation: int
 
 
 class RankResumed(Message, frozen=True):
-    """Rank to scheduler: the first collective of this generation is complete. A parameter server: its rows are restored."""
+    """Rank to scheduler: the first collective of this generation is complete; in a world of one, the first step.
+
+    Restarted parameter server to scheduler: its rows are restored (step -1).
+    """
 
     generation: int
     step: int
 
 
 class Draining(Message, frozen=True):
-    """Agent to scheduler: the host was asked to leave. Its workers finish their step, and no process is started there.
+    """Agent to scheduler: the host was asked to leave. Its workers were asked too, and no process is started there.
 
-    Worker to scheduler: the worker was asked to leave and has finished its step. Its exit is not a failure.
+    Worker to scheduler: the worker was asked to leave, has finished its step and is about to exit. That is not a failure.
     """
 
     reason: Sentence = ""
@@ -418,33 +466,39 @@ class Draining(Message, frozen=True):
 
 
 class DumpRequest(Message, frozen=True):
-    """Scheduler to rank: the run is about to end. Dump the state at the next safe point."""
+    """Scheduler to rank: dump the state at the next safe point, because the run is about to end. The reply is `DumpWritten`."""
 
     reason: Sentence
 
 
 class DumpWritten(Message, frozen=True):
-    """Rank to scheduler: its dump is on disk, complete and loadable. `path` is "" if the rank could not dump."""
+    """Rank to scheduler: its dump of this step is on disk; requested, or before the rank leaves on request.
+
+    `path` is "" if the rank could not dump, and `step` -1 if it has no state.
+    """
 
     step: int
     path: Sentence
 
 
 class CheckpointFailed(Message, frozen=True):
-    """Rank to scheduler: the checkpoint of this step could not be written."""
+    """Rank to scheduler: the checkpoint of this step could not be written, or is missing at the end of the training."""
 
     step: int
     reason: Sentence
 
 
 class ServerInSync(Message, frozen=True):
-    """Parameter server to scheduler: under this sharding the server holds all rows it owns, and its replica is complete."""
+    """Parameter server to scheduler: the server has handed over and received all slots as this sharding requires.
+
+    Its replica is complete, unless it has none. The message is sent again if the same sharding is received again.
+    """
 
     sharding_version: int
 
 
 class Donor(msgspec.Struct, frozen=True):
-    """Rank from which state or results are fetched, with address, port and access token."""
+    """Rank from which another rank fetches state or results, with address, port and access token."""
 
     rank: int
     address: Name
@@ -453,7 +507,7 @@ class Donor(msgspec.Struct, frozen=True):
 
 
 class SlotHolder(msgspec.Struct, frozen=True):
-    """Rank that holds some slots of a sharded optimizer's state."""
+    """Rank that holds a part of a sharded optimizer's state; a slot is the state of one parameter."""
 
     donor: Donor
     held_slots: BitMask
@@ -462,15 +516,16 @@ class SlotHolder(msgspec.Struct, frozen=True):
 class MemberIndexes(msgspec.Struct, frozen=True):
     """The member index of every worker, in order of rank."""
 
-    version: int  # the generation in which the world size last changed
+    version: int  # the generation in which the world size last changed; 0: never
     indexes: list[int]
 
 
 class HealPlan(Message, frozen=True):
-    """Scheduler to a rank that reported: fetch missing state or results from `donor`, if there is one, and resume.
+    """Scheduler to a rank that reported: fetch missing state or results from `donor`, if it is set, and resume.
 
-    `done`: all ranks have finished. `member_indexes` is set if a rank does not know the newest ones, `slot_holders` if the
-    optimizer is sharded. `failure` is never sent: it says why the ranks cannot resume from their present state.
+    `done`: all ranks have finished, so the script may end. `member_indexes` is set if a rank of the world does not know the
+    newest ones, `slot_holders` if the optimizer is sharded. `failure` is never sent: it tells the scheduler why the ranks
+    cannot resume from their present state.
     """
 
     generation: int
@@ -485,43 +540,49 @@ class HealPlan(Message, frozen=True):
 
 
 class FromChildEnvelope(Message, frozen=True):
-    """Agent to scheduler: a message of a child. `child` is the number of the child's connection, counted from 1; the first
-    message on each connection is a registration."""
+    """Agent to scheduler: a message of a child. The first message on each connection of a child is a registration.
+
+    `child` is the number of the child's connection. The agent counts them from 1 on each connection to the scheduler.
+    """
 
     child: int
     message: FromChild
 
 
 class ChildDisconnected(Message, frozen=True):
-    """Agent to scheduler: the connection of this child was closed."""
+    """Agent to scheduler: the child's connection with this number was closed."""
 
     child: int
     reason: Sentence
 
 
 class RelayedHeartbeats(Message, frozen=True):
-    """Agent to scheduler: heartbeat of the agent, and of those children that sent one since the last, with their progress."""
+    """Agent to scheduler: heartbeat of the agent, and of the children that sent one since the last, with their progress.
+
+    The keys are the numbers of the children's connections.
+    """
 
     children: Annotated[dict[int, Progress], Meta(max_length=RELAYED_CONNECTIONS_MAX)] = {}
 
 
 class ToChildrenEnvelope(Message, frozen=True):
-    """Scheduler to agent: a message for these children."""
+    """Scheduler to agent: a message for the children's connections with these numbers."""
 
     children: list[int]
     message: ToChild
 
 
 class DisconnectChild(Message, frozen=True):
-    """Scheduler to agent: close this child's connection after all its messages were sent."""
+    """Scheduler to agent: close the child's connection with this number after all messages to it were sent."""
 
     child: int
 
 
 class SchedulerReachable(Message, frozen=True):
-    """Agent to child: the agent is connected to the scheduler at `address`.
+    """Agent to child: the agent is connected to the scheduler, so the child must register.
 
-    A child that receives nothing for `silence_s` seconds should look for another scheduler; negative: no limit.
+    `address` is this host's, for the child's registration. A child that receives nothing for `silence_s` seconds reconnects to
+    the agent; negative: no limit.
     """
 
     address: Name
@@ -529,17 +590,18 @@ class SchedulerReachable(Message, frozen=True):
 
 
 class SchedulerUnreachable(Message, frozen=True):
-    """Agent to child: the scheduler is unreachable."""
+    """Agent to child: the agent has no connection to the scheduler. Messages of the child are dropped until it has one."""
 
     reason: Sentence
 
 
 class LastHeardRequest(Message, frozen=True):
-    """Child to agent: request for the age of the last heartbeat that the scheduler acknowledged."""
+    """Child to agent: request for the time since the child's last heartbeat or registration that the scheduler's host
+    acknowledged."""
 
 
 class LastHeardReply(Message, frozen=True):
-    """Agent to child: that age, in seconds."""
+    """Agent to child: reply to `LastHeardRequest`, in seconds; infinite if the scheduler never acknowledged the child."""
 
     age_s: float
 
@@ -571,7 +633,7 @@ ToChild = (
     | LeaveAcknowledged
     | RendezvousValue
 )
-FromAgent = ToChild | LeaderHeartbeat | SchedulerReachable | SchedulerUnreachable | LastHeardReply  # what a child receives
+FromAgent = ToChild | LeaderHeartbeat | SchedulerReachable | SchedulerUnreachable | LastHeardReply  # all that a child receives
 FromClient = ViewRequest | EventsRequest | StopRequest | ScaleRequest | KillRequest
 FromNode = (
     FromChild

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def count_noun(count: int, thing: str) -> str:
-    """Return the count with the noun, in the plural unless the count is 1."""
+    """Return the count and the noun, with an "s" appended to the noun unless the count is 1."""
     return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
 
 
@@ -14,5 +14,5 @@ def describe_all(count: int, thing: str) -> str:
 
 
 def is_or_are(count: int) -> str:
-    """Return the verb that agrees with the count."""
+    """Return "is" if the count is 1, else "are"."""
     return "is" if count == 1 else "are"

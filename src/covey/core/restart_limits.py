@@ -1,13 +1,12 @@
-"""Restart limits: the meaning of `max_restarts`, and its defaults.
+"""Restart limits: the meaning of `--max-restarts N`, and its defaults.
 
-`--max-restarts N` limits two counts, which messages and records carry as plain numbers:
+The option limits two counts:
 
 * restarts of all workers together, as torchrun's option of that name. The default is `MAX_RESTARTS`.
-* replacements of single workers on one host, in scripts that call `covey.init()`. The default is `REPLACEMENTS_MAX`; a
-  value of 0 stands for it.
+* replaced processes on one host, in scripts that call `covey.init()`. With N = 0, the default, it is `REPLACEMENTS_MAX`.
 
-An agent that joins a scheduler which was started without the option sends its own value, and the lower one applies.
-`NO_HOST_LIMIT` means that the agent has no value of its own.
+The scheduler has the option's value. An agent started with `--or-join` sends its own value too, and the lower one applies; an
+agent's 0 is a limit of 0 for both counts. `NO_HOST_LIMIT` means that an agent has no value of its own.
 """
 
 from __future__ import annotations
@@ -16,10 +15,10 @@ from typing import Final
 
 MAX_RESTARTS: Final = 0
 REPLACEMENTS_MAX: Final = 32767  # as MindSpore's max_restarts
-TASKD_MAX_RESTARTS: Final = 32767  # default of TaskD's max_restarts, which limits both counts
+TASKD_MAX_RESTARTS: Final = 32767  # value for both counts in jobs that TaskD starts without a limit
 NO_HOST_LIMIT: Final = -1
 
 
 def replacement_limit(max_restarts: int) -> int:
-    """Return the limit of replacements per host that follows from --max-restarts."""
+    """Return the limit of replaced processes per host for a value of --max-restarts: `REPLACEMENTS_MAX` for 0."""
     return max_restarts or REPLACEMENTS_MAX

@@ -1,6 +1,8 @@
-"""Recovery strategies in the order in which they are tried, and the limit of deaths without progress.
+"""Names of the recovery strategies in the order of the ladder, and the limit of deaths without progress.
 
-`core/cluster/recovery.py` chooses a strategy; settings, MSJobs, commands and the worker's supervisor only use the names.
+`core/cluster/recovery.py` chooses a strategy: `retry` after a failed collective, one of the others after a death. It tries them
+in this order, except that `recover` with a ready spare precedes `recover-in-place`. Settings, MSJobs, commands and the worker's
+supervisor only use the names.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ DEATHS_WITHOUT_PROGRESS_MAX: Final = 3  # deaths of one rank without a step comm
 
 
 class RecoveryStrategy(StrEnum):
-    """The strategies, in the order of the ladder."""
+    """The recovery strategies, in the order of the ladder. `exit` is always enabled."""
 
     RETRY = "retry"
     IN_PLACE = "recover-in-place"
@@ -26,7 +28,10 @@ class RecoveryStrategy(StrEnum):
 
 
 def parse_strategies(names: Iterable[str]) -> tuple[RecoveryStrategy, ...]:
-    """Return the named strategies in the order of the ladder; `exit` is always the last. Raise `UsageError` for other names."""
+    """Return the named strategies in the order of the ladder, and `exit` in any case. Empty names are ignored.
+
+    Raise `UsageError` for an unknown name.
+    """
     known = {str(strategy): strategy for strategy in RecoveryStrategy}
     wanted = [name.strip() for name in names if name.strip()]
     for name in wanted:

@@ -1,8 +1,8 @@
-"""TaskD's environment variables, translated to covey's settings. No other module reads these variables.
+"""TaskD's environment variables, translated to covey's settings `strategy` and `job`.
 
-If PROCESS_RECOVER or ELASTIC_PROCESS_RECOVER_ENABLE is off, no process is restarted (strategy `exit`). HIGH_AVAILABILITY lists
-strategies. ENABLE_RESTART_FAULT_PROCESS adds recover-in-place, which has no name in that list, or removes it. MINDX_TASK_ID is
-the name of the job. covey's own variables take precedence over all of them.
+If PROCESS_RECOVER or ELASTIC_PROCESS_RECOVER_ENABLE is off, only the strategy `exit` is enabled. Otherwise HIGH_AVAILABILITY
+lists the strategies, and ENABLE_RESTART_FAULT_PROCESS adds recover-in-place, which has no name in TaskD's list, or removes it.
+MINDX_TASK_ID is the name of the job. covey's own variables and options take precedence over all of them.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ JOB_VARIABLE = "MINDX_TASK_ID"
 
 
 class TaskdSetting(NamedTuple):
-    """Value of a setting, and the variables it comes from, as "NAME=value, ..."."""
+    """Value of a setting, and its origin: "MINDX_TASK_ID" for the job, "NAME=value, ..." for the strategies."""
 
     value: str
     origin: str
 
 
 def read_taskd_settings(environ: Mapping[str, str], *, without: Container[str], default: str) -> dict[str, TaskdSetting]:
-    """Return the settings that TaskD's variables give, by field of `Settings`, without the fields in `without`.
+    """Return the settings "job" and "strategy" as TaskD's variables give them; without the fields in `without`.
 
-    `default` is the list of strategies used if HIGH_AVAILABILITY is not set. Raise `UsageError` for an invalid value.
+    A field whose variables are all unset or empty is left out. `default` lists the strategies, separated by commas, if
+    HIGH_AVAILABILITY is not set. Raise `UsageError` if a variable for the strategies is invalid.
     """
     found: dict[str, TaskdSetting] = {}
     if "job" not in without and (job := environ.get(JOB_VARIABLE)):

@@ -1,4 +1,4 @@
-"""Roles, states, settings, members, agents and journal records of a training cluster."""
+"""Types of a training cluster: roles, states, settings, members, agents, progress, failures and journal records."""
 
 from __future__ import annotations
 
@@ -22,22 +22,28 @@ ShortText = Annotated[str, Meta(max_length=512)]  # limit of texts on the wire
 
 
 class Role(StrEnum):
-    """Role of a node. MindSpore's spellings (MS_WORKER, ...) are in `covey.settings`."""
+    """Role of a node. MindSpore's names (MS_WORKER, ...) are in `covey.settings`."""
 
     SCHEDULER = "scheduler"
     WORKER = "worker"
-    PSERVER = "pserver"
-    SERVER = "server"
+    PSERVER = "pserver"  # parameter server
+    SERVER = "server"  # federated server; it has no work in a training cluster
     SPARE = "spare"  # a worker ready to replace another; not part of the world, ranked among the spares
 
     @property
     def group(self) -> Role:
-        """Role under which this one is counted and ranked: parameter servers and federated servers are one group."""
+        """Role under which a node is counted and ranked: PSERVER for both kinds of servers, else its own role."""
         return Role.PSERVER if self is Role.SERVER else self
 
 
 class NodeState(StrEnum):
-    """State of a member: waiting (for the formation) → alive → suspect → dead; or left (exited with code 0 or on request)."""
+    """State of a member.
+
+    WAITING until the cluster has formed, then ALIVE. SUSPECT after half the node timeout without a heartbeat, or after a
+    restart of the scheduler; ALIVE again when it is heard. DEAD after the full timeout, an exit with another code than 0, or
+    another failure; the next incarnation is ALIVE (SUSPECT while its agent is disconnected). LEFT after an exit with code 0; a
+    spare also after any other exit, and after its promotion.
+    """
 
     WAITING = "waiting"
     ALIVE = "alive"
@@ -47,47 +53,47 @@ class NodeState(StrEnum):
 
 
 class Phase(StrEnum):
-    """Phase of the cluster."""
+    """Phase of a training cluster."""
 
-    FORMING = "forming"
-    READY = "ready"
-    HEALING = "healing"
+    FORMING = "forming"  # until every role has its required number of members
+    READY = "ready"  # no member is dead or suspect, and all ranks have resumed
+    HEALING = "healing"  # a recovery, resize or dump is in progress
     RETURNING = "returning"  # a restarted scheduler is waiting for its members to re-attach
     ENDED = "ended"
 
 
-JOB_FINGERPRINT_KEY = "the job"  # in a fingerprint
+JOB_FINGERPRINT_KEY = "the job"  # key of the job's name in a fingerprint
 
 
 class ClusterSettings(msgspec.Struct, frozen=True):
-    """The settings that the core uses. Times are in seconds; a negative limit means no limit."""
+    """Settings of the scheduler's state machine. Times are in seconds; a negative timeout (topo, node, stuck): no limit."""
 
     worker_num: int
     server_num: int = 0
     job: str = ""  # name of the job; "" if it has none
-    recovery: bool = False
+    recovery: bool = False  # MS_ENABLE_RECOVERY: a process without an agent may be restarted by hand
     agents_return: bool = (
         True  # with recovery: a disconnected agent has `node_timeout_s` to reconnect; else its workers are dead
     )
-    topo_timeout_s: float = 1800.0
-    node_timeout_s: float = 30.0
+    topo_timeout_s: float = 1800.0  # for the formation, and for members to return
+    node_timeout_s: float = 30.0  # without a heartbeat until a member is dead
     heartbeats_enabled: bool = True
     max_restarts: int = MAX_RESTARTS  # full restarts, as torchrun's option
     replacements_max: int = REPLACEMENTS_MAX  # replaced processes per host
-    strategies: tuple[str, ...] = ()
-    stuck_s: float = 600.0
+    strategies: tuple[str, ...] = ()  # enabled recovery strategies
+    stuck_s: float = 600.0  # without progress, while all other ranks wait for it, until a rank is dead
     extra_ranks: int = 8  # ranks of other hosts that one host may take over
-    dump_s: float = 60.0
-    grace_s: float = 10.0
+    dump_s: float = 60.0  # for all ranks to dump
+    grace_s: float = 10.0  # for processes to exit at the end
     copies: int = 1  # replicas of each parameter server's rows
     serving: dict[str, str] = {}  # settings of the parameter servers by variable name; equal on all nodes
     worker_max: int = 0  # largest world size; 0: the world does not grow by itself
     last_call_s: float = 3.0  # with `worker_num` workers present: wait after each registration for more before forming
-    shrink_after_s: float = 30.0  # wait for a host that can run the lost ranks, before the world shrinks
+    shrink_after_s: float = 30.0  # wait for a host that can run the lost ranks, before the world shrinks; 0: none
 
     @property
     def default_target_workers(self) -> int:
-        """Target number of workers unless another one was requested."""
+        """Target number of workers unless another one was requested: `worker_num`, or `worker_max` if that is greater."""
         return max(self.worker_num, self.worker_max)
 
     @property
@@ -99,7 +105,10 @@ class ClusterSettings(msgspec.Struct, frozen=True):
         return self.recovery and self.agents_return and self.checks_heartbeats
 
     def fingerprint(self) -> dict[str, str]:
-        """Return the settings that must be equal on every node and the scheduler, by the name of the user's variable."""
+        """Return the settings that must not differ between a node and the scheduler, by variable; the job by its own key.
+
+        The job is included if it has a name, the settings of parameter servers if there are any.
+        """
         found = {"MS_WORKER_NUM": str(self.worker_num), "MS_SERVER_NUM": str(self.server_num)}
         found |= {JOB_FINGERPRINT_KEY: self.job} if self.job else {}
         return found | self.serving if self.server_num else found
@@ -111,9 +120,10 @@ class ClusterSettings(msgspec.Struct, frozen=True):
 
 
 class Host(msgspec.Struct, frozen=True):
-    """A machine as a node reports it. `id` identifies it (boot id and container); the name is only for display.
+    """A machine or container as a node reports it. The name is only for display.
 
-    `life` distinguishes successive hosts with the same id, such as a pod's UID; "" if not set.
+    `id` is COVEY_HOST_ID, or a hash of boot id and namespaces. `life` is COVEY_HOST_LIFE, such as a pod's UID: it
+    distinguishes hosts that have the same id one after the other; "" if not set.
     """
 
     id: ShortText
@@ -123,10 +133,10 @@ class Host(msgspec.Struct, frozen=True):
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """Progress of a node, as reported in its last heartbeat."""
+    """Progress of a node, as reported in a heartbeat."""
 
-    step: int = -1
-    phase: Annotated[str, Meta(max_length=PHASE_MAX)] = ""
+    step: int = -1  # last reported step; -1: none. Of a spare: the step of the state that it has copied
+    phase: Annotated[str, Meta(max_length=PHASE_MAX)] = ""  # for display; of a ready spare: the line it waits at
     in_loop: bool = False  # a covey.Loop is running, so the rank can dump its state
     waiting_in: ShortText = ""  # the collective in which the rank waits for the others, "STEP.N"; "" while it computes
     busy_s: float = 0.0  # seconds of computation per step, without waiting for others; mean of the last steps
@@ -138,7 +148,7 @@ class Progress(msgspec.Struct, frozen=True):
 
 
 class ScriptError(msgspec.Struct, frozen=True):
-    """The uncaught exception that ended a script, as its own process described it."""
+    """The uncaught exception that ended a script, as the script's process described it."""
 
     kind: Annotated[str, Meta(max_length=ERROR_KIND_MAX)]  # name of the exception's type
     text: Annotated[str, Meta(max_length=ERROR_TEXT_MAX)]  # str() of the exception, its beginning
@@ -150,7 +160,7 @@ class ScriptError(msgspec.Struct, frozen=True):
 
     @property
     def cause(self) -> tuple[str, str]:
-        """Kind and place. Exceptions with the same kind and place are treated as the same error, whatever their text."""
+        """Kind and place. Two exceptions with the same kind and place are treated as the same error, whatever their text."""
         return self.kind, self.place
 
     def __str__(self) -> str:
@@ -161,7 +171,7 @@ class ScriptError(msgspec.Struct, frozen=True):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """How one node failed, for the failure report of the run."""
+    """How one member failed, for the failure report of the run."""
 
     role: Role
     node_id: str
@@ -169,14 +179,14 @@ class Failure(msgspec.Struct, frozen=True):
     host: str
     code: int  # exit code as in a shell: 128 + n for signal n
     reason: str
-    tail: list[str] = []  # last lines of its log
-    others: list[str] = []  # one line about the state of each other member of its role
-    log: str = ""  # path of its log
+    tail: list[str] = []  # last lines of its log; []: not known
+    others: list[str] = []  # one line about the state of each other member of its role, at most 64
+    log: str = ""  # path of its log; "": not known
     error: ScriptError | None = None  # None: no exception is known, e.g. after a signal
 
 
 class FullRestart(msgspec.Struct, frozen=True):
-    """The newest start of all ranks from a checkpoint or from step 0; the state they held before is lost."""
+    """The newest full restart: all ranks start from the newest checkpoint or from step 0, because their state is lost."""
 
     count: int  # full restarts so far
     cause: Annotated[str, Meta(max_length=8192)]
@@ -194,16 +204,16 @@ class FullRestart(msgspec.Struct, frozen=True):
 
 
 class Ended(msgspec.Struct, frozen=True):
-    """Outcome of a cluster. While `told` is false, a scheduler that takes over must still send it to the members."""
+    """Outcome of a cluster. While `told` is false, a restarted scheduler must still send it to the members."""
 
-    code: int
+    code: int  # exit code of the run
     reason: str
-    failure: Failure | None = None
+    failure: Failure | None = None  # the failure that ended the run; None: none did
     told: bool = False
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A node as the scheduler records it. `Members` replaces the record on every change; only `uid` never changes."""
+    """A node as the scheduler records it. The record is replaced on every change; only `uid` never changes."""
 
     role: Role
     node_id: str
@@ -217,10 +227,10 @@ class Member(msgspec.Struct, frozen=True):
     state: NodeState = NodeState.WAITING
     connection: int = 0  # id of its connection; 0: not connected
     agent: str = ""  # id of the agent that starts its processes; "": started by hand
-    restarts: int = 0
-    handovers: int = 0  # restarts that were not failures (the process was asked to leave); not counted against the limit
-    leave_reason: str = ""  # set while its process is leaving on request, whose exit is not a failure
-    pid: int = 0
+    restarts: int = 0  # processes that were replaced, including handovers
+    handovers: int = 0  # of these, replaced without a failure of their own; not counted against the limit
+    leave_reason: str = ""  # set while its process is leaving on request: its exit is not a failure
+    pid: int = 0  # 0: not known
     ended_processes: int = 0  # processes that ended since the last full restart
     deaths_without_progress: int = 0  # deaths since the last committed step
     died_at_step: int = -2  # highest step of any rank at its last death; -2: it has not died
@@ -238,18 +248,18 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class AgentInfo(msgspec.Struct, frozen=True):
-    """An agent as the scheduler records it. `Members` replaces the record on every change."""
+    """An agent as the scheduler records it. The record is replaced on every change."""
 
     id: str
     instance_id: str
     host: Host
-    slots: int
+    slots: int  # workers that it can run
     first_rank: int = -1  # claimed by --node-rank; -1: the scheduler decides
     meet_port: int = 0  # a free port on its host, the MASTER_PORT of plain torch scripts
     logs: str = ""  # path of a rank's log, with "{rank}" for the rank
-    servers: int = 0
+    servers: int = 0  # parameter servers that it runs
     max_restarts: int = NO_HOST_LIMIT  # the agent's own limit
-    spares: int = 0
+    spares: int = 0  # spares that it runs
     connection: int = 0  # 0: not connected
     is_leaving: bool = False  # its host was asked to leave: no process is started there
     template_importing: bool = False  # its template has not finished its imports, so new workers would start slowly
@@ -257,7 +267,7 @@ class AgentInfo(msgspec.Struct, frozen=True):
 
 
 class MemberRecord(msgspec.Struct, frozen=True, tag="member"):
-    """One member, as the journal stores it."""
+    """One member, as the journal stores it; the fields are those of `Member`."""
 
     role: Role
     node_id: str
@@ -278,7 +288,7 @@ class MemberRecord(msgspec.Struct, frozen=True, tag="member"):
 
     @classmethod
     def from_member(cls, member: Member) -> MemberRecord:
-        """Return the record of a member. SUSPECT is stored as ALIVE; a restored member is suspect until it re-attaches."""
+        """Return the record of a member. SUSPECT is stored as ALIVE, because a restored member that is present is suspect."""
         record = cls(**{name: getattr(member, name) for name in cls.__struct_fields__})
         return msgspec.structs.replace(record, state=NodeState.ALIVE) if member.state is NodeState.SUSPECT else record
 
@@ -287,7 +297,7 @@ class MemberRecord(msgspec.Struct, frozen=True, tag="member"):
 
 
 class AgentRecord(msgspec.Struct, frozen=True, tag="agent"):
-    """One agent, as the journal stores it."""
+    """One agent, as the journal stores it; the fields are those of `AgentInfo`."""
 
     id: str
     instance_id: str
@@ -309,7 +319,10 @@ class AgentRecord(msgspec.Struct, frozen=True, tag="agent"):
 
 
 class ClusterRecord(msgspec.Struct, frozen=True, tag="cluster"):
-    """The state of the cluster apart from its members, as the journal stores it. `job` identifies the job of the journal."""
+    """The state of the cluster apart from its members and agents, as the journal stores it.
+
+    `job` identifies the job: a scheduler of another job does not use the journal.
+    """
 
     cluster_id: str
     job: str

@@ -1,8 +1,8 @@
 """Plain and secure aggregation of the updates of one round.
 
 An aggregation belongs to one round and returns verdicts; `Round` changes the stage. In a secure round unmasking comes between
-sealing and summing. The list of uploaders is persisted before any device can receive it, so a restarted scheduler continues
-from that list, or abandons the round if there is none.
+sealing and summing. The list of uploaders (the devices whose updates are in the sum) is persisted before any device can receive
+it. A restarted scheduler continues from that list, or abandons the round if there is none.
 """
 
 from __future__ import annotations
@@ -22,19 +22,22 @@ from covey.core.federated.secagg.protocol import SecaggOutcome, SecaggRound
 
 
 class Unmask(msgspec.Struct, frozen=True):
-    """Verdict: devices must reveal shares before the parts can be added."""
+    """Verdict: devices must reveal shares of their secrets before the servers' parts can be added."""
 
     is_new_list: bool  # the list of uploaders is new and must be persisted first
 
 
 class Abandon(msgspec.Struct, frozen=True):
-    """Verdict: the round cannot be summed and must be abandoned."""
+    """Verdict: the round cannot be summed and must be abandoned, for `reason`."""
 
     reason: str
 
 
 class Aggregation(Protocol):
-    """Interface of a round's aggregation."""
+    """Aggregation of one round, as `Round` uses it.
+
+    `secagg_round` is None for a plain round. `admits_devices` is whether a further device can still take part.
+    """
 
     @property
     def secagg_round(self) -> SecaggRound | None: ...
@@ -42,20 +45,26 @@ class Aggregation(Protocol):
     def admits_devices(self) -> bool: ...
 
     def check_deadline(self, now: float) -> str:
-        """Return why the round must be abandoned at this time, or ""."""
+        """Let the secure protocol end or fail a phase whose window has ended; return why the round must be abandoned, or ""."""
 
     def on_window_missed(self, reason: str) -> str:
-        """Return why the round must be abandoned after a missed window, or ""."""
+        """Handle a missed window of the round; return why the round must be abandoned, or ""."""
 
     def on_all_sealed(self, statuses: Sequence[ServerStatus], now: float) -> Unmask | Abandon | None:
-        """Return the verdict after every server has sealed its part; None if the parts can be added."""
+        """Return the verdict after every server has sealed its part; None if the parts can be added.
+
+        In a secure round, the first call fixes the list of uploaders, and each call acts on the window as `check_deadline`.
+        """
 
     def handle_request(self, request: AnySecaggRequest, *, is_admitted: bool, now: float) -> SecaggOutcome | None:
-        """Return the outcome of a device's request, or None if the round is not secure."""
+        """Handle a request of the secure protocol and return its outcome; None if the round is not secure.
+
+        `is_admitted` is whether the round has admitted the device; others get LATE during the key exchange.
+        """
 
 
 class PlainAggregation:
-    """Aggregation of unmasked updates."""
+    """Aggregation of updates that are not masked: no protocol, so the parts can always be added."""
 
     secagg_round = None
     admits_devices = True
@@ -74,14 +83,14 @@ class PlainAggregation:
 
 
 class SecureAggregation:
-    """Aggregation of masked updates; shares that devices reveal remove the masks from the sum."""
+    """Aggregation of masked updates, by a `SecaggRound`; shares that devices reveal remove the masks from the sum."""
 
     def __init__(self, secagg_round: SecaggRound) -> None:
         self.secagg_round = secagg_round
 
     @property
     def admits_devices(self) -> bool:
-        """Whether the key exchange is open: without keys a device cannot take part in the round."""
+        """Whether the key exchange is open; a device that has sent no keys cannot take part in the round."""
         return self.secagg_round.phase is SecaggPhase.KEYS
 
     def check_deadline(self, now: float) -> str:
@@ -89,7 +98,10 @@ class SecureAggregation:
         return self.secagg_round.failure_reason
 
     def on_window_missed(self, reason: str) -> str:
-        """Fail the round if its key exchange is over, because no other device can then replace a missing one."""
+        """Let the round fail, for `reason`, if its key exchange is over: no further device can replace a missing one.
+
+        Return why the round must be abandoned, or "".
+        """
         if self.secagg_round.phase is not SecaggPhase.KEYS:
             self.secagg_round.fail(reason)
         return self.secagg_round.failure_reason
@@ -110,7 +122,7 @@ class SecureAggregation:
 
 
 def make_aggregation(plan: RoundPlan, session: str) -> Aggregation:
-    """Return the aggregation of a new round."""
+    """Return the aggregation of a new round: secure if the plan says so. `session` is unique to the round."""
     if not plan.secure:
         return PlainAggregation()
     return SecureAggregation(

@@ -1,8 +1,9 @@
-"""Privacy loss of Gaussian noise over any number of rounds: exact values, not bounds.
+"""Privacy loss of Gaussian noise over any number of rounds: the exact loss up to rounding errors, not an upper bound.
 
-A round whose noise is z times the greatest influence of one device is "Gaussian differentially private" with mu = 1/z (Dong,
-Roth, Su). The squares of mu add up over rounds, and mu and delta determine epsilon (Balle and Wang). Every device is assumed to
-take part in every round. Sampling of devices does not reduce the loss here, because the sample is public.
+A round whose noise has a standard deviation of z times the greatest influence of one device is "Gaussian differentially
+private" with mu = 1/z (Dong, Roth, Su). The squares of mu add up over rounds, and mu and delta determine epsilon (Balle and
+Wang). Every device is assumed to take part in every round. Sampling of devices does not reduce the loss here, because the
+sample is public.
 """
 
 from __future__ import annotations
@@ -14,38 +15,38 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-EPSILON_MAX = 1e6
+EPSILON_MAX = 1e6  # greater values of epsilon and of the noise multiplier are not computed
 
 
 class Noise(msgspec.Struct, frozen=True):
-    """Noise settings of a plan."""
+    """Settings of differential privacy in a plan."""
 
     local: bool  # true: each device adds noise to its own update; false: the servers add it to the mean of all
-    clip: Annotated[float, Meta(gt=0)]  # the greatest norm of an update
-    multiplier: Annotated[float, Meta(gt=0)]  # the noise in units of one device's influence
+    clip: Annotated[float, Meta(gt=0)]  # the greatest L2 norm of the difference between an update and its model
+    multiplier: Annotated[float, Meta(gt=0)]  # standard deviation of the noise, divided by one device's influence
     delta: Annotated[float, Meta(gt=0, lt=1)]
-    budget: float = 0.0  # epsilon that no round may exceed; 0: no limit
+    budget: float = 0.0  # epsilon that all rounds together may not exceed; 0: no limit
 
     @property
     def mu_squared_per_round(self) -> float:
-        """Amount that one round adds to mu squared."""
+        """Amount that one round adds to the sum of mu squared."""
         return 1 / self.multiplier**2
 
     @property
     def noise_std(self) -> float:
-        """Standard deviation of the noise on one device's values (local) or on the sum (central).
+        """Standard deviation of the noise on each value of one device's update (local) or of the sum of all updates (central).
 
-        With local noise the sensitivity is 2 * clip, because an update may be replaced by any other.
+        With local noise the influence of a device is 2 * clip, because its update may be replaced by any other.
         """
         return self.multiplier * self.clip * (2 if self.local else 1)
 
     def epsilon_after(self, spent: float) -> float:
-        """Return epsilon for a sum of mu squared."""
+        """Return epsilon, at `delta`, after rounds whose mu squared add up to `spent`."""
         return compute_epsilon(math.sqrt(spent), self.delta)
 
 
 def compute_delta(eps: float, mu: float) -> float:
-    """Return the smallest delta at an epsilon."""
+    """Return the smallest delta for which a mu-Gaussian mechanism is (eps, delta)-private; 0 if mu is 0."""
     if mu == 0:
         return 0.0
     second = eps + _log_normal_cdf(-eps / mu - mu / 2)
@@ -53,19 +54,28 @@ def compute_delta(eps: float, mu: float) -> float:
 
 
 def compute_epsilon(mu: float, delta: float) -> float:
-    """Return the smallest epsilon at a delta."""
+    """Return the smallest epsilon for which a mu-Gaussian mechanism is (epsilon, delta)-private.
+
+    The result is at most 2^20, also if the true epsilon is greater.
+    """
     if compute_delta(0.0, mu) <= delta:
         return 0.0
     return _smallest_fitting(lambda eps: compute_delta(eps, mu) <= delta, EPSILON_MAX)
 
 
 def compute_noise_multiplier(eps: float, delta: float) -> float:
-    """Return the smallest noise multiplier for which one round is (eps, delta)-private."""
+    """Return the smallest noise multiplier for which one round is (eps, delta)-private.
+
+    The result is at most 2^20, also if that is not enough noise.
+    """
     return _smallest_fitting(lambda z: compute_delta(eps, 1 / z) <= delta, EPSILON_MAX)
 
 
 def _smallest_fitting(fits: Callable[[float], bool], limit: float) -> float:
-    """Return the smallest number that fits, rounded up. All greater numbers must fit too; the search ends above `limit`."""
+    """Return the smallest positive number that fits, rounded up. All greater numbers must fit too.
+
+    The search ends at the first power of two that is at least `limit`; return that number if none fits.
+    """
     low, high = 0.0, 1.0
     while not fits(high) and high < limit:
         low, high = high, 2 * high
@@ -82,7 +92,7 @@ def _log_normal_cdf(x: float) -> float:
     """Return the logarithm of the probability that a standard normal variable is below x."""
     if x > -8:
         return math.log(0.5 * math.erfc(-x / math.sqrt(2)))
-    # An asymptotic series: its first terms are exact to 1e-7 here, and its error has the safe sign or is negligible.
+    # An asymptotic series, which is too great by less than 1e-6 here: the error has the safe sign or is negligible.
     square = x * x
     series = 1 - 1 / square + 3 / square**2 - 15 / square**3 + 105 / square**4
     return -square / 2 - math.log(-x * math.sqrt(2 * math.pi)) + math.log(series)

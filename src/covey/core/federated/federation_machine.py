@@ -2,8 +2,9 @@
 
 Theory of operation. Servers send their complete status (`ServerStatus`), and the scheduler sends complete instructions
 (`ServerInstructions`). Both are sent again whenever they change. `step` takes one event, records it in the part that it
-concerns, and then advances as far as possible, always in this order: resolve lost servers, start a generation if the members
-changed, advance the round until its stage is stable, send instructions that changed.
+concerns, and then advances as far as possible. The cluster forms when enough servers are alive. From then on the order is
+always: resolve lost servers, start a generation if members changed or returned, advance the round until its stage is stable,
+send instructions that changed.
 
 `Roster` owns the servers, `FederatedInstance` the plan and the end of an instance, `Round` the stages of the current round.
 Each field has one owner. `FederationRecord` is made of the fields of all parts, and each part restores its own.
@@ -40,9 +41,10 @@ FederationEvent = MessageReceived | ConnectionLost | Tick
 
 
 class FederationMachine:
-    """State machine that handles events and administrative requests. The effects of a method must be carried out in order.
+    """State machine of one federated cluster. The effects that a method returns must be carried out in order.
 
-    Administrative requests raise `UsageError` if they are refused.
+    Administrative requests raise `UsageError` if they are refused. All but `roll_back` and `set_enabled` are refused unless
+    `state` is CLUSTER_READY.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class FederationMachine:
     # -- events ------------------------------------------------------------------------------------------------------
 
     def step(self, event: FederationEvent, now: float) -> list[FederationEffect]:
+        """Handle one event at time `now` (seconds of a monotonic clock); return the effects."""
         step = self._begin_step(now)
         if isinstance(event, MessageReceived):
             self._on_message(step, event.connection, event.message)
@@ -125,7 +128,7 @@ class FederationMachine:
     # -- progress ----------------------------------------------------------------------------------------------------
 
     def _advance(self, step: Step) -> None:
-        """Advance as far as the known statuses allow, then send instructions that changed."""
+        """Form the cluster, or advance the round as far as the known statuses allow; then send instructions that changed."""
         if self.round.stage is RoundStage.FORMING:
             self._form_if_complete(step)
         else:
@@ -141,7 +144,8 @@ class FederationMachine:
             self.roster.send_instructions(step, self.make_instructions())
 
     def _form_if_complete(self, step: Step) -> None:
-        """Open the first round with the settings and model of the server that has the newest model, or of the lowest rank."""
+        """Open the first round if enough servers are alive, with the plan and model of the server that has the newest model; of
+        several, of the one with the lowest rank. Publish a warning for each server that has another plan."""
         members = self.roster.form()
         if not members:
             return
@@ -154,6 +158,7 @@ class FederationMachine:
         self.round.open_first(step, first, f"{count_noun(len(members), 'server')} registered")
 
     def make_instructions(self) -> ServerInstructions:
+        """Return the instructions for all servers, made from the present state."""
         round_, instance, secagg_round = self.round, self.instance, self.round.aggregation.secagg_round
         is_unmasked = round_.stage is RoundStage.SUMMING and not round_.abandon_reason
         members = self.roster.describe_members()
@@ -185,27 +190,34 @@ class FederationMachine:
     # -- administrative requests -------------------------------------------------------------------------------------
 
     def scale_out(self, more: int, now: float) -> list[FederationEffect]:
-        """Raise the target size, for servers that are waiting and servers that register later."""
+        """Raise the target size by `more`; servers that wait, and servers that register later, become members.
+
+        Refused if `more` is less than 1, or the target would exceed `SERVERS_MAX`.
+        """
         step = self._begin_step(now)
         self._require_ready()
         self.roster.scale_out(step, more)
         return self._finish_request(step)
 
     def roll_back(self, now: float) -> list[FederationEffect]:
-        """Cancel a scale-out that is not complete; servers that have joined stay."""
+        """Cancel a scale-out that is not complete; servers that have joined stay. Refused if there is none."""
         step = self._begin_step(now)
         self.roster.roll_back(step)
         return self._finish_request(step)
 
     def scale_in(self, node_ids: Iterable[str], now: float) -> list[FederationEffect]:
-        """Remove servers; each of them hands over its updates first."""
+        """Remove members, each after another server has adopted its updates, if it holds any.
+
+        Refused if no id is given, an id is not that of a member, or no member would remain.
+        """
         step = self._begin_step(now)
         self._require_ready()
         self.roster.scale_in(step, node_ids)
         return self._finish_request(step)
 
     def request_new_instance(self, plan: RoundPlan, now: float) -> list[FederationEffect]:
-        """Start a new instance: now if this round is open without a counted update, else after the round or its window."""
+        """Start a new instance: now, if this round is open without a counted update; else when this round is complete or
+        abandoned, or, unless it is secure, when it misses a window. Refused if the privacy budget allows no further round."""
         step = self._begin_step(now)
         self._require_ready()
         blocker = privacy_budget_blocker(plan, self.instance.spent)
@@ -218,7 +230,10 @@ class FederationMachine:
         return self._finish_request(step)
 
     def set_enabled(self, enabled: bool, now: float) -> list[FederationEffect]:
-        """Serve devices, or stop serving them. Counted updates are kept."""
+        """Admit devices and accept updates, or stop that. Counted updates are kept, and a finished instance remains finished.
+
+        Refused while the cluster forms.
+        """
         step = self._begin_step(now)
         if self.round.stage is RoundStage.FORMING:
             raise UsageError("The cluster is not ready.")
@@ -236,7 +251,8 @@ class FederationMachine:
 
     @property
     def state(self) -> str:
-        """MindSpore's name for the state of the cluster."""
+        """State of the cluster under MindSpore's name: CLUSTER_STARTING, CLUSTER_SCALE_OUT, CLUSTER_SCALE_IN, NODE_TIMEOUT (a
+        member is lost), CLUSTER_NEW_INSTANCE (one is requested), CLUSTER_DISABLE_FLS or CLUSTER_READY."""
         if self.round.stage is RoundStage.FORMING:
             return "CLUSTER_STARTING"
         if self.roster.operation is not ScaleOperation.NONE:
@@ -249,6 +265,7 @@ class FederationMachine:
 
     @property
     def counted_updates(self) -> int:
+        """Number of updates of the current round that the members have reported."""
         return self.round.count_updates(self.roster.members())
 
     # -- the record --------------------------------------------------------------------------------------------------
@@ -263,7 +280,7 @@ class FederationMachine:
         )
 
     def restore(self, record: FederationRecord, now: float) -> None:
-        """Continue from the record of the previous scheduler. The effects of this call are discarded."""
+        """Continue from the record of the previous scheduler, before the first event. Nothing is sent or published."""
         self.cluster_id, self.key = record.cluster_id, record.key
         self.roster.restore(record, now)
         self.instance.restore(record)

@@ -1,4 +1,4 @@
-"""Federated instance: a plan, its iterations, and the conditions that end it.
+"""Federated instance: a training of a given number of iterations with one plan, and the conditions that end it.
 
 An instance counts iterations from 1, while round numbers only grow: iteration = round - base. A new instance starts with the
 newest model. The privacy loss is counted over all instances, because the devices' data are the same.
@@ -14,31 +14,35 @@ from covey.core.federated.outbox import Step
 
 
 class FederatedInstance:
-    """Plan of the rounds, and whether devices are served."""
+    """The current instance: its plan, its state, the best round so far, the missed windows and the privacy loss."""
 
     def __init__(self, plan: RoundPlan, job: str = "") -> None:
         self.job = job
         self.plan = plan
         self.next_plan: RoundPlan | None = None  # of the instance that starts at the end of the round
         self.state = InstanceState.RUNNING
-        self.base = 0
-        self.best = (-1, 0.0)  # round and loss
-        self.missed_count = 0  # windows in which too few devices or updates arrived
+        self.base = 0  # iteration = round - base
+        self.best = (-1, 0.0)  # round and loss; round -1: none yet
+        self.missed_count = 0  # missed windows and abandoned rounds, since the instance or this scheduler started
         self.spent = 0.0  # privacy loss: the sum of mu squared
 
     def note_job(self, job: str) -> None:
-        """Set the job name to that of a server, unless one is set."""
+        """Set the job name, unless one is set."""
         self.job = self.job or job
 
     def form(self, plan: RoundPlan | None, job: str) -> None:
-        """Set plan and job name to those of a server, as far as it has any."""
+        """Set plan and job name; keep the present plan if `plan` is None, and the present name if `job` is ""."""
         self.plan, self.job = plan or self.plan, job or self.job
 
     def iteration_of(self, round_number: int) -> int:
         return round_number - self.base
 
     def start_round(self, step: Step, round_number: int) -> None:
-        """Start the requested instance, or finish after the last iteration; finish if the privacy budget is too small."""
+        """Update the state for a round that opens, and publish changes.
+
+        The instance finishes after its last iteration. A requested instance starts. The instance, also a new one, finishes if
+        another round would exceed the privacy budget.
+        """
         if self.state is not InstanceState.FINISHED and self.iteration_of(round_number) > self.plan.iterations:
             self.state = InstanceState.FINISHED
             reason = f"all {self.plan.iterations} iterations are done; the model is still served"
@@ -51,7 +55,7 @@ class FederatedInstance:
             step.out.publish("cluster", "finished", blocker, Level.WARNING)
 
     def begin(self, step: Step, plan: RoundPlan, round_number: int) -> None:
-        """Start a new instance; this round is its iteration 1."""
+        """Start a new instance with this plan; this round is its iteration 1. The privacy loss is kept."""
         self.plan, self.next_plan = plan, None
         self.base, self.state = round_number - 1, InstanceState.RUNNING
         self.missed_count, self.best = 0, (-1, 0.0)
@@ -61,7 +65,7 @@ class FederatedInstance:
         self.next_plan = plan
 
     def set_enabled(self, step: Step, enabled: bool) -> None:
-        """Serve devices, or stop serving them. A finished instance remains finished."""
+        """Set the state to RUNNING or DISABLED, unless it is FINISHED; publish the request in any case."""
         if self.state is not InstanceState.FINISHED:
             self.state = InstanceState.RUNNING if enabled else InstanceState.DISABLED
         step.out.publish("cluster", "enabled" if enabled else "disabled", "requested")
@@ -70,12 +74,16 @@ class FederatedInstance:
         self.missed_count += 1
 
     def repeat_iteration(self) -> None:
-        """Use the next round number for the same iteration."""
+        """Increase `base`, so that the next round has the number of this iteration; count the abandoned round as missed."""
         self.missed_count += 1
         self.base += 1
 
     def on_round_done(self, step: Step, round_number: int, metrics: dict[str, float]) -> None:
-        """Add the round's privacy loss, record the best round by loss, and finish after `patience` rounds without a better."""
+        """Add the round's privacy loss, and record the round if its loss is the best so far.
+
+        Finish if the best round was `patience` rounds ago (0: never). The loss is the metric `central_loss`, else `loss`;
+        without either only the privacy loss is added.
+        """
         self.spent += self.plan.noise.mu_squared_per_round if self.plan.noise is not None else 0.0
         loss = metrics.get("central_loss", metrics.get("loss"))
         if loss is None:
@@ -103,7 +111,10 @@ class FederatedInstance:
 
 
 def privacy_budget_blocker(plan: RoundPlan, spent: float) -> str:
-    """Return why another round would exceed the privacy budget; "" if it would not."""
+    """Return why another round with this plan would exceed the privacy budget; "" if it would not, or there is no budget.
+
+    `spent` is the sum of mu squared so far.
+    """
     noise = plan.noise
     if noise is None or not noise.budget:
         return ""

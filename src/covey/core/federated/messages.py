@@ -2,9 +2,10 @@
 
 Scheduler and servers exchange complete states, not differences: `ServerInstructions` has everything a server needs,
 `ServerStatus` everything it reports. Either may be lost, repeated or made obsolete by a restart, because the next one replaces
-it. Only registrations, admissions, claims and fetches are requests with replies.
+it. Requests with replies are registrations, admissions, requests of secure rounds, heartbeats, claims, fetches and replicas.
 
-Round numbers only grow, and each names a model. A device sees `iteration`, the number of the round within the current instance.
+Round numbers only grow. Round n makes model n from model n - 1. A device sees `iteration`, the number of the round within the
+current instance.
 """
 
 from __future__ import annotations
@@ -44,23 +45,26 @@ from covey.core.types import Host
 
 IDS_PER_MESSAGE_MAX = 10_000
 SERVERS_MAX = 128  # the sums of more servers might not fit into an int64
-ROUND_DIGITS = 20  # the key of an asynchronous update is its device and the round it began with
+ROUND_DIGITS = 20  # for the round in an `async_update_key`
 DeviceId = Annotated[str, Meta(max_length=DEVICE_ID_MAX + ROUND_DIGITS)]
 DeviceIds = Annotated[tuple[DeviceId, ...], Meta(max_length=IDS_PER_MESSAGE_MAX)]
 
 
 class RoundStage(StrEnum):
-    """Stage of a round. A round that misses its window stays open."""
+    """Stage of a round. A round that misses its window stays open, unless it is a secure round that must be abandoned."""
 
-    FORMING = "forming"
-    OPEN = "open"
-    SEALING = "sealing"  # enough updates: every server fixes its part
+    FORMING = "forming"  # waiting for the first servers; there is no round yet
+    OPEN = "open"  # devices are admitted, and updates counted
+    SEALING = "sealing"  # enough updates, or abandoned: every server fixes its part
     UNMASKING = "unmasking"  # secure rounds only: devices reveal the shares that remove the masks from the sum
     SUMMING = "summing"  # one server adds the parts and makes the model
 
 
 class InstanceState(StrEnum):
-    """Whether devices may join and update. Models are served in every state. The values are MindSpore's."""
+    """State of an instance. Only while RUNNING are devices admitted and updates counted; models are served in every state.
+
+    The values are MindSpore's.
+    """
 
     RUNNING = "kRunning"
     DISABLED = "kDisable"
@@ -68,7 +72,7 @@ class InstanceState(StrEnum):
 
 
 class ScaleOperation(StrEnum):
-    """Scaling operation in progress."""
+    """Scaling operation of the servers that is in progress; NONE if there is none."""
 
     NONE = ""
     OUT = "out"
@@ -76,14 +80,14 @@ class ScaleOperation(StrEnum):
 
 
 class RoundPlan(msgspec.Struct, frozen=True):
-    """Settings of a round. `/newInstance` changes them; devices receive those of the client."""
+    """Settings of the rounds of an instance. `/newInstance` can change some; devices receive those that concern them."""
 
-    threshold: int = 1
-    start_window_s: float = 3.0
-    ratio: float = 1.0
-    update_window_s: float = 3.0
-    update_min: int = 0  # number of updates that closes the round at the window's end; 0: threshold * ratio is required
-    iteration_window_s: float = 3600.0
+    threshold: int = 1  # devices that a round admits
+    start_window_s: float = 3.0  # for `threshold` devices to join, from the first one
+    ratio: float = 1.0  # of the threshold: updates that close the round
+    update_window_s: float = 3.0  # for the updates, from the first one
+    update_min: int = 0  # updates that suffice at the end of the update window; 0: threshold * ratio are required
+    iteration_window_s: float = 3600.0  # for the whole round
     iterations: int = 20
     epochs: int = 25
     batch: int = 32
@@ -95,8 +99,8 @@ class RoundPlan(msgspec.Struct, frozen=True):
     eval_share: float = 1.0  # fraction of such an iteration's devices that evaluate
     secure: bool = False  # updates are masked, so that the servers learn only their sum
     cipher_window_s: float = 300.0  # for each phase of a secure round
-    share_ratio: float = 1.0  # fraction of the devices of one phase that must take part in the next
-    reconstruct: int = 0  # devices needed for unmasking; 0: more than two thirds
+    share_ratio: float = 1.0  # secure rounds: fraction of the devices that must send keys, and of these that must share
+    reconstruct: int = 0  # shares that reconstruct a secret; 0: more than two thirds
     compress: str = "NO_COMPRESS"  # compression of uploads
     sparse_rate: float = 1.0  # fraction of values in a sparse upload
     download: str = "NO_COMPRESS"  # compression of models sent to devices that support it
@@ -106,12 +110,12 @@ class RoundPlan(msgspec.Struct, frozen=True):
 
     @property
     def needed_updates(self) -> int:
-        """Number of updates that closes a round."""
+        """Number of updates that closes a round at any time: threshold * ratio, rounded up, at least 1."""
         return max(1, min_count_for_share(self.threshold, self.ratio))
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
-    """Addresses of a server, sent to the other servers."""
+    """Id, rank and addresses of a member, sent to all servers."""
 
     node_id: Name
     rank: int
@@ -121,21 +125,21 @@ class ServerInfo(msgspec.Struct, frozen=True):
 
 
 class LogAdoption(msgspec.Struct, frozen=True):
-    """Order to `adopter`: take over the update log of a lost server."""
+    """Instruction to server `adopter`: take over the update log of a lost or drained server."""
 
-    node_id: Name
-    instance_id: Name
-    log_directory: str
+    node_id: Name  # of that server
+    instance_id: Name  # of its process
+    log_directory: str  # on its host
     adopter: Name
-    from_replica: bool = False  # adopt the replicas that `adopter` has, because the log itself is locked or on another host
+    from_replica: bool = False  # adopt the replicas that `adopter` has instead: the log is locked, or on another host
 
 
 class RoundTotals(msgspec.Struct, frozen=True):
-    """Totals of a part of a round. Integers, so that sums do not depend on the order of addition."""
+    """Totals of one server's part of a round, or of all parts. Integers: sums do not depend on the order of addition."""
 
-    count: int = 0
-    size: int = 0  # samples
-    loss: int = 0  # sum of loss * samples, in 2^-24
+    count: int = 0  # updates
+    size: int = 0  # sum of the updates' weights: samples, or 1 for each update if the plan has noise
+    loss: int = 0  # sum of loss * samples, in units of 2^-24; so are the other losses and accuracies
     accuracy: int = 0
     told: int = 0  # samples of the devices that reported a loss
     eval_size: int = 0  # held-out samples on which devices evaluated the model they received
@@ -152,7 +156,10 @@ class RoundTotals(msgspec.Struct, frozen=True):
 
 
 class RegisterServer(Message, frozen=True):
-    """Server to scheduler: registration of a process of a server. First message on every connection."""
+    """Server to scheduler: registration of a server's process; the first message on every connection.
+
+    A new process registers a second time when it has opened its log directory.
+    """
 
     node_id: Name  # "": the scheduler chooses one, the previous one if this host and port are known
     instance_id: Name
@@ -161,9 +168,9 @@ class RegisterServer(Message, frozen=True):
     peer_address: str
     log_directory: str = ""  # directory of its update logs
     pid: int = 0
-    cluster_id: Name = ""
-    durability: str = "process"
-    round: int = 0
+    cluster_id: Name = ""  # of the cluster to which the process belongs; "": to none yet
+    durability: str = "process"  # what an acknowledged update survives: none, process, disk or host
+    round: int = 0  # of its newest instructions; 0: none
     preferred_number: int = -1  # if `node_id` is empty: the number it prefers as its id, if that is free; -1: none
     fl_name: str = ""
     plan: RoundPlan | None = None  # sent by servers because MindSpore configures the servers, not the scheduler
@@ -171,34 +178,35 @@ class RegisterServer(Message, frozen=True):
 
 
 class ServerRegistered(Message, frozen=True):
-    """Scheduler to server: registration accepted. The server reads its logs, then sends its status."""
+    """Scheduler to server: registration accepted. A new process then opens its logs and registers again; others send their
+    status."""
 
     node_id: Name
     cluster_id: Name
-    key: bytes  # for tickets
+    key: bytes  # by which the servers make and verify the tickets of devices
     discarded_through_round: int = -1  # logs up to this round were abandoned and must be discarded
 
 
 class ServerStatus(Message, frozen=True):
-    """Server to scheduler: its complete state, sent again whenever it changes."""
+    """Server to scheduler: the server's complete state, sent again whenever it changes."""
 
-    generation: int = 0
-    round: int = 0
+    generation: int = 0  # of its newest instructions
+    round: int = 0  # of its part
     totals: RoundTotals = RoundTotals()
-    sealed: bool = False
+    sealed: bool = False  # its part is complete and no longer changes
     model_round: int = -1  # the newest round whose model it has
-    digest: str = ""
+    digest: str = ""  # of that model
     adopted_instances: tuple[Name, ...] = ()  # instance ids whose logs it has adopted
     failed_adoptions: tuple[Name, ...] = ()  # instance ids whose logs it could not adopt
     drained: bool = False  # it accepts no more updates and has released its log
-    metrics: dict[str, float] = {}  # noqa: RUF012 - of the newest model, if this server made it
+    metrics: dict[str, float] = {}  # noqa: RUF012 - of the newest model, if this server made or fetched it
     counted_devices: DeviceIds = ()  # secure rounds: devices whose updates are in its part, after it is sealed
     aggregation_error: Sentence = ""  # why this server cannot make the model of this round
     refusals_by_reason: dict[Name, int] = {}  # noqa: RUF012 - refused requests of devices since this process started
 
 
 class RoundModel(msgspec.Struct, frozen=True):
-    """Model of a round that is not complete yet, and the server that has it."""
+    """Digest and metrics of the model of the current round, and the one server that has it."""
 
     node_id: Name
     digest: str
@@ -206,7 +214,7 @@ class RoundModel(msgspec.Struct, frozen=True):
 
 
 class ServerInstructions(Message, frozen=True):
-    """Scheduler to server: the complete state of the cluster, sent again whenever it changes."""
+    """Scheduler to server: the complete state of the cluster, the same for all servers; sent again whenever it changes."""
 
     generation: int
     members: tuple[ServerInfo, ...]
@@ -218,11 +226,11 @@ class ServerInstructions(Message, frozen=True):
     digest: str = ""  # of the model of round - 1, empty until one is chosen
     metrics: dict[str, float] = {}  # noqa: RUF012 - of that model
     source: Name = ""  # server that has that model
-    aggregator: Name = ""
+    aggregator: Name = ""  # server that adds the parts and makes the model; "" before SUMMING
     expected_totals: tuple[tuple[Name, RoundTotals], ...] = ()  # totals of each part, which the aggregator must find exactly
     new_model: RoundModel | None = None  # this round's model, which the other servers fetch before the round is complete
     adoptions: tuple[LogAdoption, ...] = ()
-    leaving: tuple[Name, ...] = ()
+    leaving: tuple[Name, ...] = ()  # members that must drain: accept no more updates and release their logs
     missing: tuple[Name, ...] = ()  # servers whose part of the round is lost
     forgotten: int = -1  # updates that began up to this round may be in a model without a record of their ids
     is_full: bool = False  # no more devices are admitted to this round
@@ -233,19 +241,19 @@ class ServerInstructions(Message, frozen=True):
 
     @property
     def may_have_lost_updates(self) -> bool:
-        """Whether acknowledged updates of this iteration may be lost, because a part was lost or the iteration is repeated."""
+        """Whether acknowledged updates of this iteration may be lost: a part was lost, or the previous round was abandoned."""
         return bool(self.missing) or self.voided[0] == self.round - 1
 
 
 class AdmitDevices(Message, frozen=True):
-    """Server to scheduler: devices that request to take part in a round."""
+    """Server to scheduler: devices that request to take part in a round. The reply is `DevicesAdmitted`."""
 
     round: int
     ids: DeviceIds
 
 
 class DevicesAdmitted(Message, frozen=True):
-    """Scheduler to server: the devices that may take part, and why the others may not."""
+    """Scheduler to server: the devices that may take part, and one reason for all that may not."""
 
     round: int
     admitted: DeviceIds
@@ -254,9 +262,9 @@ class DevicesAdmitted(Message, frozen=True):
 
 
 class ServerHeartbeat(Message, frozen=True):
-    """Heartbeat of a server, and the scheduler's reply to it.
+    """Server to scheduler: heartbeat. Scheduler to server: the same message as reply.
 
-    The reply repeats `sent_at`, so that a reply that is read late extends the server's lease only from that time.
+    The server's lease, without which it acknowledges no update, counts from `sent_at`, also if the reply is read late.
     """
 
     sent_at: float = 0.0  # by the server's clock
@@ -266,13 +274,16 @@ class ServerHeartbeat(Message, frozen=True):
 
 
 class PeerHello(Message, frozen=True):
-    """Id of the server that opened the connection; first message on it."""
+    """Id of the server that opened the connection to another server; the first message on it."""
 
     node_id: Name
 
 
 class Claim(Message, frozen=True):
-    """Request to the ids' owner: may the sender count these devices' updates of this round?"""
+    """Request to the owner of the ids to let the sender count these devices' updates in this round.
+
+    The reply is `ClaimReply`; there is none if the owner can decide none of the ids yet.
+    """
 
     generation: int
     round: int
@@ -280,7 +291,10 @@ class Claim(Message, frozen=True):
 
 
 class ClaimReply(Message, frozen=True):
-    """Owner's reply to a claim: granted, already counted, or too late. Ids in no list are undecided; the claim is repeated."""
+    """Owner's reply to a claim. `counted`: already; `late`: the round is closed, or a lost server may have counted the update.
+
+    Ids in no list are undecided; the sender repeats the claim for them.
+    """
 
     generation: int
     round: int
@@ -290,7 +304,7 @@ class ClaimReply(Message, frozen=True):
 
 
 class ReleaseClaim(Message, frozen=True):
-    """Return of grants: the sender will not count these updates."""
+    """Release of grants, sent to the owner of the ids: the sender will not count these updates."""
 
     generation: int
     round: int
@@ -300,7 +314,8 @@ class ReleaseClaim(Message, frozen=True):
 class HeldUpdates(Message, frozen=True):
     """Report to an owner: updates of its ids that the sender has logged, or was granted and is about to log.
 
-    The last message of a report has `is_complete`. The owner grants claims when it has a complete report of every member.
+    The last message of a report has `is_complete`. The owner grants claims when it has a complete report of every other member.
+    A message without it also reports a single update that was just logged.
     """
 
     generation: int
@@ -312,7 +327,10 @@ class HeldUpdates(Message, frozen=True):
 
 
 class FetchChunk(Message, frozen=True):
-    """Request for a chunk of a model ("model", "state"), of a part of a round ("part") or of its updates ("logs", "log0")."""
+    """Request to another server for a chunk of a resource of a round, from byte `offset` on. The reply is `Chunk`.
+
+    Resources: the "model", the strategy's "state", the server's "part", the number of its "logs", and the logs "log0", "log1".
+    """
 
     resource: str
     round: int
@@ -320,7 +338,7 @@ class FetchChunk(Message, frozen=True):
 
 
 class Chunk(Message, frozen=True):
-    """Chunk of a requested resource. `total` is its size in bytes, negative if the server does not have it."""
+    """Chunk of a requested resource. `total` is the size of the resource in bytes, negative if the server does not have it."""
 
     resource: str
     round: int
@@ -330,18 +348,19 @@ class Chunk(Message, frozen=True):
 
 
 class ReplicateUpdate(Message, frozen=True):
-    """Request to store a replica of one of the sender's updates."""
+    """Request to store a replica of one of the sender's updates. The reply is `UpdateReplicated`; if it cannot be stored, the
+    connection is closed."""
 
     instance_id: Name
     round: int
-    serial: int
+    serial: int  # number of the request
     record: bytes  # or a chunk of it; chunks are sent in order
     offset: int = 0
     remaining_bytes: int = 0  # bytes in later chunks
 
 
 class UpdateReplicated(Message, frozen=True):
-    """Acknowledgement: the replica is stored."""
+    """Acknowledgement of the `ReplicateUpdate` with this serial; after that of the last chunk, the replica is stored."""
 
     serial: int
 
@@ -366,22 +385,22 @@ BetweenServers = (
 
 
 class ServerRecord(msgspec.Struct, frozen=True):
-    """Stored fields of a server in `FederationRecord`."""
+    """A server in a `FederationRecord`."""
 
     node_id: str
-    life: str
+    life: str  # instance id
     rank: int
     host: Host
-    http: str
-    peer: str
-    folder: str
+    http: str  # address for devices
+    peer: str  # address for servers
+    folder: str  # log directory
     member: bool
     leaving: bool = False
     durability: str = "process"
 
 
 class FederationRecord(msgspec.Struct, frozen=True):
-    """Stored state from which a restarted scheduler continues."""
+    """State that the scheduler stores, and from which a restarted one continues."""
 
     cluster_id: str
     key: bytes
@@ -395,8 +414,8 @@ class FederationRecord(msgspec.Struct, frozen=True):
     digest: str = ""
     source: str = ""
     formed: bool = False
-    voids: dict[str, int] = {}
-    forgotten: int = -1
+    voids: dict[str, int] = {}  # by node id: the last round whose log was abandoned
+    forgotten: int = -1  # as in `ServerInstructions`, also `missing` and `voided`
     best: tuple[int, float] = (-1, 0.0)  # round and loss
     operation: ScaleOperation = ScaleOperation.NONE
     wanted_before: int = 0
@@ -409,28 +428,29 @@ class FederationRecord(msgspec.Struct, frozen=True):
 
 
 def claim_owner(device: str, members: Sequence[ServerInfo]) -> str:
-    """Return the node id of the server that decides claims of this device's updates.
+    """Return the node id of the owner: the member that decides claims of this device's updates.
 
-    Plain hashing suffices, because all servers report their updates again in each generation.
+    All servers must pass the members in the same order. There must be at least one. Plain hashing suffices, because all servers
+    report their updates again in each generation.
     """
     digest = hashlib.blake2b(device.encode(), digest_size=8).digest()
     return members[int.from_bytes(digest, "big") % len(members)].node_id
 
 
 def async_update_key(device: str, began: int) -> str:
-    """Return the key of an asynchronous update: its device, and the round it began with."""
+    """Return the key that replaces the device id in asynchronous rounds: the device, and the round its update began with."""
     return f"{device}@{began}"
 
 
 def async_update_start_round(key: str) -> int:
-    """Return the round of an `async_update_key`."""
+    """Return the round in an `async_update_key`. Raise `ValueError` if `key` has none."""
     return int(key.rpartition("@")[2])
 
 
 def replica_keeper(node_id: str, members: Sequence[ServerInfo]) -> ServerInfo | None:
-    """Return the server that stores replicas of a server's updates: the next by rank, on another host if there is one.
+    """Return the member that stores replicas of a server's updates: the next by rank, on another host if there is one.
 
-    None if the cluster has one member.
+    None if there is no other member. For a server that is not a member, the one with the lowest rank.
     """
     mine = next((peer for peer in members if peer.node_id == node_id), None)
     others = sorted((peer for peer in members if peer is not mine), key=lambda peer: peer.rank)
@@ -441,12 +461,12 @@ def replica_keeper(node_id: str, members: Sequence[ServerInfo]) -> ServerInfo | 
 
 
 def should_evaluate(plan: RoundPlan, cluster_id: str, iteration: int, device: str) -> bool:
-    """Return whether a device of this iteration must evaluate the model too. The result is the same on every server."""
+    """Return whether a device must also evaluate the model that it receives in this iteration; the same on every server."""
     due = plan.eval_every > 0 and iteration % plan.eval_every == 0
     return due and hash_fraction(f"{cluster_id}/eval/{iteration}", device) < plan.eval_share
 
 
 def hash_fraction(seed: str, device: str) -> float:
-    """Return a pseudo-random number in [0, 1), the same on every server. It is predictable and must not be used as a secret."""
+    """Return a number from 0 to 1, derived from a hash of both arguments: it is predictable, and no substitute for a secret."""
     digest = hashlib.blake2b(f"{seed}/{device}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64

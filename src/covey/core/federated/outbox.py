@@ -1,4 +1,4 @@
-"""Effects of one call of the federation machine, in the order in which they must be carried out."""
+"""Outbox: the effects of one call of the federation machine, in the order in which they must be carried out."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FederationEffect = PersistFederation | Send | Close | PublishEvent | EndCluster
 
 
 class Outbox:
-    """Ordered effects of one call. `persist` adds the record of that moment; messages added later may depend on it."""
+    """Ordered effects of one call of the machine. `persist` adds a record of the state at that moment."""
 
     def __init__(self, make_record: Callable[[], FederationRecord]) -> None:
         self.effects: list[FederationEffect] = []
@@ -37,7 +37,7 @@ class Outbox:
         self.effects.append(PersistFederation(self._make_record()))
 
     def publish(self, node: str, what: str, reason: str, level: Level = Level.NOTE) -> None:
-        """Add an event. `node` is "cluster", "round" or the node id of a server."""
+        """Add an event. `node` is "cluster", "round" or the node id of a server, which is published as "server:ID"."""
         self.effects.append(PublishEvent(node if node in ("cluster", "round") else f"server:{node}", what, reason, level))
 
     def end(self, code: int, reason: str) -> None:
@@ -45,7 +45,7 @@ class Outbox:
 
 
 class Step(msgspec.Struct, frozen=True):
-    """Context of one call of the machine: time, cluster id, and outbox."""
+    """Context of one call of the machine: time in seconds, cluster id, and outbox."""
 
     now: float
     cluster_id: str

@@ -1,11 +1,12 @@
-"""Current round: its opening, closing and completion.
+"""The current federated round: its opening, closing and completion.
 
-A round is open until enough updates are counted. Then every server seals its part, and one server (a different one each round)
-adds the parts and makes the next model. The round number grows by one. A window that ends with too few updates is *missed*: the
-round stays open, keeps its updates, and admits further devices in place of those that sent none.
+A round is open until enough updates are counted. Then every server seals its part, and one server (the members take turns) adds
+the parts and makes the model of the round. The next round has the next number. A window that ends with too few devices or
+updates is *missed*: the round stays open, keeps its updates, and admits further devices in place of those that sent none. A
+secure round cannot do that after its key exchange and is abandoned.
 
-A round that cannot be summed is *abandoned*. It passes the same stages without parts. Its model is that of the previous round
-under the next number, and devices repeat the same iteration.
+A round that cannot be summed is *abandoned*. It passes the same stages, but no part is added: its model is a copy of the
+previous one, and the next round repeats the iteration.
 """
 
 from __future__ import annotations
@@ -46,12 +47,12 @@ NEXT_STAGES = {
 
 
 class Round:
-    """Current round. Only this class changes the stage."""
+    """The current round: number, stage, window, aggregation and newest model. Only this class changes the stage."""
 
     def __init__(self, instance: FederatedInstance, now: float) -> None:
         self.number = 0
         self.stage = RoundStage.FORMING
-        self.reason = "waiting for servers"
+        self.reason = "waiting for servers"  # of the stage, for people
         self.window = RoundWindow(instance.plan, now)
         self.aggregation: Aggregation = PlainAggregation()
         self.aggregator = ""
@@ -61,7 +62,7 @@ class Round:
         self.digest = ""  # of the newest model
         self.source = ""  # the server that made it
         self.metrics: dict[str, float] = {}
-        self.abandon_reason = ""
+        self.abandon_reason = ""  # "" unless the round is abandoned
         self.voided = (-1, "")  # number and reason of the last abandoned round
         self._instance = instance
 
@@ -76,7 +77,12 @@ class Round:
     # -- devices -----------------------------------------------------------------------------------------------------
 
     def admit(self, step: Step, request: AdmitDevices) -> DevicesAdmitted:
-        """Decide which devices may take part. A device that was admitted before is admitted again."""
+        """Admit devices to the round, and return which were admitted and why others were not.
+
+        All are refused if the round is another one, is not open, or is secure and has completed its key exchange. Otherwise a
+        device that was admitted before is admitted again, also if the round is full. A device that is refused because it is not
+        in the sample starts the window for joining, as an admitted one does.
+        """
         if request.round == self.number and not self.aggregation.admits_devices:
             reason = f"iteration {self.iteration} has completed its key exchange and admits no more devices"
             return DevicesAdmitted(request.round, (), request.ids, reason)
@@ -101,11 +107,15 @@ class Round:
         return DevicesAdmitted(request.round, tuple(admitted), tuple(refused), reason)
 
     def readmit(self, devices: Iterable[str]) -> None:
-        """Admit the devices that the previous scheduler admitted, according to a server."""
+        """Admit devices that the previous scheduler admitted, as a server reports, regardless of the capacity."""
         self.window.admit(devices)
 
     def handle_secagg_request(self, step: Step, message: SecaggForward) -> SecaggReply:
-        """Reply to a device's request of the secure aggregation protocol."""
+        """Handle a device's request of the secure aggregation protocol, and return the reply.
+
+        DONE if the request is of the previous round, unless that was abandoned. LATE if it is of another closed round, or this
+        round is abandoned or not secure. Else the reply of the protocol.
+        """
         if message.round == self.number - 1 != self.voided[0]:
             return SecaggReply(message.serial, SecaggVerdict.DONE, "the round is done")
         if message.round == self.number and not self.abandon_reason:
@@ -120,7 +130,7 @@ class Round:
     # -- opening -----------------------------------------------------------------------------------------------------
 
     def open_first(self, step: Step, maker: ServerMember, reason: str) -> None:
-        """Open the round that follows the model of server `maker`."""
+        """Open the round that follows the newest model of server `maker`; its status must be known."""
         assert maker.status is not None
         self.number, self.digest, self.source = maker.status.model_round + 1, maker.status.digest, maker.node_id
         self._open(step, reason)
@@ -134,7 +144,7 @@ class Round:
         step.out.persist()
 
     def begin_instance(self, step: Step, plan: RoundPlan) -> None:
-        """Start a new instance with this round."""
+        """Start a new instance with this round. Windows, admissions and the secure protocol start over."""
         self._instance.begin(step, plan, self.number)
         self._restart_window(step)
 
@@ -146,9 +156,9 @@ class Round:
     # -- servers -----------------------------------------------------------------------------------------------------
 
     def note_losses(self, losses: Losses) -> None:
-        """Record lost parts, without which the round continues.
+        """Record lost parts, without which the round continues, and the rounds of forgotten updates (`forgotten`).
 
-        If ids of counted updates are lost, an update that began before this round may be in a model without a record of it.
+        If ids of counted updates are lost, an update that began before this round may be in a model without a record of its id.
         One that began in this round cannot be, unless the round is already closed.
         """
         self.missing += tuple(node_id for node_id in losses.missing if node_id not in self.missing)
@@ -156,7 +166,7 @@ class Round:
             self.forgotten = self.number - (self.stage is RoundStage.OPEN)
 
     def reseal(self) -> None:
-        """Return to sealing if the members changed during unmasking or summing, because other servers may hold the parts."""
+        """Return to SEALING if the stage is UNMASKING or SUMMING. Called when members changed, because parts may have moved."""
         if self.stage in (RoundStage.UNMASKING, RoundStage.SUMMING):
             self._start_sealing()
 
@@ -171,7 +181,10 @@ class Round:
     # -- stages ------------------------------------------------------------------------------------------------------
 
     def advance(self, step: Step, membership: Membership) -> bool:
-        """Advance the round by one transition if possible. Return whether another one may follow."""
+        """Advance the round by one transition if possible; return whether to call again.
+
+        A closed round advances only while all members are alive and no adoption is pending.
+        """
         members = membership.members
         if self.stage is RoundStage.OPEN:
             statuses = [server.status for server in members if server.alive and server.status is not None]
@@ -196,6 +209,7 @@ class Round:
         return sealed and bool(able) and self._on_all_sealed(step, members, able)
 
     def _check_window(self, step: Step, members: Sequence[ServerMember]) -> bool:
+        """Close or abandon the open round, or handle a missed window; return whether the stage changed."""
         failure = self.aggregation.check_deadline(step.now)
         if failure:
             return self._abandon(step, failure)
@@ -222,7 +236,11 @@ class Round:
         return False
 
     def _on_all_sealed(self, step: Step, members: Sequence[ServerMember], able: Sequence[ServerMember]) -> bool:
-        """Choose the server that adds the parts, or start unmasking, or abandon the round. Called when every part is sealed."""
+        """Start summing or unmasking, or abandon the round, when every part is sealed. Return whether it was abandoned.
+
+        Called again in UNMASKING, until the secrets are known, and in SUMMING, because the aggregator may report an error.
+        `able` are the servers that have the previous model; the aggregator is one of them.
+        """
         if not self.abandon_reason:
             if not self.count_updates(members):
                 return self._abandon(step, "all its updates were on servers that were given up")
@@ -244,7 +262,7 @@ class Round:
         return False
 
     def _abandon(self, step: Step, reason: str) -> bool:
-        """Abandon the round: every server seals its part, and none is added."""
+        """Abandon the round, publish that, and go to SEALING: every server seals its part, and none is added. Return True."""
         self.abandon_reason, self.reason = reason, f"abandoned: {reason}"
         self._start_sealing()
         text = f"iteration {self.iteration} is repeated and its updates are discarded: {reason}"
@@ -252,7 +270,8 @@ class Round:
         return True
 
     def _finish(self, step: Step, maker: ServerMember, members: Sequence[ServerMember]) -> bool:
-        """Complete this round with the model of server `maker`, and open the next one."""
+        """Complete this round with the model of server `maker`, and open the next one: of the same iteration, if the round was
+        abandoned. Return True."""
         assert maker.status is not None
         self.digest, self.source = maker.status.digest, maker.node_id
         if self.abandon_reason:
@@ -274,7 +293,10 @@ class Round:
     # -- models ------------------------------------------------------------------------------------------------------
 
     def unreplicated_model(self, members: Sequence[ServerMember]) -> RoundModel | None:
-        """Return this round's model while only one server has it and a member has durability "host"; else None."""
+        """Return this round's model while only one live member has it and must replicate it; else None.
+
+        It must if a member has durability "host" and there is more than one member.
+        """
         having = [
             (server.node_id, server.status)
             for server in members
@@ -286,7 +308,8 @@ class Round:
         return RoundModel(node_id, status.digest, status.metrics)
 
     def find_model_source(self, servers: Iterable[ServerMember]) -> str:
-        """Return a server that has the newest model: the one that made it, unless only others are alive that fetched it."""
+        """Return the server from which others fetch the newest model: the one that made it, or, if that is not alive, the first
+        live one that has it. If none is alive, the one that made it."""
         having = [
             server.node_id
             for server in servers
@@ -314,10 +337,10 @@ class Round:
         }
 
     def restore(self, step: Step, record: FederationRecord) -> None:
-        """Continue the round of the previous scheduler.
+        """Continue the round of the previous scheduler, with a new window and without its admissions (see `readmit`).
 
         A secure round continues from the list of uploaders. Without a list it is abandoned, because its keys and shares are
-        lost.
+        lost. Neither is done if the instance is finished. If the cluster had not formed, the stage stays FORMING.
         """
         self.number, self.missing, self.forgotten = record.round, record.missing, record.forgotten
         self.digest, self.source, self.metrics, self.voided = record.digest, record.source, record.metrics, record.voided

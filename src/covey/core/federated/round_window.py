@@ -1,4 +1,4 @@
-"""Admissions and time windows of one round.
+"""Admissions and time windows of one round: for devices to join, for updates, and for the whole round.
 
 A window that ends with too few devices or updates is *missed*. It restarts, and the round keeps its updates. If the round was
 full and updates are missing, it admits as many further devices.
@@ -13,23 +13,23 @@ import msgspec
 from covey.core.federated.messages import RoundPlan
 from covey.core.plurals import count_noun
 
-UNLIMITED_DEVICES = 10**9
+UNLIMITED_DEVICES = 10**9  # capacity of an asynchronous round
 
 
 class ThresholdReached(msgspec.Struct, frozen=True):
-    """Verdict: the round may close."""
+    """Verdict: enough updates are counted, so the round closes."""
 
     reason: str
 
 
 class WindowMissed(msgspec.Struct, frozen=True):
-    """Verdict: a window ended with too few devices or updates; the round stays open."""
+    """Verdict: a window ended with too few devices or updates."""
 
     reason: str
 
 
 class RoundWindow:
-    """Admitted devices and time windows of one round."""
+    """Admitted devices and time windows of one round. Times are in seconds of one clock."""
 
     def __init__(self, plan: RoundPlan, now: float) -> None:
         self.admitted: dict[str, None] = {}
@@ -38,8 +38,8 @@ class RoundWindow:
         self._capacity = UNLIMITED_DEVICES if plan.staleness else plan.threshold
         self._plan = plan
         self._opened_at = now
-        self._first_join_at = -1.0
-        self._first_update_at = -1.0
+        self._first_join_at = -1.0  # start of the window for devices; negative: not started
+        self._first_update_at = -1.0  # start of the window for updates; negative: not started
 
     @property
     def is_full(self) -> bool:
@@ -50,12 +50,16 @@ class RoundWindow:
         self.admitted.update(dict.fromkeys(devices))
 
     def start_join_window(self, now: float) -> None:
-        """Start the window for devices, unless it is running."""
+        """Start the window in which devices must join, unless it is running."""
         if self._first_join_at < 0:
             self._first_join_at = now
 
     def decide_closing(self, counted: int, now: float) -> ThresholdReached | WindowMissed | None:
-        """Return whether the round may close with `counted` updates, or has missed a window; None if neither."""
+        """Decide whether the round closes with `counted` updates, or has missed a window; return None if neither.
+
+        Windows start at the first call after the first device or update. A missed window is counted and restarts, and a full
+        round then admits further devices for the missing updates.
+        """
         found = self._decide_closing(counted, now)
         self.missed_count += isinstance(found, WindowMissed)
         return found
@@ -86,5 +90,6 @@ class RoundWindow:
         return None
 
     def _admit_more(self, devices: int) -> None:
+        """Raise the capacity of a full round, so that it admits this number of further devices."""
         if self.is_full:
             self._capacity = len(self.admitted) + devices

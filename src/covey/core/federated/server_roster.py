@@ -1,8 +1,9 @@
 """Servers of a federated cluster: registration, loss, adoption of logs, generations and scaling.
 
 The members of a generation are fixed. A lost server stays a member until its log has been read, either by the server itself
-when it returns, or by a server that can reach the log or has replicas of it (`LogAdoption`). If that does not happen within
-`return_timeout_s`, the round continues without that part. Registration, loss and scaling all end in a new generation.
+when it returns, or by a member on the same host or with replicas (`LogAdoption`). If that does not happen within
+`return_timeout_s`, which starts again while no member is alive, the round continues without that part. A change of the members,
+and the return of a restarted member, start a new generation.
 """
 
 from __future__ import annotations
@@ -40,15 +41,15 @@ _RANK_IDS = {str(rank) for rank in range(SERVERS_MAX)}  # node ids that claim th
 
 
 class ServerTimeouts(msgspec.Struct, frozen=True):
-    """Timeouts of servers, in seconds."""
+    """Timeouts of servers and of the formation, in seconds."""
 
     heartbeat_timeout_s: float = 10.0  # without a heartbeat until a server is considered lost
     return_timeout_s: float = 30.0  # for the return of a lost server whose log no other server has read
-    formation_timeout_s: float = 900.0
+    formation_timeout_s: float = 900.0  # for the required number of servers to register
 
 
 class ServerMember(msgspec.Struct, frozen=True):
-    """Scheduler's record of a server. `node_id` never changes; the roster replaces the record to change another field."""
+    """Scheduler's record of a server, member or not. The record is replaced on every change; `node_id` never changes."""
 
     node_id: str
     instance_id: str
@@ -56,17 +57,17 @@ class ServerMember(msgspec.Struct, frozen=True):
     http_address: str
     peer_address: str
     log_directory: str
-    rank: int = -1
+    rank: int = -1  # -1: never a member, or scaled in
     pid: int = 0
     durability: str = "process"
     connection: int = 0  # 0: not connected
     is_member: bool = False
-    leaving: bool = False
+    leaving: bool = False  # being scaled in, or scaled in by this scheduler
     fl_name: str = ""
     plan: RoundPlan | None = None
     has_returned: bool = False  # restarted as a member: the next generation begins when it has sent its status
     last_heartbeat_at: float = 0.0
-    lost_at: float = 0.0
+    lost_at: float = 0.0  # time of the last lost connection; after a restart of the scheduler in the future (grace)
     adoption_retry_at: float = 0.0  # before this time no server is asked to adopt its log
     is_log_locked: bool = False  # a hanging process holds the log: only replicas can be adopted
     restarts: int = 0
@@ -75,21 +76,22 @@ class ServerMember(msgspec.Struct, frozen=True):
 
     @property
     def alive(self) -> bool:
+        """Whether it is connected and has sent its status over this connection."""
         return self.connection > 0 and self.status is not None
 
     @property
     def has_left(self) -> bool:
-        """Whether it was scaled in, by this scheduler or the previous one. Its log is then no longer locked."""
+        """Whether it is being or was scaled in, by this scheduler or the previous one; it is not made a member again."""
         return self.leaving or (self.status is not None and self.status.drained)
 
     def totals_of(self, round_number: int) -> RoundTotals:
-        """Return the totals of a round that the server has reported; zeros if it has reported none."""
+        """Return the totals that the server last reported, if they are of this round; else zeros."""
         status = self.status
         return status.totals if status is not None and status.round == round_number else RoundTotals()
 
 
 class Losses(msgspec.Struct, frozen=True):
-    """Losses of the current round caused by a change of the servers."""
+    """Updates that are lost to the current round, or no longer recorded, after a loss of servers."""
 
     missing: tuple[str, ...] = ()  # members whose part of the round is lost
     updates_forgotten: bool = False  # the ids of some counted updates are no longer recorded by any server
@@ -103,7 +105,7 @@ UPDATES_FORGOTTEN = Losses(updates_forgotten=True)
 
 
 class Membership(msgspec.Struct, frozen=True):
-    """Members of the current generation."""
+    """The current generation and its members."""
 
     generation: int
     members: list[ServerMember]
@@ -111,7 +113,7 @@ class Membership(msgspec.Struct, frozen=True):
 
 
 class Roster:
-    """Table of servers. Methods receive the round's number; they do not depend on its stage."""
+    """Table of all servers: members, and servers that wait, have left or were given up. It owns generation and target size."""
 
     def __init__(self, server_num: int, timeouts: ServerTimeouts, now: float) -> None:
         self.timeouts = timeouts
@@ -136,14 +138,14 @@ class Roster:
         return Membership(self.generation, members, bool(members) and present)
 
     def describe_members(self) -> tuple[ServerInfo, ...]:
-        """Return the members in the form that is sent to all servers, by rank."""
+        """Return the members in the form that is sent to all servers, in order of rank."""
         return tuple(
             ServerInfo(server.node_id, server.rank, server.peer_address, server.http_address, server.host.id)
             for server in sorted(self.members(), key=lambda server: server.rank)
         )
 
     def announced_members(self) -> tuple[ServerInfo, ...]:
-        """Return the members of the newest instructions; the current members if none were made since the restart."""
+        """Return the members of the newest instructions; the current members if this scheduler has made none yet."""
         return self._instructions.members if self._instructions is not None else self.describe_members()
 
     def adoptions(self) -> tuple[LogAdoption, ...]:
@@ -155,7 +157,11 @@ class Roster:
     # -- registration and loss ---------------------------------------------------------------------------------------
 
     def register(self, step: Step, connection: int, request: RegisterServer, *, key: bytes, is_forming: bool) -> Losses | None:
-        """Register a server and reply to it. Return the losses of the round, or None if it was refused or must retry."""
+        """Register a server and reply with `ServerRegistered`; return what the round has lost.
+
+        Return None if the server is refused (another cluster, or its id is in use), or if its connection is closed because its
+        replicas are being adopted; it then retries. A restarted member with durability "none" has lost its part.
+        """
         node_id = request.node_id or self._choose_node_id(request, is_forming)
         known = self.servers.get(node_id)
         if request.cluster_id and request.cluster_id != step.cluster_id:
@@ -215,15 +221,16 @@ class Roster:
         return losses
 
     def _awaits_replica_adoption(self, server: ServerMember) -> bool:
-        """Return whether a live server was told to adopt its replicas of this server's updates and has not replied yet."""
+        """Return whether another live server was told to adopt replicas of this server's updates and has not replied yet."""
         adoption = self._adoptions.get(server.instance_id)
         adopter = self.servers.get(adoption.adopter) if adoption is not None and adoption.from_replica else None
         return adopter is not None and adopter.alive
 
     def _choose_node_id(self, request: RegisterServer, is_forming: bool) -> str:
-        """Return the id of the server at this host and port, if it is lost or the same process; else a free number.
+        """Return the id of the known server at this host and port, if that is disconnected or the same process.
 
-        While the cluster forms, the highest number is chosen, because users usually configure the lowest ones as ids.
+        Otherwise return a number that no server has: the preferred one, if it is below the target size, else the lowest. While
+        the cluster forms and no number is preferred, it is the highest below the target size: users often configure the lowest.
         """
         for server in self.servers.values():
             if (server.host.id, server.http_address) == (request.host.id, request.http_address) and (
@@ -243,7 +250,10 @@ class Roster:
         self._replace(server, last_heartbeat_at=now)
 
     def on_status(self, step: Step, server: ServerMember, status: ServerStatus, round_number: int) -> Losses:
-        """Record a server's status. Return the losses of the round due to the adoptions that it reports."""
+        """Record a server's status; return what the round has lost by the adoptions that it reports.
+
+        A server whose log was adopted is no longer a member. After a failed adoption another one is chosen later.
+        """
         server = self._replace(server, status=status)
         losses = NO_LOSSES
         for instance_id in status.adopted_instances:
@@ -264,7 +274,7 @@ class Roster:
             self._on_server_lost(step, server, reason)
 
     def check_heartbeats(self, step: Step) -> None:
-        """Disconnect servers that have sent nothing for `heartbeat_timeout_s`."""
+        """Disconnect servers without a heartbeat, status or admission request for `heartbeat_timeout_s`; they are lost."""
         limit_s = self.timeouts.heartbeat_timeout_s
         for server in list(self.servers.values()):
             if server.connection and step.now - server.last_heartbeat_at > limit_s:
@@ -281,7 +291,11 @@ class Roster:
     # -- logs of lost servers ----------------------------------------------------------------------------------------
 
     def resolve_lost_servers(self, step: Step, announced: tuple[ServerInfo, ...], round_number: int) -> Losses:
-        """For each member that is lost or drained, choose a server that adopts its log, or abandon the log after a timeout."""
+        """For each member that is lost or drained, choose a server that adopts its log; return what the round has lost.
+
+        A drained member without updates of this round is removed immediately. The log of a member that has been lost for
+        `return_timeout_s` is abandoned, if another member is alive, and the member removed.
+        """
         losses = NO_LOSSES
         if not any(server.alive for server in self.members()):
             self._no_member_alive_at = step.now
@@ -300,6 +314,8 @@ class Roster:
         return losses
 
     def _find_adopter(self, step: Step, server: ServerMember, announced: tuple[ServerInfo, ...]) -> None:
+        """Choose the adopter of a log: a live member on the server's host. With durability "host", it is the one that has the
+        replicas, if there is no such member or the log is locked. Do nothing if none is able, or one is chosen already."""
         adoption = self._adoptions.get(server.instance_id)
         if adoption is not None:
             adopter = self.servers.get(adoption.adopter)
@@ -319,7 +335,10 @@ class Roster:
             )
 
     def _on_log_adopted(self, step: Step, instance_id: str, adopter: ServerMember, round_number: int) -> Losses:
-        """Remove the server whose log was adopted from the members."""
+        """Remove the server whose log was adopted from the members; return what the round has lost.
+
+        With durability "none" its part is lost. After an adoption of replicas its own log is void.
+        """
         losses = NO_LOSSES
         adoption = self._adoptions.pop(instance_id, None)
         for lost in self.members():
@@ -337,6 +356,7 @@ class Roster:
         return losses
 
     def _give_up_log(self, step: Step, server: ServerMember, round_number: int) -> Losses:
+        """Abandon the log of a lost server and remove the server from the members; return what the round has lost."""
         losses = _loss_of_part(server)
         self.voids[server.node_id] = round_number
         self._adoptions.pop(server.instance_id, None)
@@ -355,7 +375,7 @@ class Roster:
     # -- generations -------------------------------------------------------------------------------------------------
 
     def form(self) -> list[ServerMember]:
-        """Start the first generation if enough servers are alive. Return its members, or an empty list."""
+        """Start the first generation if the target number of servers is alive. Return its members; [] if it is not."""
         ready = [server for server in self.servers.values() if server.alive]
         if len(ready) < self.wanted or not ready:
             return []
@@ -366,7 +386,8 @@ class Roster:
         return self.members()
 
     def start_generation_if_changed(self, step: Step, announced: tuple[ServerInfo, ...]) -> bool:
-        """Add waiting servers up to the target size. Start a generation if members changed or returned; return whether."""
+        """Add waiting servers up to the target size. Start a generation if the members differ from the announced ones, or a
+        restarted member is alive again; return whether one was started."""
         for server in list(self.servers.values()):
             has_room = len([member for member in self.members() if not member.leaving]) < self.wanted
             if server.alive and not server.is_member and not server.has_left and has_room:
@@ -385,7 +406,7 @@ class Roster:
         return True
 
     def _assign_ranks(self) -> None:
-        """Give a rank to each member without one: the number that is its id if that is free, else the lowest free rank."""
+        """Give a rank to each member without one: the number that is its node id if that is free, else the lowest free rank."""
         taken = {server.rank for server in self.servers.values() if server.rank >= 0}
         new = [server for server in self.members() if server.rank < 0]
         for server in sorted(new, key=lambda server: server.node_id not in _RANK_IDS):
@@ -395,7 +416,7 @@ class Roster:
             taken.add(rank)
 
     def send_instructions(self, step: Step, instructions: ServerInstructions) -> None:
-        """Send instructions to every live server to which they were not sent over its current connection."""
+        """Send instructions to every live server, member or not, that has not received the same ones over its connection."""
         if instructions != self._instructions or self._instructions is None:
             self._instructions = instructions
         for server in list(self.servers.values()):
@@ -456,7 +477,7 @@ class Roster:
         }
 
     def restore(self, record: FederationRecord, now: float) -> None:
-        """Restore the servers of the previous scheduler. None of them is connected yet."""
+        """Restore the servers of the previous scheduler, not connected. No log is adopted within `REATTACH_GRACE_S`."""
         self.generation = record.generation
         self.wanted, self.wanted_before, self.operation = record.wanted, record.wanted_before, record.operation
         self.voids = dict(record.voids)
@@ -464,14 +485,15 @@ class Roster:
             self.servers[server.node_id] = _from_record(server, now + REATTACH_GRACE_S)
 
     def _replace(self, server: ServerMember, **changes: Any) -> ServerMember:
-        """Change fields of a server's current record and return the new one. `server` may be an older version of it."""
+        """Change fields of a server's current record and return the new record. `server` may be an older version of it."""
         changed = msgspec.structs.replace(self.servers[server.node_id], **changes)
         self.servers[server.node_id] = changed
         return changed
 
 
 def _loss_of_part(server: ServerMember) -> Losses:
-    """Return the loss of all updates that a server has counted in this round. Devices may send them again."""
+    """Return the loss of all updates that a server has counted in this round. Of a server that is not a member, no part is
+    missing."""
     return Losses((server.node_id,) if server.is_member else (), updates_forgotten=True)
 
 

@@ -1,14 +1,17 @@
-"""Claims of one server: which updates of a round it may count.
+"""Claims of one server: which updates of a round the server may count.
 
 Theory of operation. Every device id has one *owner* among the servers of a generation. A server that receives an update claims
 the id at its owner. It logs, adds and acknowledges the update only if the claim is granted. The owner's table is in memory and
 starts empty in each generation. Every server reports to every owner the updates it holds of the owner's ids (`HeldUpdates`),
-and an owner grants no claim before all members have reported. An id is therefore granted once per generation, and grants of
+and an owner grants no claim before all members have reported. An id is therefore granted to one server at a time, and grants of
 earlier generations are in the new tables because their holders reported them. A grant of an earlier generation that arrives
 late is void; the claim is sent again.
 
-An owner does not reply to a claim that it cannot decide yet. `tick` repeats claims until the runtime tells the device to retry.
-One such case is an update held by a server that is gone: its log decides, and a new generation starts when the log was read.
+With an asynchronous strategy, the id is that of one update (`async_update_key`): device, and the round it began with.
+
+An owner does not reply to a claim that it cannot decide yet: a report is missing, its round is not known here, or the update
+was granted to another server that has not reported it as logged. `tick` repeats claims until the runtime tells the device to
+retry. If that other server is gone, its log decides; a new generation starts when the log was read.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ from covey.core.federated.messages import (
 )
 from covey.core.messages import Message
 
-CLAIM_RETRY_S = 0.1
+CLAIM_RETRY_S = 0.1  # seconds
 ClaimKey = tuple[int, str]  # round and device
 Item = TypeVar("Item")
 
@@ -44,27 +47,27 @@ class UpdateOutcome(StrEnum):
     """Reason why an update is not stored."""
 
     COUNTED = "counted"  # already, by this server or another
-    LATE = "late"
+    LATE = "late"  # its round is closed, or a lost server may have counted it
     EARLY = "early"  # of a round for which this server has no instructions yet
     CLOSED = "closed"  # this server accepts none: not a member, leaving, or the instance is not running
 
 
 class SendToServer(msgspec.Struct, frozen=True):
-    """Send to another server. Drop the message if that server is unreachable, because `tick` repeats it."""
+    """Send a message to another server; drop it if there is no connection. Claims and reports are sent again later."""
 
     node_id: str
     message: BetweenServers
 
 
 class StoreUpdate(msgspec.Struct, frozen=True):
-    """Log and add this update, then call `on_update_logged`, or `on_store_failed` if that is not possible."""
+    """Log this update and add it to the sum, then call `on_update_logged`; `on_store_failed` if it cannot be stored."""
 
     round: int
     device: str
 
 
 class RejectUpdate(msgspec.Struct, frozen=True):
-    """Discard this update and reply to its device with the outcome."""
+    """Discard this update and reply to its device according to the outcome."""
 
     round: int
     device: str
@@ -75,14 +78,14 @@ ClaimEffect = SendToServer | StoreUpdate | RejectUpdate
 
 
 class Claims:
-    """Claims that one server makes, and those that it decides as owner."""
+    """Claims that one server makes, and claims of others that it decides as owner. Times are in seconds of one clock."""
 
     def __init__(self, node_id: str) -> None:
         self.node_id = node_id
         self.generation = 0
         self.members: tuple[ServerInfo, ...] = ()
         self.round = 0
-        self.is_open = False
+        self.is_open = False  # updates of `round` can be granted and stored here
         self._rejects_updates = True  # this server accepts no updates of any round; other servers may
         self.held_updates: dict[int, dict[str, bool]] = {}  # by round: the ids this server counts, and whether they are logged
         self._holders: dict[
@@ -92,8 +95,8 @@ class Claims:
         self._early_reports: list[tuple[str, HeldUpdates]] = []  # of a generation whose instructions have not arrived here
         self._known_counted: set[ClaimKey] = set()  # counted according to other owners, in this generation
         self._pending_claims: dict[ClaimKey, float] = {}  # undecided claims, and when they were last sent
-        self._retained_rounds = 1
-        self._forgotten = -1
+        self._retained_rounds = 1  # closed rounds that are remembered: staleness + 1
+        self._forgotten = -1  # as in `ServerInstructions`
 
     # -- state -------------------------------------------------------------------------------------------------------
 
@@ -103,18 +106,19 @@ class Claims:
 
     @property
     def has_all_reports(self) -> bool:
-        """Whether all other members have reported what they hold in this generation."""
+        """Whether this server is a member and has, in this generation, the report of held updates of every other member."""
         return self.is_member and len(self._reported_servers) == len(self.members) - 1
 
     def is_known_counted(self, round_number: int, device: str) -> bool:
-        """Return whether this server has evidence that an update is counted: it holds it, owns its id, or has claimed it."""
+        """Return whether this server knows that an update is counted: it has logged the update, or, as owner of the id or from
+        the owner's reply, knows that another server has. If False, the update may be counted nevertheless."""
         owned = self._holders.get(round_number, {}).get(device, ("", False))[1]
         return (
             owned or self.held_updates.get(round_number, {}).get(device, False) or (round_number, device) in self._known_counted
         )
 
     def is_being_logged(self, round_number: int, device: str) -> bool:
-        """Return whether an update was granted to this server and is not logged yet."""
+        """Return whether an update was granted to this server and is neither logged nor released yet."""
         return not self.held_updates.get(round_number, {}).get(device, True)
 
     def set_node_id(self, node_id: str) -> None:
@@ -126,11 +130,15 @@ class Claims:
         self.held_updates.pop(round_number, None)
 
     def restore(self, round_number: int, devices: Iterable[str]) -> None:
-        """Add the updates found in the log of an earlier process of this server, or in an adopted log."""
+        """Add updates as logged: those in the log of an earlier process of this server, or in an adopted log."""
         self.held_updates.setdefault(round_number, {}).update(dict.fromkeys(devices, True))
 
     def apply_instructions(self, instructions: ServerInstructions, now: float) -> list[ClaimEffect]:
-        """Apply new instructions. In a new generation, report held updates to the other members and resend pending claims."""
+        """Apply new instructions and forget rounds that are too old. Return the effects.
+
+        They reject pending updates that can no longer be counted. In a new generation, if this server is a member, they report
+        held updates to the other members and resend pending claims.
+        """
         self._retained_rounds, self._forgotten = instructions.plan.staleness + 1, instructions.forgotten
         leaving = self.node_id in instructions.leaving
         self.round = instructions.round
@@ -162,9 +170,9 @@ class Claims:
         return out
 
     def _reject_pending(self) -> list[ClaimEffect]:
-        """Reject pending updates that can no longer be counted.
+        """Reject pending updates that this server can no longer count, and forget their claims.
 
-        Claims of a round that has just closed stay pending, because its owner may know that the update is counted.
+        Claims of a round that has just closed stay pending, because the id's owner may know that the update is counted.
         """
         expired = [key for key in self._pending_claims if self._rejects_updates or key[0] < self.round - self._retained_rounds]
         for key in expired:
@@ -172,9 +180,10 @@ class Claims:
         return [RejectUpdate(*key, UpdateOutcome.CLOSED if self._rejects_updates else UpdateOutcome.LATE) for key in expired]
 
     def holdings_for(self, node_id: str) -> list[ClaimEffect]:
-        """Return the complete report of updates this server holds of a member's ids; [] if either is not a member.
+        """Return the messages that report to a member all updates that this server holds of the member's ids.
 
-        It is sent in each new generation, and when that member is reachable again.
+        Return [] if `node_id` is this server, or one of the two is not a member. The report is sent in each new generation,
+        when the member is connected again, and repeatedly while reports are missing here.
         """
         if node_id == self.node_id or not self.is_member or all(peer.node_id != node_id for peer in self.members):
             return []
@@ -191,7 +200,7 @@ class Claims:
     # -- updates -----------------------------------------------------------------------------------------------------
 
     def on_update_received(self, round_number: int, device: str, now: float) -> list[ClaimEffect]:
-        """Handle an update that was received and checked. It is stored or rejected by these effects or by later ones."""
+        """Claim an update that was received and checked; return the effects. These or later ones store or reject the update."""
         held = self.held_updates.get(round_number, {}).get(device)
         if held or (self._allows_stale_updates and any(ids.get(device) for ids in self.held_updates.values())):
             return [RejectUpdate(round_number, device, UpdateOutcome.COUNTED)]
@@ -206,7 +215,7 @@ class Claims:
         return self._send_claims([(round_number, device)], now)
 
     def on_update_logged(self, round_number: int, device: str) -> list[ClaimEffect]:
-        """Record that an update is durable, and report that to its owner. The update may now be acknowledged."""
+        """Record that an update is logged; return the effects that report it to the id's owner. It may now be acknowledged."""
         self.held_updates.setdefault(round_number, {})[device] = True
         holder = claim_owner(device, self.members)
         if holder == self.node_id:
@@ -219,16 +228,16 @@ class Claims:
         self._pending_claims.pop((round_number, device), None)
 
     def on_store_failed(self, round_number: int, device: str) -> list[ClaimEffect]:
-        """Release the claim of an update that was granted and could not be stored."""
+        """Forget an update that was granted and could not be stored; return the effects that release its claim."""
         self.held_updates.get(round_number, {}).pop(device, None)
         return self._release_claims(round_number, [device])
 
     def is_fully_logged(self, round_number: int) -> bool:
-        """Return whether all granted updates are logged. Only then may the part of a sealed round be reported."""
+        """Return whether all updates of a round that were granted to this server are logged; then the part may be sealed."""
         return all(self.held_updates.get(round_number, {}).values())
 
     def tick(self, now: float) -> list[ClaimEffect]:
-        """Repeat claims that were not decided within `CLAIM_RETRY_S`."""
+        """Return the effects that repeat claims which were last sent `CLAIM_RETRY_S` ago or earlier."""
         return self._send_claims([key for key, sent in self._pending_claims.items() if now - sent >= CLAIM_RETRY_S], now)
 
     def _send_claims(self, keys: list[ClaimKey], now: float) -> list[ClaimEffect]:
@@ -249,7 +258,10 @@ class Claims:
     # -- between servers ---------------------------------------------------------------------------------------------
 
     def on_message(self, sender: str, message: Message, now: float) -> list[ClaimEffect]:
-        """Handle a claim, a reply to a claim, a release, or a report of held updates."""
+        """Handle a message of another server (`Claim`, `ClaimReply`, `ReleaseClaim`, `HeldUpdates`); return the effects.
+
+        Messages of older generations are ignored. A report of a newer one is kept until its instructions arrive.
+        """
         if isinstance(message, Claim):
             verdict = self._decide_claim(sender, message)
             return [SendToServer(sender, verdict)] if verdict.granted or verdict.counted or verdict.late else []
@@ -275,16 +287,20 @@ class Claims:
 
     @property
     def _allows_stale_updates(self) -> bool:
-        """Whether updates may be some rounds old. One that an earlier round counted must then not be counted again."""
+        """Whether an update may have begun some rounds ago (asynchronous strategies). One that an earlier round counted must
+        then not be counted again."""
         return self._retained_rounds > 1
 
     def _find_holder(self, round_number: int, device: str) -> tuple[str, bool]:
-        """Return, as owner, the node id of the server that holds an update ("" if none) and whether it is logged."""
+        """Return, as owner, the node id of the server that holds an update ("" if none) and whether it is logged there.
+
+        If stale updates are allowed, all remembered rounds are searched.
+        """
         rounds = self._holders.values() if self._allows_stale_updates else [self._holders.get(round_number, {})]
         return max((ids[device] for ids in rounds if device in ids), key=lambda entry: entry[1], default=("", False))
 
     def _decide_claim(self, sender: str, claim: Claim) -> ClaimReply:
-        """Decide a claim as owner. Ids that are in no list of the reply cannot be decided yet."""
+        """Decide a claim as owner, and record the grants. Ids that are in no list of the reply cannot be decided yet."""
         verdict = ClaimReply(claim.generation, claim.round)
         if claim.generation != self.generation or not self.has_all_reports or claim.round > self.round:
             return verdict

@@ -1,9 +1,8 @@
-"""Sharding: the owner of each slot, its replica holder, and the moves when the set of servers changes.
+"""Sharding: the owner of each slot, the replica holder of each server, and the moves when the set of servers changes.
 
-Every parameter is divided into the same number of slots, and each slot has one owner, so every row has exactly one. A table
-whose rows are pulled individually is *striped* (row r is in slot r mod SLOTS), because rows in demand tend to have adjacent
-numbers. A parameter that is pulled completely is divided into contiguous ranges, so that a server has few
-ranges.
+Every parameter is divided into the same number of slots, and each slot has one owner, so every row has exactly one owner. A
+table whose rows are pulled individually is *striped* (row r is in slot r mod SLOTS), because rows in demand tend to have
+adjacent numbers. A parameter that is pulled completely is divided into contiguous ranges, so that a server has few ranges.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ ServerRanks = tuple[int, ...]
 
 
 class Sharding(msgspec.Struct, frozen=True):
-    """Owner of each slot. A request based on an older version is answered with the newer sharding."""
+    """Owner of each slot, with a version. A server replies to a request of an older version with the newer sharding."""
 
     version: int
     owners: SlotOwners
-    ring: ServerRanks  # servers that hold each other's replicas
+    ring: ServerRanks  # servers among which each holds the replica of the one before
     leaving: ServerRanks = ()  # servers that own no slot any more, but may still have slots to hand over
 
     @property
     def servers(self) -> set[int]:
-        """All servers that may receive requests."""
+        """All servers that own slots, hold replicas or still have slots to hand over."""
         return {*self.owners, *self.ring, *self.leaving}
 
 
 def initial_sharding(servers: int) -> Sharding:
-    """Return the default sharding of a new cluster."""
+    """Return the sharding of a new cluster: version 0, servers 0 to `servers` - 1 (at least one, at most `SLOTS`)."""
     return Sharding(0, assign_initial_slots(range(servers)), tuple(range(servers)))
 
 
@@ -47,13 +46,19 @@ class SlotMove(msgspec.Struct, frozen=True):
 
 
 def assign_initial_slots(servers: Sequence[int]) -> SlotOwners:
-    """Return the initial owners: each server has one contiguous run of slots."""
+    """Return the owners in a new cluster: each server has one contiguous run of slots, in the order given.
+
+    There must be 1 to `SLOTS` different servers. The lengths of the runs differ by at most one.
+    """
     assert 0 < len(servers) <= SLOTS and len(set(servers)) == len(servers)
     return tuple(servers[slot * len(servers) // SLOTS] for slot in range(SLOTS))
 
 
 def rebalance_slots(owners: SlotOwners, servers: Sequence[int]) -> tuple[SlotOwners, list[SlotMove]]:
-    """Return the owners for another set of servers, and the minimal moves. Numbers of slots differ by at most one."""
+    """Return the owners for another set of servers, and the moves to it, as few as possible.
+
+    Afterwards the numbers of slots of two servers differ by at most one. There must be 1 to `SLOTS` different servers.
+    """
     assert 0 < len(servers) <= SLOTS and len(set(servers)) == len(servers)
     held = {server: [slot for slot, owner in enumerate(owners) if owner == server] for server in servers}
     least, over = divmod(SLOTS, len(servers))
@@ -71,23 +76,26 @@ def rebalance_slots(owners: SlotOwners, servers: Sequence[int]) -> tuple[SlotOwn
 
 
 def replica_holder(server: int, servers: Collection[int]) -> int | None:
-    """Return the server that holds the replica of a server's rows: the next in the ring; None if there is no other."""
+    """Return the server that holds the replica of a server's rows: the next by rank, after the last the first.
+
+    None if `servers` has fewer than two. Raise `ValueError` if `server` is not among them.
+    """
     ring = sorted(servers)
     return ring[(ring.index(server) + 1) % len(ring)] if len(ring) > 1 else None
 
 
 def slot_of(row: Any, rows: int, striped: bool) -> Any:
-    """Return the slot of a row of a parameter with `rows` rows; for an array of rows, an array."""
+    """Return the slot of row number `row` of a parameter with `rows` rows; for an array of row numbers, an array."""
     return row % SLOTS if striped else ((row + 1) * SLOTS - 1) // rows
 
 
 def slot_row_range(slot: int, rows: int) -> tuple[int, int]:
-    """Return the first row and the end (exclusive) of a slot of a parameter that is not striped."""
+    """Return the first row and the end (exclusive) of a slot of a parameter with `rows` rows that is not striped."""
     return rows * slot // SLOTS, rows * (slot + 1) // SLOTS
 
 
 def count_slot_rows(slot: int, rows: int, striped: bool) -> int:
-    """Return the number of rows of a slot."""
+    """Return the number of rows in a slot of a parameter with `rows` rows; 0 if the slot is empty."""
     if striped:
         return (rows - slot + SLOTS - 1) // SLOTS
     first, last = slot_row_range(slot, rows)

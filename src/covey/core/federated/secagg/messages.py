@@ -1,6 +1,6 @@
-"""Messages of a secure round between devices, servers and scheduler, and the stored records.
+"""Messages of a secure round between devices, servers and scheduler, and records of the protocol.
 
-The fields' names are MindSpore's. Bytes are base64 in JSON and raw bytes in msgpack.
+Fields that MindSpore's protocol has too have MindSpore's names. Bytes are base64 in JSON and raw bytes in msgpack.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from msgspec import Meta
 from covey.core.federated.secagg import shamir
 from covey.core.messages import Message, Sentence
 
-DEVICE_ID_MAX = 200
+DEVICE_ID_MAX = 200  # characters
 DEVICES_MAX = 10_000  # of one secure round, so that their ids fit into one message
 PUBLIC_KEY_BYTES = 32
 SEALED_SHARE_BYTES = 2 * shamir.SHARE_BYTES + 16  # two shares and a tag
@@ -31,15 +31,16 @@ WaitMilliseconds = Annotated[int, Meta(ge=0, le=60_000, description="Time in ms 
 
 
 def min_count_for_share(count: int, share: float) -> int:
-    """Return the smallest integer that is at least `share` of `count`.
+    """Return the product of `count` and `share`, rounded up to an integer.
 
-    Rounding errors are ignored: the result for 0.55 of 100 is 55, although the product of the floats is slightly greater.
+    The product is first rounded to 9 decimals: the result for 100 and 0.55 is 55, although the product of the floats is
+    slightly greater.
     """
     return math.ceil(round(count * share, 9))
 
 
 class SecaggPhase(StrEnum):
-    """Phase of a secure round."""
+    """Phase of a secure round; the phases are described in `protocol`."""
 
     KEYS = "keys"
     SHARES = "shares"
@@ -48,20 +49,20 @@ class SecaggPhase(StrEnum):
 
 
 class SecaggVerdict(StrEnum):
-    """Result of a device's request."""
+    """Result of a device's request in a secure round."""
 
-    ACCEPTED = "taken"
+    ACCEPTED = "taken"  # the payload, if there is one, is the requested data
     WAIT = "wait"  # not possible yet: the device must retry
     DONE = "done"  # the round is complete and has its model
     LATE = "late"  # no longer possible in this round
-    INVALID = "wrong"
+    INVALID = "wrong"  # not allowed in this phase or for this device, or with wrong content
 
 
 # -- requests of devices ---------------------------------------------------------------------------------------------
 
 
 class SecaggRequest(Message, frozen=True, kw_only=True):
-    """Fields of every request of a secure round."""
+    """Fields of every request of a device in a secure round."""
 
     fl_id: FlId
     iteration: int
@@ -92,13 +93,13 @@ class SealedShare(msgspec.Struct, frozen=True):
 
 
 class ShareSecrets(SecaggRequest, frozen=True, kw_only=True):
-    """POST /shareSecrets: a share for each neighbour."""
+    """POST /shareSecrets: encrypted shares of this device's two secrets, one pair for each neighbour."""
 
     encrypted_shares: Annotated[tuple[SealedShare, ...], Meta(max_length=DEVICES_MAX)]
 
 
 class GetSecrets(SecaggRequest, frozen=True):
-    """POST /getSecrets: request the shares that neighbours made for this device."""
+    """POST /getSecrets: request the encrypted shares that neighbours made for this device."""
 
 
 class GetClientList(SecaggRequest, frozen=True):
@@ -114,21 +115,21 @@ class PushListSign(SecaggRequest, frozen=True, kw_only=True):
 class GetListSign(SecaggRequest, frozen=True, kw_only=True):
     """POST /getListSign: request the neighbours' signatures of the list.
 
-    It repeats the device's own signature, because a restarted scheduler has lost it.
+    The device may repeat its own signature, because a restarted scheduler has lost it.
     """
 
     signature: Signature = b""
 
 
 class PlainShare(msgspec.Struct, frozen=True):
-    """A share of one of a device's secrets: of its seed if its update is in the sum, else of its key."""
+    """A share of one secret of device `fl_id`: of its seed if its update is in the sum, else of its key."""
 
     fl_id: FlId
     share: ShareBytes
 
 
 class ReconstructSecrets(SecaggRequest, frozen=True, kw_only=True):
-    """POST /reconstructSecrets: the shares that remove the masks from the sum."""
+    """POST /reconstructSecrets: the shares, one of this device and of each neighbour, that remove the masks from the sum."""
 
     reconstruct_secret_shares: Annotated[tuple[PlainShare, ...], Meta(max_length=DEVICES_MAX)]
 
@@ -157,35 +158,35 @@ class RemoteKeys(msgspec.Struct, frozen=True, omit_defaults=True):
 class KeyList(Message, frozen=True):
     """Reply to getKeys: the keys of the device's neighbours, and parameters of the round."""
 
-    session: str
-    index: int
+    session: str  # unique to the round
+    index: int  # of this device on the ring
     needed: int  # shares that reconstruct a secret
     devices: int  # on the ring
-    samples: int  # of all devices on the ring
+    samples: int  # sum of the weights of all devices on the ring
     remote_publickeys: tuple[RemoteKeys, ...]
 
 
 class ShareList(Message, frozen=True):
-    """Reply to getSecrets: shares from the neighbours that shared. The device masks its update with these neighbours."""
+    """Reply to getSecrets: the shares from the neighbours that shared; the device masks its update with exactly these."""
 
     encrypted_shares: tuple[SealedShare, ...]
 
 
 class ClientList(Message, frozen=True):
-    """Reply to getClientList: the devices whose updates are in the sum. The list never changes."""
+    """Reply to getClientList: the devices whose updates are in the sum; the same list for the whole round."""
 
     clients: tuple[FlId, ...]
 
 
 class ListSignature(msgspec.Struct, frozen=True):
-    """A device's signature of the list that it received."""
+    """Signature, by device `fl_id`, of the list of devices that it received."""
 
     fl_id: FlId
     signature: Signature
 
 
 class SignatureList(Message, frozen=True):
-    """Reply to getListSign: signatures of the list by the device and its neighbours."""
+    """Reply to getListSign: signatures of the list by the device and its neighbours, as many as have arrived."""
 
     client_list_sign: tuple[ListSignature, ...]
 
@@ -194,7 +195,7 @@ SecaggPayload = KeyList | ShareList | ClientList | SignatureList
 
 
 class SecaggForward(Message, frozen=True):
-    """Server to scheduler: a request of a device of this round."""
+    """Server to scheduler: a device's request in this round. The reply is the `SecaggReply` with the same serial."""
 
     serial: int
     round: int
@@ -202,7 +203,7 @@ class SecaggForward(Message, frozen=True):
 
 
 class SecaggReply(Message, frozen=True):
-    """Scheduler to server: the reply to the request with this serial number."""
+    """Scheduler to server: reply to the `SecaggForward` with this serial."""
 
     serial: int
     verdict: SecaggVerdict
@@ -210,33 +211,36 @@ class SecaggReply(Message, frozen=True):
     payload: SecaggPayload | None = None
 
 
-# -- stored records --------------------------------------------------------------------------------------------------
+# -- records ---------------------------------------------------------------------------------------------------------
 
 
 class DeviceKeys(msgspec.Struct, frozen=True):
-    """Keys that a device sent in exchangeKeys."""
+    """Keys and weight of a device, from its exchangeKeys. They are kept in memory only."""
 
     c_pk: bytes
     s_pk: bytes
-    data_size: int
+    data_size: int  # weight: its samples, or 1 if all devices have equal weights
     signature: bytes = b""
     certificate_chain: tuple[bytes, ...] = ()
 
 
 class UploaderList(msgspec.Struct, frozen=True):
-    """List of the devices whose updates are in the sum, with all that unmasking needs. Stored before devices receive it."""
+    """List of the devices whose updates are in the sum (`clients`), with all that unmasking needs.
+
+    The scheduler stores it before devices receive it.
+    """
 
     session: str
-    needed: int
-    samples: int
+    needed: int  # shares that reconstruct a secret
+    samples: int  # sum of the weights of all devices on the ring
     ring: tuple[str, ...]
-    degree: int
+    degree: int  # neighbours of each device
     s_pks: dict[str, bytes]  # of the devices that shared their secrets
     clients: tuple[str, ...]
 
 
 class UnmaskingSecrets(msgspec.Struct, frozen=True):
-    """Secrets that remove the masks from the sum."""
+    """Reconstructed secrets of the devices that shared, by which the aggregator removes the masks from the sum."""
 
     uploaders: UploaderList
     seeds: dict[str, bytes]  # of the devices in the sum

@@ -2,9 +2,10 @@
 
 Up to `COMPLETE_GRAPH_MAX` devices, each device masks with all others. Above, each masks with a few neighbours (SecAgg+), the
 nearest on a ring (a Harary graph). The ring's order is a hash of all public keys, so that no single party can choose it. The
-degree is the smallest that guarantees three properties, except with the probabilities below. If up to a fifth of the devices
-collude with the server, it cannot reconstruct the mask of any other device. If up to a tenth drop out, the sum can be unmasked.
-The remaining devices form a connected graph.
+degree is the smallest even number that guarantees three properties, except with the probabilities below. If up to a fifth of
+the devices collude with the server, it cannot reconstruct the mask of any other device. If up to a tenth drop out, the sum can
+be unmasked. The devices that neither collude nor drop out form a connected graph. The first two hold for the default share
+threshold.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ FAILURE_PROBABILITY_MAX: Final = 2.0**-20  # probability that a round fails alth
 
 
 def default_share_threshold(holders: int) -> int:
-    """Return the number of shares needed: more than two thirds, so that devices cannot unmask two different lists."""
+    """Return the number of a secret's `holders` that must reveal their shares: more than two thirds, so that two different
+    lists of uploaders cannot both be unmasked."""
     return 2 * holders // 3 + 1
 
 
 @functools.cache
 def choose_degree(count: int) -> int:
-    """Return the number of neighbours of each of `count` devices."""
+    """Return the number of neighbours of each of `count` devices: all others, up to `COMPLETE_GRAPH_MAX` devices."""
     for even in range(2, count - 1 if count > COMPLETE_GRAPH_MAX else 0, 2):
         if _is_degree_sufficient(count, even):
             return even
@@ -50,14 +52,15 @@ def _is_degree_sufficient(count: int, neighbours: int) -> bool:
 
 
 def _hypergeometric_tail(others: int, marked: int, drawn: int, least: int) -> float:
-    """Return the probability that at least `least` of `drawn` are among the `marked` of `others`."""
+    """Return the probability that at least `least` of `drawn` devices are marked, if `marked` of `others` are, drawn without
+    replacement."""
     total = math.comb(others, drawn)
     ways = sum(math.comb(marked, k) * math.comb(others - marked, drawn - k) for k in range(least, min(drawn, marked) + 1))
     return ways / total
 
 
 def ring_order(keys: Mapping[str, bytes]) -> list[str]:
-    """Return the device ids in the order of the ring: by a digest of each id and the keys of all devices."""
+    """Return the device ids in the order of the ring, which is that of a hash of each id with all ids and public keys."""
     all_keys = hashlib.sha256()
     for device in sorted(keys):
         name = device.encode()
@@ -67,7 +70,10 @@ def ring_order(keys: Mapping[str, bytes]) -> list[str]:
 
 
 def ring_neighbors(ring: Sequence[str], index: int, count: int) -> list[int]:
-    """Return the sorted indices of the `count` nearest on the ring (an even number); all others if there are not more."""
+    """Return the sorted indices of the `count` devices nearest to `index` on the ring, half of them on each side.
+
+    `count` is even, or at least the number of all other devices: then all others are returned.
+    """
     size = len(ring)
     if count >= size - 1:
         return [other for other in range(size) if other != index]

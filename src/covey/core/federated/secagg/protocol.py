@@ -1,20 +1,22 @@
 """Secure aggregation protocol of one round, as run by the scheduler.
 
-The protocol is that of Bonawitz et al. (2017), with the neighbour graph of SecAgg+ above a number of devices.
+The protocol is that of Bonawitz et al. (2017), with the neighbour graph of SecAgg+ in large rounds (`neighbor_graph`).
 
 Theory of operation. The protocol has four phases. The devices of a phase are a subset of those of the previous one.
 
 1. KEYS: each device sends two public keys. The devices that did are on the ring.
-2. SHARES: each device splits its two secrets (the seed of its own mask, and the key of its pairwise masks) among its
-   neighbours, encrypted for each of them.
+2. SHARES: each device splits its two secrets (the seed of its own mask, and the key of its pairwise masks) among itself and its
+   neighbours; it sends each neighbour's shares, encrypted.
 3. UPDATES: each device that shared uploads an update masked with all neighbours that shared. Claims, logs and sums are those of
    a plain round.
-4. UNMASKING: the list of devices whose upload is in the sum is fixed once and stored. The devices on the list then reveal a
-   share of the seed of each device on the list, and a share of the key of each device that dropped out, never both of one
-   device. Enough shares of each secret yield the masks of the sum, and only of the sum.
+4. UNMASKING: the list of devices whose upload is in the sum is fixed once and stored. Each device on the list then reveals, of
+   itself and of each neighbour that shared, one share: of the seed if that device is on the list, of the key if it dropped out,
+   never both. Enough shares of each secret yield the masks of the sum, and only of the sum.
 
-A phase ends when all its devices have completed it, or when its window ends and enough have. With fewer the round is abandoned:
-its state is dropped, and devices start over with new keys. The scheduler never has the secrets that would unmask one update.
+KEYS and SHARES end when all devices have completed them, or when the window ends and enough have. UPDATES ends when all parts
+are sealed, UNMASKING when enough shares of each secret are revealed. Each phase has a window; that of KEYS starts with the
+first keys. If a phase is not complete when its window ends, the round fails. It is then abandoned, and devices start over with
+new keys. The scheduler never has the secrets that would unmask one update.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ from covey.core.plurals import count_noun
 
 
 class SecaggOutcome(msgspec.Struct, frozen=True):
-    """Reply to a request, without its serial number."""
+    """Outcome of a device's request: what `SecaggReply` contains, without the serial."""
 
     verdict: SecaggVerdict
     reason: str = ""
@@ -66,7 +68,11 @@ WAIT = SecaggOutcome(SecaggVerdict.WAIT, "other devices have not completed this 
 
 
 class SecaggRound:
-    """State of one secure round. `handle_request` handles requests of devices, `tick` the windows."""
+    """State machine of the protocol in one round. `handle_request` handles requests of devices, `tick` the end of windows.
+
+    `session` names the round. `wanted` is the number of devices that the round admits, `least` the number of updates that it
+    needs, `reconstruct` the number of shares that yield a secret (0: more than two thirds), `even` whether all weights are 1.
+    """
 
     def __init__(
         self,
@@ -81,9 +87,9 @@ class SecaggRound:
     ) -> None:
         self.session = session
         self.phase = SecaggPhase.KEYS
-        self.failure_reason = ""  # why the round must be abandoned
-        self.uploaders: UploaderList | None = None
-        self.unmasking: UnmaskingSecrets | None = None
+        self.failure_reason = ""  # why the round must be abandoned; "": it need not
+        self.uploaders: UploaderList | None = None  # None before UNMASKING
+        self.unmasking: UnmaskingSecrets | None = None  # None until all secrets are reconstructed
         self._equal_weights = even  # every device has weight 1, regardless of its samples
         self._devices_max = wanted  # devices the round admits
         self._updates_min = least  # updates it needs
@@ -106,7 +112,7 @@ class SecaggRound:
 
     @classmethod
     def resume(cls, uploaders: UploaderList, window_s: float, now: float) -> SecaggRound:
-        """Return a round in its unmasking phase that continues from a stored list."""
+        """Return a round that continues, with a new window, in UNMASKING from a stored list; no shares are revealed yet."""
         resumed = cls(uploaders.session, wanted=0, least=0, share_ratio=1.0, reconstruct=0, window_s=window_s)
         resumed._restore(uploaders, now)
         return resumed
@@ -118,13 +124,16 @@ class SecaggRound:
         self.phase, self.uploaders, self._phase_started_at = SecaggPhase.UNMASKING, uploaders, now
 
     def fail(self, reason: str) -> None:
-        """Let the round fail for a reason outside the protocol."""
+        """Let the round fail for a reason outside the protocol: set `failure_reason`."""
         self.failure_reason = reason
 
     # -- requests of devices -----------------------------------------------------------------------------------------
 
     def handle_request(self, request: AnySecaggRequest, now: float) -> SecaggOutcome:
-        """Handle a device's request and return the outcome. Requests are idempotent."""
+        """Handle a device's request and return the outcome. A request may complete a phase, or let the round fail.
+
+        A repeated request changes nothing. During KEYS, other keys of the same device replace the first ones.
+        """
         device = request.fl_id
         if isinstance(request, ExchangeKeys):
             weight = 1 if self._equal_weights else request.data_size
@@ -165,6 +174,8 @@ class SecaggRound:
         return ACCEPTED
 
     def _end_keys_phase(self, now: float) -> None:
+        """Build the ring of the devices that sent keys and start SHARES. Let the round fail if the share threshold is not more
+        than half of a secret's holders, or exceeds them."""
         public = {device: keys.c_pk + keys.s_pk for device, keys in self._keys.items()}
         self._ring = tuple(neighbor_graph.ring_order(public))
         self._ring_index = {device: index for index, device in enumerate(self._ring)}
@@ -237,10 +248,10 @@ class SecaggRound:
     # -- the list of uploaders ---------------------------------------------------------------------------------------
 
     def fix_uploaders(self, clients: set[str], now: float) -> UploaderList | None:
-        """Fix the list of uploaders: the devices whose updates are in the sealed parts. Later calls do not change the list.
+        """Fix the list of uploaders, which are the devices whose updates are in the sealed parts, and start UNMASKING.
 
-        Return the list, or None if the devices are too few or not all of them shared secrets. `failure_reason` is set then, and
-        also if a later call names other devices.
+        Return the list, or None if the devices are too few or not all of them shared secrets. `failure_reason` is set then.
+        Later calls return the first list; if they name other devices, `failure_reason` is set too.
         """
         if self.uploaders is not None:
             if set(self.uploaders.clients) != clients:
@@ -279,9 +290,11 @@ class SecaggRound:
         return SecaggOutcome(SecaggVerdict.ACCEPTED, "", ClientList(self.uploaders.clients))
 
     def _on_list_signature(self, device: str, request: PushListSign | GetListSign) -> SecaggOutcome:
-        """Store a device's signature of the list; for GetListSign, reply with signatures when enough neighbours have signed.
+        """Store a device's signature of the list, if the request has one; for GetListSign, reply with the signatures of the
+        device and its neighbours, once as many have signed as shares are needed (before: WAIT).
 
-        Devices compare them, so that a server cannot send different lists to different devices.
+        INVALID if the device is not on the list, or there is no list yet. Devices verify the signatures, so that a server
+        cannot send different lists to different devices.
         """
         if self.uploaders is None or device not in self.uploaders.clients:
             return SecaggOutcome(SecaggVerdict.INVALID, "only devices in the list of uploaders may sign it, after it is fixed")
@@ -315,6 +328,7 @@ class SecaggRound:
         return ACCEPTED
 
     def _reconstruct_secrets(self) -> None:
+        """Set `unmasking` from the revealed shares; `failure_reason` if the shares of a secret are inconsistent."""
         assert self.uploaders is not None
         seeds: dict[str, bytes] = {}
         keys: dict[str, bytes] = {}
@@ -336,7 +350,11 @@ class SecaggRound:
     # -- time --------------------------------------------------------------------------------------------------------
 
     def tick(self, now: float) -> None:
-        """End a phase whose window has ended if enough devices completed it, or fail the round."""
+        """Act on the end of the current phase's window; do nothing before it.
+
+        End KEYS or SHARES if enough devices have completed it; otherwise let the round fail. Always fail in UPDATES, and in
+        UNMASKING unless all secrets are reconstructed. A failure sets `failure_reason`.
+        """
         if self.failure_reason or self._phase_started_at < 0 or now - self._phase_started_at < self._window_s:
             return
         window = f"within {self._window_s:g} s"
@@ -354,6 +372,8 @@ class SecaggRound:
             )
 
     def _end_phase_or_fail(self, completed: int, of: int, action: str, now: float, end: Callable[[float], None]) -> None:
+        """Call `end` if `completed` is at least the required share of `of` devices and the number of updates needed; else
+        set `failure_reason`."""
         least = max(min_count_for_share(of, self._share_ratio), self._updates_min)
         if completed >= least:
             end(now)

@@ -16,8 +16,8 @@ SHARE_BYTES: Final = 33
 def split_secret(secret: bytes, indices: Iterable[int], coefficients: Sequence[int]) -> dict[int, bytes]:
     """Return a share for each index; `len(coefficients) + 1` shares reconstruct the secret.
 
-    Coefficients must be uniform below PRIME. Raise `ValueError` if the secret does not have 32 bytes or an index is not in
-    1..PRIME-1.
+    The coefficients must be independent random numbers, uniform in 0..PRIME-1, and used once. Raise `ValueError` if the secret
+    does not have 32 bytes or an index is not in 1..PRIME-1.
     """
     if len(secret) != SECRET_BYTES:
         raise ValueError(f"the secret has {len(secret)} bytes: expected {SECRET_BYTES}")
@@ -34,7 +34,10 @@ def split_secret(secret: bytes, indices: Iterable[int], coefficients: Sequence[i
 
 
 def lagrange_weights(indices: Sequence[int]) -> list[int]:
-    """Return Lagrange's weights for the value at 0. They are the same for all secrets whose shares have these indices."""
+    """Return the Lagrange weights, in the order of `indices`, for the value of the polynomial at 0. The indices must differ.
+
+    The weights are the same for all secrets whose shares have these indices.
+    """
     weights = []
     for index in indices:
         numerator, denominator = 1, 1
@@ -47,9 +50,11 @@ def lagrange_weights(indices: Sequence[int]) -> list[int]:
 
 
 def combine_shares(shares: Mapping[int, bytes], weights: Sequence[int] | None = None) -> bytes:
-    """Return the secret. `shares` must have exactly as many entries as are needed.
+    """Return the secret from shares by index. With fewer shares than are needed the result is wrong.
 
-    Raise `ValueError` if a share is invalid or the result is not a secret. Inconsistent shares are not always detected.
+    `weights` are the `lagrange_weights` of the indices in the order of `shares`; None: they are computed. Raise `ValueError` if
+    a share is invalid, the numbers of shares and weights differ, or the result is not a secret. Wrong or too few shares are
+    not always detected.
     """
     weights = weights if weights is not None else lagrange_weights(list(shares))
     value = 0
