@@ -35,7 +35,7 @@ ContextValue = bool | int | float | str
 
 
 class ContextKey(NamedTuple):
-    """One key: its default, a check, and the allowed values in words."""
+    """One key: its default, a check, the allowed values in words, and the values that are not implemented."""
 
     default: ContextValue
     is_valid: Callable[[Any], bool]
@@ -159,11 +159,11 @@ KEYS: Mapping[str, ContextKey] = {
 
 
 class _FlContext:
-    """Values that the script has set. Other keys have their defaults."""
+    """Values that the script has set, by key, and the state of the check at process exit."""
 
     def __init__(self) -> None:
         self.values: dict[str, ContextValue] = {}
-        self.explained = False  # `covey.federated.run` was called, or an error was raised since the last value was set
+        self.explained = False  # since the last value was set, `run` was called or the user got an error
         self.exit_check_registered = False  # `_explain_at_exit` is registered, which checks `explained`
 
     def __repr__(self) -> str:
@@ -177,8 +177,9 @@ _context = _FlContext()
 def set_fl_context(**kwargs: ContextValue) -> None:
     """Set one or more keys. Call it before `covey.federated.run`.
 
-    Raise `UsageError` and set no key if a name or value is invalid, `config_file_path` is not a file, or `server_num` is 0 in a
-    call without enable_fl=False.
+    Raise `UsageError` and set no key if a name is unknown, a value is invalid or not supported, `config_file_path` is not a
+    file, or `server_num` is 0 in a call without enable_fl=False. If federated learning is enabled and the script ends without
+    calling `run`, a message on stderr says so.
     """
     if RECONSTRUCT_MISSPELLED in kwargs:
         kwargs["reconstruct_secrets_threshold"] = kwargs.pop(RECONSTRUCT_MISSPELLED)
@@ -194,18 +195,18 @@ def set_fl_context(**kwargs: ContextValue) -> None:
 
 
 def _make_usage_error(message: str) -> UsageError:
-    """Return the error for an invalid key or value, and suppress the message of `_explain_at_exit`."""
+    """Return the error with this message, and suppress the message of `_explain_at_exit`."""
     _context.explained = True
     return UsageError(message)
 
 
 def is_enabled() -> bool:
-    """Return whether the script or `covey federated up` made this process a scheduler or server of a federated cluster."""
+    """Return whether the script (`enable_fl=True`) or `covey federated up` enabled federated learning in this process."""
     return bool(_context.values.get("enable_fl")) or bool(os.environ.get(CONTEXT_VARIABLE))
 
 
 def describe_missing_run() -> str:
-    """Return the error message for a script that does not call `covey.federated.run`."""
+    """Return the error message for a script that does not call `covey.federated.run`; suppress that of `_explain_at_exit`."""
     _context.explained = True
     origin = "set_fl_context(enable_fl=True)" if _context.values.get("enable_fl") else f"the variable {CONTEXT_VARIABLE}"
     return (
@@ -215,12 +216,15 @@ def describe_missing_run() -> str:
 
 
 def mark_run_called() -> None:
-    """Record that `covey.federated.run` was called."""
+    """Record that `covey.federated.run` was called, which suppresses the message of `_explain_at_exit`."""
     _context.explained = True
 
 
 def _explain_at_exit() -> None:
-    """Print why no cluster was started, unless that or another error was already reported. Called at process exit."""
+    """Print to stderr that the script did not call `covey.federated.run`. Called at process exit.
+
+    Print nothing if federated learning is not enabled, `run` was called, or an error or uncaught exception was reported.
+    """
     if is_enabled() and not _context.explained and not hasattr(sys, "last_type"):
         print(f"covey: the script ended without a federated cluster: {describe_missing_run()}", file=sys.stderr, flush=True)  # noqa: T201
 
@@ -228,19 +232,22 @@ def _explain_at_exit() -> None:
 def get_fl_context(key: str) -> ContextValue:
     """Return the value of a key: that of `covey federated up`, else that of `set_fl_context`, else its default.
 
-    Raise `UsageError` for an unknown key.
+    Raise `UsageError` for an unknown key, or if `covey federated up` passed an invalid key or value.
     """
     found = _find_key(key)
     return _read_environment().get(key, _context.values.get(key, found.default))
 
 
 def reset_fl_context() -> None:
-    """Remove all values that `set_fl_context` set."""
+    """Remove all values that `set_fl_context` set. Those of `covey federated up` remain."""
     _context.values.clear()
 
 
 def _read_environment() -> dict[str, ContextValue]:
-    """Return the settings that `covey federated up` passed as JSON in the environment."""
+    """Return the settings that `covey federated up` passed as JSON in COVEY_FL_CONTEXT; {} if it is not set or empty.
+
+    Raise `UsageError` for an invalid key or value, and `msgspec.MsgspecError` if it is not a JSON object.
+    """
     text = os.environ.get(CONTEXT_VARIABLE)
     if not text:
         return {}
@@ -274,7 +281,7 @@ def check_value(key: str, value: object) -> ContextValue:
 
 
 def check_config_file(values: Mapping[str, ContextValue]) -> None:
-    """Raise `UsageError` if `config_file_path` is given and is not a file."""
+    """Raise `UsageError` if `values` has a `config_file_path` that is neither empty nor a file."""
     path = str(values.get("config_file_path", ""))
     if path and not Path(path).is_file():
         raise _make_usage_error(
@@ -283,7 +290,10 @@ def check_config_file(values: Mapping[str, ContextValue]) -> None:
 
 
 def from_text(key: str, text: str) -> ContextValue:
-    """Parse and check a value from the command line. Raise `UsageError` if it is invalid."""
+    """Return the value of a key from the command line. Raise `UsageError` if the key is unknown or the value invalid.
+
+    Flags are 1, true, yes, 0, false or no, in any case.
+    """
     wanted = type(_find_key(key).default)
     words: dict[str, ContextValue] = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
     try:
@@ -293,7 +303,7 @@ def from_text(key: str, text: str) -> ContextValue:
 
 
 def context_table() -> list[tuple[str, str, str, str]]:
-    """Return name, value, origin and allowed values of each key. A password is shown as "(set)"."""
+    """Return name, value, origin and allowed values of each key. A password is shown as "(set)", or "" if it is empty."""
     given, found = _read_environment(), []
     for key, known in KEYS.items():
         value = get_fl_context(key)
@@ -312,7 +322,10 @@ def get_str(key: str) -> str:
 
 
 def make_round_plan() -> RoundPlan:
-    """Return the settings of rounds. Raise `UsageError` if the privacy settings conflict."""
+    """Return the round settings of the context; `staleness`, which depends on the strategy, is 0.
+
+    Raise `UsageError` if the noise settings conflict. Other dependencies are checked by `check_privacy_settings`.
+    """
     return RoundPlan(
         threshold=get_int("start_fl_job_threshold"),
         start_window_s=get_int("start_fl_job_time_window") / 1000,
@@ -342,7 +355,10 @@ def make_round_plan() -> RoundPlan:
 
 
 def _make_noise() -> Noise | None:
-    """Return the noise settings, on devices or on servers; None without differential privacy."""
+    """Return the settings of noise on devices or on servers; None without differential privacy.
+
+    Raise `UsageError` if noise is set for both, or a privacy budget without noise.
+    """
     clip, delta, budget = (float(get_fl_context(key)) for key in ("dp_norm_clip", "dp_delta", "dp_budget"))
     on_servers = float(get_fl_context("dp_noise"))
     if get_str("encrypt_type") == "DP_ENCRYPT":
@@ -361,9 +377,10 @@ def _make_noise() -> Noise | None:
 
 
 def find_recovery_path() -> Path | None:
-    """Return the path of the state that section `recovery` of config.json names; None if it names none.
+    """Return the directory for the state of clusters, as set in section `recovery` of the file `config_file_path`.
 
-    Raise `UsageError` if the file or the section is invalid.
+    Return None if there is no such file or section. The directory is `storage_file_path`, relative to the file, if that is a
+    directory or ends with "/"; else that path with ".state" appended. Raise `UsageError` if the file or section is invalid.
     """
     config = get_str("config_file_path")
     if not config:
@@ -391,12 +408,15 @@ def find_recovery_path() -> Path | None:
 
 @functools.cache
 def _warn_misspelled_key(config: str) -> None:
-    """Log the misspelled key, once per file."""
+    """Log a warning about the misspelled key `storge_file_path`, once per file."""
     logging.getLogger("covey").warning("%s: key storge_file_path is read as storage_file_path", config)
 
 
 def find_state_root() -> Path:
-    """Return the directory that contains the state of clusters."""
+    """Return the directory for the state of clusters: that of `find_recovery_path`, else federated_PORT in `checkpoint_dir`.
+
+    PORT is `scheduler_port`; an empty `checkpoint_dir` is the current directory. Raise `UsageError` as `find_recovery_path`.
+    """
     found = find_recovery_path()
     if found is not None:
         return found

@@ -1,8 +1,10 @@
 """Protocol between devices and servers: paths, codes, fields. The OpenAPI document is made from these types.
 
-Paths and codes are MindSpore's. A request without tensors is JSON or msgpack (by Content-Type), and so is its reply. A request
-or reply with tensors is safetensors; its other fields are in the header's metadata, each as a string. The HTTP status is 200
-also for a refusal: the result is `retcode`.
+Paths and codes are MindSpore's. A request without tensors is msgpack if its Content-Type says so, else JSON. A reply without
+tensors is msgpack if the request's Content-Type or Accept header is msgpack, else JSON. A request or reply with tensors is
+safetensors; its other fields are in the header's metadata, each as a string. A handler's reply has HTTP status 200 also for a
+refusal: the result is `retcode`. Other statuses mean that no handler received the request: unknown path, wrong method, invalid
+HTTP, a timeout, or a limit of the server.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class Code(IntEnum):
 
     SUCCEED = 200
     NOT_READY = 201  # not an error: retry
-    OUT_OF_TIME = 300  # no longer possible in this round
+    OUT_OF_TIME = 300  # not possible in this round, or not within `wait`: call startFLJob again
     REQUEST_ERROR = 400
     SYSTEM_ERROR = 500
 
@@ -103,7 +105,10 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
     elsewhere: Annotated[bool, Meta(description="This server cannot serve now: send the request to another.")] = False
 
     def to_metadata(self) -> dict[str, str]:
-        """Return the fields as metadata of safetensors. `iteration` is always included, also if it is 0."""
+        """Return the fields as metadata of safetensors, each as a string; booleans are "true" or "false".
+
+        Fields that have their default value are left out, except `iteration`.
+        """
         fields = {"iteration": self.iteration, **msgspec.to_builtins(self)}
         return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in fields.items()}
 
@@ -154,18 +159,25 @@ def now_ms() -> int:
 
 
 def make_ticket(key: bytes, round_number: int, device: str, size: int, purpose: str = "") -> str:
-    """Return the proof that a device was admitted to a round with `size` samples. Any server can verify it without state."""
+    """Return the ticket that proves that a device was admitted to a round with `size` samples: 24 hexadecimal digits.
+
+    Any server that has the cluster's `key` verifies it by making it again. `purpose` is "" for tickets of startFLJob and
+    "masked" for those of getSecrets, which admit an upload to a secure round.
+    """
     message = f"{purpose}{round_number}/{size}/{device}".encode()
     return hashlib.blake2b(message, key=key, digest_size=12).hexdigest()
 
 
 def decode_request(kind: Any, body: memoryview, content_type: str) -> Any:
-    """Decode a request from JSON or msgpack. Raise `msgspec.MsgspecError` if it is invalid."""
+    """Decode a request of type `kind` from msgpack if that is the content type, else from JSON.
+
+    Raise `msgspec.MsgspecError`, `UnicodeDecodeError` or `RecursionError` if it is invalid.
+    """
     if content_type == MSGPACK:
         return msgspec.msgpack.decode(body, type=kind)
     return msgspec.json.decode(body, type=kind)
 
 
 def decode_update_fields(metadata: dict[str, str]) -> UpdateFields:
-    """Decode the fields of an update. Raise `msgspec.MsgspecError` if they are invalid."""
+    """Decode the fields of an update from safetensors metadata. Raise `msgspec.ValidationError` if they are invalid."""
     return msgspec.convert(metadata, UpdateFields, strict=False)

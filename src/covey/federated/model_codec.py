@@ -1,8 +1,8 @@
 """Model encoding: names and shapes of tensors, and all values in one flat float32 array.
 
 On the wire and on disk a model is safetensors. Names are sorted, which is also safetensors' own order for one type, so the
-bytes after the header are the flat array itself and need not be copied. torch is never imported here: a module is recognized by
-its `state_dict`, a tensor by its `detach`.
+bytes after the header are the flat array itself, and decoding copies them only if they are not aligned to 4 bytes. torch is
+never imported here: a module is recognized by its `state_dict`, a tensor by its `detach`.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ModelLayout:
         return _encode_header(tensors, metadata)
 
     def quantize(self, values: Floats) -> QuantizedModel:
-        """Return the values in 8 bits, with one scale per tensor."""
+        """Return the values rounded to 8 bits. A tensor's scale is its greatest magnitude / 127; 0 if all its values are 0."""
         steps, scales = np.zeros(self.size, np.int8), {}
         for name, (start, end) in self.ranges.items():
             scales[name] = float(np.abs(values[start:end]).max(initial=0.0)) / QUANT_LEVELS
@@ -80,7 +80,10 @@ class ModelLayout:
         return QuantizedModel(steps, scales)
 
     def dequantize(self, small: QuantizedModel) -> Floats:
-        """Return the values of a quantized model. Raise `ValueError` if its size or names are not those of this layout."""
+        """Return a quantized model's values as float32.
+
+        Raise `ValueError` if the number of values or the names of the scales are not those of this layout.
+        """
         if small.int8_values.shape != (self.size,) or small.scales.keys() != self.ranges.keys():
             raise ValueError(
                 f"the quantized model does not match its header: expected {self.size} values and a scale per tensor"
@@ -91,7 +94,11 @@ class ModelLayout:
         return flat
 
     def decode(self, body: memoryview) -> tuple[dict[str, str], Floats]:
-        """Return metadata and values of a safetensors body. Raise `ValueError` if its tensors are not those of this layout."""
+        """Return metadata and values of a safetensors body. The values may be a read-only view of the body.
+
+        Raise `ValueError` if the body is not safetensors, or its tensors do not have the names and shapes of this layout and
+        the type F32. Their order is free.
+        """
         tensors, metadata, start = read_header(body)
         data = body[start:]
         if tensors == self._header_tensors:
@@ -103,7 +110,10 @@ class ModelLayout:
         return metadata, self._reorder_tensors(tensors, data)
 
     def _reorder_tensors(self, tensors: dict[str, Any], data: memoryview) -> Floats:
-        """Return the values of tensors that are stored in another order. Raise `ValueError` for any other difference."""
+        """Return the values of tensors that are stored at other offsets than in this layout.
+
+        Raise `ValueError` if a name, shape or type differs or an offset is invalid.
+        """
         missing, unknown = self.shapes.keys() - tensors.keys(), tensors.keys() - self.shapes.keys()
         if missing or unknown:
             wrong = f"{min(missing)} is missing" if missing else f"{min(unknown)} is not in the model"
@@ -128,13 +138,19 @@ class ModelLayout:
         return {name: values[start:end].reshape(self.shapes[name]) for name, (start, end) in self.ranges.items()}
 
     def as_flat_array(self, values: NDArray[Any]) -> Floats:
-        """Return an array of all values, in the order of names, as flat float32. Raise `UsageError` for another size."""
+        """Return `values`, all values of the model in the order of this layout, as a flat float32 array.
+
+        Raise `UsageError` if their number is not that of the layout. The result may be a view.
+        """
         if values.size != self.size:
             raise UsageError(f"the array has {values.size} values: expected {self.size}, those of the model")
         return np.ascontiguousarray(values.reshape(-1), np.float32)
 
     def flatten(self, tensors: Mapping[str, Any]) -> Floats:
-        """Return the values of named tensors as one array. Raise `UsageError` if a tensor is missing or has another shape."""
+        """Return the values of named arrays or torch tensors as one new array. Tensors not in this layout are ignored.
+
+        Raise `UsageError` if a tensor is missing, has another shape or is not dense.
+        """
         flat = np.empty(self.size, np.float32)
         for name, (start, end) in self.ranges.items():
             if name not in tensors:
@@ -153,7 +169,10 @@ def _encode_header(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> b
 
 
 def read_header(body: memoryview) -> tuple[dict[str, Any], dict[str, str], int]:
-    """Return tensors and metadata of a safetensors header, and the values' offset. Raise `ValueError` if it is invalid."""
+    """Return a safetensors header's tensors by name, its metadata ({} if it has none), and the offset of the values.
+
+    Raise `ValueError` if the header is invalid. The entries of the tensors are not checked.
+    """
     if len(body) < 8:
         raise ValueError("the body is not safetensors: it is shorter than a header")
     length = int.from_bytes(body[:8], "little")
@@ -175,7 +194,10 @@ _DTYPE_NAMES = {np.dtype(kind): name for name, kind in _DTYPES.items()}
 
 
 def encode_flat_header(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str, str]) -> bytes:
-    """Return the safetensors header that precedes these flat arrays, stored in this order."""
+    """Return the safetensors header that precedes these flat arrays, stored in this order.
+
+    Raise `KeyError` if the type of an array is not float32, uint32 or int8.
+    """
     tensors, end = {}, 0
     for name, array in arrays.items():
         start, end = end, end + array.nbytes
@@ -184,7 +206,10 @@ def encode_flat_header(arrays: Mapping[str, NDArray[Any]], metadata: Mapping[str
 
 
 def decode_flat(body: memoryview) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
-    """Return metadata and flat arrays of a safetensors body. Raise `ValueError` if it is invalid."""
+    """Return metadata and arrays of a safetensors body. The arrays are copies.
+
+    Raise `ValueError` if the body is invalid, or a tensor is not flat or not of type F32, U32 or I8.
+    """
     tensors, metadata, start = read_header(body)
     data, arrays = body[start:], {}
     for name, tensor in tensors.items():
@@ -201,7 +226,10 @@ def decode_flat(body: memoryview) -> tuple[dict[str, str], dict[str, NDArray[Any
 
 
 def decode_masked(body: memoryview) -> tuple[dict[str, str], Floats]:
-    """Return the metadata of a masked update, and its 32-bit words viewed as float32. Raise `ValueError` if it is invalid."""
+    """Return the metadata of a masked update, and its 32-bit words viewed as float32.
+
+    Raise `ValueError` if the body is not safetensors with exactly one tensor, `masked`, flat and of type U32.
+    """
     tensors, metadata, start = read_header(body)
     size = (len(body) - start) // 4
     if tensors != {MASKED_TENSOR: {"dtype": "U32", "shape": [size], "data_offsets": [0, 4 * size]}} or (len(body) - start) % 4:
@@ -210,12 +238,15 @@ def decode_masked(body: memoryview) -> tuple[dict[str, str], Floats]:
 
 
 def view_bytes(values: NDArray[Any]) -> memoryview:
-    """Return the bytes of an array without a copy."""
+    """Return the bytes of a C-contiguous array without a copy. Raise `TypeError` for any other array."""
     return values.data.cast("B")
 
 
 def as_numpy(name: str, value: Any) -> NDArray[Any]:
-    """Return an array or a torch tensor as numpy array. Raise `UsageError` if it is ragged, sparse or otherwise not dense."""
+    """Return an array or a torch tensor as a numpy array; a floating-point torch tensor becomes float32.
+
+    Raise `UsageError`, which mentions `name`, if it is ragged, sparse or otherwise not convertible.
+    """
     try:
         if hasattr(value, "detach"):
             value = value.detach().cpu()
@@ -234,9 +265,10 @@ def _is_utf8(text: str) -> bool:
 
 
 def layout_and_values(model: Any) -> tuple[ModelLayout, Floats]:
-    """Return layout and values of a torch module or of a mapping of names to arrays. Integer tensors are left out.
+    """Return layout and values of a torch module or of a mapping of names to arrays. Integer and boolean tensors are left out.
 
-    Raise `UsageError` if the model is of another kind, has no floating-point values, or has values that are not finite.
+    Raise `UsageError` if the model is of another kind, has a tensor whose name, type or form is not supported, has no
+    floating-point values, or has values that are not finite.
     """
     tensors = model.state_dict() if hasattr(model, "state_dict") else model
     if not isinstance(tensors, Mapping):
@@ -264,5 +296,5 @@ def layout_and_values(model: Any) -> tuple[ModelLayout, Floats]:
 
 
 def compute_digest(values: Floats) -> str:
-    """Return the hash that identifies a model by its exact values, in hexadecimal."""
+    """Return the hash that identifies a model by its exact values: 24 hexadecimal digits."""
     return hashlib.blake2b(values.tobytes(), digest_size=12).hexdigest()

@@ -17,7 +17,10 @@ SECAGG_DEVICES_MIN = 3  # in a sum of two, each device can compute the other's u
 
 
 def check_privacy_settings(plan: RoundPlan, strategy: Strategy) -> None:
-    """Raise `UsageError` if strategy, compression, thresholds and privacy of a plan are incompatible."""
+    """Raise `UsageError` if the plan's privacy settings are incompatible with the strategy or with each other.
+
+    Differential privacy depends on the strategy; a secure round also on compression and on the thresholds.
+    """
     name = type(strategy).__name__
     if plan.noise is not None and (strategy.sees_all or strategy.staleness):
         raise UsageError(f"differential privacy needs the mean of one round, which {name} does not use: use FedAvg or similar")
@@ -48,7 +51,10 @@ def check_privacy_settings(plan: RoundPlan, strategy: Strategy) -> None:
 
 
 def make_auth_settings() -> RequestAuthSettings:
-    """Return the settings of `pki_verify`, replay window and device rate. Raise `UsageError` if no root certificate is set."""
+    """Return certificate paths (with `pki_verify`), replay window and device rate from the context. No file is read.
+
+    Raise `UsageError` if `pki_verify` is set without a root certificate.
+    """
     replay, rate = context.get_int("replay_attack_time_diff"), float(context.get_fl_context("device_rate"))
     if not context.get_fl_context("pki_verify"):
         return RequestAuthSettings(replay_window_ms=replay, requests_per_second=rate)

@@ -1,7 +1,8 @@
-"""Supervisor of the processes of a federated cluster on this host.
+"""Supervisor of the processes of a federated cluster on this host, for `covey federated up`.
 
-It is `covey federated up`, which runs in the foreground: a scheduler and its servers, each of them the user's script in another
-role. A process that dies is restarted with the same id and port. When the scheduler exits with code 0, the cluster has ended.
+It runs a scheduler and its servers, each of them the user's script in another role. A process that dies is restarted with the
+same node id and settings; a server that exits with code 0 is not. The supervisor ends when the scheduler exits with code 0, on
+SIGINT or SIGTERM, or when a process fails with an error that a restart does not fix, or too often in a row.
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ LOG_TAIL_BYTES: Final = 2000
 
 
 class SupervisedProcess(msgspec.Struct, frozen=True):
-    """A process to start and restart: name, node id, and its `set_fl_context` values."""
+    """A process to start and restart: name, node id, and its `set_fl_context` values.
+
+    A name that contains "scheduler" marks the scheduler.
+    """
 
     name: str
     node_id: str
@@ -39,7 +43,11 @@ class SupervisedProcess(msgspec.Struct, frozen=True):
 
 
 class ProcessSupervisor:
-    """Starts and restarts processes. `run` returns the exit code."""
+    """Supervisor of processes that run `command` with Python, each with the environment of its role.
+
+    Output is appended to NAME.log in `folder`. `run` returns the supervisor's exit code when all processes have ended, and
+    raises `StoreError` if `folder` cannot be created.
+    """
 
     def __init__(
         self, command: list[str], roles: list[SupervisedProcess], *, cluster_id: str, folder: Path, environ: Mapping[str, str]
@@ -74,7 +82,11 @@ class ProcessSupervisor:
             self._ended.set()
 
     async def _supervise(self, role: SupervisedProcess) -> None:
-        """Start and restart a process until the cluster ends or the process cannot be restarted."""
+        """Start a process, and restart it when it dies. Return when it exits with code 0 or the supervisor ends.
+
+        End the supervisor if the scheduler exits with code 0, or if the process cannot be started, does not call
+        `covey.federated.run`, or must not be restarted.
+        """
         loop = asyncio.get_running_loop()
         backoff = RestartBackoff(RESTART_DELAYS_S, STABLE_AFTER_S)
         while not self._ended.is_set():
@@ -147,7 +159,10 @@ class ProcessSupervisor:
         return process
 
     async def _stop_processes(self) -> None:
-        """Send SIGTERM to all processes, to the scheduler first; send SIGKILL to those still running after GRACE_S."""
+        """Send SIGTERM to all processes, to the scheduler first, and wait until they have ended.
+
+        Send SIGKILL to those still running after GRACE_S.
+        """
         for name in sorted(self._processes, key=lambda name: "scheduler" not in name):
             process = self._processes[name]
             if process.returncode is None:

@@ -1,4 +1,4 @@
-"""Scheduler and server processes: `run(model)` starts the role that `ms_role` names, with the settings of the context."""
+"""Scheduler and server processes: `run(model)` runs the role that `ms_role` names, with the settings of the context."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from covey.transport import address
 
 # The cluster id, set by a supervisor, so that a restarted scheduler finds its record.
 CLUSTER_VARIABLE: Final = "COVEY_FL_CLUSTER"
-RUN_MARKER_VARIABLE: Final = "COVEY_FL_RAN"  # a file that `run` creates; without it the supervisor reports a wrong script
+RUN_MARKER_VARIABLE: Final = "COVEY_FL_RAN"  # path of a file that `run` creates, so that the supervisor knows it was called
 SERVER_INDEX_VARIABLE: Final = "COVEY_FL_INDEX"  # index of this server among those of a launcher
 SCHEDULER_LOST_TIMEOUT_S: Final = 30.0
 
@@ -43,9 +43,10 @@ SCHEDULER_LOST_TIMEOUT_S: Final = 30.0
 def run(network: Any, strategy: Strategy | None = None, evaluate: Evaluate | None = None) -> None:
     """Run this process as the scheduler or a server of the federated cluster that `set_fl_context` describes, until it ends.
 
-    `network` is a torch module or a dict of numpy arrays. `evaluate` receives each new model as a dict of arrays and returns
-    metrics by name; "loss" decides which model is the best. An error is printed as one line, and the process exits with the
-    exit code of its kind.
+    `network` is a torch module or a dict of numpy arrays, `strategy` is FedAvg by default. `evaluate` receives each new model
+    as a dict of arrays, on the server that made it, and returns metrics by name; its "loss", if any, decides which model is the
+    best instead of the devices' loss. Return if the exit code is 0, else exit the process with it (`SystemExit`). An error
+    (`CoveyError`) is printed to stderr as one line before that.
     """
     context.mark_run_called()
     if ran := os.environ.get(RUN_MARKER_VARIABLE):
@@ -96,7 +97,10 @@ def _loop_factory() -> Any:
 
 
 def _choose_cluster_id(root: Path) -> str:
-    """Return the id of the cluster to continue: that of the recovery path, else that of the supervisor, else a new one."""
+    """Return the id of the cluster to continue: the last one in the recovery path, else the supervisor's, else a new one.
+
+    Create the cluster's directory in `root`, and store the id as the last one. Raise `OSError` if that fails.
+    """
     named, current = "", root / "current"
     if context.find_recovery_path() is not None and current.exists():
         named = current.read_text().strip()
@@ -177,7 +181,8 @@ async def _run_server(settings: Settings, network: Any, strategy: Strategy, eval
     privacy_settings.check_privacy_settings(plan, strategy)
     if strategy.sees_all:
         _check_spool(strategy, layout)
-    scheduler_ip = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(context.get_str("scheduler_ip"), context.get_str("scheduler_ip"))
+    bind_ip = context.get_str("scheduler_ip")
+    scheduler_ip = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bind_ip, bind_ip)
     mine = settings.worker_ip or hosts.local_address_for(scheduler_ip)
     http = address.listen(mine, context.get_int("fl_server_port"), "fl_server_port")
     peer = address.listen(mine, 0, "fl_server_port")
@@ -235,7 +240,7 @@ def _check_spool(strategy: Strategy, layout: model_codec.ModelLayout) -> None:
 
 
 async def _print_when_started(server: FederatedServer) -> None:
-    """Print the line that MindSpore's scripts look for, when this server is a member of a cluster that has formed."""
+    """Wait until this server is a member of a cluster that has formed, then print the line that MindSpore's scripts expect."""
     while True:
         changed, position = server.notifier.subscribe(), server.position()
         if position.is_member and position.instructions is not None and position.instructions.stage is not RoundStage.FORMING:

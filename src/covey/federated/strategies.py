@@ -1,8 +1,9 @@
 """Aggregation strategies: how the next model is made from a round's updates. Users may write their own.
 
-`make` receives the current model, the weighted mean of the updates, and `state`, arrays by name; all arrays are flat. `state`
-is stored with the model and passed to the next round on any server. A strategy that needs single updates sets `sees_all`;
-`column` then receives a block of values of all updates at a time.
+`make` receives the current model and the weighted mean of the updates as flat arrays, and `state`, a dict of arrays that is
+stored with the model and passed to the next round on any server. A strategy that needs single updates sets `sees_all`. `column`
+then receives a block of values of all updates at a time, and its results replace the mean. The constructors below raise
+`UsageError` for a setting out of range.
 
     class Half(Strategy):
         def make(self, model, mean, state):
@@ -24,34 +25,47 @@ Doubles = NDArray[np.float64]
 
 
 class Strategy:
-    """Base class of strategies. Its methods implement FedAvg."""
+    """Base class of strategies. A strategy that overrides nothing is FedAvg."""
 
     sees_all = False
-    staleness = 0  # maximum age, in rounds, of the model that a device began with
+    staleness = 0  # maximum age, in rounds, of the model that a device began with; 0: only that of the current round
 
     def make(self, model: Floats, mean: Doubles, state: StrategyState) -> NDArray[Any]:
-        """Return the next model. `state` may be changed; the next round receives it."""
+        """Return the next model, an array of the shape of `model`, from the mean of the updates.
+
+        With `sees_all`, `mean` has the results of `column` instead. The next round receives `state` with all changes made here.
+        """
         return mean
 
     def column(self, values: Floats, weights: Doubles) -> NDArray[Any]:
-        """Return the aggregate of a block of values, with one row per device in any order. Called only with `sees_all`."""
+        """Return the aggregate of each column of a block of values. Called only with `sees_all`.
+
+        `values` has one row per device, in any order; `weights` has the number of samples of each row. The base class raises
+        `NotImplementedError`.
+        """
         raise NotImplementedError
 
     def contribution(self, values: Floats, began: Floats, age: int) -> Floats:
-        """Return the values to add for an update whose device began with the model `began`, `age` rounds ago."""
+        """Return the values to add for an update whose device began with the model `began`, `age` rounds ago.
+
+        Called only if `staleness` is above 0.
+        """
         return values
 
     def for_devices(self, iteration: int) -> dict[str, float]:
-        """Return the settings that devices receive in an iteration in addition to the plan."""
+        """Return the additional settings that devices receive in an iteration, as `settings` of their plan."""
         return {}
 
 
 class FedAvg(Strategy):
-    """Mean of the updates, weighted by samples."""
+    """Mean of the updates, weighted by samples; not weighted if the cluster uses differential privacy."""
 
 
 class FedProx(Strategy):
-    """FedAvg with a proximal term: devices add mu/2 * |w - w0|^2 to their loss, where w0 is the model they began with."""
+    """FedAvg with a proximal term: the plan tells devices to add mu/2 * |w - w0|^2 to their loss.
+
+    `w0` is the model a device began with. `mu` must be above 0.
+    """
 
     def __init__(self, mu: float = 0.01) -> None:
         self.mu = _check_positive("mu", mu)
@@ -61,7 +75,10 @@ class FedProx(Strategy):
 
 
 class FedAvgM(Strategy):
-    """FedAvg with momentum on the server."""
+    """FedAvg with momentum on the server: velocity = momentum * velocity + mean - model.
+
+    The next model is model + learning_rate * velocity. `momentum` is from 0 to below 1, `learning_rate` above 0.
+    """
 
     def __init__(self, momentum: float = 0.9, learning_rate: float = 1.0) -> None:
         self.momentum = _check_fraction("momentum", momentum)
@@ -74,7 +91,10 @@ class FedAvgM(Strategy):
 
 
 class FedAdam(Strategy):
-    """Adam on the server, without bias correction, as in Reddi et al. 2021."""
+    """Adam on the server, without bias correction, as in Reddi et al. 2021; its gradient is delta = mean - model.
+
+    `learning_rate` and `tau` must be above 0, `beta1` and `beta2` from 0 to below 1.
+    """
 
     def __init__(self, learning_rate: float = 0.1, beta1: float = 0.9, beta2: float = 0.99, tau: float = 1e-3) -> None:
         self.learning_rate, self.tau = _check_positive("learning_rate", learning_rate), _check_positive("tau", tau)
@@ -89,21 +109,22 @@ class FedAdam(Strategy):
         return np.asarray(model + self.learning_rate * first / (np.sqrt(second) + self.tau))
 
     def second(self, before: NDArray[Any], square: Doubles) -> NDArray[Any]:
-        """Return the new second-moment estimate."""
+        """Return the new second-moment estimate from the previous one and delta^2."""
         return np.asarray(self.beta2 * before + (1 - self.beta2) * square)
 
 
 class FedYogi(FedAdam):
-    """FedAdam with Yogi's second-moment estimate, which changes by (1 - beta2) * delta^2 in either direction."""
+    """FedAdam with Yogi's second-moment estimate, which moves by (1 - beta2) * delta^2 towards delta^2."""
 
     def second(self, before: NDArray[Any], square: Doubles) -> NDArray[Any]:
         return np.asarray(before - (1 - self.beta2) * square * np.sign(before - square))
 
 
 class FedBuff(Strategy):
-    """Asynchronous strategy: every `start_fl_job_threshold` updates make a model, regardless of when their devices began.
+    """Asynchronous strategy: a round also counts updates of devices that began up to `staleness` rounds earlier (1 to 100).
 
-    An update contributes its difference to the model that the device began with, times 1 / sqrt(1 + age).
+    An update contributes its difference to the model that its device began with, divided by sqrt(1 + age in rounds). The
+    weighted mean of the contributions, times `learning_rate` (above 0), is added to the model.
     """
 
     def __init__(self, staleness: int = 10, learning_rate: float = 1.0) -> None:
@@ -129,7 +150,10 @@ class Median(Strategy):
 
 
 class TrimmedMean(Strategy):
-    """Mean of each value without the highest and the lowest `share` of the devices, not weighted by samples."""
+    """Mean of each value without its n highest and n lowest, not weighted by samples.
+
+    n is `share` times the number of devices, rounded down, so with few devices it may be 0. `share` is from 0 to below 0.5.
+    """
 
     sees_all = True
 
@@ -145,7 +169,10 @@ class TrimmedMean(Strategy):
 
 
 def find_strategy(name: str) -> Strategy:
-    """Return a strategy with default settings by its class name, in any case. Raise `UsageError` for an unknown name."""
+    """Return a built-in strategy with default settings by its class name, ignoring upper and lower case.
+
+    Raise `UsageError` for an unknown name.
+    """
     found = {cls.__name__.lower(): cls for cls in (FedAvg, FedProx, FedAvgM, FedAdam, FedYogi, FedBuff, Median, TrimmedMean)}
     if name.lower() not in found:
         raise UsageError(f"strategy {name} is unknown: expected one of {', '.join(cls.__name__ for cls in found.values())}")

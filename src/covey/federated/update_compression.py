@@ -1,10 +1,12 @@
 """Compression of uploads: the difference to the model in fewer bytes.
 
-QUANT              every value in 8 bits, with a scale for each block of values: about a quarter of the size
-TOP_K              the `rate` of values with the greatest magnitude, 8 bits each, and their indices
-DIFF_SPARSE_QUANT  MindSpore's: a random `rate` of values, 8 bits each; both sides derive the indices from the iteration number
+    QUANT              every value in 8 bits: about a quarter of the size
+    TOP_K              the fraction `rate` of values with the greatest magnitude, 8 bits each, and their indices, 32 bits each
+    DIFF_SPARSE_QUANT  MindSpore's: a random fraction `rate` of values, 8 bits each; device and server derive the indices from
+                       the iteration number
 
-The device keeps the part that was not sent and adds it to its next difference (error feedback).
+Each block of QUANT_BLOCK_SIZE values that are sent has its own scale. When an update was counted, the device keeps the part
+that it did not send, rounding errors included, and adds it to its next difference (error feedback).
 """
 
 from __future__ import annotations
@@ -32,7 +34,10 @@ class Compressor:
         self._next_residual: Floats | None = None
 
     def encode(self, change: Floats, kind: str, rate: float, iteration: int) -> Arrays:
-        """Return the arrays to send for a difference plus the residual. Call `commit_residual` when they were counted."""
+        """Return the arrays to send (as `compress_update` does) for a difference plus the residual of earlier updates.
+
+        A residual of another length is ignored. Call `commit_residual` when the update was counted.
+        """
         total = change if self._residual is None or len(self._residual) != len(change) else change + self._residual
         arrays = compress_update(total, kind, rate, iteration)
         self._next_residual = total - decompress_update(arrays, len(change), kind, rate, iteration)
@@ -44,7 +49,10 @@ class Compressor:
 
 
 def compress_update(change: Floats, kind: str, rate: float, iteration: int) -> Arrays:
-    """Return the arrays that represent a difference."""
+    """Return the arrays of an upload. `kind` is a compression type other than NO_COMPRESS; QUANT ignores `rate`.
+
+    The arrays are "int8" (values), "scale" (float32, one per block) and, for TOP_K, "index" (uint32, increasing).
+    """
     indices = _select_indices(change, kind, rate, iteration)
     values = change if indices is None else change[indices]
     blocks = np.zeros((-(-len(values) // QUANT_BLOCK_SIZE), QUANT_BLOCK_SIZE), np.float32)
@@ -58,7 +66,10 @@ def compress_update(change: Floats, kind: str, rate: float, iteration: int) -> A
 
 
 def decompress_update(arrays: Mapping[str, NDArray[Any]], size: int, kind: str, rate: float, iteration: int) -> Floats:
-    """Return the difference; values that were not sent are 0. Raise `ValueError` if the arrays are invalid."""
+    """Return the difference of `size` values that an upload encodes; values that were not sent are 0.
+
+    Raise `ValueError` if names, types or shapes of the arrays, a scale or an index are invalid.
+    """
     wanted = {"int8": np.int8, "scale": np.float32} | ({"index": np.uint32} if kind == "TOP_K" else {})
     count = sent_value_count(size, rate) if kind != "QUANT" else size
     found = {name: (array.dtype, array.shape) for name, array in arrays.items()}
@@ -83,7 +94,7 @@ def decompress_update(arrays: Mapping[str, NDArray[Any]], size: int, kind: str, 
 
 
 def compressed_size(size: int, kind: str, rate: float) -> int:
-    """Return the bytes of an upload's arrays; 0 for an upload that is not compressed."""
+    """Return the number of bytes in the arrays of a compressed upload of `size` values; 0 if `kind` is NO_COMPRESS."""
     if kind == NO_COMPRESSION:
         return 0
     count = size if kind == "QUANT" else sent_value_count(size, rate)
@@ -91,7 +102,7 @@ def compressed_size(size: int, kind: str, rate: float) -> int:
 
 
 def sent_value_count(size: int, rate: float) -> int:
-    """Return the number of values in a sparse upload of a model with `size` values."""
+    """Return the number of values in a sparse upload of a model with `size` values: rounded down, at least 1."""
     return max(1, int(size * rate))
 
 

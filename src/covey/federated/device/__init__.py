@@ -1,6 +1,6 @@
 """Device library.
 
-`client`          `Device`: joins rounds and sends updates
-`secagg_client`   the same in a secure round
-`torch_fit`       `fit`: trains a torch module
+`client`          `Device`: joins rounds, sends updates, fetches models
+`secagg_client`   masks and sends the update of a secure round
+`torch_fit`       `fit`: trains a torch module and sends the update
 """

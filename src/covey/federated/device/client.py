@@ -6,7 +6,7 @@
         task.send(weights, loss=0.3)
 
 If a server does not reply, or replies that it cannot serve, the device sends the same request to the next server. An update
-that is sent several times is counted once.
+that is sent several times is counted at most once.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _plan_decoder: Final = msgspec.json.Decoder(FlPlan)
 
 
 class RequestRefused(PeerError):
-    """A server refused a request. `code` is the reply's `retcode`."""
+    """A server refused a request, or did not carry it out in time. `code` is the `retcode` of the last reply."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason, ExitCode.REFUSED)
@@ -67,7 +67,11 @@ class RequestRefused(PeerError):
 
 
 class Task:
-    """One round in which a device takes part: the model (`weights`), the plan, and `send` for the update."""
+    """One round to which a device is admitted: the received model, the plan, and `send` for the update.
+
+    The model is `flat`, an array of all values, and `weights`, views of it by tensor name. Do not change them in place, because
+    `send` may compute the difference to them.
+    """
 
     def __init__(self, device: Device, answer: Answer, layout: ModelLayout, flat: Floats) -> None:
         self._device = device
@@ -80,7 +84,11 @@ class Task:
         self._evaluation: dict[str, str] = {}
 
     def evaluated(self, samples: int, *, loss: float, accuracy: float | None = None) -> None:
-        """Set the result of evaluating `weights` on held-out samples; it is sent with the update. See `plan.evaluate`."""
+        """Set the result of evaluating `weights` on held-out samples, which `send` sends. `plan.evaluate` requests it.
+
+        It is not sent with encrypt_type=DP_ENCRYPT, nor in a secure round with dp_noise. Raise `UsageError` if `samples` is
+        below 1.
+        """
         if samples < 1:
             raise UsageError(f"samples={samples} is invalid: an evaluation needs at least one sample")
         self._evaluation = {"eval_data_size": str(samples), "eval_loss": repr(float(loss))}
@@ -90,9 +98,13 @@ class Task:
     def send(
         self, weights: Mapping[str, Any] | NDArray[Any], *, loss: float | None = None, accuracy: float | None = None
     ) -> bool:
-        """Send the update until a server has counted it, and return True; return False if the round closed before.
+        """Send the trained weights until a server has counted them, and return True; return False if the round closed before.
 
-        Raise `RequestRefused` if a server refuses the update, and `PeerError` if no server replies within `patience_s`.
+        `weights` has all tensors by name, or is an array of all values. Loss and accuracy are not sent with
+        encrypt_type=DP_ENCRYPT, nor in a secure round with dp_noise. Raise `UsageError` if weights do not fit the model or are
+        out of the secure round's range, `ValueError` if they cannot be clipped because they are not finite, `RequestRefused` if
+        a server refuses the update or none counts it within `patience_s`, and `PeerError` if no server replies for that long or
+        a secure round would reveal more than the sum.
         """
         flat = self._layout.as_flat_array(weights) if isinstance(weights, np.ndarray) else self._layout.flatten(weights)
         noise = self.plan.cipher.noise
@@ -112,7 +124,10 @@ class Task:
         return done
 
     def _upload(self, flat: Floats, fields: dict[str, str]) -> bool:
-        """Send the weights, or their difference to the model if the plan compresses uploads."""
+        """Send the weights, or their compressed difference to the model if the plan compresses uploads.
+
+        Return False if the round has closed. Raise errors as `Device.update`.
+        """
         kind, rate = self.plan.upload_compress_type, self.plan.upload_sparse_rate
         if kind == update_compression.NO_COMPRESSION:
             return self._device.update({"": flat}, fields, self._layout)
@@ -124,13 +139,13 @@ class Task:
 
     @property
     def update_metadata(self) -> dict[str, str]:
-        """Metadata of every update."""
+        """Metadata that every update has, except `timestamp`."""
         device = self._device
         named = {"fl_id": device.fl_id, "iteration": str(self.iteration), "ticket": self.ticket}
         return named | {"data_size": str(device.data_size), "fl_name": device.fl_name}
 
     def _build_metrics(self, loss: float | None, accuracy: float | None) -> DeviceMetrics:
-        """Return the metrics that a secure round adds up in masked form."""
+        """Return the metrics that a secure round adds up in masked form; those that are not known are 0."""
         metrics, evaluation = DeviceMetrics(), self._evaluation
         if loss is not None:
             metrics = metrics._replace(loss_weight=1.0, loss=float(loss))
@@ -144,7 +159,7 @@ class Task:
 
 
 class Device:
-    """A device of a federated cluster. Not thread-safe."""
+    """A device of a federated cluster, and a context manager that closes its connection. Not thread-safe."""
 
     def __init__(
         self,
@@ -158,11 +173,13 @@ class Device:
         identity: DeviceIdentity | None = None,
         trust: DeviceTrust | None = None,
     ) -> None:
-        """Create a device; nothing is sent until it joins.
+        """Create a device; nothing is sent yet.
 
-        Servers are URLs, as a sequence or separated by commas. `identity` signs every request (`pki_verify`). In a secure round
-        `trust` has the root certificates by which other devices are verified. `patience_s` limits how long requests are
-        retried.
+        Servers are URLs, as a sequence or separated by commas. The default `fl_id` is the common name of `identity`, else
+        random. `data_size` is the number of samples, `context` is for TLS. `identity` signs every request (`pki_verify`), and
+        `trust` has the root certificates by which other devices are verified in a secure round with `pki_verify`. `patience_s`
+        limits how long a request without a usable reply is retried. Raise `UsageError` if there is no server, a URL or
+        `data_size` is invalid, or `fl_id` is not that of `identity`; `ValueError` if a URL cannot be parsed.
         """
         listed = servers.split(",") if isinstance(servers, str) else list(servers)
         self._servers = [_parse_server_url(server.strip()) for server in listed if server.strip()]
@@ -187,7 +204,10 @@ class Device:
     # -- public API --------------------------------------------------------------------------------------------------
 
     def rounds(self) -> Iterator[Task]:
-        """Yield a task for every round this device is admitted to, until the training is disabled or finished."""
+        """Yield a task for every round this device is admitted to, until the training is disabled or finished.
+
+        A round may be yielded again if its task was not sent. Raise errors as `join`.
+        """
         while True:
             task = self.join()
             if task is None:
@@ -195,10 +215,10 @@ class Device:
             yield task
 
     def join(self) -> Task | None:
-        """Wait until this device is admitted to a round; return None if the training is disabled or finished.
+        """Wait, without limit, until this device is admitted to a round; return None if the training is disabled or finished.
 
-        Raise `RequestRefused` if a server refuses the request or reports errors for `patience_s`, and `PeerError` if no server
-        replies for that long.
+        Raise `RequestRefused` if a server refuses the request as invalid or servers report errors for `patience_s`, and
+        `PeerError` if no server replies for that long or the received model is invalid.
         """
         limit = time.monotonic() + self._patience_s
         while True:
@@ -224,9 +244,11 @@ class Device:
             self._wait_for_retry(answer, move_on=failed)
 
     def model(self, iteration: int = -1, wait_ms: int = LONG_POLL_MS) -> tuple[int, Weights]:
-        """Return (iteration, weights) of the newest model (-1), or of an iteration; wait until that iteration is complete.
+        """Return (iteration, weights) of the newest model (-1), or of an iteration; wait while that is the current iteration.
 
-        Raise `RequestRefused` if a server refuses the request, and `PeerError` if no server replies within `patience_s`.
+        Return the newest model also for a model that was removed and for an iteration that has not begun. `wait_ms` is how long
+        a server may delay one reply, below 40 000. Raise `RequestRefused` if a server refuses the request, and `PeerError` if
+        no server replies within `patience_s` or the received model is invalid.
         """
         while True:
             request = GetModel(now_ms(), iteration, self.fl_name, DOWNLOAD_COMPRESS_TYPES, wait_ms)
@@ -239,9 +261,11 @@ class Device:
             self._wait_for_retry(answer)
 
     def update(self, arrays: Mapping[str, Any], fields: dict[str, str], layout: ModelLayout | None = None) -> bool:
-        """Send an update until it is counted; return False if the round has closed.
+        """Send an update until it is counted, and return True; return False if a server replies OUT_OF_TIME (round closed).
 
-        With a layout, `arrays` has one entry: the flat array of all the model's values.
+        `fields` are the metadata without `timestamp`. With a layout, `arrays` has one entry: the flat array of all the model's
+        values. Raise `RequestRefused` if a server refuses the update or none counts it within `patience_s`, and `PeerError` if
+        no server replies for that long.
         """
         limit = time.monotonic() + self._patience_s
         while True:
@@ -258,13 +282,13 @@ class Device:
             self._wait_for_retry(answer, move_on=True)
 
     def mark_counted(self, iteration: int) -> None:
-        """Record that an update of this device was counted; `join` then requests a later iteration."""
+        """Record that this device's update was counted in an iteration; `join` then requests a later one."""
         self._last_counted_iteration = iteration
 
     def phase(self, path: str, body: bytes) -> SecureAnswer:
-        """Send one request of a secure round and return the reply. Sleep before returning a reply that means "retry".
+        """Send one request of a secure round and return the reply. Before returning NOT_READY, sleep until the retry is due.
 
-        Raise `RequestRefused` for an invalid request.
+        Raise `RequestRefused` if the reply is REQUEST_ERROR, and `PeerError` if no server replies within `patience_s`.
         """
         answer, _, _ = self._request_with_retry(path, [body], MSGPACK)
         if answer.retcode == Code.REQUEST_ERROR:
@@ -290,9 +314,9 @@ class Device:
     def _request_with_retry(
         self, path: str, pieces: list[bytes | memoryview], content_type: str
     ) -> tuple[Answer, memoryview, int]:
-        """Return reply, body and offset of the values from the first server that replies.
+        """Send a request to one server after the other until one replies; return reply, body and offset of the model's values.
 
-        Raise `PeerError` if none replies within `patience_s`.
+        The offset is 0 if the reply has no model. Raise `PeerError` if there is no valid reply within `patience_s`.
         """
         limit = time.monotonic() + self._patience_s
         while True:
@@ -324,7 +348,7 @@ class Device:
             return response.headers.get_content_type(), memoryview(response.read())
 
     def _sign_request(self, path: str, pieces: list[bytes | memoryview]) -> dict[str, str]:
-        """Return the headers that sign a request, with time and nonce; {} without an identity."""
+        """Return the headers that sign a request, without their prefix x-covey-; {} without an identity."""
         if self.identity is None:
             return {}
         digest = hashlib.sha256()
@@ -353,7 +377,10 @@ class Device:
         self._server_index = (self._server_index + 1) % len(self._servers)
 
     def _wait_for_retry(self, answer: Answer, *, move_on: bool = False) -> None:
-        """Sleep until the server's `next_req_time` by its own clock, 10 ms to 5 s. Switch servers if the reply requires it."""
+        """Sleep until `next_req_time` by the server's clock, but at least 10 ms and at most 5 s.
+
+        First switch to the next server if `move_on` is set or the reply has `elsewhere`.
+        """
         if move_on or answer.elsewhere:
             self._switch_server()
         wait = (int(answer.next_req_time or 0) - answer.timestamp) / 1000
@@ -361,7 +388,10 @@ class Device:
 
 
 def _decode_answer(kind: str, body: memoryview) -> tuple[Answer, memoryview, int]:
-    """Return a reply, its body, and the offset of the model's values. Raise `ValueError` or `MsgspecError` if it is invalid."""
+    """Return a reply, its body, and the offset of the model's values, 0 without a model. `kind` is the content type.
+
+    Raise `ValueError` or `MsgspecError` if the reply is invalid.
+    """
     if kind == MSGPACK:
         return _secure_answer_decoder.decode(body), body, 0
     if kind != SAFETENSORS:
@@ -371,7 +401,10 @@ def _decode_answer(kind: str, body: memoryview) -> tuple[Answer, memoryview, int
 
 
 def _decode_model(answer: Answer, body: memoryview, start: int) -> tuple[ModelLayout, Floats]:
-    """Return layout and values of a received model. Raise `PeerError` if body and header do not match."""
+    """Return layout and values of a received model.
+
+    Raise `PeerError` if header and values do not match, and `ValueError` if the body is not safetensors.
+    """
     tensors, _, _ = read_header(body)
     try:
         layout = ModelLayout({name: tuple(tensor["shape"]) for name, tensor in tensors.items()})

@@ -1,7 +1,8 @@
 """Device side of a secure round: sends the messages of `SecaggSession` to a server.
 
 A round that ends early for the device (a phase that closed, a round that was abandoned) is not an error: the device joins the
-next one. A request of a server that would reveal more than the sum is an error, and the device sends nothing.
+next one. If a server's reply would make the device reveal more than the sum, that is an error, and the device sends nothing
+more in this round.
 """
 
 from __future__ import annotations
@@ -11,19 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from covey.core.federated.secagg.messages import (
-    ExchangeKeys,
-    GetClientList,
-    GetKeys,
-    GetListSign,
-    GetSecrets,
-    KeyList,
-    PushListSign,
-    ReconstructSecrets,
-    RemoteKeys,
-    ShareList,
-    ShareSecrets,
-)
+from covey.core.federated.secagg import messages
 from covey.errors import PeerError, UsageError
 from covey.federated.device_protocol import Code, SecureAnswer, now_ms
 from covey.federated.model_codec import MASKED_TENSOR, Floats
@@ -40,14 +29,16 @@ LONG_POLL_MS = 20_000
 
 
 class RoundMissed(Exception):
-    """The round continues without this device, or was abandoned."""
+    """The round continues without this device or was abandoned, or a server failed."""
 
 
 def send_masked_update(device: Device, task: Task, change: Floats, metrics: DeviceMetrics) -> bool:
     """Take part in a secure round with this difference to the model.
 
     Return True when the device has done its part, False if the round continues without it or was abandoned. Raise `PeerError`
-    if the server's lists would reveal more than the sum, and `UsageError` if a value is out of range.
+    if the server's lists would reveal more than the sum or no server replies in time, `RequestRefused` if a server refuses a
+    request, and `UsageError` if a value is out of range or certificates are required and missing. With noise, raise
+    `ValueError` if a value is not finite.
     """
     try:
         _run_secagg_round(device, task, change, metrics)
@@ -66,29 +57,39 @@ def _run_secagg_round(device: Device, task: Task, change: Floats, metrics: Devic
         return _request_until_decided(device, task, path, kind, fields)
 
     signatures = DeviceSignatures(device, task)
-    request("exchangeKeys", ExchangeKeys, c_pk=session.c_pk, s_pk=session.s_pk, **signatures.sign_keys(session))
-    listed = request("getKeys", GetKeys)
+    request("exchangeKeys", messages.ExchangeKeys, c_pk=session.c_pk, s_pk=session.s_pk, **signatures.sign_keys(session))
+    listed = request("getKeys", messages.GetKeys)
     signatures.verify_keys(listed.remote_publickeys)
-    keys = KeyList(listed.session, listed.index, listed.needed, listed.devices, listed.samples, listed.remote_publickeys)
+    keys = messages.KeyList(
+        listed.session, listed.index, listed.needed, listed.devices, listed.samples, listed.remote_publickeys
+    )
     words = fixed_point_ring.encode_update(change, metrics, weight, make_round_scale(keys, cipher.reach))
-    request("shareSecrets", ShareSecrets, encrypted_shares=session.make_shares(keys))
-    shares = request("getSecrets", GetSecrets)
-    session.accept_shares(ShareList(shares.encrypted_shares))
+    request("shareSecrets", messages.ShareSecrets, encrypted_shares=session.make_shares(keys))
+    shares = request("getSecrets", messages.GetSecrets)
+    session.accept_shares(messages.ShareList(shares.encrypted_shares))
     masked = session.mask_update(words)
     fields = {**task.update_metadata, "ticket": shares.ticket}
     if not device.update({MASKED_TENSOR: masked}, fields):
         raise RoundMissed
-    listed = request("getClientList", GetClientList)
+    listed = request("getClientList", messages.GetClientList)
     if not listed.done:
         if signatures.is_required:
             signature = signatures.sign_client_list(keys.session, listed.clients)
-            request("pushListSign", PushListSign, signature=signature)
-            signatures.verify_client_list(request("getListSign", GetListSign, signature=signature), keys, listed.clients)
-        request("reconstructSecrets", ReconstructSecrets, reconstruct_secret_shares=session.reveal_shares(listed.clients))
+            request("pushListSign", messages.PushListSign, signature=signature)
+            signatures.verify_client_list(
+                request("getListSign", messages.GetListSign, signature=signature), keys, listed.clients
+            )
+        request(
+            "reconstructSecrets", messages.ReconstructSecrets, reconstruct_secret_shares=session.reveal_shares(listed.clients)
+        )
 
 
 class DeviceSignatures:
-    """Signatures between devices that have certificates, so that a server cannot substitute keys or lists of its own."""
+    """Signatures between devices that have certificates, so that a server cannot substitute keys or lists of its own.
+
+    They are made and verified only if the plan requires them. The constructor raises `UsageError` if it does and the device has
+    no identity or no trust.
+    """
 
     def __init__(self, device: Device, task: Task) -> None:
         self.is_required = task.plan.cipher.signed
@@ -106,8 +107,8 @@ class DeviceSignatures:
         signed = encode_keys_to_sign(session.fl_id, self._iteration, session.c_pk, session.s_pk)
         return {"signature": identity.sign(signed), "certificate_chain": identity.chain}
 
-    def verify_keys(self, others: tuple[RemoteKeys, ...]) -> None:
-        """Raise `PeerError` unless each key is signed by the device it is listed for."""
+    def verify_keys(self, others: tuple[messages.RemoteKeys, ...]) -> None:
+        """Raise `PeerError` unless each device's keys are signed by that device. Do nothing if signatures are not required."""
         if not self.is_required or self._device.trust is None:
             return
         for other in others:
@@ -124,8 +125,11 @@ class DeviceSignatures:
         assert self._device.identity is not None
         return self._device.identity.sign(encode_list_to_sign(session, clients))
 
-    def verify_client_list(self, answer: SecureAnswer, keys: KeyList, clients: tuple[str, ...]) -> None:
-        """Raise `PeerError` unless `keys.needed` devices, including this one, have signed this list."""
+    def verify_client_list(self, answer: SecureAnswer, keys: messages.KeyList, clients: tuple[str, ...]) -> None:
+        """Raise `PeerError` unless `keys.needed` devices have signed this list, or the round is already done.
+
+        Counted are this device and the neighbours whose keys `verify_keys` has verified.
+        """
         signed = encode_list_to_sign(keys.session, clients)
         same = {
             entry.fl_id
@@ -138,7 +142,11 @@ class DeviceSignatures:
 
 
 def _request_until_decided(device: Device, task: Task, path: str, kind: Any, fields: dict[str, Any]) -> SecureAnswer:
-    """Return the reply to a request; repeat it while the server replies NOT_READY. Raise `RoundMissed` if it is too late."""
+    """Send a request until the reply is not NOT_READY, without a limit of time, and return the reply if it is SUCCEED.
+
+    Raise `RequestRefused` for REQUEST_ERROR, `PeerError` if no server replies, and `RoundMissed` for any other code or if the
+    round was complete before this device's update.
+    """
     while True:
         request = kind(
             fl_id=device.fl_id,
@@ -150,7 +158,9 @@ def _request_until_decided(device: Device, task: Task, path: str, kind: Any, fie
             **fields,
         )
         answer = device.phase(path, msgspec.msgpack.encode(request))
-        if answer.done and not isinstance(request, GetClientList | PushListSign | GetListSign | ReconstructSecrets):
+        if answer.done and not isinstance(
+            request, messages.GetClientList | messages.PushListSign | messages.GetListSign | messages.ReconstructSecrets
+        ):
             raise RoundMissed  # the round was complete before this device's update
         if answer.retcode == Code.SUCCEED:
             return answer

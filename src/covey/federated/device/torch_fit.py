@@ -13,12 +13,13 @@ from covey.federated.device.client import Task
 def fit(
     task: Task, module: Any, inputs: Any, targets: Any, loss_fn: Any = None, *, held_out: Any = None, seed: int = 0
 ) -> bool:
-    """Train a module from the task's weights according to its plan, and send it; return False if the round closed before.
+    """Train a module with SGD from the task's weights according to its plan, and send it; result and errors as `Task.send`.
 
     `inputs` and `targets` are tensors with one row per sample; the default loss is cross entropy. The reported loss and
-    accuracy are those of the received weights before training, so over all devices they measure the global model. `held_out` is
-    a pair like `inputs` and `targets` that is not used for training. If the plan requires an evaluation, it is done on that
-    pair.
+    accuracy are those of the received weights before training, so over all devices they measure the global model; accuracy is
+    reported only for outputs of two dimensions and targets of one. `held_out` is a pair like `inputs` and `targets` that is not
+    used for training. If it is given and the plan requires an evaluation, it is done on that pair. `seed` and the iteration
+    determine the order of samples.
     """
     import torch
 

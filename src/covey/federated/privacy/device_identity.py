@@ -1,7 +1,8 @@
 """Identity of devices: certificates of trusted authorities, revocation lists, and signatures.
 
-A chain starts with the device's certificate, whose common name is its fl_id, followed by the intermediate authorities without
-the root. Signed bytes begin with their purpose, so that a signature for one purpose is not valid for another.
+A chain starts with the device's certificate, whose common name is the device's fl_id, followed by the certificates of the
+intermediate authorities without the root. Signed bytes begin with their purpose, so that a signature for one purpose is not
+valid for another.
 """
 
 from __future__ import annotations
@@ -23,10 +24,14 @@ PublicKey = ec.EllipticCurvePublicKey | rsa.RSAPublicKey
 
 
 class DeviceIdentity:
-    """Certificate chain (in DER) and private key of a device."""
+    """Certificate chain (in DER), private key and name of a device; the name is the common name of the first certificate."""
 
     def __init__(self, certificates: bytes, key: bytes, password: bytes | None = None) -> None:
-        """Load chain and key from PEM. Raise `ValueError` if one is invalid or the key is not that of the first certificate."""
+        """Load chain and key from PEM.
+
+        Raise `ValueError` if one is invalid, the password is wrong, or the key is neither elliptic curve nor RSA or not that of
+        the first certificate. Raise `TypeError` if a password is missing, or is given for a key that is not encrypted.
+        """
         loaded = x509.load_pem_x509_certificates(certificates)
         private = serialization.load_pem_private_key(key, password)
         if not isinstance(private, PrivateKey):
@@ -44,17 +49,25 @@ class DeviceIdentity:
 
 
 class DeviceTrust:
-    """Trusted root certificates, and revocation lists of any of the authorities."""
+    """Trusted root certificates, and revocation lists of root or intermediate authorities."""
 
     def __init__(self, roots: Sequence[bytes], lists: Sequence[bytes] = ()) -> None:
-        """Load roots and revocation lists from PEM. Raise `ValueError` if one is invalid or there are no roots."""
+        """Load roots and revocation lists from PEM: all certificates of each root text, the first list of each list text.
+
+        Raise `ValueError` if one is invalid or there are no roots.
+        """
         self._roots = [certificate for text in roots for certificate in x509.load_pem_x509_certificates(text)]
         self._crls = [x509.load_pem_x509_crl(text) for text in lists]
         if not self._roots:
             raise ValueError("no root certificate was given: at least one is needed")
 
     def verify(self, chain: Sequence[bytes], now: datetime) -> tuple[str, PublicKey]:
-        """Return device id and public key of a chain. Raise `ValueError` if the chain is not trusted, not valid or revoked."""
+        """Return device id (the common name, "" if there is none) and public key of a chain of 1 to 3 DER certificates.
+
+        Each certificate must be valid at `now` and issued by the next one, the last one by a root. Raise `ValueError` if that
+        is not so, a certificate is revoked, the device's key is neither elliptic curve nor RSA, or a revocation list of an
+        issuer is out of date or not signed by it. Authorities without a list, and the roots' own validity, are not checked.
+        """
         if not 1 <= len(chain) <= CHAIN_LENGTH_MAX:
             raise ValueError(f"the chain has {len(chain)} certificates: expected 1 to {CHAIN_LENGTH_MAX}")
         try:
@@ -102,7 +115,7 @@ def common_name(certificate: x509.Certificate) -> str:
 
 
 def is_valid_signature(key: PublicKey, signature: bytes, message: bytes) -> bool:
-    """Return whether the owner of a key has signed a message."""
+    """Return whether `signature` is that of the key's owner for `message`: RSA-PSS or ECDSA, with SHA-256."""
     try:
         if isinstance(key, rsa.RSAPublicKey):
             key.verify(signature, message, _PSS_PADDING, hashes.SHA256())
@@ -114,15 +127,18 @@ def is_valid_signature(key: PublicKey, signature: bytes, message: bytes) -> bool
 
 
 def encode_request_to_sign(path: str, nonce: str, timestamp: str, digest: bytes) -> bytes:
-    """Return the bytes that a device signs for every request. `digest` is that of the complete body, including weights."""
+    """Return the bytes that a device signs for every request. `digest` is the SHA-256 of the complete body."""
     return f"covey request\n{path}\n{nonce}\n{timestamp}\n".encode() + digest
 
 
 def encode_keys_to_sign(fl_id: str, iteration: int, c_pk: bytes, s_pk: bytes) -> bytes:
-    """Return the bytes that a device signs for its keys of a round, to be verified by other devices."""
+    """Return the bytes that a device signs for its two public keys of a secure round, to be verified by other devices."""
     return f"covey keys\n{iteration}\n{fl_id}\n".encode() + c_pk + s_pk
 
 
 def encode_list_to_sign(session: str, clients: Sequence[str]) -> bytes:
-    """Return the bytes that a device signs for the list of uploaders it received, to be verified by other devices."""
+    """Return the bytes that a device signs for the list of devices in the sum of a secure round.
+
+    Other devices verify the signature, so that they know that all received the same list.
+    """
     return "\n".join(["covey list", session, *clients]).encode()

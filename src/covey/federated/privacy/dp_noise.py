@@ -19,7 +19,10 @@ Floats = NDArray[np.float32]
 
 
 def clip_update(change: Floats, clip: float) -> Floats:
-    """Return a difference to the model, scaled to a norm of at most `clip`. Raise `ValueError` if its norm is not finite."""
+    """Return a difference to the model, scaled down to a Euclidean norm of at most `clip` if its norm is greater.
+
+    Raise `ValueError` if the norm is not finite.
+    """
     length = float(np.sqrt(np.einsum("i,i", change, change, dtype=np.float64)))
     if not np.isfinite(length):
         raise ValueError("the update has values that are not finite")
@@ -28,7 +31,7 @@ def clip_update(change: Floats, clip: float) -> Floats:
 
 
 def draw_normal(key: bytes, size: int) -> NDArray[np.float64]:
-    """Return standard normal numbers that cannot be predicted without the key."""
+    """Return `size` standard normal numbers derived from a key of 32 bytes. They cannot be predicted without the key."""
     pairs = (size + 1) // 2
     words = secagg_masks.generate_words(key, 4 * pairs).view(np.uint64)
     uniform = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
@@ -38,13 +41,19 @@ def draw_normal(key: bytes, size: int) -> NDArray[np.float64]:
 
 
 def add_device_noise(change: Floats, noise: Noise) -> Floats:
-    """Return a device's difference to the model, clipped and with local noise."""
+    """Return a device's difference to the model, clipped and with fresh noise of standard deviation `noise.noise_std`.
+
+    Raise `ValueError` if the norm of the difference is not finite.
+    """
     drawn = draw_normal(secrets.token_bytes(secagg_masks.KEY_BYTES), len(change))
     noisy: Floats = (clip_update(change, noise.clip) + drawn * noise.noise_std).astype(np.float32)
     return noisy
 
 
 def draw_mean_noise(size: int, noise: Noise, devices: int, key: bytes, round_number: int) -> NDArray[np.float64]:
-    """Return the noise that servers add to the mean of the clipped differences of `devices` devices."""
+    """Return the noise that servers add to the mean of the clipped differences of `devices` devices.
+
+    It is determined by the cluster's key and the round.
+    """
     secret = hashlib.blake2b(f"noise/{round_number}".encode(), key=key, digest_size=secagg_masks.KEY_BYTES).digest()
     return draw_normal(secret, size) * (noise.noise_std / devices)

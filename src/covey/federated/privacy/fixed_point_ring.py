@@ -1,8 +1,9 @@
 """Updates as integers modulo 2^32: sums are exact, and a uniform mask hides a number completely.
 
-A device sends the difference to the model it received, times its samples. The unit is derived from the samples of all devices
-of the round, so that the sum cannot overflow. A value out of range is refused, never clipped. The values are followed by a few
-metrics of the training, so that servers learn only their sums too.
+A device sends the difference to the model it received, times its weight (its samples; 1 with differential privacy), rounded to
+a multiple of a unit. The unit is derived from the total weight of the round, so that the sum cannot overflow. A value out of
+range is an error on the device, never clipped. The values are followed by a few metrics of the training, so that servers learn
+only their sums too.
 """
 
 from __future__ import annotations
@@ -22,30 +23,30 @@ METRIC_MAX: Final = 1024.0
 
 
 class DeviceMetrics(NamedTuple):
-    """Metrics of a device's training and evaluation, weighted by the device's samples in the sum."""
+    """Metrics of a device's training and evaluation. In the sum of a round, each field is multiplied by the device's weight."""
 
     loss_weight: float = 0.0  # 1 if a loss is reported
     loss: float = 0.0
     accuracy: float = 0.0
-    eval_weight: float = 0.0
+    eval_weight: float = 0.0  # 1 if the received model was evaluated
     eval_loss: float = 0.0
     eval_accuracy: float = 0.0
     accuracy_weight: float = 0.0  # 1 if an accuracy is reported
-    eval_accuracy_weight: float = 0.0
+    eval_accuracy_weight: float = 0.0  # 1 if the evaluation has an accuracy
 
 
 class FixedPointScale(NamedTuple):
-    """Scale factors of a round: powers of two, chosen by the greatest possible sum over all devices."""
+    """Fixed-point scale of a round. The factors are the greatest powers of two with which no sum can overflow."""
 
-    reach: float  # the greatest value a device may send
-    value_factor: float
-    metric_factor: float
+    reach: float  # the greatest magnitude of a device's value before weighting
+    value_factor: float  # integer = value * weight * value_factor, rounded
+    metric_factor: float  # the same for metrics, whose limit is METRIC_MAX
 
 
 def make_scale(reach: float, samples: int, devices: int) -> FixedPointScale:
-    """Return the scale of a round of `devices` devices with `samples` samples in total.
+    """Return the scale of a round of `devices` devices with a total weight of `samples` and values up to `reach`.
 
-    Raise `ValueError` if the numbers are invalid or the devices too many.
+    Raise `ValueError` if `reach` is not above 0, there is less than one sample per device, or the devices are too many.
     """
     if not (reach > 0 and samples >= devices >= 1):
         raise ValueError(
@@ -75,9 +76,10 @@ def check_reach(values: NDArray[np.float32], reach: float) -> None:
 
 
 def encode_update(values: NDArray[np.float32], metrics: DeviceMetrics, weight: int, scale: FixedPointScale) -> Words:
-    """Return a device's values and metrics times `weight` as integers, ready to be masked.
+    """Return a device's values and metrics times `weight` as integers modulo 2^32, ready to be masked.
 
-    Metrics that are not finite or above METRIC_MAX are replaced by zeros. Raise `UsageError` if a value is out of range.
+    If a metric is not finite or its magnitude exceeds METRIC_MAX, all metrics are sent as 0. Raise `UsageError` if a value is
+    not finite or its magnitude exceeds `scale.reach`.
     """
     check_reach(values, scale.reach)
     numbers = np.empty(len(values) + METRIC_COUNT, np.float64)
@@ -88,7 +90,7 @@ def encode_update(values: NDArray[np.float32], metrics: DeviceMetrics, weight: i
 
 
 def decode_sum(total: Words, scale: FixedPointScale) -> tuple[NDArray[np.float64], DeviceMetrics]:
-    """Return the weighted sums of the devices' values and of their metrics."""
+    """Return the weighted sums of the devices' values and of their metrics from an unmasked sum of encoded updates."""
     signed = total.view(np.int32)
     metrics = DeviceMetrics(*(signed[len(signed) - METRIC_COUNT :] / scale.metric_factor).tolist())
     return signed[: len(signed) - METRIC_COUNT] / scale.value_factor, metrics

@@ -1,7 +1,8 @@
 """Device side of a secure round without the transport, and the unmasking of a sum.
 
-A `SecaggSession` reveals shares for one list of uploaders only. Whatever a server requests, it never reveals shares of both
-secrets of one device, and never accepts a threshold or a list that would make the secrets unsafe.
+A device has two secrets: the seed of its own mask, and the private key of its pairwise masks. A `SecaggSession` reveals shares
+for one list of uploaders (devices whose updates are in the sum) only. Whatever a server requests, the session never reveals
+shares of both secrets of one device, and it refuses a threshold of half of the shares or fewer.
 """
 
 from __future__ import annotations
@@ -19,7 +20,10 @@ from covey.federated.privacy.fixed_point_ring import Words
 
 
 class SecaggSession:
-    """Secrets of one device in one round. Call the methods in the order of the phases."""
+    """Secrets of one device in one secure round.
+
+    Call `make_shares`, `accept_shares`, `mask_update` and `reveal_shares`, in this order.
+    """
 
     def __init__(self, fl_id: str) -> None:
         self.fl_id = fl_id
@@ -41,9 +45,10 @@ class SecaggSession:
         return self._keys
 
     def make_shares(self, keys: KeyList) -> tuple[SealedShare, ...]:
-        """Return encrypted shares of both secrets, one pair for each neighbour.
+        """Return encrypted shares of both secrets, one pair for each neighbour in the list of keys.
 
-        Raise `PeerError` if the threshold is unsafe, a device is listed twice, or a key is invalid.
+        Raise `PeerError` if the threshold is not more than half of at least 3 shares (the neighbours' and the device's own) and
+        at most all, a neighbour is listed twice or is this device, or a key is invalid.
         """
         holders = len(keys.remote_publickeys) + 1
         if holders < 3 or not holders < 2 * keys.needed <= 2 * holders:
@@ -78,9 +83,10 @@ class SecaggSession:
         return shamir.split_secret(secret, indices, coefficients)
 
     def accept_shares(self, shares: ShareList) -> None:
-        """Store the neighbours' shares; `mask_update` masks with the neighbours that sent one.
+        """Store the shares that neighbours made for this device; `mask_update` masks with these neighbours.
 
-        Raise `PeerError` if a share is invalid or not of a neighbour, or if they are too few.
+        Raise `PeerError` if a share is invalid or not of a neighbour, or if fewer than `keys.needed` devices, including this
+        one, have shared.
         """
         for sealed in shares.encrypted_shares:
             sender = self._neighbor_keys.get(sealed.fl_id)
@@ -99,7 +105,7 @@ class SecaggSession:
             )
 
     def mask_update(self, words: Words) -> Words:
-        """Return the words with all masks added."""
+        """Return the words plus this device's own mask and its pairwise masks, modulo 2^32."""
         size, session = len(words), self.keys.session
         masked = words + secagg_masks.make_self_mask(self._self_mask_seed, session, size)
         for device in self._held_shares:
@@ -110,9 +116,10 @@ class SecaggSession:
         return masked
 
     def reveal_shares(self, clients: tuple[str, ...]) -> tuple[PlainShare, ...]:
-        """Return shares of the seeds of devices on the list, and shares of the keys of the other devices.
+        """Return a share for each device whose shares this one holds: of its seed if it is on the list, else of its key.
 
-        Raise `PeerError` for a second, different list, a list without this device, or a list with too few neighbours.
+        Raise `PeerError` for a second, different list, or a list that lacks this device, names one twice, or names fewer than
+        `keys.needed` of these devices.
         """
         if self._revealed_list is not None and self._revealed_list != clients:
             raise PeerError("the server sent a second list of updates in one round: no share was sent for it")
@@ -130,7 +137,10 @@ class SecaggSession:
 
 
 def unmask_sum(total: Words, found: UnmaskingSecrets) -> Words:
-    """Return the sum without masks. Raise `ValueError` if a reconstructed key is not the one that its device used."""
+    """Return a copy of the sum without masks.
+
+    Raise `ValueError` if a reconstructed key does not belong to the public key that its device sent, or a key is invalid.
+    """
     listed, ring_index = found.uploaders, {device: index for index, device in enumerate(found.uploaders.ring)}
     bare = total.copy()
     for seed in found.seeds.values():
@@ -148,5 +158,5 @@ def unmask_sum(total: Words, found: UnmaskingSecrets) -> Words:
 
 
 def make_round_scale(listed: KeyList, reach: float) -> fixed_point_ring.FixedPointScale:
-    """Return the fixed-point scale of the round of a list of keys."""
+    """Return the fixed-point scale of a round from its list of keys. Raise `ValueError` as `fixed_point_ring.make_scale`."""
     return fixed_point_ring.make_scale(reach, listed.samples, listed.devices)

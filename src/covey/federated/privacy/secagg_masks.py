@@ -29,17 +29,17 @@ def derive_public_key(private: bytes) -> bytes:
 
 
 def agree_secret(private: bytes, other: bytes) -> bytes:
-    """Return the common secret of two devices. Raise `ValueError` if the public key is invalid."""
+    """Return the common secret of one device's private key and another's public key. Raise `ValueError` if one is invalid."""
     return X25519PrivateKey.from_private_bytes(private).exchange(X25519PublicKey.from_public_bytes(other))
 
 
 def derive_key(secret: bytes, session: str, purpose: str) -> bytes:
-    """Return the key for one purpose in one session."""
+    """Return the key of 32 bytes that is derived from a secret for one purpose in one session."""
     return HKDF(SHA256(), KEY_BYTES, salt=session.encode(), info=purpose.encode()).derive(secret)
 
 
 def generate_words(key: bytes, size: int) -> Words:
-    """Return `size` uniform 32-bit words derived from a key."""
+    """Return `size` uniform 32-bit words derived from a key of 32 bytes."""
     cipher = Cipher(algorithms.AES256(key), modes.CTR(_INITIAL_COUNTER)).encryptor()
     return np.frombuffer(cipher.update(bytes(4 * size)), "<u4").astype(np.uint32, copy=False)
 
@@ -49,7 +49,10 @@ def make_self_mask(seed: bytes, session: str, size: int) -> Words:
 
 
 def make_pair_mask(private: bytes, other: bytes, session: str, size: int) -> Words:
-    """Return the mask of two devices: the one with the lower index adds it, the other subtracts it."""
+    """Return the mask of two devices from one's private and the other's public key; both derive the same mask.
+
+    The device with the lower index on the ring adds it, the other subtracts it. Raise `ValueError` if a key is invalid.
+    """
     return generate_words(derive_key(agree_secret(private, other), session, "covey pair mask"), size)
 
 
@@ -59,13 +62,16 @@ def _derive_share_key(private: bytes, other: bytes, session: str, sender: str, r
 
 
 def seal_shares(shares: bytes, private: bytes, other: bytes, session: str, sender: str, receiver: str) -> bytes:
-    """Return encrypted shares that only `receiver` can read and only `sender` can have made."""
+    """Return encrypted shares that only `sender` and `receiver` can make or read. Raise `ValueError` if a key is invalid."""
     key, associated_data = _derive_share_key(private, other, session, sender, receiver)
     return key.encrypt(_NONCE, shares, associated_data)
 
 
 def unseal_shares(sealed: bytes, private: bytes, other: bytes, session: str, sender: str, receiver: str) -> bytes:
-    """Return the decrypted shares. Raise `ValueError` if sender, receiver or session differ, or the shares were modified."""
+    """Return the decrypted shares.
+
+    Raise `ValueError` if sender, receiver, session or keys are not those of `seal_shares`, or the shares were modified.
+    """
     key, associated_data = _derive_share_key(private, other, session, sender, receiver)
     try:
         return key.decrypt(_NONCE, sealed, associated_data)

@@ -1,6 +1,7 @@
 """Management API of a federated cluster: MindSpore's paths and JSON, added to the API that all clusters have.
 
-Errors are `{"error_message": ..., "code": "1"}` with HTTP 400, as in MindSpore.
+A refused request is answered with `{"error_message": ..., "code": "1"}` and HTTP 400, as in MindSpore, or with HTTP 503 if it
+was accepted but cannot be stored yet.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class FederatedHandlers:
 
 
 def make_app(scheduler: FederatedScheduler, *, token: str, settings: Sequence[tuple[str, str, str, str]] = ()) -> Any:
-    """Return the application for `covey.management.http_server.HttpServer`."""
+    """Return the ASGI application of the management port, for `covey.management.http_server.HttpServer`."""
     handlers = FederatedHandlers(scheduler)
     more = {op: getattr(handlers, op.name) for op in (STATE_OPERATION, *FEDERATED_OPERATIONS)}
     return common_api.make_app(scheduler, token=token, settings=settings, more=more)

@@ -1,6 +1,7 @@
 """Scheduler of a federated cluster: sockets, a file and a clock around `covey.core.federated.federation_machine`.
 
-One small record survives the process. It is written atomically before any message that depends on it is sent.
+One small record (`FederationRecord`) survives the process. It is written atomically before any message that depends on it is
+sent.
 """
 
 from __future__ import annotations
@@ -52,7 +53,10 @@ _PHASE_BY_STATE: Final = {"CLUSTER_STARTING": Phase.FORMING, "NODE_TIMEOUT": Pha
 
 
 class FederatedScheduler:
-    """Scheduler of one federated cluster. `run` returns the exit code of the process."""
+    """Scheduler of one federated cluster. `run` returns the exit code of the process.
+
+    `file` is the path of the record; with `sync` the record is flushed to disk at every write.
+    """
 
     def __init__(
         self, machine: FederationMachine, *, file: Path, sync: bool, address: str, manage_port: int, node_id: str
@@ -77,7 +81,7 @@ class FederatedScheduler:
         self._counted_updates = 0  # in rounds completed since this process started
 
     async def run(self, sockets: list[socket.socket], guard: Credentials) -> int:
-        """Serve until the cluster has ended, and return the exit code."""
+        """Serve until the cluster has ended, wait DISCONNECT_TIMEOUT_S at most for servers to disconnect; return the code."""
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
         calls: dict[str, Any] = {
@@ -134,7 +138,10 @@ class FederatedScheduler:
             self.apply_effects(self.machine.step(Tick(), self.now()))
 
     def apply_effects(self, effects: list[FederationEffect]) -> None:
-        """Carry out effects in order. While a record cannot be written, the effects after it are queued."""
+        """Carry out effects in order. While a record cannot be written, it and the effects after it are queued and retried.
+
+        Exit the process if the first record cannot be written or more than WAITING_EFFECTS_MAX effects are queued.
+        """
         self._effects.extend(effects)
         if self._retry_timer is None:
             self._apply_queued_effects()
@@ -142,7 +149,10 @@ class FederatedScheduler:
             os._exit(int(ExitCode.DISK))  # a restarted scheduler continues from the last record
 
     def apply_request_effects(self, effects: list[FederationEffect]) -> None:
-        """Carry out the effects of an administrative request. Raise `StoreError` if the record cannot be written yet."""
+        """Carry out the effects of an administrative request, as `apply_effects`.
+
+        Raise `StoreError` if the record cannot be written yet; the effects stay queued.
+        """
         self.apply_effects(effects)
         if self._disk_error:
             raise StoreError(f"the request was accepted but is not stored yet and may be lost: {self._disk_error}")
@@ -178,7 +188,10 @@ class FederatedScheduler:
             self._ended.set_result(effect)
 
     def _write_record(self, record: FederationRecord) -> bool:
-        """Write a record; return False and log the error if that fails. Exit if no record was ever written."""
+        """Write a record; return False if that fails, and log the first of several failures.
+
+        Exit the process if the write fails and there is no earlier record.
+        """
         try:
             write_atomically(self._record_path, msgspec.msgpack.encode(record), durable=self._sync)
         except OSError as error:
@@ -196,7 +209,7 @@ class FederatedScheduler:
     # -- status and administration -----------------------------------------------------------------------------------
 
     def stop(self, reason: str) -> None:
-        """Shut down the cluster gracefully."""
+        """Send `ClusterEnded` to all connected servers, and let `run` return 0. The record is kept."""
         for server in self.machine.roster.servers.values():
             connection = self._connections.get(server.connection)
             if connection is not None:
@@ -206,7 +219,7 @@ class FederatedScheduler:
 
     @property
     def event_log(self) -> EventLog:
-        """Events of this cluster so far."""
+        """Events since this process started; the oldest are dropped at a limit."""
         return self._event_stream.event_log
 
     def now(self) -> float:
@@ -254,7 +267,7 @@ class FederatedScheduler:
         }
 
     def _record_round_metrics(self) -> None:
-        """Record the metrics of a completed round for the console."""
+        """Record the newest metrics for the console, if the round number grew since the last call and there are metrics."""
         number, metrics = self.machine.round.number, self.machine.round.metrics
         if number <= self._last_noted_round or not metrics:
             return
@@ -265,7 +278,7 @@ class FederatedScheduler:
         self._finished_rounds = [*self._finished_rounds, finished][-ROUNDS_SHOWN_MAX:]
 
     def _privacy_status(self, noise: Noise) -> dict[str, float]:
-        """Return the privacy loss so far, of a device that took part in every round."""
+        """Return the privacy loss of a device that took part in every round so far, of all instances, and its limits."""
         return {
             "epsilon": noise.epsilon_after(self.machine.instance.spent),
             "delta": noise.delta,
@@ -324,7 +337,7 @@ class FederatedScheduler:
 
 
 def load_record(file: Path) -> FederationRecord | None:
-    """Return the record of a previous scheduler; None if there is none. Raise `StoreError` if it cannot be read."""
+    """Return the record of a previous scheduler; None if the file does not exist. Raise `StoreError` if it cannot be read."""
     try:
         return _record_decoder.decode(file.read_bytes())
     except FileNotFoundError:
@@ -352,13 +365,16 @@ HYPERPARAMETERS: Final = {
 
 
 def plan_to_hyperparameters(plan: RoundPlan) -> dict[str, Any]:
-    """Return a plan under MindSpore's names and units."""
+    """Return the settings of a plan that /newInstance can change, under the names of `set_fl_context`; windows in ms."""
     found = {key: getattr(plan, field) * factor for key, (field, factor) in HYPERPARAMETERS.items()}
     return {key: int(value) if HYPERPARAMETERS[key][1] == 1000 else value for key, value in found.items()}
 
 
 def change_plan(plan: RoundPlan, changes: dict[str, Any]) -> RoundPlan:
-    """Return a plan with some keys changed. Raise `UsageError` for an unknown key or a value `set_fl_context` would refuse."""
+    """Return a plan with the changes of a /newInstance request. Settings that depend on each other are not checked.
+
+    Raise `UsageError` for a key that is not in HYPERPARAMETERS or a value that `set_fl_context` would refuse.
+    """
     from covey.federated.context import check_value
 
     new: dict[str, Any] = {}

@@ -2,7 +2,7 @@
 
 A value times its weight, in units of 2^-24, is rounded to an integer and added to an int64. Adding 1.5 * 2^52 to a float64
 leaves that integer in its low bits, so the sum of the bits is the sum of the integers after the constants are subtracted. This
-needs three passes per update and no conversion of types.
+needs three passes per update and no conversion from float to integer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,11 @@ class Accumulator:
         self.totals = RoundTotals()
 
     def check_update(self, values: Floats, weight: int) -> float:
-        """Return the greatest magnitude of the values. Raise `ValueError` if the update must not be added."""
+        """Return the greatest magnitude of the values.
+
+        Raise `ValueError` if `weight` is not from 1 to WEIGHT_MAX, a value is not finite, or weighted values are too large for
+        the sum.
+        """
         if not 1 <= weight <= WEIGHT_MAX:
             raise ValueError(f"data_size is {weight}: expected 1 to {WEIGHT_MAX}")
         greatest = max(abs(float(values.max())), abs(float(values.min())), 0.0)
@@ -52,7 +56,7 @@ class Accumulator:
         return greatest
 
     def add(self, values: Floats, weight: int, reported: RoundTotals = EMPTY_TOTALS) -> None:
-        """Add one update and its metrics. It must have passed `check_update`."""
+        """Add one update, and its metrics `reported`, to sum and totals. It must have passed `check_update`."""
         self._headroom -= max(float(values.max()), -float(values.min()), 0.0) * weight
         factor = weight * FIXED_POINT_SCALE
         for start in range(0, len(values), BLOCK_SIZE):
@@ -69,7 +73,7 @@ class Accumulator:
         return Accumulator(len(self._sum))
 
     def get_sum(self) -> NDArray[np.int64]:
-        """Return the sum so far, in units of 2^-24."""
+        """Return the sum of value * weight so far, in units of 2^-24: the array itself, not a copy."""
         if self._bias_count:
             with np.errstate(over="ignore"):
                 self._sum -= _multiply_bias(self._bias_count)
@@ -77,13 +81,13 @@ class Accumulator:
         return self._sum
 
     def merge(self, total: NDArray[Any], numbers: RoundTotals) -> None:
-        """Add another server's part."""
+        """Add the sum (in units of 2^-24) and the totals of another accumulator."""
         self.get_sum()
         self._sum += total
         self.totals = self.totals + numbers
 
     def mean(self) -> NDArray[np.float64]:
-        """Return the weighted mean of all updates."""
+        """Return the weighted mean of all updates; NaN if there are none."""
         return self.get_sum() / (FIXED_POINT_SCALE * self.totals.size)
 
 
@@ -94,9 +98,9 @@ def _multiply_bias(count: int) -> np.int64:
 
 
 def to_weighted_fixed_point(size: int, value: float | None) -> tuple[int, int]:
-    """Return the number of samples, and a loss or accuracy times that number in fixed point, for sums over devices.
+    """Return `size`, a number of samples, and a loss or accuracy times `size` in units of 2^-24, for sums over devices.
 
-    Return zeros if the value is None or not finite. Raise `ValueError` if it is too large.
+    Return (0, 0) if the value is None or not finite. Raise `ValueError` if its magnitude times `size` is 2^27 or more.
     """
     if value is None or not math.isfinite(value):  # a diverged loss does not exclude the device's update
         return 0, 0

@@ -12,7 +12,11 @@ from covey.federated.server.server_state import Position
 
 
 class Admissions:
-    """Admission requests of one server. A restarted scheduler restores its admissions from the servers' `admitted`."""
+    """Admission requests of one server.
+
+    `admitted` has the devices admitted to the current round through this server; a restarted scheduler restores its admissions
+    from it.
+    """
 
     def __init__(self, position: Callable[[], Position], send_to_scheduler: Callable[[Message], None]) -> None:
         self.admitted: dict[str, None] = {}  # in the current round
@@ -25,10 +29,10 @@ class Admissions:
         self.admitted.clear()
 
     async def request(self, device: str, until: float) -> tuple[bool, str]:
-        """Return whether the scheduler admits a device, and why not.
+        """Ask the scheduler to admit a device to the current round. Return (True, "") if it does, else (False, reason).
 
-        Wait for the reply until `until` (monotonic), at least 0.5 s and at most 2 s. Requests made in one iteration of the
-        event loop share a message.
+        Wait for the reply until `until` (`time.monotonic`), but at least 0.5 s and at most 2 s; without a reply the result is
+        False. Requests made in one iteration of the event loop share messages.
         """
         waiter: asyncio.Future[tuple[bool, str]] = asyncio.get_running_loop().create_future()
         self._waiters.setdefault(device, []).append(waiter)
@@ -53,7 +57,7 @@ class Admissions:
             self._send_to_scheduler(AdmitDevices(instructions.round, ids))
 
     def _remove_waiter(self, device: str, waiter: asyncio.Future[tuple[bool, str]]) -> None:
-        """Remove a request, also if its reply was lost with the scheduler."""
+        """Remove a request that ended without a reply; do nothing if a reply has removed it."""
         waiters = self._waiters.get(device, [])
         if waiter in waiters:
             waiters.remove(waiter)
@@ -61,7 +65,7 @@ class Admissions:
                 del self._waiters[device]
 
     def on_reply(self, reply: DevicesAdmitted) -> None:
-        """Record the scheduler's reply and pass it to the waiting requests."""
+        """Pass the scheduler's reply to the waiting requests; record admitted devices if it is for the current round."""
         instructions = self._position().instructions
         if instructions is not None and reply.round == instructions.round:
             self.admitted.update(dict.fromkeys(reply.admitted))

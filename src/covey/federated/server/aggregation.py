@@ -1,6 +1,6 @@
 """End of a round on the aggregator, the server chosen for it: it adds the parts and makes the next model.
 
-All sums are integers until the last division, so every server would make the same model, bit for bit.
+All sums are integers until the last division, so the model does not depend on which server makes it.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ COLUMN_BLOCK_SIZE = 4096  # values of every update at a time
 async def collect_parts(
     own_id: str, parts: Sequence[tuple[str, RoundTotals]], mine: PartialAggregate, server_links: ServerLinks
 ) -> Sum:
-    """Return the sum of all parts.
+    """Return the sum of all parts: this server's (`mine`) and those fetched from the other servers in `parts`.
 
-    Raise `PeerError` if a part differs from its sealed totals; the scheduler then sends new instructions.
+    Raise `PeerError` if a part cannot be fetched or differs from the totals that its server sealed.
     """
     total = mine.copy_sum()
     for node_id, expected in parts:
@@ -58,7 +58,7 @@ async def collect_parts(
 
 
 def decode_part(content: bytearray, kind: np.dtype[Any]) -> tuple[RoundTotals, NDArray[Any]]:
-    """Return totals and values of a part that was fetched from another server."""
+    """Return totals and sum of a part that another server has encoded; `kind` is the type of the sum's numbers."""
     size = int.from_bytes(content[:4], "little")
     numbers = msgspec.msgpack.decode(content[4 : 4 + size], type=RoundTotals)
     return numbers, np.frombuffer(content, kind, offset=4 + size)
@@ -69,7 +69,10 @@ class UnmaskingFailed(CoveyError):
 
 
 def unmask_mean(total: MaskedSum, instructions: ServerInstructions, model: Floats) -> tuple[NDArray[np.float64], RoundTotals]:
-    """Return the mean of a secure round and its totals with metrics. Raise `UnmaskingFailed` if the secrets are wrong."""
+    """Return the mean of a secure round's updates (model plus mean difference), and its totals with the summed metrics.
+
+    Raise `UnmaskingFailed` if the reconstructed secrets are wrong.
+    """
     secrets = instructions.unmasking
     assert secrets is not None
     scale = fixed_point_ring.make_scale(instructions.plan.reach, secrets.uploaders.samples, len(secrets.uploaders.ring))
@@ -91,7 +94,10 @@ def unmask_mean(total: MaskedSum, instructions: ServerInstructions, model: Float
 
 
 def make_next_model(strategy: Strategy, model: Floats, mean: NDArray[np.float64], state: StrategyState) -> Floats:
-    """Return the strategy's next model. Raise `UsageError` if the strategy fails, or its shape or a value is invalid."""
+    """Return the strategy's next model as float32; the strategy may change `state`.
+
+    Raise `UsageError` if the strategy raises an error, or its result has another shape or a value that is not finite.
+    """
     try:
         made = np.ascontiguousarray(strategy.make(model, mean, state), np.float32)
     except Exception as error:  # user code may raise anything
@@ -106,7 +112,7 @@ def make_next_model(strategy: Strategy, model: Floats, mean: NDArray[np.float64]
 def evaluate_model(evaluate: Evaluate, layout: ModelLayout, values: Floats) -> dict[str, float]:
     """Return the metrics of the user's evaluation, with the prefix `central_`; {} and a log line if it fails.
 
-    Metrics that are not finite are left out, except that such a loss is replaced by the greatest float.
+    Metrics that are not finite are logged and left out, except that a `loss` is replaced by the greatest float.
     """
     try:
         found = {name: float(value) for name, value in evaluate(layout.split_tensors(values.copy())).items()}
@@ -125,7 +131,10 @@ def evaluate_model(evaluate: Evaluate, layout: ModelLayout, values: Floats) -> d
 
 
 def compute_metrics(numbers: RoundTotals) -> dict[str, float]:
-    """Return the numbers of updates and samples, and the devices' metrics weighted by samples; only those reported."""
+    """Return the numbers of updates and samples, and means of the devices' metrics weighted by samples.
+
+    Metrics that no device reported are left out.
+    """
     found: dict[str, float] = {"updates": float(numbers.count), "samples": float(numbers.size)}
     if numbers.told:
         found["loss"] = numbers.loss / FIXED_POINT_SCALE / numbers.told
@@ -150,8 +159,9 @@ async def aggregate_spooled_updates(
 ) -> NDArray[np.float64]:
     """Return the aggregate of a strategy with `sees_all`: write all updates to disk as rows, then process blocks of columns.
 
-    Raise `PeerError` if a part differs from its sealed totals, `ModelNotStored` if the disk is full, and `UsageError` if the
-    updates exceed SPOOL_BYTES_MAX or the strategy fails.
+    The file is in `directory` and is removed at the end. Raise `PeerError` if a server's updates cannot be fetched or are not
+    as many as it sealed, `ModelNotStored` if they cannot be written, `StoreError` if a log cannot be read, and `UsageError` if
+    they exceed SPOOL_BYTES_MAX or the strategy fails.
     """
     count = sum(numbers.count for _, numbers in parts)
     if 4 * size * count > SPOOL_BYTES_MAX:
@@ -183,7 +193,10 @@ async def aggregate_spooled_updates(
 
 
 def _aggregate_columns(strategy: Strategy, rows: Floats, weights: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return a strategy's aggregate of all updates, computed a block of columns at a time."""
+    """Return a strategy's aggregate of all updates, computed a block of columns at a time.
+
+    Raise `UsageError` if the strategy fails.
+    """
     made = np.empty(rows.shape[1], np.float64)
     try:
         for start in range(0, len(made), COLUMN_BLOCK_SIZE):
@@ -201,9 +214,9 @@ def _make_strategy_error(strategy: Strategy, method: str, error: Exception) -> U
 
 
 def _reserve_disk_space(path: Path, size: int) -> None:
-    """Allocate a file's space on disk. Raise `ModelNotStored` if the disk is full.
+    """Create a file and allocate its space on disk. Raise `ModelNotStored` if that fails.
 
-    Writing to a mapped file without space would raise SIGBUS instead of an error.
+    Without the space, writing to the mapped file would end the process with SIGBUS instead of raising an error.
     """
     try:
         with path.open("wb") as file:
@@ -215,7 +228,10 @@ def _reserve_disk_space(path: Path, size: int) -> None:
 async def _iterate_updates(
     own_id: str, node_id: str, mine: PartialAggregate, server_links: ServerLinks
 ) -> AsyncIterator[tuple[Update, Floats]]:
-    """Yield the updates in the logs of a part. At most one chunk and one record of a log are in memory."""
+    """Yield the updates in the logs of a server's part. Of a log of another server, only a chunk and a record are in memory.
+
+    Raise `PeerError` if a log cannot be fetched, and `StoreError` if an own log cannot be read.
+    """
     if node_id == own_id:
         for path in mine.list_log_paths():
             for update, values in read_log(path):

@@ -1,6 +1,7 @@
-"""Device port: its paths, and the handlers of startFLJob and getModel. updateModel is in `update_handler`.
+"""Device port: its paths, and the handlers of startFLJob and getModel.
 
-Every request is checked in MindSpore's order. Every reply has a code and a reason.
+The handler of updateModel is in `update_handler`, those of secure rounds are in `secagg_endpoints`. GET requests serve the
+OpenAPI document, the page of `browser_page`, and /healthz.
 """
 
 from __future__ import annotations
@@ -205,9 +206,9 @@ class DevicePort:
             await self._notifier.wait(changed, min(left, 1.0))
 
     def _has_counted_update(self, instructions: ServerInstructions, job: StartJob) -> bool:
-        """Return whether the current round has this device's update, according to the device.
+        """Return whether the current round has this device's update, according to the device (`job.iteration`).
 
-        If updates may have been lost, return True only if this server has evidence that the update is counted.
+        If updates may have been lost, return True only if this server has evidence too that the update is counted.
         """
         if job.iteration != instructions.round - instructions.base:
             return False
@@ -215,7 +216,7 @@ class DevicePort:
         return not instructions.may_have_lost_updates or self._claims.is_known_counted(instructions.round, key)
 
     def _send_task(self, request: DeviceRequest, job: StartJob, round_number: int, base: int) -> None:
-        """Send an admitted device the model to start from, the plan, and a ticket for the update."""
+        """Send an admitted device the newest model, the plan, and a ticket for its update in round `round_number`."""
         position, settings = self._position(), self._settings
         assert position.instructions is not None
         plan = position.instructions.plan
@@ -283,7 +284,7 @@ class DevicePort:
 
 
 def _make_cipher(plan: RoundPlan) -> Cipher:
-    """Return how devices must protect their updates."""
+    """Return how devices must protect their updates: masking, noise, or neither."""
     if plan.secure:
         return Cipher("PW_ENCRYPT", plan.signed, plan.reach, plan.noise)
     return Cipher("DP_ENCRYPT" if plan.noise is not None and plan.noise.local else "NOT_ENCRYPT", noise=plan.noise)

@@ -2,7 +2,7 @@
 
 It implements what devices need: HTTP/1.1, keep-alive, Content-Length. The handler receives complete requests and may reply
 later. httptools parses the headers. Headers, body, time per request and connections are limited. At the limit of connections, a
-new connection replaces the oldest one that has sent no byte, so that idle connections cannot exclude devices.
+new connection replaces the oldest one that has sent no byte, so that connections that send nothing cannot exclude devices.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class DeviceRequest:
         self._connection.send_response(status, content_type, pieces)
 
     def set_device(self, device: str) -> None:
-        """Set the id of the authenticated device."""
+        """Set `device`, the id of the authenticated device."""
         self.device = device
 
     def header(self, name: str) -> str:
@@ -73,7 +73,7 @@ class DeviceRequest:
 
     @property
     def peer_address(self) -> str:
-        """IP address of the device."""
+        """IP address from which the request came; "" if unknown."""
         return self._connection.peer_address
 
     @property
@@ -82,7 +82,7 @@ class DeviceRequest:
 
 
 class DeviceConnection(asyncio.BufferedProtocol):
-    """Connection of one device."""
+    """HTTP connection of one device."""
 
     def __init__(self, server: DeviceHttpServer) -> None:
         self._server = server
@@ -162,7 +162,7 @@ class DeviceConnection(asyncio.BufferedProtocol):
     # -- a request ---------------------------------------------------------------------------------------------------
 
     def _parse_head(self) -> None:
-        """Parse the headers if they are complete, and start to receive the body."""
+        """Parse the headers if they are complete, and start to receive the body; refuse a request that is not accepted."""
         if self._header_buffer[0] == _TLS_HANDSHAKE_BYTE:  # it never contains the end of HTTP headers
             return self._send_refusal(
                 400, "this port expects plain HTTP but received a TLS handshake: use http://, or start the server with TLS"
@@ -240,12 +240,19 @@ class DeviceConnection(asyncio.BufferedProtocol):
             self._parse_head()
 
     def _send_refusal(self, status: int, reason: str) -> None:
-        """Send the reason and discard further bytes. Closing the connection immediately could lose the reply."""
+        """Send the reason and discard further bytes.
+
+        A plain connection is closed later (`check_timeouts`), because closing it immediately could lose the reply. One with
+        TLS, which has no half-close, is closed immediately.
+        """
         self._close_after_reply = self._is_refused = True
         self.send_response(status, "application/json", [self._server.encode_refusal(status, reason)])
 
     def check_timeouts(self, now: float) -> None:
-        """Refuse a request that is not complete in time; close a connection that was refused or is idle for too long."""
+        """Refuse a request that is not complete in time; close a connection that was refused or is idle for too long.
+
+        `now` is that of `time.monotonic`. While a request awaits its reply there is no limit.
+        """
         if self._awaiting_reply:
             return
         is_incomplete = not self._is_refused and (self._buffered_bytes > 0 or self._body is not None)
@@ -287,7 +294,10 @@ class DeviceHttpServer:
         self._sweep_task = loop.create_task(self._sweep_connections())
 
     def add_connection(self, connection: DeviceConnection) -> bool:
-        """Accept a connection, at the limit in place of the oldest silent one. Return False if no connection is silent."""
+        """Add a connection; at the limit, close the oldest one that has sent no byte.
+
+        Return False if the limit is reached and there is none to close; the caller must then refuse the connection.
+        """
         self.connections.add(connection)
         if len(self.connections) > self.connections_max:
             oldest = next(iter(self.silent_connections), None)

@@ -1,4 +1,4 @@
-"""Sum of a round's masked updates, modulo 2^32. It reveals nothing until it is unmasked.
+"""Sum of a round's masked updates, modulo 2^32. It reveals nothing until it is unmasked, and then only the sum.
 
 A masked update is kept as the 32-bit words that the device sent. In the log they have the type float32, which has the same
 size; they are never interpreted as floats.
@@ -30,22 +30,25 @@ class MaskedSum:
         return MaskedSum(self._size)
 
     def check_update(self, values: Floats, weight: int) -> None:
-        """Raise `ValueError` if the update must not be added."""
+        """Raise `ValueError` if `weight` is not from 1 to WEIGHT_MAX, or the number of words is not that of the model."""
         if not 1 <= weight <= WEIGHT_MAX:
             raise ValueError(f"data_size is {weight}: expected 1 to {WEIGHT_MAX}")
         if len(values) != len(self._sum):
             raise ValueError(f"the masked update has {len(values)} numbers: expected {len(self._sum)}")
 
     def add(self, values: Floats, weight: int, reported: RoundTotals = EMPTY_TOTALS) -> None:
-        """Add one masked update. `reported` is ignored, because the metrics are among the masked numbers."""
+        """Add one masked update, 32-bit words viewed as float32.
+
+        `reported` is ignored, because the metrics are among the masked numbers.
+        """
         self._sum += values.view(np.uint32)
         self.totals = self.totals + RoundTotals(1, weight)
 
     def get_sum(self) -> Words:
-        """Return the sum so far."""
+        """Return the masked sum so far: the array itself, not a copy."""
         return self._sum
 
     def merge(self, total: NDArray[Any], numbers: RoundTotals) -> None:
-        """Add another server's part."""
+        """Add the masked sum and the totals of another server's part."""
         self._sum += total
         self.totals = self.totals + numbers

@@ -31,7 +31,11 @@ class WantedModel(NamedTuple):
 
 
 def wanted_model(instructions: ServerInstructions) -> WantedModel:
-    """Return the model that every server should have: that of this round if it must be replicated, else of the previous one."""
+    """Return the model that every server should have.
+
+    It is the model of this round if it is made and must be replicated before the round ends, else that of the previous round,
+    whose digest is "" until it is chosen.
+    """
     made = instructions.new_model
     if made is not None:
         return WantedModel(instructions.round, made.node_id, made.digest, made.metrics)
@@ -39,7 +43,7 @@ def wanted_model(instructions: ServerInstructions) -> WantedModel:
 
 
 class ModelCache:
-    """The newest model, and those that devices may have begun with."""
+    """The newest model and those that devices may have begun with, in memory, and the store of models on disk."""
 
     def __init__(
         self,
@@ -63,8 +67,8 @@ class ModelCache:
     def open(self, directory: Path, *, name: str, keep: int, sync: bool) -> None:
         """Load the models stored by an earlier process, or store the initial one.
 
-        `keep` is the number of models to keep, 0 for all; models that devices may have begun with are always kept. Raise
-        `StoreError` if a model cannot be read.
+        `keep` is the number of models to keep, 0 for all; models that devices may have begun with are always kept. `name` and
+        `sync` are those of `ModelStore`. Raise `StoreError` if a model cannot be read or stored.
         """
         kept = max(keep, self._strategy.staleness + 1) if keep else 0
         self._store = ModelStore(directory, self._layout, name=name, keep=kept, sync=sync)
@@ -82,11 +86,11 @@ class ModelCache:
         return self._quantized[1]
 
     def get_cached(self, round_number: int) -> Floats | None:
-        """Return the model of a round if devices may have begun with it; else None."""
+        """Return the model of a round from memory; None if devices cannot have begun with it or this server lacks it."""
         return self._values_by_round.get(round_number)
 
     async def get_or_load(self, round_number: int) -> Floats | None:
-        """Return the model of a round from memory or the store; None if it was removed or is damaged."""
+        """Return the model of a round from memory or the store; None if it is in neither or is damaged."""
         found = self.get_cached(round_number)
         if found is None and self._store is not None and self._store.has_round(round_number):
             with contextlib.suppress(StoreError):  # removed in the meantime, or damaged
@@ -94,7 +98,10 @@ class ModelCache:
         return found
 
     def read_chunk(self, what: str, round_number: int) -> BytesLike | None:
-        """Return the file of the newest model or of the strategy's state ("state") for another server; None if unavailable."""
+        """Return the complete file of the newest model or, for "state", of the strategy's state, for another server.
+
+        Return None if the newest model is of another round or the file cannot be opened.
+        """
         if self._store is None or self.round != round_number:
             return None
         try:
@@ -106,10 +113,13 @@ class ModelCache:
     async def make_model(
         self, node_id: str, instructions: ServerInstructions, part: PartialAggregate, spool: Path, cluster_key: bytes
     ) -> bool:
-        """Make and store the model of this round from all parts, with noise from `cluster_key`.
+        """Make and store the model of this round from all parts, and return True.
 
-        Return False if another server has made it, or the round has changed. Raise `PeerError`, `UnmaskingFailed`,
-        `ModelNotStored`, or `UsageError` for a strategy that fails.
+        The model of an abandoned round is the previous one. `spool` is the directory for the updates of a strategy with
+        `sees_all`. Noise that servers add is derived from `cluster_key`. Return False if this server's newest model is not that
+        of the previous round, or the part is of another round. Raise `PeerError` if a part cannot be fetched or differs from
+        its totals, `UnmaskingFailed`, `StoreError` (`ModelNotStored` if the disk is full), or `UsageError` if the strategy
+        fails.
         """
         assert self._store is not None
         if instructions.is_abandoned:
@@ -141,7 +151,10 @@ class ModelCache:
         return True
 
     def _repeat_model(self, round_number: int) -> bool:
-        """Store the previous model under the number of an abandoned round; return False if this server does not have it."""
+        """Store the previous model under the number of an abandoned round; return False if it is not this server's newest.
+
+        Raise `ModelNotStored` if that fails.
+        """
         assert self._store is not None
         if self.round != round_number - 1:
             return False
@@ -151,9 +164,11 @@ class ModelCache:
     async def fetch_model(
         self, node_id: str, instructions: ServerInstructions, latest: Callable[[], ServerInstructions | None]
     ) -> bool:
-        """Fetch and store the model that `instructions` name. Return False if no other server has it.
+        """Fetch and store the model of `wanted_model(instructions)`, and return True; return False if no other server has it.
 
-        Raise `PeerError` if the source is unreachable or has another model, and `UsageError` if the model has another layout.
+        Raise `PeerError` if the source is unreachable or does not have it, or the `latest` instructions want another model.
+        Raise `UsageError` if the model has another layout, `ModelNotStored` if it cannot be stored, and `ValueError` if the
+        strategy's state is damaged.
         """
         assert self._store is not None
         wanted = wanted_model(instructions)

@@ -1,4 +1,4 @@
-"""Store of models: one safetensors file per round, and a manifest. It keeps the newest few and the best across restarts."""
+"""Store of models on disk: one safetensors file per round, and a manifest. It keeps the newest few and the best."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_STATE = b"-"
 
 
 class ModelNotStored(StoreError):
-    """A model cannot be written to disk. It is not announced, and the server retries."""
+    """A model, or the updates from which it is made, cannot be written to disk. The server retries."""
 
 
 class StoredModel(msgspec.Struct, frozen=True):
@@ -36,7 +36,11 @@ class StoredModel(msgspec.Struct, frozen=True):
 
 
 class ModelStore:
-    """Directory of models. `keep` is the number of newest models to keep, 0 for all. `sync`: flush each model to disk."""
+    """Directory of models, by round. `keep` is the number of newest models to keep beside the best, 0 for all.
+
+    `name` is the prefix of the files; with `sync` every file is flushed to disk. The constructor raises `StoreError` if the
+    manifest cannot be read.
+    """
 
     def __init__(self, directory: Path, layout: ModelLayout, *, name: str, keep: int, sync: bool) -> None:
         self._directory = directory
@@ -52,13 +56,14 @@ class ModelStore:
 
     @property
     def best(self) -> StoredModel | None:
-        """Model with the smallest loss; None if no model has a loss."""
+        """Stored model with the smallest loss (`central_loss`, else `loss`); None if none has a loss."""
         return _find_best(self.entries)
 
     def save(self, round_number: int, values: Floats, state: StrategyState, metrics: Mapping[str, float]) -> str:
         """Store a model and the strategy's state, and return the model's digest.
 
-        Raise `ModelNotStored` if that fails; the manifest is then unchanged.
+        Models of this round and later ones are replaced, and models that need not be kept are removed. Raise `ModelNotStored`
+        if a file cannot be written or removed, and `UsageError` if `state` is not a dict of arrays.
         """
         found = compute_digest(values)
         file = f"{self._file_prefix}_iteration_{round_number}.safetensors"
@@ -83,7 +88,10 @@ class ModelStore:
         return found
 
     def load(self, round_number: int) -> tuple[Floats, StrategyState]:
-        """Return a stored model and the strategy's state. Raise `StoreError` if they cannot be read or the digest is wrong."""
+        """Return a stored model and the strategy's state; the round must be in `entries`.
+
+        Raise `StoreError` if they cannot be read or the model's digest is wrong.
+        """
         entry = next(entry for entry in self.entries if entry.round == round_number)
         path = self._directory / entry.file
         try:
@@ -97,7 +105,10 @@ class ModelStore:
         return values, state
 
     def view_file(self, round_number: int, *, state: bool = False) -> memoryview:
-        """Return the file of a stored model or of the strategy's state, mapped into memory. Other servers fetch its chunks."""
+        """Return the file of a stored model or, with `state`, of the strategy's state, mapped into memory.
+
+        The round must be in `entries`. Without a state the result is NO_STATE. Raise `StoreError` if a file cannot be opened.
+        """
         entry = next(entry for entry in self.entries if entry.round == round_number)
         path = self._directory / (f"{entry.file}.state" if state else entry.file)
         return memoryview(NO_STATE) if state and not path.exists() else map_file(path)
@@ -120,7 +131,10 @@ class ModelStore:
 
 
 def pack_state(state: StrategyState) -> bytes:
-    """Encode a strategy's arrays for a file or another server. Raise `UsageError` if they are not arrays by name."""
+    """Encode a strategy's arrays for a file or another server; NO_STATE if there are none.
+
+    Raise `UsageError` if they are not arrays by name.
+    """
     try:
         return save({name: np.ascontiguousarray(array) for name, array in state.items()}) if state else NO_STATE
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
@@ -128,7 +142,7 @@ def pack_state(state: StrategyState) -> bytes:
 
 
 def unpack_state(content: bytes) -> StrategyState:
-    """Decode a strategy's arrays. Raise `ValueError` if they are damaged."""
+    """Decode the result of `pack_state`. Raise `ValueError` if it is damaged."""
     try:
         return load(content) if content != NO_STATE else {}
     except SafetensorError as error:

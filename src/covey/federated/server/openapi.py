@@ -1,4 +1,4 @@
-"""OpenAPI 3.1 document of the device port, made from the types of `protocol`."""
+"""OpenAPI 3.1 document of the device port, made from the types of `protocol` and of the requests of secure rounds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _TENSORS_DESCRIPTION = (
 
 
 def build_document(prefix: str = "") -> dict[str, Any]:
-    """Return the OpenAPI document as JSON types."""
+    """Return the OpenAPI document as dicts and lists for JSON; `prefix` is put before every path."""
     types = (Answer, FlPlan, GetModel, SecureAnswer, StartJob, UpdateFields, *SECAGG_REQUEST_TYPES.values())
     _, schemas = msgspec.json.schema_components(types, ref_template=_SCHEMA_REF)
     codes = ", ".join(f"{code.value} {code.name}" for code in Code)

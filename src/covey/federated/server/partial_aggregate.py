@@ -18,7 +18,7 @@ _encode_msgpack = msgspec.msgpack.Encoder().encode
 
 
 class PartialAggregate:
-    """Sum and log of the updates that this server has counted in one round."""
+    """Sum and log of the updates that this server has counted or adopted in one round."""
 
     def __init__(self, directory: LogDirectory, round_number: int, empty: Sum, durability: str) -> None:
         self.round = round_number
@@ -36,11 +36,11 @@ class PartialAggregate:
         return self._sum.totals
 
     def check_update(self, values: Floats, weight: int) -> None:
-        """Raise `ValueError` if the update must not be added."""
+        """Raise `ValueError` if weight, values or their number are invalid or too large for the sum."""
         self._sum.check_update(values, weight)
 
     def append_to_log(self, update: Update, values: Floats) -> None:
-        """Append an update to the log, unless the durability is "none". Raise `StoreError` if that fails."""
+        """Append an update to the log, unless the durability is "none". Raise `StoreError` if the log cannot be written."""
         if self._durability == "none":
             return
         if self._log is None:
@@ -52,7 +52,10 @@ class PartialAggregate:
         self._encoded = None
 
     def add_log(self, log: LogFile) -> list[str]:
-        """Add the updates of a log, and return the ids of their devices."""
+        """Add the updates of a log, each device once, and return the ids of their devices. Record an adopted log as such.
+
+        Truncate an incomplete record at the end of the log. Raise `StoreError` if the log cannot be read.
+        """
         devices: dict[str, None] = {}
         for update, values in read_log(log.path):
             if update.device not in devices:  # replicas may have been sent twice
@@ -63,20 +66,20 @@ class PartialAggregate:
         return list(devices)
 
     def pending_sync(self) -> Callable[[], None] | None:
-        """Return a function that flushes the log to disk; None if nothing must be flushed."""
+        """Return a function that flushes the log to disk; None if the durability is not "disk" or no log is open."""
         return self._log.sync if self._log is not None and self._durability == "disk" else None
 
     def seal(self) -> None:
-        """Mark the part as sealed: no more updates are added."""
+        """Mark the part as sealed; the caller adds no more updates."""
         self.sealed = True
 
     def supersede(self) -> None:
-        """Close the log, because another part has replaced this one."""
+        """Close the log and set `is_superseded`, because another part has replaced this one."""
         self.close()
         self.is_superseded = True
 
     def close(self) -> None:
-        """Close the log."""
+        """Close the log, if it is open."""
         if self._log is not None:
             self._log.close()
             self._log = None
@@ -85,7 +88,7 @@ class PartialAggregate:
         return [log.path for log in self._directory.list_logs() if log.round == self.round]
 
     def encode(self) -> bytes:
-        """Return totals and sum for the aggregator."""
+        """Return totals and sum as bytes for the aggregator, which decodes them with `aggregation.decode_part`."""
         if self._encoded is None:
             head = _encode_msgpack(self.totals)
             self._encoded = len(head).to_bytes(4, "little") + head + self._sum.get_sum().tobytes()

@@ -1,6 +1,6 @@
 """Authentication and rate limit of the device port: signatures of devices with certificates (`pki_verify`), replay protection.
 
-A signature covers path, nonce, time and the complete body, including weights. A request that was received before is refused, so
+A signature covers path, nonce, time and the complete body. With `pki_verify`, a request that was received before is refused, so
 a device that retries must sign again. Root certificates and revocation lists are read again when their files change.
 """
 
@@ -39,7 +39,7 @@ class RequestAuthSettings(msgspec.Struct, frozen=True):
 
 
 class AuthRefusal(Exception):
-    """A request is refused. `later`: the device may retry it."""
+    """A request is refused, with a reason. `later`: the device may retry it."""
 
     def __init__(self, reason: str, *, later: bool = False) -> None:
         super().__init__(reason)
@@ -47,7 +47,10 @@ class AuthRefusal(Exception):
 
 
 class RequestAuthenticator:
-    """Authenticator of one server. The constructor raises `UsageError` if certificate files cannot be used."""
+    """Authentication, replay protection and rate limit of the requests to one server.
+
+    The constructor raises `UsageError` if certificate files cannot be used.
+    """
 
     def __init__(self, settings: RequestAuthSettings) -> None:
         self._settings = settings
@@ -60,7 +63,11 @@ class RequestAuthenticator:
         self._load_trust()
 
     def authenticate(self, request: DeviceRequest) -> str:
-        """Return the id of the device that sent a request; "" without authentication. Raise `AuthRefusal` if it is refused."""
+        """Return the id of the device that signed a request; "" without authentication.
+
+        Raise `AuthRefusal` if the request is not signed by a trusted device, was received before, or exceeds the rate limit,
+        which counts by device, or by IP address without authentication.
+        """
         device = self._authenticate_device(request) if self._settings.root_ca_paths else ""
         if self._settings.requests_per_second:
             self._check_rate(device or request.peer_address)
@@ -87,9 +94,10 @@ class RequestAuthenticator:
         return device
 
     def _verify_chain(self, chain: str) -> tuple[str, PublicKey]:
-        """Return device id and key of a chain. Results are cached for a minute, or until the files change.
+        """Return device id and key of a chain (base64 certificates, separated by commas).
 
-        Raise `ValueError` if the chain is not trusted.
+        Results are cached for a minute, or until the files change. Raise `ValueError` if the chain is invalid or not trusted,
+        or changed files cannot be used.
         """
         self._reload_if_due()
         name, now = hashlib.sha256(chain.encode()).digest(), time.monotonic()
@@ -136,9 +144,9 @@ class RequestAuthenticator:
             self._load_trust()
 
     def _load_trust(self) -> None:
-        """Read root certificates and revocation lists if they changed.
+        """Read root certificates and revocation lists if their files changed; do nothing without authentication.
 
-        Raise `UsageError` if they cannot be used at the start, and `ValueError` later, which refuses all devices.
+        Raise `UsageError` if they cannot be used at the start, and `ValueError` later; the previous ones then stay in use.
         """
         if not self._settings.root_ca_paths:
             return

@@ -1,6 +1,7 @@
 """Storage of a server's part of a round: the directory with its logs, the sum, and logs adopted from other servers.
 
-A part is sealed (`seal_and_drain`) when no granted update is still being written. Then its logs may be added or adopted.
+A part (the server's partial aggregate) is sealed when the instructions close the round and no granted update is still being
+written (`seal_and_drain`). Only then does the aggregator read it.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from covey.federated.server.update_log import LogDirectory, LogFile, map_file, r
 from covey.federated.server.update_replication import ReplicaLogs, replica_directory
 from covey.log import log
 
-LOCK_TIMEOUT_S: Final = 10.0  # another server locks the directory while it adopts the logs
+LOCK_TIMEOUT_S: Final = 10.0  # time to wait for the lock, which another server holds while it adopts the logs
 
 
 class RoundStorage:
-    """Storage of one server. `partial_aggregate` is None until `open`."""
+    """Storage of one server. `partial_aggregate`, the part of the current round, is None until `open`."""
 
     def __init__(self, claims: Claims, empty: Callable[[], Sum], durability: str, staleness: int) -> None:
         self.partial_aggregate: PartialAggregate | None = None
         self.failed_adoptions: set[str] = set()  # instance ids whose logs could not be adopted
-        self.drained = False
+        self.drained = False  # this server leaves the cluster, and its logs are released for adoption
         self._claims = claims
         self._make_empty_sum = empty
         self._durability = durability
@@ -41,9 +42,10 @@ class RoundStorage:
         return self._directory.path
 
     def open(self, path: Path, void: int) -> None:
-        """Lock the directory and read the logs of an earlier process. Logs up to round `void` are removed.
+        """Create and lock the directory, remove logs up to round `void`, and read the logs of an earlier process.
 
-        Raise `StoreError` if the directory is locked for LOCK_TIMEOUT_S or a log cannot be read.
+        The part continues that of the newest log. Block while the directory is locked; raise `StoreError` if that takes longer
+        than LOCK_TIMEOUT_S, or if the directory or a log cannot be used.
         """
         self._directory = LogDirectory(path)
         limit = time.monotonic() + LOCK_TIMEOUT_S
@@ -60,7 +62,10 @@ class RoundStorage:
             log.info("read %d updates of round %d from the log", part.totals.count, part.round)
 
     def begin_round(self, round_number: int) -> PartialAggregate:
-        """Replace the part by an empty one for this round, and return it."""
+        """Replace the part by an empty one for this round, and return it. No log is removed.
+
+        If there was a part, close its log, and remove the updates of this round from the claims.
+        """
         if self.partial_aggregate is not None:
             self.partial_aggregate.supersede()
             self._claims.forget_round(round_number)
@@ -68,14 +73,21 @@ class RoundStorage:
         return self.partial_aggregate
 
     def discard_until_round(self, void: int) -> None:
-        """Discard the updates up to a round, because the cluster has continued without them."""
+        """Discard this server's part and its logs up to round `void`, because the cluster has continued without them.
+
+        Do nothing if the part is of a later round.
+        """
         if self.partial_aggregate is not None and void >= self.partial_aggregate.round:
             log.warning("the cluster abandoned this server's part of round %d: discarding it", self.partial_aggregate.round)
             self.begin_round(self.partial_aggregate.round)
             self._directory.remove_logs_before(void + 1)
 
     def adopt_logs(self, instructions: ServerInstructions) -> None:
-        """Adopt the logs that the instructions assign to this server. Failures are recorded in `failed_adoptions`."""
+        """Adopt the logs that the instructions assign to this server and that it has not adopted yet.
+
+        A failed adoption is recorded in `failed_adoptions` and not tried again while the instructions contain it. Raise
+        `StoreError` if an adopted log cannot be read.
+        """
         # A failure is dropped with its adoption, so that a later request for the same log is tried.
         self.failed_adoptions &= {adoption.instance_id for adoption in instructions.adoptions}
         for adoption in instructions.adoptions:
@@ -105,13 +117,16 @@ class RoundStorage:
         log.info("adopted %d updates of server %s", count, adoption.node_id)
 
     def _load_log(self, part: PartialAggregate, found: LogFile) -> list[str]:
-        """Add a log of this round, and return its device ids. Of an earlier round, only return the ids."""
+        """Return the device ids in a log; if it is of the part's round, add its updates to the part."""
         if found.round == part.round:
             return part.add_log(found)
         return [update.device for update, _ in read_log(found.path)]
 
     def seal_and_drain(self, instructions: ServerInstructions) -> bool:
-        """Seal the part or release the log as instructed, when no update is being written. Return whether anything changed."""
+        """Seal the part if the round is closed, and release directory and log if this server leaves; return whether either.
+
+        Do nothing while a granted update is being written, or if the instructions are of another round.
+        """
         part, before = self.partial_aggregate, self.drained
         if part is None or instructions.round != part.round or not self._claims.is_fully_logged(part.round):
             return False
@@ -125,11 +140,15 @@ class RoundStorage:
         return sealing or self.drained != before
 
     def remove_finished_logs(self, round_number: int) -> None:
-        """Remove logs that are no longer needed, because the model of this round is stored."""
+        """Remove the logs of rounds up to `round_number` - staleness. Call it when the model of `round_number` is stored."""
         self._directory.remove_logs_before(round_number + 1 - self._staleness)
 
     def read_chunk(self, what: str, round_number: int) -> BytesLike | None:
-        """Return a resource for the aggregator: "part", the number of logs ("logs"), a log ("log0"); None if unavailable."""
+        """Return a complete resource for the aggregator; None if it is unknown or of another round.
+
+        Resources are "part" (None until it is sealed), "logs" (the number of logs, as text), and "log0", "log1" and so on.
+        Raise `StoreError` if a log cannot be opened.
+        """
         part = self.partial_aggregate
         if part is None or part.round != round_number:
             return None
@@ -141,10 +160,10 @@ class RoundStorage:
         return map_file(logs[what]) if what in logs else None
 
     def store_replica(self, node_id: str, message: ReplicateUpdate) -> None:
-        """Store a replica of another server's update. Raise `PeerError` if it cannot be stored or its replicas were adopted.
+        """Store a replica of another server's update.
 
-        Replicas of a past round are refused too, because they may have been adopted. A server that was suspended must not
-        acknowledge updates of such a round.
+        Raise `PeerError` if it cannot be stored, if this server has adopted the other's replicas, or if the round is past,
+        because its replicas may have been adopted. A server that was suspended must not acknowledge updates of such a round.
         """
         if self.partial_aggregate is not None and (
             message.instance_id in self.partial_aggregate.adopted_instances or message.round < self.partial_aggregate.round

@@ -52,7 +52,7 @@ class SchedulerLink:
         return self._connection is not None
 
     def send(self, message: Message) -> None:
-        """Send a message; drop it if the connection is lost, because state is sent again after reconnecting."""
+        """Send a message; drop it if there is no connection, because state is sent again after reconnecting."""
         if self._connection is not None:
             self._connection.send(message)
 
@@ -60,7 +60,10 @@ class SchedulerLink:
         self.send(ServerHeartbeat(time.monotonic()))
 
     async def keep_connected(self) -> None:
-        """Connect and reconnect, until the server is refused or the time limit is exceeded."""
+        """Connect and reconnect; call `end` and return if the connection is refused or a time limit is exceeded.
+
+        The limit is FIRST_CONNECT_TIMEOUT_S for the first connection, later `patience_s`.
+        """
         wait, has_warned = RECONNECT_DELAY_S[0], False
         host, port = self._scheduler_address
         while True:

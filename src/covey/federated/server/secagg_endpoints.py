@@ -1,8 +1,8 @@
 """Paths of secure rounds at the device port. Requests are checked here and decided by the scheduler.
 
-A device may send a request to any server, and repeat it. A request that must wait is held here and forwarded again when the
-instructions change. The last request, reconstructSecrets, gets its reply when the round is complete or abandoned, so that a
-device sends its shares again to a scheduler that lost them in a restart.
+A device may send a request to any server, and repeat it. A request that must wait is held here, at most for its `wait`, and
+forwarded again when the instructions change and every second. The last request, reconstructSecrets, succeeds only when the
+round is complete, so that a device sends its shares again to a scheduler that lost them in a restart.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class SecaggEndpoints:
         self._pending_requests: dict[int, asyncio.Future[SecaggReply]] = {}
 
     def check_request(self, request: DeviceRequest, name: str) -> Any:
-        """Return a coroutine that replies to a request; None if it was refused here.
+        """Return a coroutine that replies to a request, or None if a refusal was already sent. `name` is the path.
 
-        Raise `msgspec.MsgspecError` if the body is invalid.
+        Raise errors as `decode_request` if the body is invalid.
         """
         send_status, position = self._replies.send_status, self._position()
         message: AnySecaggRequest = decode_request(SECAGG_REQUEST_TYPES[name], request.body, request.content_type)
@@ -97,7 +97,7 @@ class SecaggEndpoints:
         return self._reply_when_decided(request, message, round_number)
 
     def _find_round(self, message: AnySecaggRequest, instructions: ServerInstructions) -> int | None:
-        """Return the round of a request's ticket: the current one or the previous one; None if it is of neither."""
+        """Return the round of a request's ticket: the current one or the previous one; None if the ticket is of neither."""
         for number in (instructions.round, instructions.round - 1):
             if message.ticket == make_ticket(self._position().cluster_key, number, message.fl_id, message.data_size):
                 return number
@@ -135,7 +135,7 @@ class SecaggEndpoints:
             del self._pending_requests[serial]
 
     def on_reply(self, reply: SecaggReply) -> None:
-        """Pass the scheduler's reply to the waiting request."""
+        """Pass the scheduler's reply to the request that waits for it; ignore it if there is none."""
         waiting = self._pending_requests.get(reply.serial)
         if waiting is not None and not waiting.done():
             waiting.set_result(reply)
@@ -153,7 +153,10 @@ class SecaggEndpoints:
 
 
 def _reply_for_ended_round(instructions: ServerInstructions, round_number: int) -> SecaggReply | None:
-    """Return the reply for a round that has ended; None if it is the current round."""
+    """Return the reply for a round that has ended: LATE if it was the last abandoned one, else DONE.
+
+    Return None if it is the current round.
+    """
     if instructions.round == round_number:
         return None
     number, reason = instructions.voided

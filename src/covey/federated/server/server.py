@@ -1,8 +1,8 @@
 """Server of a federated cluster: follows the scheduler's instructions, and sends its status whenever that changes.
 
 `FederatedServer` constructs its parts, owns the connection to the scheduler, and runs the tasks that make and fetch models.
-The parts receive their collaborators in their constructors and read its `Position`; none of them writes its fields. Everything
-runs in one event loop.
+The parts receive their collaborators in their constructors and read the server's `Position`; none of them writes the server's
+fields. All state belongs to one event loop; only long computations and disk operations run in threads.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ STATUS_INTERVAL_S: Final = 0.001  # minimum time between two statuses sent becau
 
 
 class FederatedServer:
-    """One server. `run` returns the exit code of the process."""
+    """One server of a federated cluster. `run` returns the exit code of the process."""
 
     def __init__(
         self,
@@ -250,7 +250,7 @@ class FederatedServer:
             self._send_status()
 
     def _on_update_counted(self) -> None:
-        """Schedule a status message; several updates share one."""
+        """Seal or drain the part if that was instructed and is now possible, and schedule a status; updates may share one."""
         self._seal_and_drain()
         if self._status_timer is None:
             wait = max(0.0, self._status_sent_at + STATUS_INTERVAL_S - time.monotonic())
@@ -311,7 +311,7 @@ class FederatedServer:
             self._send_status()
 
     def _send_status(self) -> None:
-        """Send the status to the scheduler, if this server is connected and registered."""
+        """Send the status to the scheduler now, and cancel a scheduled one. Send nothing before registration is complete."""
         if self._status_timer is not None:
             self._status_timer.cancel()
             self._status_timer = None
@@ -348,7 +348,7 @@ class FederatedServer:
         self.update_handler.apply_effects(self.claims.holdings_for(node_id))
 
     def _read_for_peer(self, what: str, round_number: int) -> BytesLike | None:
-        """Return a resource that another server fetches; None if it is not available."""
+        """Return a resource that another server fetches; None if it is not available. Raise `StoreError` as `map_file`."""
         source = self.model_cache if what in ("model", "state") else self.round_storage
         return source.read_chunk(what, round_number)
 
@@ -371,5 +371,5 @@ class FederatedServer:
 
 
 def _aggregation_inputs(instructions: ServerInstructions) -> tuple[int, object, bool]:
-    """Return the fields that determine the aggregator's result."""
+    """Return the fields of which a change makes a running aggregation obsolete."""
     return instructions.round, instructions.expected_totals, instructions.is_abandoned

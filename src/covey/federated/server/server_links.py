@@ -1,4 +1,8 @@
-"""Connections between servers. Each server connects to every other one; replies use the connection of their request."""
+"""Connections between servers.
+
+A server connects to another one when it first sends to it. Chunks and acknowledgements of replicas are sent back over the
+connection of their request. All other messages, also replies to claims, are sent over the sender's own connection.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,10 @@ BytesLike = bytes | memoryview
 
 
 class ServerLinks:
-    """Connections to the other servers. Delivery of messages is best effort; senders repeat what must arrive."""
+    """Connections to the other servers.
+
+    `send_to_server` is best effort; its callers repeat what must arrive. `fetch` and `copy` raise `PeerError` if they fail.
+    """
 
     def __init__(
         self,
@@ -87,7 +94,7 @@ class ServerLinks:
             self._listener.close()
 
     def set_members(self, node_id: str, members: tuple[ServerInfo, ...]) -> None:
-        """Set the other members. Close connections to members whose address has changed."""
+        """Set the id of this server and the members. Close connections to members whose address has changed."""
         self._node_id = node_id
         for peer in members:
             old = self._members.get(peer.node_id)
@@ -96,7 +103,7 @@ class ServerLinks:
         self._members = {peer.node_id: peer for peer in members if peer.node_id != node_id}
 
     def send_to_server(self, node_id: str, message: Message) -> None:
-        """Send to a member. Without a connection, drop the message and start to connect."""
+        """Send to a server. Without a connection, drop the message and, if the server is a member, start to connect."""
         connection = self._connections.get(node_id)
         if connection is not None:
             connection.send(message)
@@ -106,14 +113,17 @@ class ServerLinks:
             task.add_done_callback(lambda _: self._connect_tasks.pop(node_id, None))
 
     async def fetch(self, node_id: str, what: str, round_number: int) -> bytearray:
-        """Return a complete resource of a member. Raise `PeerError` if the member is unreachable or does not have it."""
+        """Return a complete resource of a member, named as in `FetchChunk`.
+
+        Raise `PeerError` if the member is unreachable, does not have it, or sends no chunk within PEER_REPLY_TIMEOUT_S.
+        """
         content = bytearray()
         async for chunk in self.fetch_chunks(node_id, what, round_number):
             content += chunk
         return content
 
     async def fetch_chunks(self, node_id: str, what: str, round_number: int) -> AsyncIterator[bytes]:
-        """Yield the chunks of a resource of a member. Raise `PeerError` as `fetch` does."""
+        """Yield the chunks of a resource of a member in order, at least one. Raise `PeerError` as `fetch`."""
         start = 0
         while True:
             chunk = await self._fetch_chunk(node_id, what, round_number, start)
@@ -125,7 +135,11 @@ class ServerLinks:
                 return
 
     async def copy(self, node_id: str, instance_id: str, round_number: int, record: bytes) -> None:
-        """Store a replica of a record on a member. Raise `PeerError` if it does not acknowledge it in time."""
+        """Store a replica of a log record on a member, in chunks if it is large.
+
+        Raise `PeerError` if the member is unreachable, a connection is lost, or the member does not acknowledge a chunk within
+        PEER_REPLY_TIMEOUT_S.
+        """
         if len(record) <= CHUNK_BYTES_MAX:
             async with self._small_record_slots:
                 return await self._replicate_chunk(node_id, instance_id, round_number, record)
@@ -241,7 +255,10 @@ class ServerLinks:
         self._partial_records.pop(id(connection), None)
 
     def _on_replica_chunk(self, connection: Connection, sender: str, message: ReplicateUpdate) -> None:
-        """Store a replica when all its chunks have arrived. Raise `PeerError` if a chunk is missing or it cannot be stored."""
+        """Store a replica when all its chunks have arrived.
+
+        Raise `PeerError` if a chunk is missing or the replica cannot be stored.
+        """
         if message.offset or message.remaining_bytes:
             record = self._partial_records.pop(id(connection), bytearray()) if message.offset else bytearray()
             if len(record) != message.offset:

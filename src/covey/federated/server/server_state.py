@@ -30,9 +30,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
     url_prefix: str = ""
     replay_window_ms: int = 600_000
     auth: RequestAuthSettings = RequestAuthSettings()
-    keep_models: int = 3
+    keep_models: int = 3  # number of newest models to keep; 0: all
     lease_s: float = 15.0  # time without a heartbeat reply after which the server acknowledges no update
-    patience_s: float = -1.0  # how long to reconnect to a lost scheduler; negative: no limit
+    patience_s: float = -1.0  # time for reconnecting to a lost scheduler; negative: no limit
 
 
 class Position(msgspec.Struct, frozen=True):
@@ -62,7 +62,7 @@ class Notifier:
         self._changed = asyncio.Event()  # replaced by every notification
 
     def subscribe(self) -> asyncio.Event:
-        """Return the event of the next notification. Call it before reading the state, so that no change is missed."""
+        """Return the event of the next notification, for `wait`. Call it before reading the state, to miss no change."""
         return self._changed
 
     def notify(self) -> None:
@@ -70,7 +70,7 @@ class Notifier:
         self._changed = asyncio.Event()
 
     async def wait(self, changed: asyncio.Event, limit_s: float) -> None:
-        """Wait for a notification, at most `limit_s` seconds."""
+        """Wait until `changed`, an event from `subscribe`, is set, at most `limit_s` seconds."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 await changed.wait()

@@ -20,7 +20,7 @@ REASON_MAX: Final = 500  # characters; a reason may quote what a device sent
 
 
 class StatusReplies:
-    """Replies without a model of one server."""
+    """Replies of one server that contain no model, and the number of refusals by code."""
 
     def __init__(self, settings: ServerSettings, position: Callable[[], Position]) -> None:
         self._settings = settings
@@ -31,7 +31,10 @@ class StatusReplies:
     def send_status(
         self, request: DeviceRequest, code: Code, reason: str, *, retry_ms: int = 0, elsewhere: bool = False
     ) -> None:
-        """Reply with a code and a reason, in the encoding of the request. Programs must use the fields, not the reason."""
+        """Reply with a code and a reason, of at most REASON_MAX characters. Count a code other than SUCCEED as refusal.
+
+        `retry_ms` sets the time of the next request, 0 sets none; `elsewhere` tells the device to use another server.
+        """
         if code is not Code.SUCCEED:
             self.refusal_counts[code.name.lower().replace("_", " ")] += 1
         position, now = self._position(), now_ms()
@@ -49,14 +52,17 @@ class StatusReplies:
         self.send_answer(request, answer)
 
     def send_answer(self, request: DeviceRequest, answer: Answer) -> None:
-        """Send a reply without a model, as msgpack if the request has or accepts that, else as JSON."""
+        """Send a reply without a model: as msgpack if that is the request's Content-Type or Accept header, else as JSON."""
         if MSGPACK in (request.content_type, request.accept):
             request.reply([msgspec.msgpack.encode(answer)], MSGPACK)
         else:
             request.reply([msgspec.json.encode(answer)], JSON)
 
     def refuse_if_invalid(self, request: DeviceRequest, timestamp: int, name: str, fl_id: str = "") -> bool:
-        """Check timestamp, job name and authenticated device id. Return True if one is wrong and a refusal was sent."""
+        """Check timestamp (ms), job name and authenticated device id. Return True if one is wrong and a refusal was sent.
+
+        An empty job name (here or of the server), an empty `fl_id` and a request without authentication are not checked.
+        """
         limit, own_name = self._settings.replay_window_ms, self._settings.fl_name
         difference = abs(now_ms() - timestamp)
         if difference > limit:
@@ -74,7 +80,10 @@ class StatusReplies:
         return True
 
     def choose_retry_ms(self) -> int:
-        """Return the delay before a device retries, in ms: random, 0.5 to 1.5 times the update window (at most of 3 s)."""
+        """Return a random delay in ms before a device retries: 0.5 to 1.5 times the update window.
+
+        A window above 3 s counts as 3 s; before the first instructions it counts as 1 s.
+        """
         instructions = self._position().instructions
         window = instructions.plan.update_window_s if instructions is not None else 1.0
         return int(1000 * min(window, 3.0) * (0.5 + self._random.random()))

@@ -1,8 +1,9 @@
 """updateModel: handling of an update from the device's request to the acknowledgement.
 
 1. `on_update_request` decodes and checks it, `_compute_contribution` scales it for asynchronous strategies.
-2. `_claim_update` claims it at the owner of the device's id. It waits there within limits of time and memory.
-3. `_store_update` logs it, `_count_update` adds and acknowledges it.
+2. `_claim_update` claims it at the owner of the device's id. Until the claim is decided, the update is kept in memory, within
+   limits of time and bytes.
+3. `_store_update` logs it, `_make_durable` syncs or replicates it if required, `_count_update` adds and acknowledges it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class PendingUpdate(msgspec.Struct, frozen=True):
 
     update: Update
     values: Any  # Floats: msgspec has no schema for it
-    expires_at: float
+    expires_at: float  # time.monotonic()
 
 
 class UpdateHandler:
@@ -92,7 +93,11 @@ class UpdateHandler:
     # -- from the request to a claim ---------------------------------------------------------------------------------
 
     def on_update_request(self, request: DeviceRequest) -> None:
-        """Handle one request. Raise `ValueError` or `msgspec.MsgspecError` if the body is not an update of this model."""
+        """Handle one request; the reply is sent now or later.
+
+        Raise `ValueError` or `msgspec.MsgspecError` if the body is not an update of this model, or its values or metrics are
+        not finite or too large. The caller must then reply.
+        """
         send_status, position = self._replies.send_status, self._position()
         instructions, part = position.instructions, self._round_storage.partial_aggregate
         # Devices have the cluster's plan, which may differ from this server's settings.
@@ -138,7 +143,10 @@ class UpdateHandler:
     def _compute_contribution(
         self, request: DeviceRequest, instructions: ServerInstructions, began: int, values: Floats
     ) -> Floats | None:
-        """Return what an update of an asynchronous strategy adds to the sum; None if it was refused."""
+        """Return what an update of an asynchronous strategy adds to the sum; None if a refusal was sent instead.
+
+        It is refused if it is too old, may already be in a model, or the model it began with is not available here.
+        """
         strategy, age = self._strategy, instructions.round - began
         old, unknown = age > strategy.staleness, began <= instructions.forgotten
         if old or unknown:
@@ -172,7 +180,7 @@ class UpdateHandler:
     # -- from the grant to the acknowledgement -----------------------------------------------------------------------
 
     def apply_effects(self, effects: list[ClaimEffect]) -> None:
-        """Carry out the effects of the claims."""
+        """Carry out effects of `Claims`: send to servers, store updates, reject updates."""
         for effect in effects:
             if isinstance(effect, SendToServer):
                 self._server_links.send_to_server(effect.node_id, effect.message)
@@ -183,7 +191,10 @@ class UpdateHandler:
                 self._reject_update((effect.round, effect.device), effect.outcome)
 
     def _store_update(self, key: UpdateKey) -> None:
-        """Log a granted update, then sync or replicate the log if the durability requires it."""
+        """Log a granted update, sync or replicate it if the durability requires that, then count it.
+
+        Release the claim if the update cannot be logged, or is no longer pending or of the current round, or the lease is over.
+        """
         pending, part = self._pending.get(key), self._round_storage.partial_aggregate
         if pending is None or part is None or part.round != key[0] or not self._position().may_acknowledge:
             return self.apply_effects(self._claims.on_store_failed(*key))
@@ -202,7 +213,7 @@ class UpdateHandler:
         return self._count_update(part, update, values)
 
     async def _make_durable(self, part: PartialAggregate, update: Update, values: Floats) -> None:
-        """Sync the log to disk, or replicate the update to another server; then count it."""
+        """Sync the log to disk, or replicate the update to another server; then count it. End this server if that fails."""
         try:
             if self._settings.durability == "disk":
                 await self._replication.sync(part)
@@ -235,7 +246,7 @@ class UpdateHandler:
             self._replies.send_status(request, code, reason, retry_ms=retry_ms)
 
     def _reject_update(self, key: UpdateKey, outcome: UpdateOutcome) -> None:
-        """Reply to an update that will not be stored."""
+        """Discard an update that will not be stored, and reply with the code for the outcome."""
         if outcome is UpdateOutcome.COUNTED:
             self._finish_update(key, Code.SUCCEED, "the update was already counted")
         elif outcome is UpdateOutcome.LATE and self._strategy.staleness:
@@ -252,7 +263,10 @@ class UpdateHandler:
             self._finish_update(key, Code.NOT_READY, "this server does not accept updates now: try another server", RETRY_MS)
 
     def expire_pending(self, now: float) -> None:
-        """Tell devices whose updates were not decided in time to retry."""
+        """Reply NOT_READY to devices whose updates were not decided in time, and drop their claims.
+
+        Updates that are being logged stay pending.
+        """
         for key in [key for key, pending in self._pending.items() if now > pending.expires_at]:
             if self._claims.is_being_logged(*key):  # granted: a retry gets the outcome when it is logged
                 self._reply_to_requests(key, Code.NOT_READY, OUTCOME_UNKNOWN, RETRY_MS)
@@ -262,7 +276,7 @@ class UpdateHandler:
 
 
 def _totals_from_fields(fields: UpdateFields) -> RoundTotals:
-    """Return the metrics of an update in fixed point. Raise `ValueError` if one is too large."""
+    """Return the metrics of an update in fixed point, with count and size 0. Raise `ValueError` if one is too large."""
     told, loss = to_weighted_fixed_point(fields.data_size, fields.upload_loss)
     judged, accuracy = to_weighted_fixed_point(fields.data_size, fields.upload_accuracy)
     eval_size, eval_loss = to_weighted_fixed_point(fields.eval_data_size, fields.eval_loss)

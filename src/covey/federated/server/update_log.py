@@ -1,9 +1,9 @@
-"""Log of updates: keeps acknowledged updates until the end of the round.
+"""Log of updates: keeps counted updates until the model of their round is stored.
 
-There is one file per round and server. A record is appended with one system call and is then in the kernel's page cache, so it
-survives the process (durability `process`). With `disk`, records are also synced before the acknowledgement, several at a time.
-A record that is incomplete after a crash is the last one, and it was not acknowledged. A log is adopted by renaming it into
-another server's directory, so it is in one directory at any time.
+There is one file per round and server. A record is appended before the update is acknowledged and is then in the kernel's page
+cache, so it survives the process (durability `process`). With `disk`, records are also synced before the acknowledgement,
+several at a time. A record that is incomplete after a crash is the last one, and it was not acknowledged. A log is adopted by
+renaming it into another server's directory, so it is in one directory at any time.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _LOG_NAME: Final = re.compile(r"updates-(\d+)(?:-from-([\w.-]+))?\.log")
 class Update(msgspec.Struct, frozen=True):
     """An update without its values."""
 
-    device: str
+    device: str  # id; for asynchronous strategies `async_update_key`
     weight: int
     told: RoundTotals = RoundTotals()  # its loss and accuracy, and those of an evaluation; count and size are 0
 
 
 class LogFile(NamedTuple):
-    """A log in a directory."""
+    """An update log in a server's directory."""
 
     path: Path
     round: int
@@ -49,7 +49,7 @@ class LogFile(NamedTuple):
 
 
 def pack_record(update: Update, values: Floats, *, checksum: bool) -> list[bytes | memoryview]:
-    """Return a record as buffers for one writev."""
+    """Return an update as the buffers of one log record, for writev; without `checksum` its checksum is 0."""
     data = view_bytes(values)
     name = update.device.encode()
     crc = zlib.crc32(data, zlib.crc32(name)) if checksum else 0
@@ -60,7 +60,10 @@ def pack_record(update: Update, values: Floats, *, checksum: bool) -> list[bytes
 
 
 def unpack_records(content: memoryview) -> Iterator[tuple[Update, Floats, int]]:
-    """Yield the complete records of a log, and the offset where each ends. Stop at an incomplete or damaged record."""
+    """Yield the records of a log, and the offset where each ends.
+
+    Stop at the first record that is incomplete, has a wrong magic number, or does not match its checksum, if it has one.
+    """
     start = 0
     while len(content) - start >= _RECORD_HEADER.size:
         magic, name_size, data_size, crc, weight, *told = _RECORD_HEADER.unpack_from(content, start)
@@ -90,11 +93,11 @@ class UpdateLog:
             raise _make_store_error(self.path, error) from None
 
     def append(self, update: Update, values: Floats) -> None:
-        """Append a record. Raise `StoreError` if that fails; the log is then unchanged."""
+        """Append a record. If that fails, truncate the log to its previous size and raise `StoreError`."""
         self.write(pack_record(update, values, checksum=self._checksum))
 
     def write(self, pieces: list[bytes | memoryview]) -> None:
-        """Append a packed record. Raise `StoreError` as `append` does."""
+        """Append a packed record. If that fails, truncate the log to its previous size and raise `StoreError`."""
         size = sum(len(piece) for piece in pieces)
         try:
             written = os.writev(self._fd, pieces)
@@ -109,7 +112,7 @@ class UpdateLog:
         self._size += size
 
     def sync(self) -> None:
-        """Flush the log to disk (fdatasync). Records appended before the call then survive a power cut."""
+        """Flush the log to disk (fdatasync), so that earlier records survive a power cut. Raise `OSError` if that fails."""
         os.fdatasync(self._fd)
 
     def close(self) -> None:
@@ -117,16 +120,16 @@ class UpdateLog:
 
 
 class LogDirectory:
-    """A server's directory: its logs, and a file lock that is held while the server runs."""
+    """A server's directory: its logs, and a file lock that the server holds until it exits or has left the cluster."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._lock_fd = -1
 
     def acquire(self) -> bool:
-        """Lock the directory; return False if another process holds the lock. The kernel releases it when the process ends.
+        """Create the directory if it is missing, and lock it; return False if it is locked already.
 
-        Raise `StoreError` if the directory cannot be created.
+        The kernel releases the lock when the process ends. Raise `StoreError` if directory or lock file cannot be created.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -147,7 +150,7 @@ class LogDirectory:
             self._lock_fd = -1
 
     def list_logs(self) -> list[LogFile]:
-        """Return all logs, including adopted ones, by round."""
+        """Return all logs, including adopted ones, sorted by round and name; [] if the directory does not exist."""
         found = []
         for path in self.path.iterdir() if self.path.is_dir() else ():
             match = _LOG_NAME.fullmatch(path.name)
@@ -162,9 +165,12 @@ class LogDirectory:
                 log.path.unlink(missing_ok=True)
 
     def adopt_logs_from(self, other: Path, instance_id: str, oldest: int, newest: int) -> list[LogFile]:
-        """Move another server's logs of rounds `oldest` to `newest` into this directory, and return them.
+        """Move the logs of rounds `oldest` to `newest` from the directory `other` of another server into this one; return them.
 
-        Raise `BlockingIOError` if that server is still running.
+        `instance_id` is that of the other server's process. It becomes part of a log's name, unless that server had adopted the
+        log itself. If no log of round `newest` has this id then, an empty one is added, which records the adoption. Raise
+        `BlockingIOError` if `other` is locked, because its server is running or another process adopts the logs, and
+        `StoreError` or another `OSError` if `other` cannot be locked or a log cannot be moved.
         """
         theirs = LogDirectory(other)
         if not theirs.acquire():
@@ -186,7 +192,7 @@ class LogDirectory:
 
 
 def map_file(path: Path) -> memoryview:
-    """Return a file's bytes, mapped into memory. Raise `StoreError` if it cannot be opened."""
+    """Return a file's bytes, mapped into memory. Raise `StoreError` if it cannot be opened or mapped."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -196,7 +202,10 @@ def map_file(path: Path) -> memoryview:
 
 
 def read_log(path: Path) -> Iterator[tuple[Update, Floats]]:
-    """Yield the records of a log; then truncate an incomplete record at its end. Raise `StoreError` if it cannot be opened."""
+    """Yield the records of a log as `unpack_records`; then truncate the file after the last of them.
+
+    Raise `StoreError` if the file cannot be opened, and `OSError` if it cannot be truncated.
+    """
     content, end = map_file(path), 0
     for update, values, end in unpack_records(content):  # noqa: B007
         yield update, values

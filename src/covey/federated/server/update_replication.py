@@ -1,8 +1,8 @@
 """Durability of updates before they are acknowledged: on disk, or on a second server.
 
-A sync serves all updates that were written before it began. Replicas are stored on the next server by rank, on another host if
-there is one, in a directory named by the instance id of their server. A new replica holder first receives all earlier updates
-of the round, so that its replicas are complete.
+A sync serves all updates that were written before it began. A server's replicas are stored on the next server by rank, on
+another host if there is one, in a directory named by the instance id of the first server. A new replica holder first receives
+all earlier updates of the round, so that its replicas are complete.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ class UpdateReplication:
         self._replicated_to = (-1, "", 0)  # round, address of the server with complete replicas, number of adopted logs
 
     async def sync(self, part: PartialAggregate) -> None:
-        """Wait for a sync that began after the caller's record was written. Raise `OSError` if it fails."""
+        """Flush a part's log to disk; the caller's record must be written. Concurrent callers share a flush that began later.
+
+        Return immediately if the durability is not "disk" or the log is closed. Raise `OSError` if the flush fails.
+        """
         if self._sync_task is not None and not self._sync_task.done():
             await asyncio.wait([self._sync_task])  # it began before the record was written; its result is for other callers
         sync = part.pending_sync()
@@ -44,10 +47,11 @@ class UpdateReplication:
         await asyncio.shield(self._sync_task)
 
     async def replicate_update(self, part: PartialAggregate, update: Update, values: Floats, claims: Claims) -> None:
-        """Store a replica of an update on the next server; retry until that succeeds.
+        """Store a replica of a logged update on the next server; retry until that succeeds.
 
-        Return without a replica if the cluster has one member, or if the part is superseded: its replicas were adopted, and the
-        replica holder would refuse more and close the connection.
+        A new replica holder receives all updates of the part's logs. Return without a replica if the cluster has one member, or
+        if the part is superseded, because the replica holder may then refuse replicas of this part. Raise `StoreError` if a log
+        cannot be read.
         """
         while not part.is_superseded:
             peer = replica_keeper(claims.node_id, claims.members)
@@ -73,13 +77,16 @@ class UpdateReplication:
 
 
 class ReplicaLogs:
-    """Replicas that one server stores for others: one log per server process, of that process's current round."""
+    """Replicas that one server stores for others: one log for each process of another server, of the round it sent last."""
 
     def __init__(self) -> None:
         self._logs: dict[str, UpdateLog] = {}
 
     def store_replica(self, directory: LogDirectory, message: ReplicateUpdate) -> None:
-        """Store a replica of another server's update; remove replicas of its other rounds. Raise `StoreError` if that fails."""
+        """Append a replica of another server's update to the log in `directory`; remove that server's replicas of other rounds.
+
+        Raise `StoreError` if that fails.
+        """
         log = self._logs.get(message.instance_id)
         if log is None or log.round != message.round:
             self.close_log(message.instance_id)
@@ -89,15 +96,16 @@ class ReplicaLogs:
         log.write([message.record])
 
     def close_log(self, instance_id: str) -> None:
-        """Close the log of a server's replicas, because they are adopted or obsolete."""
+        """Close the log of a server's replicas, if it is open, because they are adopted or obsolete."""
         if (log := self._logs.pop(instance_id, None)) is not None:
             log.close()
 
 
 def _open_replica_log(path: Path, round_number: int) -> UpdateLog:
-    """Open the log of replicas of a round, and remove logs of other rounds.
+    """Open the log of replicas of a round in the directory `path`, and remove the logs of other rounds there.
 
-    An incomplete record of an earlier process is truncated, because more records are appended after it.
+    An incomplete record of an earlier process is truncated, because more records are appended after it. Raise `StoreError` if
+    that fails.
     """
     try:
         path.mkdir(exist_ok=True)

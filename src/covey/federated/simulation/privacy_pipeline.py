@@ -33,7 +33,7 @@ UPDATE_REACH = 16.0
 
 
 class PrivacyOptions(msgspec.Struct, frozen=True):
-    """How devices transform their updates before they send them, and what servers add."""
+    """Masking, compression and noise of the updates of a simulation; by default none."""
 
     secure: bool = False
     compress: str = NO_COMPRESSION
@@ -42,15 +42,19 @@ class PrivacyOptions(msgspec.Struct, frozen=True):
 
 
 class PrivacyPipeline:
-    """Transformations of the updates of all devices of a simulation."""
+    """Clipping, noise and compression of the updates of all devices of a simulation, with a counter of the bytes sent."""
 
     def __init__(self, options: PrivacyOptions) -> None:
         self.options = options
-        self.sent_bytes = 0  # of values, scales and indices
+        self.sent_bytes = 0  # of values, scales and indices, since the caller set it to 0
         self._compressors: dict[int, Compressor] = {}
 
     def transform_update(self, device: int, change: Floats, iteration: int) -> Floats:
-        """Return a device's difference to the model as servers decode it."""
+        """Return a device's difference to the model as servers decode it: clipped, with local noise, compressed.
+
+        Add its size to `sent_bytes` and keep the device's residual. Masking is separate: `compute_masked_mean`. Raise
+        `ValueError` if a value is not finite and must be clipped or compressed.
+        """
         plan = self.options
         if plan.noise is not None:
             local = plan.noise.local
@@ -65,13 +69,16 @@ class PrivacyPipeline:
         return change
 
     def draw_mean_noise(self, size: int, devices: int, iteration: int) -> NDArray[np.float64] | float:
-        """Return the noise that servers add to the mean; 0.0 if they add none."""
+        """Return the noise that servers add to the mean of `devices` updates, the same in every simulation; 0.0 if none."""
         plan = self.options.noise
         return 0.0 if plan is None or plan.local else dp_noise.draw_mean_noise(size, plan, devices, b"simulation", iteration)
 
 
 def compute_masked_mean(changes: Sequence[Floats], weights: Sequence[int], session: str) -> NDArray[np.float64]:
-    """Return the weighted mean of differences, computed by a secure round with all devices and the protocol in one process."""
+    """Return the weighted mean of differences, computed by the protocol of a secure round with one device for each.
+
+    Raise `PeerError` if the round fails, as with fewer than 3 devices, and `UsageError` if a value exceeds UPDATE_REACH.
+    """
     count = len(changes)
     machine = SecaggRound(session, wanted=count, least=count, share_ratio=1.0, reconstruct=0, window_s=1.0)
     devices = {f"device-{number}": SecaggSession(f"device-{number}") for number in range(count)}

@@ -1,8 +1,8 @@
 """Simulated federation in one process, without sockets: real data, unequal devices, and the servers' own sums and strategies.
 
-The embedded digits are partitioned unevenly: each device's labels follow a draw from a Dirichlet distribution, so most devices
-have few of the ten. The devices of a round are trained as batched computations. The time of the framework itself (sampling,
-checking, adding, making the model) is measured apart from the training.
+The images of digits that covey includes are partitioned unevenly: each device's labels follow a draw from a Dirichlet
+distribution, so most devices have few of the ten. The devices of a round are trained as batched computations. The time of the
+framework itself (sampling, checking, adding, making the model) is measured apart from the training.
 """
 
 from __future__ import annotations
@@ -39,20 +39,23 @@ class RoundResult(msgspec.Struct, frozen=True):
     number: int
     devices: int
     accuracy: float  # on the held-out digits
-    loss: float  # mean of the losses that devices reported
-    framework_s: float
-    sent_bytes: float = 0.0  # per device, of values
+    loss: float  # mean of the losses that devices reported, weighted like their updates
+    framework_s: float  # time of the round without the training
+    sent_bytes: float = 0.0  # mean per device; 0 without `treatment`
 
 
 class Digits(msgspec.Struct, frozen=True):
-    """Images as rows, normalized; labels as numbers."""
+    """Images of digits, one row of 64 normalized pixels each, and their labels, 0 to 9."""
 
     images: NDArray[np.float32]
     labels: NDArray[np.int64]
 
 
 def load_digits() -> tuple[Digits, Digits]:
-    """Return the embedded digits: those for training, and those held out. Raise `UsageError` if they are not installed."""
+    """Return the digits that covey includes: those for training, and the HELD_OUT_SAMPLES for evaluation.
+
+    Raise `UsageError` if the file is not installed.
+    """
     here = Path(__file__)
     found = [p for p in (here.with_name("digits.npz"), here.parents[4] / "examples/data/digits.npz") if p.exists()]
     if not found:
@@ -69,7 +72,11 @@ def load_digits() -> tuple[Digits, Digits]:
 def partition_samples(
     labels: NDArray[np.int64], devices: int, alpha: float, draw: np.random.Generator
 ) -> list[NDArray[np.int64]]:
-    """Return the sample indices of each device: unevenly by label, every sample once, and at least one for each device."""
+    """Return the sample indices of each device: unevenly by label, every sample once, and at least one for each device.
+
+    `alpha` is the parameter of the Dirichlet distribution; smaller is less even. Raise `UsageError` if there are more devices
+    than samples.
+    """
     if devices > len(labels):
         raise UsageError(f"{devices} devices cannot share {len(labels)} digits: use at most {len(labels)} devices")
     parts: list[list[int]] = [[] for _ in range(devices)]
@@ -90,7 +97,7 @@ def partition_samples(
 
 
 def init_model(draw: np.random.Generator) -> Arrays:
-    """Return a perceptron with one hidden layer and random weights."""
+    """Return the tensors of a perceptron with one hidden layer, random weights and biases 0."""
     return {
         "hidden.weight": (draw.standard_normal((PIXELS, HIDDEN_UNITS)) * np.sqrt(2 / PIXELS)).astype(np.float32),
         "hidden.bias": np.zeros(HIDDEN_UNITS, np.float32),
@@ -108,7 +115,10 @@ def compute_accuracy(model: Arrays, data: Digits) -> float:
 def train_devices(
     model: Arrays, data: Digits, parts: list[NDArray[np.int64]], *, epochs: int, rate: float, proximal_mu: float
 ) -> tuple[Arrays, NDArray[np.float32]]:
-    """Train one device for each part, in one computation. Return their models and losses, with the device as first axis."""
+    """Train one device for each part, all in one computation, with `epochs` steps of full-batch gradient descent.
+
+    Return their models and their losses, with the device as first axis. A loss is that before the last step.
+    """
     count, most = len(parts), max(len(part) for part in parts)
     index = np.zeros((count, most), np.int64)
     mask = np.zeros((count, most), np.float32)
@@ -151,10 +161,11 @@ def simulate(
     seed: int = 1,
     treatment: PrivacyOptions | None = None,
 ) -> Iterator[RoundResult]:
-    """Yield the result of each round. The same arguments give the same results, apart from times and random masks or noise.
+    """Yield the result of each round. The same arguments give the same results, apart from times and the noise of devices.
 
-    `sample` is the fraction of devices per round, `treatment` the compression, noise and masking of updates. Raise `UsageError`
-    if the training diverges.
+    A device takes part in a round with probability `sample`; if none is drawn, device 0 does. `treatment` is the
+    compression, noise and masking of updates. Raise `UsageError` if the training diverges, the strategy fails, or there are
+    more devices than digits, `ValueError` if it diverges with compression or noise, and `PeerError` if masking fails.
     """
     pipeline = PrivacyPipeline(treatment or PrivacyOptions())
     draw = np.random.default_rng(seed)
@@ -215,7 +226,7 @@ def _check_update(total: Accumulator, values: Floats, weight: int) -> None:
 
 
 def write_plot(results: list[RoundResult], path: Path) -> None:
-    """Write the accuracy per round as an SVG."""
+    """Write the accuracy per round as an SVG. `results` must not be empty. Raise `OSError` if the file cannot be written."""
     width, height, edge = 640, 360, 50
     last = max(len(results), 2)
 
