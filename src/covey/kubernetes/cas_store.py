@@ -1,4 +1,4 @@
-"""Compare-and-swap store in Kubernetes, with which schedulers elect their leader.
+"""Compare-and-swap store in Kubernetes, for the lease and the journal of a job's schedulers.
 
 The key `lease` is a Lease object, every other key a ConfigMap. The version of a value is the object's resourceVersion, which
 the API server compares in each write. A Lease shows its holder in `kubectl get leases`; the value itself is in an annotation.
@@ -20,7 +20,11 @@ VALUE_ANNOTATION = "covey.io/cell"
 
 
 class KubernetesCasStore:
-    """Store whose values are objects named NAME-KEY in a namespace. All methods raise `StoreError` if a request fails."""
+    """Store whose values are objects named NAME-KEY in a namespace.
+
+    `get` and `put` raise `StoreError` if the API server does not answer or refuses the request. After a `StoreError` of `put`
+    it is unknown whether the value was written.
+    """
 
     def __init__(self, api: Api, namespace: str, name: str) -> None:
         self._api = api
@@ -29,13 +33,16 @@ class KubernetesCasStore:
 
     @classmethod
     def from_name(cls, where: str) -> KubernetesCasStore:
-        """Return the store `[NAMESPACE/]NAME` in the cluster of this pod or of the kubeconfig."""
+        """Return the store `[NAMESPACE/]NAME` in the Kubernetes cluster of this pod or, outside a pod, of the kubeconfig.
+
+        NAMESPACE defaults to that of the pod or of the kubeconfig. Raise `UsageError` if no cluster is configured.
+        """
         namespace, _, name = where.rpartition("/")
         api = connect()
         return cls(api, namespace or api.namespace, name)
 
     async def get(self, key: str) -> tuple[bytes, int]:
-        """Return value and version; b"" and 0 if the key does not exist."""
+        """Return value and version; b"" and 0 if the object does not exist, b"" and its version if it contains no value."""
         try:
             obj = await self._api.get(_resource_kind(key), self._namespace, self._object_name(key))
         except ApiError as error:
@@ -45,7 +52,11 @@ class KubernetesCasStore:
         return _read_value(key, obj), int(obj["metadata"]["resourceVersion"])
 
     async def put(self, key: str, value: bytes, version: int) -> int | None:
-        """Write a value if the key has this version (0: does not exist). Return the new version; None if it has another."""
+        """Write a value if the object has this version (0: it does not exist). Return the new version.
+
+        Return None if the object has another version, or if object or namespace do not exist. A value of the key `lease` must
+        be a `LeaseRecord` in JSON.
+        """
         obj = self._make_object(key, value, version)
         try:
             if version:

@@ -59,7 +59,7 @@ RECOUNT_DELAY_S = 1.0  # a job is reconciled again this soon after it created po
 
 
 class OwnedObjects:
-    """Caches of the pods and services of all kinds of jobs, indexed by job and by node."""
+    """Caches of the pods and services of the jobs of all kinds, with indexes: pods by job and by node, services by job."""
 
     def __init__(self, pods: Reflector, services: Reflector) -> None:
         self.pods = pods
@@ -71,7 +71,7 @@ class OwnedObjects:
         services.listeners.append(self.services_by_job.update)
 
     def add_created_pod(self, pod: KubeObject) -> None:
-        """Add a pod that this operator created, without notifying listeners."""
+        """Add a pod to cache and indexes without notifying other listeners. A newer version in the cache is kept."""
         self.pods.put(pod, notify=False)
         self._index_pod(pod)
 
@@ -96,14 +96,16 @@ def _job_key(obj: KubeObject) -> ObjectKey:
 
 
 def _scheduler_role(job: Job) -> ReplicaSpec:
-    """Return the role whose first pod the other pods connect to."""
+    """Return the Scheduler role or, if the job has none, its first worker role. A job's scheduler runs in that role's first
+    pod."""
     return next(iter(job.roles_with_duty(ReplicaDuty.SCHEDULER) or job.roles_with_duty(ReplicaDuty.WORKER)))
 
 
 class Controller:
     """Controller of the jobs of one kind. `convert` turns an object of that kind into an MSJob.
 
-    Without a `secret_key` the schedulers of jobs are not polled. `clock` returns seconds since 1970.
+    `gang_scheduler` is the schedulerName of pods; "": no gang scheduling. If `secret_key` is b"", no request is sent to the
+    schedulers of jobs. `clock` returns seconds since 1970.
     """
 
     def __init__(
@@ -121,7 +123,7 @@ class Controller:
         self.queue: WorkQueue[ObjectKey] = WorkQueue()
         self.scheduler_clients = SchedulerClients(self.queue.add)
         self._secret_key = secret_key
-        self.caches_filled = asyncio.Event()  # no job is reconciled before
+        self.caches_filled = asyncio.Event()  # no job is reconciled before this is set
         self._api = api
         self.kind = kind
         self._caches = caches
@@ -136,7 +138,10 @@ class Controller:
         return self._caches.jobs
 
     async def run(self, workers: int) -> None:
-        """Reconcile jobs until cancelled, at most `workers` at the same time."""
+        """Wait for `caches_filled`; then reconcile the queued jobs until cancelled, at most `workers` at the same time.
+
+        Also write the recorded events and poll the schedulers of jobs.
+        """
         await self.caches_filled.wait()
         async with asyncio.TaskGroup() as group:
             group.create_task(self.events.run())
@@ -163,7 +168,11 @@ class Controller:
                 self.queue.done(key)
 
     async def reconcile(self, key: ObjectKey) -> ReconcilePlan | None:
-        """Reconcile one job and return its plan; None if the job does not exist. Raise `ApiError` if a request fails."""
+        """Compute the plan of a job, write its status, carry out its actions and queue its next reconcile; return the plan.
+
+        Return None, and stop polling the job's scheduler, if the job is not in the cache. Raise `ApiError` if a request to the
+        API server fails, unless its error shows that an action is done already.
+        """
         obj = self._caches.jobs.get(key)
         if obj is None:
             self.queue.drop(key)
@@ -200,12 +209,15 @@ class Controller:
         )
 
     def _update_polling(self, key: ObjectKey, obj: KubeObject, plan: ReconcilePlan) -> None:
-        """Poll the job's scheduler while the job is Running or Restarting and the scheduler's pod runs."""
+        """Start to poll the job's scheduler if its endpoint is known, otherwise stop. Poll faster while the status has the
+        field `scaling` or `replacing`."""
         status = plan.status if plan.status is not None else obj.get("status") or {}
         is_urgent = bool(status.get("scaling") or status.get("replacing"))
         self.scheduler_clients.set_endpoint(key, self._scheduler_endpoint(key, obj, status), is_urgent=is_urgent)
 
     def _scheduler_endpoint(self, key: ObjectKey, obj: KubeObject, status: Mapping[str, Any]) -> SchedulerEndpoint | None:
+        """Return the endpoint of the job's scheduler; None unless the job is valid and Running or Restarting, its scheduler's
+        pod runs and has an address, the REST port is known, and the operator has a key."""
         if not self._secret_key or status.get("state") not in ("Running", "Restarting"):
             return None
         try:
@@ -236,9 +248,12 @@ class Controller:
     # -- actions -----------------------------------------------------------------------------------------------------
 
     async def _apply_plan(self, obj: KubeObject, job: KubeObject, plan: ReconcilePlan) -> None:
-        """Carry out the actions of a plan in three batches: objects that pods need, pods, deletion of the job.
+        """Record the events of a plan, then carry out its other actions in three batches.
 
-        A batch is completed even if an action fails; then the first error is raised, and later batches are not begun.
+        The second batch has the actions on pods, the third the deletion of the job, the first all others. Actions of a batch
+        run concurrently. A batch is completed even if an action fails; then the first error is raised, and later batches are
+        not begun. An `ApiError` that is neither transient nor a conflict is also recorded as an event. If the job is invalid,
+        only the events are recorded.
         """
         for action in plan.actions:
             if isinstance(action, RecordEvent):
@@ -326,7 +341,7 @@ class Controller:
             log.info("%s/%s: cannot report the pod %s as gone: %s", job.namespace, job.name, action.name, error)
 
     async def _ignore_status_codes(self, request: Awaitable[Any], *codes: int) -> None:
-        """Await a request; ignore an `ApiError` with one of these codes."""
+        """Await a request; ignore an `ApiError` with one of these codes, raise any other."""
         try:
             await request
         except ApiError as error:
@@ -336,10 +351,10 @@ class Controller:
     async def _create_or_get(
         self, kind: ResourceKind, add_to_cache: Callable[[KubeObject], None], body: KubeObject, job: Job, *, brief: bool = False
     ) -> None:
-        """Create an object and add it to a cache. If it exists, because an earlier response was lost, get it instead.
+        """Create an object and call `add_to_cache` with it. If it exists, because an earlier response was lost, get it instead.
 
-        Raise `ApiError` 409 if it exists and has another owner. With `brief` the cache gets `body` with the server's metadata
-        until the watch delivers the complete object.
+        Raise `ApiError` 409 if it exists and the job is not its controller. With `brief` a created object is cached as `body`
+        with the server's metadata, until the watch delivers the complete object.
         """
         try:
             created = await self._api.create(kind, job.namespace, body, brief=brief)
@@ -357,7 +372,10 @@ class Controller:
         return str((service or {}).get("spec", {}).get("clusterIP") or "")
 
     async def _adopt_orphan(self, obj: KubeObject, action: AdoptOrphan) -> None:
-        """Adopt an object, unless a read from the API server shows that the cached job is deleted or has another UID."""
+        """Make the job the owner of an object, unless the API server's copy of the job has another UID or is being deleted.
+
+        Raise `ApiError` 404 if the job or the object does not exist, 409 if the object has another UID.
+        """
         metadata = obj["metadata"]
         fresh = await self._api.get(self.kind, metadata["namespace"], metadata["name"])
         if fresh["metadata"]["uid"] != metadata["uid"] or fresh["metadata"].get("deletionTimestamp"):

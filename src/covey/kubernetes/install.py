@@ -10,14 +10,17 @@ FIELD_MANAGER = "covey"
 
 
 def resource_kind(obj: KubeObject) -> ResourceKind:
-    """Return the kind of an object of a manifest, from its apiVersion and kind."""
+    """Return the resource kind of a manifest's object. Its plural is the object's kind in lower case with an "s" appended."""
     group = obj["apiVersion"]
     root = f"apis/{group}" if "/" in group else f"api/{group}"
     return ResourceKind(root, f"{obj['kind'].lower()}s", obj["kind"])
 
 
 async def apply_objects(api: Api, objects: list[KubeObject]) -> AsyncIterator[str]:
-    """Apply objects in order; yield a line to print after each. Raise `ApiError` at the first that fails."""
+    """Send a server-side apply for each object, in order; yield a line to print after each.
+
+    Raise `ApiError` at the first object that fails; later objects are not applied.
+    """
     for obj in objects:
         metadata = obj["metadata"]
         await api.apply(resource_kind(obj), metadata.get("namespace", ""), obj, FIELD_MANAGER)

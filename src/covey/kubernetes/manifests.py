@@ -1,4 +1,4 @@
-"""Objects of an installation: namespace, custom resources, minimal roles, and a deployment of two replicas.
+"""Objects of an installation of the operator: namespace, custom resource definitions, service account, roles, deployment.
 
 `deploy/v1/covey-operator.yaml` is generated: `python -m covey.kubernetes.manifests > deploy/v1/covey-operator.yaml`.
 """
@@ -22,7 +22,8 @@ METRICS_PORT = 8080
 
 
 def make_rbac_rules(*, cluster: bool) -> list[KubeObject]:
-    """Return the permissions of the operator in the watched namespaces; `cluster` adds those of cluster-scoped objects."""
+    """Return the RBAC rules of the operator in the watched namespaces; with `cluster`, also the rule to list and watch
+    nodes."""
 
     def rule(groups: list[str], resources: list[str], verbs: str) -> KubeObject:
         return {"apiGroups": groups, "resources": resources, "verbs": verbs.split()}
@@ -109,9 +110,10 @@ def make_deployment(image: str, watched: str = "") -> KubeObject:
 
 
 def make_manifests(image: str = DEFAULT_IMAGE, watched: str = "", *, ascend: bool = True) -> list[KubeObject]:
-    """Return all objects in the order in which they are applied.
+    """Return all objects of an installation in the order in which they must be applied.
 
-    With `watched` the operator watches only that namespace and has a Role in it instead of a ClusterRole.
+    If `watched` is not "", the operator watches only that namespace and has a Role in it instead of a ClusterRole; that
+    namespace must exist. `ascend` adds the custom resource definition of AscendJob.
     """
     lease = [
         {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["get", "create", "update"]},
@@ -134,7 +136,7 @@ def make_manifests(image: str = DEFAULT_IMAGE, watched: str = "", *, ascend: boo
 
 
 class _NoAliasDumper(yaml.SafeDumper):
-    """YAML dumper without anchors and aliases, for readability."""
+    """YAML dumper that repeats a value instead of writing an alias."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

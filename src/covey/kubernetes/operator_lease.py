@@ -1,8 +1,8 @@
 """Leader election of the operator's replicas, by a Lease object of Kubernetes.
 
 `core/leader_election.py` has the rules: when a replica may take the lease, how often it is renewed, and when a holder that
-cannot renew it stops acting. This module reads and writes the object. For leases longer than `LEASE_DURATION_S`, interval and
-deadline of renewals are those of `LEASE_DURATION_S`.
+cannot renew it stops acting. This module reads and writes the object. A lease longer than `LEASE_DURATION_S` is renewed as
+often, and given up as soon, as one of `LEASE_DURATION_S`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ RENEW_INTERVAL_S = renew_interval_s(LEASE_DURATION_S)
 
 
 class OperatorLease:
-    """A Lease object, and the identity with which this replica acquires it (default: host name, pid and random digits)."""
+    """A Lease object, and the identity with which this replica acquires it.
+
+    If `identity` is "", it is made of the host name, the pid and 8 random hexadecimal digits. The Lease contains `duration_s`
+    rounded to seconds, at least 1.
+    """
 
     def __init__(
         self, api: Api, namespace: str, *, name: str = LEASE_NAME, identity: str = "", duration_s: float = LEASE_DURATION_S
@@ -43,9 +47,10 @@ class OperatorLease:
         self._last_warning = ""
 
     async def run_while_held(self, act: Callable[[], Awaitable[None]]) -> None:
-        """Acquire the lease and run `act`; cancel it when the lease is lost, and repeat. Return when `act` returns.
+        """Wait for the lease and run `act`; when the lease is lost, cancel `act` and start over.
 
-        The lease is released when `act` ends and when this task is cancelled.
+        Return when `act` returns, and raise its exception if it fails. The lease is released when `act` ends or this task is
+        cancelled; if that fails, the lease expires.
         """
         while True:
             while not await self._acquire_or_renew():  # noqa: ASYNC110 - the event is on the other side of the network
@@ -66,7 +71,8 @@ class OperatorLease:
                 await self._release()
 
     async def _renew_until_lost(self) -> None:
-        """Renew the lease; return when another replica holds it or no renewal succeeded within the deadline."""
+        """Renew the lease periodically; return when another replica holds it, or when the time after which a holder must stop
+        acting has passed since the last successful renewal began."""
         limit = min(RENEW_DEADLINE_S, step_down_after_s(self._duration_s))
         until = time.monotonic() + limit
         while (left := until - time.monotonic()) > 0:
@@ -83,7 +89,10 @@ class OperatorLease:
                 return
 
     async def _acquire_or_renew(self) -> bool:
-        """Acquire or renew the lease. Return whether this replica holds it now."""
+        """Acquire or renew the lease if the rules allow it; create the object if it does not exist.
+
+        Return whether the lease was written. False also if a request failed; the lease may then still be held or even written.
+        """
         try:
             lease = await self._api.get(LEASE, self._namespace, self._name)
         except ApiError as error:
@@ -126,13 +135,16 @@ class OperatorLease:
         return True
 
     def _warn_once(self, message: str) -> None:
-        """Log a warning unless it repeats the last one."""
+        """Log a warning unless it repeats the last one since the last successful write."""
         if message != self._last_warning:
             log.warning("%s; retrying", message)
         self._last_warning = message
 
     async def _release(self) -> None:
-        """Give up the lease if this replica holds it, so that another one need not wait until it expires."""
+        """Release the lease if this replica holds it, so that another one need not wait until it expires.
+
+        Try once, for at most 2 s; a failure is logged.
+        """
         try:
             async with asyncio.timeout(2.0):
                 lease = await self._api.get(LEASE, self._namespace, self._name)
