@@ -5,5 +5,5 @@
 `cas_store`          named compare-and-swap values, in files or in etcd
 `cluster_registry`   running clusters of this user on this host
 `join_secret`        the secret that nodes of a cluster share
-`tempdirs`           temporary directories, removed with their process
+`tempdirs`           temporary directories, removed when the process that made them exits
 """

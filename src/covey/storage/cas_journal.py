@@ -1,9 +1,9 @@
 """The journal of a scheduler whose successor may be on another host: one compare-and-swap value with all records.
 
 The members alone cannot restore the cluster: they have no information about members that died together with the scheduler,
-about restart budgets, or about requested sizes. The successor therefore reads the leader's records, as from `journal`, and the
-members confirm them when they re-attach. Every commit writes the whole value, so this suits clusters of up to some thousand
-nodes. Of the event log only the last `EVENTS_MAX` events are kept.
+about the restarts that are left, or about requested sizes. The successor therefore reads the leader's records, as a restarted
+scheduler reads those of `covey.storage.journal`. Every commit writes the whole value, so this suits clusters of up to some
+thousand nodes. Of the event log only the last `EVENTS_MAX` events are kept.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ EVENTS_MAX: Final = 200
 
 
 class _Header(msgspec.Struct):
-    """What is read first: the other fields depend on the format."""
+    """The format of the stored value, decoded first because the other fields depend on it."""
 
     format: int = 1  # the first format had no such field
 
 
 class _JournalContents(msgspec.Struct):
-    """The stored value. `story` is the event log: time, node, event, reason, level."""
+    """The value that is stored, as msgpack compressed by zlib."""
 
-    token: int
-    records: dict[str, Record]
-    story: list[EventRow]
+    token: int  # fencing token of the leader that wrote it last
+    records: dict[str, Record]  # by `record_key`
+    story: list[EventRow]  # the event log, oldest first
     format: int
 
 
 class CasJournal:
-    """A journal, opened by `open_cas_journal`. It belongs to the leader with its token until another leader opens it."""
+    """The journal of one leader, opened by `open_cas_journal`. It can be written until another leader opens it."""
 
     def __init__(self, store: CasStore, contents: _JournalContents, version: int) -> None:
         self._store = store
@@ -50,7 +50,7 @@ class CasJournal:
         self._version = version
 
     def read(self) -> tuple[Record, ...]:
-        """Return all records."""
+        """Return all records, including those of a commit that failed."""
         return tuple(self._contents.records.values())
 
     def append_event(self, event: Event) -> None:
@@ -58,11 +58,12 @@ class CasJournal:
         self._events.append(event_row(event))
 
     def read_events(self, limit: int = EVENTS_MAX) -> list[EventRow]:
-        """Return the newest events, oldest first."""
+        """Return the last `limit` events (at least 1), oldest first, including those that are not committed yet."""
         return list(self._events)[-limit:]
 
     async def commit(self, records: Iterable[Record] = ()) -> None:
-        """Make records and the event log durable. Raises `StoreError`, or `FencedError` if another scheduler leads."""
+        """Write records and the event log. Raises `FencedError` if another leader has written the journal, else `StoreError` if
+        the write fails; the records and events are then part of the next commit."""
         self._contents.records |= {record_key(record): record for record in records}
         self._contents.story = list(self._events)
         packed = zlib.compress(msgspec.msgpack.encode(self._contents), 1)
@@ -72,8 +73,8 @@ class CasJournal:
         self._version = version
 
     async def _resolve_conflict(self) -> int:
-        """Write again after a version conflict; return the new version. The conflict may be caused by an own write whose reply
-        was lost: the token in the stored value decides. Raises `FencedError` if it is another leader's."""
+        """Write again after a version conflict, if the stored value has this leader's token: it is then an own write whose
+        reply was lost. Return the new version. Raises `FencedError` if the token is another leader's, and `StoreError`."""
         value, version = await self._store.get(JOURNAL_KEY)
         stored = _decode_contents(value)
         if stored.token != self._contents.token:
@@ -94,9 +95,11 @@ class CasJournal:
 async def open_cas_journal(
     store: CasStore, *, token: int, job: str, worker_num: int, server_num: int, follows: bool = False
 ) -> CasJournal:
-    """Open the journal for the leader with `token`; earlier leaders cannot write from now on. `follows` as in `open_journal`.
+    """Write the leader's `token` into the journal, so that earlier leaders cannot write any more, and return the journal.
 
-    Raises `FencedError` if a newer leader has opened it, and `StoreError`.
+    A missing journal is created. If `may_start_new_cluster` with `follows`, all records and events are removed. Raises
+    `FencedError` if the journal has a higher token or another leader writes it meanwhile, and `StoreError` if the store fails
+    or the journal is damaged, of another format or of another job (see `check_job`).
     """
     value, version = await store.get(JOURNAL_KEY)
     contents = _decode_contents(value) if value else _JournalContents(0, {}, [], FORMAT)

@@ -1,8 +1,8 @@
 """Compare-and-swap stores: named values with versions; a write succeeds only if the version is unchanged.
 
-On one host, or on a disk that several hosts share, a value is a file. Between hosts it is a key of etcd, accessed by its JSON
-gateway: two kinds of request are sufficient, so no client library is needed. `kubernetes.cas_store` uses Kubernetes. If a store
-cannot be reached, `StoreError` is raised, and it is unknown whether the last write was applied.
+`FileCasStore` keeps a value in files, on one host or on a disk that several hosts share. `EtcdCasStore` keeps it in a key of
+etcd, accessed by etcd's JSON gateway: two kinds of request are sufficient, so no client library is needed. A third store is
+in `covey.kubernetes.cas_store`. After a `StoreError` in a write it is unknown whether the value was written.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ from covey.atomic_file import write_synced
 from covey.errors import StoreError, UsageError
 
 ETCD_TIMEOUT_S: Final = 2.0  # limit of one request
-OLD_VERSIONS_MAX: Final = 8  # removed after a write: a writer that was killed may have left some behind
+OLD_VERSIONS_MAX: Final = 8  # removed after a write besides the replaced one: a killed writer may have left some behind
 ETCD_VALUE_MAX: Final = 1_000_000  # bytes; etcd accepts requests of 1.5 MiB, and the value is sent as base64
 
 
 class CasStore(Protocol):
-    """A store of versioned values. The version of a missing value is 0. Methods raise `StoreError`."""
+    """A store of versioned values. The version of a missing value is 0. `get` and `put` raise `StoreError` if they fail."""
 
     async def get(self, key: str) -> tuple[bytes, int]:
-        """Return a value and its version."""
+        """Return a value and its version; b"" and 0 if it is missing."""
 
     async def put(self, key: str, value: bytes, version: int) -> int | None:
-        """Write a value if its version is `version`; return the new version, or None if the version has changed."""
+        """Write a value if its version is `version` (0: it is missing). Return the new version; None if it has another one."""
 
     async def close(self) -> None: ...
 
 
 class FileCasStore:
-    """Values in a directory, one file per version. A file name can be created only once, so no lock is needed that a stopped
-    process could hold."""
+    """Values in a directory, created if missing; one file per version. A write creates the file of the next version, which only
+    one writer can do, so there is no lock that a stopped process could hold."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder)
@@ -74,8 +74,9 @@ class FileCasStore:
         """Do nothing: no resource is held between calls."""
 
     def _claim_version(self, draft: Path, key: str, version: int) -> bool:
-        """Link the draft as the next version; return False if that version exists. The name of an old version is free again
-        after its removal, which a writer that was suspended could use: the second check for a newer version detects that."""
+        """Link the draft as version + 1 and remove older versions. Return False, with nothing changed, if the newest version is
+        not `version`. It is checked again after linking: a removed version's name is free, and a suspended writer may take
+        it."""
         if self._newest_version(key) != version:
             return False
         new_path = self._version_path(key, version + 1)
@@ -104,7 +105,7 @@ class FileCasStore:
 
 
 class EtcdCasStore:
-    """Values as keys of etcd, below a prefix."""
+    """Values as keys PREFIX/KEY of etcd, of at most `ETCD_VALUE_MAX` bytes."""
 
     def __init__(self, url: str, prefix: str) -> None:
         import httpx2  # imported here: a slow import that only this store needs
@@ -113,8 +114,8 @@ class EtcdCasStore:
         self._prefix = prefix
         self._client = httpx2.AsyncClient(base_url=url, timeout=ETCD_TIMEOUT_S, trust_env=False)
         self._http_error = httpx2.HTTPError
-        self._newest_revision = 0  # the store's revision, which increases with each change
-        self._data_loss_reason = ""
+        self._newest_revision = 0  # highest revision in a reply; etcd increases it with each change
+        self._data_loss_reason = ""  # message of every further `StoreError`; empty: no data loss was found
 
     async def get(self, key: str) -> tuple[bytes, int]:
         decoded = await self._post("range", {"key": self._encode_key(key)})
@@ -152,8 +153,8 @@ class EtcdCasStore:
         return decoded
 
     def _check_revision(self, revision: int, revision_before: int) -> None:
-        """Raise `StoreError` if etcd's revision decreased (wiped, or restored from a backup): its lease and journal are stale.
-        The error is permanent for this process."""
+        """Record the revision of a reply. Raise `StoreError`, from then on for every reply, if it is lower than before the
+        request: etcd was wiped or restored from a backup, so its lease and journal are stale."""
         if revision < revision_before and not self._data_loss_reason:
             self._data_loss_reason = (
                 f"etcd at {self._url} has lost data (its revision decreased from {revision_before} to {revision}):"
@@ -167,9 +168,11 @@ class EtcdCasStore:
 def open_cas_store(
     where: str, *, folder: str, job: str, factories: Mapping[str, Callable[[str], CasStore]] | None = None
 ) -> CasStore:
-    """Open the store that COVEY_LEASE names: `file`, `etcd://HOST:PORT[/PREFIX]`, or `SCHEME://REST` if `factories` has SCHEME.
+    """Return the store that COVEY_LEASE names (`where`).
 
-    A factory receives REST. The caller supplies the stores of packages above this one, such as Kubernetes.
+    `file` is the directory `lease` in `folder`, `file://DIR` that in DIR. `etcd://HOST:PORT[/PREFIX]` is etcd over HTTP,
+    `etcds://` over HTTPS; the default prefix is covey/JOB. For another SCHEME://REST, `factories[SCHEME]` is called with REST.
+    Raises `UsageError` for an unknown scheme and `StoreError` if the directory cannot be created.
     """
     scheme, _, rest = where.partition("://")
     if scheme == "file":

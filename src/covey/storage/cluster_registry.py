@@ -1,7 +1,7 @@
 """Registry of the user's running clusters on this host, in which commands such as `covey status` find them.
 
-There is one small file per scheduler, readable by its owner only, because it contains the secret and the REST token. A reader
-removes files whose process has exited.
+There is one small file per scheduler, readable by its owner only, because it contains the join secret and the REST token.
+`running_clusters` removes the files of schedulers that have exited.
 """
 
 from __future__ import annotations
@@ -19,26 +19,25 @@ from covey.errors import StoreError
 
 
 class RegistryEntry(msgspec.Struct, frozen=True):
-    """Addresses and credentials of one running cluster."""
+    """A running cluster: its scheduler's process, addresses, credentials and directories."""
 
     cluster_id: str
     address: str  # HOST:PORT of the scheduler
-    pid: int
-    created: float  # start time of the process, to detect a reused pid
-    secret: str = ""
-    token: str = ""
-    manage: str = ""  # HOST:PORT of the REST API
+    pid: int  # of the scheduler
+    created: float  # start time of the process (`process_start_time`), to detect a reused pid
+    secret: str = ""  # join secret; empty: none is required
+    token: str = ""  # of the REST API
+    manage: str = ""  # HOST:PORT of the REST API; empty: there is none
     job: str = ""
-    log_dir: str = ""
-    journal: str = ""  # directory of its journal
+    log_dir: str = ""  # empty: unknown
+    journal: str = ""  # directory of the journal; empty: there is none
     tls: str = ""  # TLS config file; empty: no TLS
 
 
 def registry_folder(*, make: bool) -> Path:
-    """Return the directory of the entries: below XDG_RUNTIME_DIR, else a per-user one in the temporary directory.
-
-    Raises `StoreError` if it is not usable or belongs to another user.
-    """
+    """Return the directory of the entries: `covey` in XDG_RUNTIME_DIR if that is a directory, else covey-UID in the temporary
+    directory. With `make` it is created; without, it may not exist. Raises `StoreError` if it is not usable or belongs to
+    another user."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     try:
         path = Path(base) / "covey" if base and Path(base).is_dir() else Path(tempfile.gettempdir()) / f"covey-{os.getuid()}"
@@ -53,7 +52,10 @@ def registry_folder(*, make: bool) -> Path:
 
 
 def register_cluster(entry: RegistryEntry) -> Path:
-    """Write an entry atomically, remove those of the cluster's earlier schedulers, and return its path. Raises `StoreError`."""
+    """Remove the entries of other schedulers with the same cluster id, write this one atomically and return its path.
+
+    Raises `StoreError` if the directory is not usable or the entry cannot be written.
+    """
     for other in running_clusters():
         if other.cluster_id == entry.cluster_id and other.pid != entry.pid:
             _entry_path(other.pid).unlink(missing_ok=True)
@@ -74,7 +76,10 @@ def _entry_path(pid: int) -> Path:
 
 
 def running_clusters() -> list[RegistryEntry]:
-    """Return this user's clusters on this host, oldest first, and remove stale entries."""
+    """Return this user's clusters on this host, the one whose scheduler started first at the beginning.
+
+    Entries of schedulers that have exited are removed, unreadable ones skipped. Raises `StoreError` (see `registry_folder`).
+    """
     entries: list[RegistryEntry] = []
     for path in registry_folder(make=False).glob("*.json"):
         with contextlib.suppress(OSError, msgspec.MsgspecError):
@@ -87,7 +92,7 @@ def running_clusters() -> list[RegistryEntry]:
 
 
 def process_start_time(pid: int) -> float:
-    """Return the start time of a process in seconds since the epoch; 0 if it has exited."""
+    """Return the start time of a process in seconds since 1970; 0 if it has exited, is a zombie or cannot be inspected."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(pid)
         return process.create_time() if process.status() != psutil.STATUS_ZOMBIE else 0.0

@@ -1,7 +1,8 @@
-"""The join secret, which a node needs to join a cluster that listens beyond loopback.
+"""The join secret, which a node needs to join a cluster that listens beyond loopback or is configured with a secret.
 
-It comes from COVEY_SECRET, else from the file named by COVEY_SECRET_FILE, else from the user's secret file, which is created on
-first use. Hosts that share a home directory share that file; on other hosts, copy the file or set the variable.
+It comes from COVEY_SECRET, else from the file named by COVEY_SECRET_FILE, else from the user's secret file, which the first
+process that needs a secret beyond loopback creates. Hosts that share a home directory share that file; on other hosts, copy the
+file or set COVEY_SECRET.
 """
 
 from __future__ import annotations
@@ -14,15 +15,17 @@ from covey.errors import StoreError, UsageError
 
 
 def user_secret_path() -> Path:
-    """Return the path of the user's secret file."""
+    """Return the path of the user's secret file: covey/secret in XDG_CONFIG_HOME, else in ~/.config. It may not exist. Raises
+    `RuntimeError` if the home directory is unknown."""
     base = os.environ.get("XDG_CONFIG_HOME")
     return (Path(base) if base else Path.home() / ".config") / "covey" / "secret"
 
 
 def load_join_secret(secret: str, secret_file: str, *, make: bool) -> str:
-    """Return the secret; "" if there is none. With `make`, the user's file is created if no secret exists.
+    """Return `secret` if not empty, else the content of `secret_file` if that is set, else that of the user's secret file.
 
-    Raises `UsageError` for an unusable file and `StoreError` if none can be created.
+    If the user's file is missing, return "", or create it with a random secret if `make`. Raises `UsageError` for a file that
+    cannot be read, is not UTF-8, is empty or has any permission for other users, and `StoreError` if none can be created.
     """
     if secret:
         return secret

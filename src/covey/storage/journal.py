@@ -2,9 +2,9 @@
 
 A commit that returned survives kill -9 and a power cut. The journal is one file. SQLite's write-ahead log is not used, because
 the loss of its second file would lose commits. The journal keeps the last record per key and the last `EVENTS_MAX` events. One
-process uses a journal at a time, enforced by a lock file beside it. Schedulers with standbys share the lock, and the highest
-fencing token decides. A journal is created completely under another name and then renamed, so an empty or truncated file is
-always damage.
+process uses a journal at a time, enforced by a lock file beside it. Schedulers with standbys share the lock; of them only the
+one with the highest fencing token can write. A journal is created completely under another name and then renamed, so an empty
+or truncated file is always damage.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _decode = msgspec.msgpack.Decoder(Record).decode
 
 
 class FencedError(StoreError):
-    """A newer leader with the fencing token `newest` has written the journal; this scheduler must not write any more."""
+    """Another leader, with the fencing token `newest_token`, has written the journal, so this scheduler must not write it."""
 
     def __init__(self, newest: int, token: int) -> None:
         super().__init__(f"another scheduler leads, with fencing token {newest}: this one has {token}")
@@ -47,37 +47,42 @@ class FencedError(StoreError):
 
 
 class Journal:
-    """A journal, opened by `open_journal`. It is protected by a lock and, if several schedulers share it, by the leader's
-    token."""
+    """An open journal, made by `open_journal`. It holds the lock until it is closed; if schedulers share the journal, it writes
+    only while no higher token is stored."""
 
     def __init__(self, path: Path, lock: int, database: sqlite3.Connection) -> None:
         self.path = path
         self._lock_fd = lock
         self._database = database
-        self._token = 0
+        self._token = 0  # fencing token; 0: the journal is not shared
         self._pending_events: list[EventRow] = []
 
     def claim_token(self, token: int) -> None:
-        """Store the leader's token; earlier leaders cannot write from now on. Raises `FencedError` if a higher one is
-        stored."""
+        """Store the leader's token, so that earlier leaders cannot write any more. Raises `FencedError` if a higher one is
+        stored, and `StoreError` if the journal cannot be written."""
         self._token = token
         self.commit()
 
     def read(self) -> tuple[Record, ...]:
-        """Return all records. Raises `StoreError` if the journal is damaged."""
+        """Return all committed records, ordered by key. Raises `StoreError` if the journal cannot be read."""
         try:
             return tuple(_decode(value) for (value,) in self._database.execute("select value from facts order by key"))
         except (sqlite3.Error, msgspec.MsgspecError) as error:
             raise _damaged_error(self.path, error) from None
 
     def append_event(self, event: Event) -> None:
-        """Add an event to the event log; it is written with the next commit."""
+        """Add an event to the event log; it is written with the next commit. It is dropped if `EVENTS_MAX` events wait for
+        one."""
         if len(self._pending_events) < EVENTS_MAX:
             self._pending_events.append(event_row(event))
 
     def rewrite_if_removed(self) -> None:
-        """Write the journal again if its file was removed, for example by a cleaner of temporary files. Raises `StoreError`.
-        Does nothing for a leader with a token, because another scheduler may have rewritten or replaced the journal."""
+        """Write the journal again if its file was removed together with the lock file, for example by a cleaner of temporary
+        files.
+
+        Does nothing if a token was claimed, because another scheduler may have replaced the journal. Raises `StoreError` if the
+        journal cannot be written, or if the lock file still exists and is locked, also by this process.
+        """
         if self._token or self.path.exists():
             return
         try:
@@ -98,7 +103,11 @@ class Journal:
         self._lock_fd, self._database = lock, database
 
     def commit(self, records: Iterable[Record] = ()) -> None:
-        """Make records and the event log durable, in one transaction. Raises `StoreError`; nothing is written in that case."""
+        """Write records and the event log to the disk, in one transaction; write a removed journal again before.
+
+        Raises `FencedError` if a higher token is stored, else `StoreError` if the write fails. No record and no event is then
+        written; the events are part of the next commit, the records are not.
+        """
         self.rewrite_if_removed()
         database = self._database
         try:
@@ -123,8 +132,8 @@ class Journal:
             ) from None
 
     def _check_token(self) -> None:
-        """Raise `FencedError` if a higher token is stored. Runs inside the transaction, so that no other write comes in
-        between."""
+        """Raise `FencedError`, after a rollback, if a higher token is stored; store this one if a lower token is. Runs inside
+        the transaction, so that no other write comes in between."""
         if not self._token:
             return
         newest = self._database.execute("pragma application_id").fetchone()[0]
@@ -135,14 +144,14 @@ class Journal:
             self._database.execute(f"pragma application_id = {self._token:d}")
 
     def read_events(self, limit: int = 1000) -> list[EventRow]:
-        """Return the newest events, oldest first."""
+        """Return the last `limit` committed events, oldest first. Raises `sqlite3.Error` if they cannot be read."""
         rows = self._database.execute(
             "select at, node, what, reason, level, outcome from story order by seq desc limit ?", (limit,)
         ).fetchall()
         return rows[::-1]
 
     def close(self) -> None:
-        """Write the pending events and close the database and the lock."""
+        """Write the pending events, close the database and release the lock. Events that cannot be written are lost."""
         with contextlib.suppress(StoreError):  # the event log is informational: with a full disk only its last events are lost
             if self._pending_events:
                 self.commit()
@@ -153,11 +162,12 @@ class Journal:
 def open_journal(
     folder: str | os.PathLike[str], *, job: str, worker_num: int, server_num: int, token: int = 0, follows: bool = False
 ) -> Journal:
-    """Open the journal of a job in a directory; create it if there is none.
+    """Open the journal `scheduler.journal` in a directory; create both if they are missing.
 
-    `token` is the fencing token if several schedulers share the journal, else 0; `follows`: another scheduler led before. The
-    journal of a cluster that has ended is renamed, and a new one is created (see `may_start_new_cluster`). Raises `StoreError`,
-    also for a damaged journal and for that of another job.
+    `token` is the fencing token if several schedulers share the journal, else 0; `follows`: another scheduler led before. If
+    `may_start_new_cluster`, the journal is renamed to scheduler.journal.CLUSTER_ID and a new one is created. Raises
+    `FencedError` if a higher token is stored, and `StoreError` if another scheduler holds the lock, the directory cannot be
+    used, or the journal is damaged, read-only, of another format or of another job (see `check_job`).
     """
     path = Path(folder) / "scheduler.journal"
     try:
@@ -192,13 +202,14 @@ def open_journal(
 
 
 def may_start_new_cluster(cluster: ClusterRecord, *, follows: bool) -> bool:
-    """Return whether a new cluster may replace the recorded one: it has ended, and its end was delivered to all members. A
-    scheduler that `follows` a lost leader must deliver the end instead."""
+    """Return whether a new cluster may replace the recorded one: it has ended, and no member must still be told its outcome.
+    False for a scheduler that `follows` another leader: it completes the end of the recorded cluster instead."""
     return cluster.phase is Phase.ENDED and not follows and (cluster.ended is None or cluster.ended.told)
 
 
 def check_job(cluster: ClusterRecord, where: str, *, job: str, worker_num: int, server_num: int) -> None:
-    """Raise `StoreError` if the recorded cluster has another job name or size. `where` names the journal in the message."""
+    """Raise `StoreError` if the recorded cluster has another job name, or another configured number of workers or parameter
+    servers. `where` names the journal in the message."""
     configured = {"job": job, "MS_WORKER_NUM": worker_num, "MS_SERVER_NUM": server_num}
     recorded = {"job": cluster.job, "MS_WORKER_NUM": cluster.worker_num, "MS_SERVER_NUM": cluster.server_num}
     differences = [
@@ -215,7 +226,11 @@ def check_job(cluster: ClusterRecord, where: str, *, job: str, worker_num: int, 
 
 
 def has_resumable_journal(folder: Path, job: str) -> bool:
-    """Return whether the directory has a journal of this job whose cluster has not ended. Does not change the journal."""
+    """Return whether the directory has a journal of this job whose cluster has not ended, without changing the journal.
+
+    True also if its writer was killed during a commit, because the job cannot be read then; False if it is damaged or
+    unreadable.
+    """
     path = folder / "scheduler.journal"
     try:
         if not path.exists() or path.stat().st_size == 0:
@@ -224,7 +239,7 @@ def has_resumable_journal(folder: Path, job: str) -> bool:
         with contextlib.closing(database):
             records = [_decode(value) for (value,) in database.execute("select value from facts where key = 'cluster'")]
     except sqlite3.OperationalError as error:
-        return error.sqlite_errorcode == sqlite3.SQLITE_READONLY_ROLLBACK  # its writer was killed during a commit
+        return error.sqlite_errorcode == sqlite3.SQLITE_READONLY_ROLLBACK  # the journal's writer was killed during a commit
     except (OSError, sqlite3.Error, msgspec.MsgspecError):
         return False
     return any(isinstance(r, ClusterRecord) and r.job == job and r.phase is not Phase.ENDED for r in records)
@@ -240,10 +255,11 @@ def record_key(record: Record) -> str:
 
 
 def _acquire_lock(path: Path, *, shared: bool) -> int:
-    """Acquire the lock file beside the journal and return its descriptor; the kernel releases it when the process exits.
+    """Lock the file scheduler.lock beside the journal and return its descriptor; the kernel releases the lock at process exit.
 
     Schedulers with standbys share the lock, because a stopped leader must not block its successor; the token protects the
-    journal. A scheduler without standbys has no token and locks exclusively. Raises `StoreError` if the lock is held.
+    journal. A scheduler without standbys has no token and locks exclusively. Raises `StoreError` if the file cannot be locked,
+    and `OSError` if it cannot be opened.
     """
     lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -282,7 +298,8 @@ def _open_database(path: Path) -> sqlite3.Connection:
 
 def _check_journal(path: Path) -> None:
     """Check a journal without changing it, because a refused journal must stay as it is. If its last writer was killed during a
-    commit, SQLite must roll that back before it can read, so a copy is checked."""
+    commit, SQLite must roll that back before it can read, so a copy is checked. Raises `StoreError` if the journal is damaged
+    or has another format, and `sqlite3.Error` if SQLite cannot open it."""
     try:
         _check_database(path, "ro")
     except sqlite3.OperationalError as error:
@@ -310,7 +327,7 @@ def _check_database(path: Path, mode: str) -> None:
 
 
 def other_format_error(journal: str, version: int) -> StoreError:
-    """Return the error for a journal that another version of covey wrote."""
+    """Return the error for a journal of format `version`, which this version of covey does not read. `journal` names it."""
     advice = "finish that run with the version of covey that began it, or move the journal away to start a new cluster"
     sentence = f"{journal} has format {version}, and this version of covey reads {FORMAT}: {advice}; it was not changed"
     return StoreError(sentence, ExitCode.BAD_JOURNAL)

@@ -1,7 +1,7 @@
-"""Temporary directories of a run, and the removal of those that killed runs have left behind.
+"""Temporary directories of `covey run` and of agents, and the removal of those that killed processes have left behind.
 
-A run removes its directories when it ends. Those of a killed run are removed by the next run of the same user that ends on this
-host. A lock on a file in the directory shows that it is in use; the kernel releases the lock when the process exits.
+A process removes its directories when it ends. Those of a killed process are removed when the next process of the same user on
+this host closes one. A lock on a file in the directory shows that it is in use; the kernel releases it when the process exits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ LOCK_FILE: Final = "in-use"
 
 
 class TempDirectory:
-    """A temporary directory, removed by `close` or at the exit of the process, unless it is killed. Raises `StoreError`."""
+    """A new directory `covey-WHAT-...` in the temporary directory, removed by `close`, when this object is freed, or when the
+    process exits without being killed. The constructor raises `StoreError` if the directory cannot be created."""
 
     def __init__(self, what: str) -> None:
         try:
@@ -30,9 +31,8 @@ class TempDirectory:
             lock = os.open(unlocked_path, os.O_RDWR | os.O_CREAT, 0o600)
         except OSError as error:
             raise StoreError(f"cannot create a temporary directory ({error}): set TMPDIR to a writable directory") from None
-        with contextlib.suppress(
-            OSError
-        ):  # a file system without locks: the directory is not removed if this process is killed
+        # On a file system without locks the directory is not removed if this process is killed.
+        with contextlib.suppress(OSError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         unlocked_path.rename(Path(self.name) / LOCK_FILE)  # after locking, because another run may remove an unlocked directory
         self._finalizer = weakref.finalize(self, _remove_folder, self.name, lock)
@@ -43,6 +43,7 @@ class TempDirectory:
         return Path(self.name).exists()
 
     def close(self) -> None:
+        """Remove this directory and those that killed processes have left behind."""
         self._finalizer()
         remove_abandoned_folders()
 
@@ -53,7 +54,7 @@ def _remove_folder(name: str, lock: int) -> None:
 
 
 def remove_abandoned_folders() -> None:
-    """Remove the directories that killed runs of this user have left behind."""
+    """Remove the directories that killed processes of this user have left behind. Those that cannot be removed stay."""
     for path in Path(tempfile.gettempdir()).glob(f"covey-*/{LOCK_FILE}"):
         with contextlib.suppress(OSError):  # removed by another run, in use, or another user's
             lock = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
