@@ -1,4 +1,4 @@
-"""Host and port: parse, listen, and find the process that owns a port in use."""
+"""Host and port: parse them, listen there, find a free port, and find the process that owns a port in use."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ QUOTED_MAX = 80  # characters of the input that an error message quotes
 
 
 def ip_version(host: str) -> int | None:
-    """Return 4 or 6 for an IP address, None for a name."""
+    """Return 4 or 6 for an IP address (with or without a zone such as %eth0), None for any other text."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host.partition("%")[0]).version
     return None
 
 
 def strip_brackets(host: str) -> str:
-    """Return the host without the brackets of an IPv6 address."""
+    """Return the host without the brackets of an IPv6 address; unchanged if it has none."""
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
 
 
@@ -34,7 +34,10 @@ def join_host_port(host: str, port: int) -> str:
 
 
 def split_host_port(text: str, default_port: int = 0) -> tuple[str, int]:
-    """Return host and port of HOST:PORT, [IPv6]:PORT, or a host alone. Raises `UsageError`."""
+    """Return host and port of HOST:PORT or [IPv6]:PORT. The port is `default_port` for a host alone, also an IPv6 address.
+
+    Raises `UsageError` for an invalid host name and for a port that is not 1 to 65535.
+    """
     host, port_text = text, ""
     if text.startswith("["):
         host, _, rest = text[1:].partition("]")
@@ -53,21 +56,26 @@ def split_host_port(text: str, default_port: int = 0) -> tuple[str, int]:
 
 
 def split_list(hosts: str, port: int) -> list[tuple[str, int]]:
-    """Return the addresses in a list such as MS_SCHED_HOST: HOST,HOST or HOST:PORT,HOST:PORT."""
+    """Return the addresses in a list such as MS_SCHED_HOST: HOST,HOST or HOST:PORT,HOST:PORT. `port` is that of a host without
+    one.
+
+    A text without a comma is one host, in which no port is looked for. Raises `UsageError` as `split_host_port`.
+    """
     if "," not in hosts:
         return [(strip_brackets(hosts), port)]
     return [split_host_port(item.strip(), port) for item in hosts.split(",")]
 
 
 class AddressNotLocal(UsageError):
-    """The address to listen at is not an address of this host."""
+    """The address at which to listen is not an address of this host."""
 
 
 def listen(host: str, port: int, what: str) -> list[socket.socket]:
-    """Return listening sockets for a host name or address; port 0 chooses a free port.
+    """Return listening, non-blocking sockets, one per address of a host name or address; port 0 chooses one free port for all.
 
-    `what` names the setting of the address in error messages. Raises `UsageError`; `AddressNotLocal` if the address is not
-    local.
+    After the first socket, an address at which this host cannot listen is skipped, unless its port is in use. `what` names the
+    setting of the address in error messages. Raises `AddressNotLocal` if the first address is not of this host, and
+    `UsageError` if the name cannot be resolved, the port is in use, or listening fails for another reason.
     """
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -99,7 +107,7 @@ def listen(host: str, port: int, what: str) -> list[socket.socket]:
 
 
 def is_local(host: str) -> bool:
-    """Return whether this host can listen at a name or address."""
+    """Return whether this host can listen at a name or address. It listens at a free port for a moment to find out."""
     try:
         for sock in listen(host, 0, "address"):
             sock.close()
@@ -119,7 +127,11 @@ def _listen_error(error: OSError, host: str, port: int, what: str) -> UsageError
 
 
 def describe_port_owner(port: int) -> str:
-    """Return the process that listens on a port as " by python train.py (process 123)"; "" if this user may not see it."""
+    """Return the process that listens on a TCP port as " by python train.py (process 123)", with at most 80 characters of its
+    command.
+
+    Return "" if there is none, or if this user may not see it.
+    """
     with contextlib.suppress(psutil.Error, OSError):
         for connection in psutil.net_connections("tcp"):
             local = connection.laddr
@@ -130,7 +142,8 @@ def describe_port_owner(port: int) -> str:
 
 
 def find_free_port(host: str) -> int:
-    """Return a free port. Another process may bind it before it is used: prefer passing a bound socket."""
+    """Return a free TCP port at the IP address or name `host`. Another process may bind it before it is used: prefer passing a
+    bound socket. Raises `OSError` if `host` is not local."""
     kind = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(kind, socket.SOCK_STREAM) as sock:
         sock.bind((host, 0))

@@ -1,7 +1,8 @@
-"""A port whose clients send a token first and are then served on a thread each: state between ranks, rows of parameters.
+"""A TCP server whose clients send a token first and are then served on a thread each.
 
-A client without a token costs a thread and a descriptor, so their number is limited: above `UNAUTHENTICATED_MAX` the oldest
-idle one is closed. Clients that only connect therefore do not keep out others, which send the token immediately.
+Ranks use it to hand over state, parameter servers to receive requests. A client that has not sent the token costs a thread and
+a descriptor. If there are more than `UNAUTHENTICATED_MAX` of them, the oldest one without unread bytes is closed, so that
+clients that only connect do not keep out clients that send the token immediately.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-TOKEN_SIZE: Final = 32
-UNAUTHENTICATED_MAX: Final = 256
+TOKEN_SIZE: Final = 32  # characters, hexadecimal
+UNAUTHENTICATED_MAX: Final = 256  # connections that have not sent the token yet
 BACKLOG: Final = 4096
 RETRY_DELAY_S: Final = 0.05  # pause when the system has no descriptors or threads left
 
@@ -26,11 +27,15 @@ log = logging.getLogger("covey")
 
 
 class AuthenticatedServer:
-    """Accepts connections until closed. `serve` is called on its own thread per connection; its `OSError` and `EOFError` are
-    ignored."""
+    """Accepts connections at `port` until closed. For a client that sends `token`, `serve` is called with the connection on a
+    thread of its own; `OSError` and `EOFError` of `serve` are ignored. The connection is closed when `serve` returns."""
 
     def __init__(self, address: str, serve: Callable[[socket.socket], None], name: str, *, first_s: float) -> None:
-        """Listen at a free port of `address`. A client must send the token within `first_s` seconds."""
+        """Listen at a free port of the IP address `address`. Raises `OSError` if that fails.
+
+        A client that sends nothing for `first_s` seconds before its token is complete is closed. `serve` receives the
+        connection with this timeout set.
+        """
         self.token = secrets.token_hex(TOKEN_SIZE // 2)
         self._serve_connection, self._thread_name, self._token_timeout_s = serve, name, first_s
         self._unauthenticated: dict[socket.socket, None] = {}  # the oldest first
@@ -42,6 +47,7 @@ class AuthenticatedServer:
         threading.Thread(target=self._accept_connections, name=f"{name} port", daemon=True).start()
 
     def close(self) -> None:
+        """Stop listening. Open connections stay open, and one more client may still be accepted."""
         with contextlib.suppress(OSError):
             self._socket.close()
 
@@ -68,7 +74,8 @@ class AuthenticatedServer:
                 self._on_accept_error(error)
 
     def _on_accept_error(self, error: Exception) -> None:
-        """Handle missing descriptors or threads: log once, pause, and close the oldest client without a token."""
+        """Handle missing descriptors or threads: log a warning once until a client is accepted again, pause for
+        `RETRY_DELAY_S`, and close the oldest client that has not sent anything. Does nothing after `close`."""
         if self._socket.fileno() >= 0:
             if not self._out_of_resources:
                 log.warning("cannot accept connections: %s", error)
@@ -102,7 +109,7 @@ class AuthenticatedServer:
 
 
 def _has_unread_data(connection: socket.socket) -> bool:
-    """Return whether the connection has received bytes that its thread has not read yet."""
+    """Return whether the connection has received bytes, or its end, that its thread has not read yet."""
     waiting = select.poll()
     waiting.register(connection, select.POLLIN)
     return bool(waiting.poll(0))

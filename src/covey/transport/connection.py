@@ -1,9 +1,10 @@
-"""A connection between a node and its scheduler, over TCP with or without TLS, or between a child and its agent.
+"""Connections of a scheduler or server with its nodes and clients, over TCP with or without TLS, and of an agent with its
+children.
 
-After a handshake it carries messages in both directions until one side closes it. It reports to its owner by three callbacks
-and makes no decisions. Limits: the handshake must be complete within `HANDSHAKE_TIMEOUT_S`, and a peer that does not read is
-disconnected when `WRITE_BUFFER_MAX` bytes are queued. If too many peers connect without sending anything, the oldest of them is
-closed, so that they do not keep other peers out.
+After a handshake a connection carries messages in both directions until one side closes it. It reports to its owner by
+callbacks. Limits: the handshake must be complete within `HANDSHAKE_TIMEOUT_S`, and a peer that does not read is disconnected
+when more than `WRITE_BUFFER_MAX` bytes are queued. If more than `UNAUTHENTICATED_MAX` peers (or half the limit of open files)
+have connected without sending anything, the oldest of them is closed, so that they do not keep other peers out.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ TCP_INFO_LAST_ACK: Final = slice(56, 60)  # field of the kernel's tcp_info: mill
 T = TypeVar("T")
 
 
-class UnauthenticatedPeers(Generic[T]):
-    """Peers that connected and have not sent anything, the oldest first."""
+class SilentPeers(Generic[T]):
+    """Peers that connected and have not sent anything, the oldest first; always empty if `limit` is 0."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit  # 0: no limit
         self._peers: dict[T, None] = {}
 
     def add_and_evict(self, peer: T) -> T | None:
-        """Add a peer; return the oldest one if the limit is exceeded, else None."""
+        """Add a peer. If there are now more than the limit, remove and return the oldest one, else return None."""
         if not self._limit:
             return None
         self._peers[peer] = None
@@ -68,12 +69,14 @@ class UnauthenticatedPeers(Generic[T]):
 
 
 class NoListenerError(PeerError):
-    """The host refused the connection: no process listens on the port."""
+    """The host refused the connection, because no process listens on the port. A host name with several addresses that all
+    refuse raises a plain `PeerError` instead."""
 
 
 class Connection(asyncio.Protocol):
-    """One end of a connection. `on_open`, `on_message` and `on_close` are called in the event loop, in that order.
-    `on_mindspore` is called for a peer that uses MindSpore's protocol, while the connection is still open."""
+    """One end of a connection. The callbacks are called in the event loop: `on_open` after the handshake, `on_message` for each
+    message, and at the end `on_close` once, with the reason, also if the handshake failed. At a listener, `on_mindspore` is
+    called for a peer that uses MindSpore's protocol, before this side closes the connection."""
 
     __slots__ = (
         "_frame_decoder",
@@ -108,16 +111,16 @@ class Connection(asyncio.Protocol):
         on_close: Callable[[Connection, str], None],
         on_mindspore: Callable[[Connection], None] = lambda connection: None,
     ) -> None:
-        self.id = 0
-        self.scheduler_clock = 0.0  # at a node: the scheduler's wall clock during the handshake
-        self.leader_token = 0  # at a node: the scheduler's fencing token
+        self.id = 0  # set by the owner
+        self.scheduler_clock = 0.0  # at a node: the scheduler's wall clock during the handshake, seconds since 1970
+        self.leader_token = 0  # at a node: the scheduler's fencing token; 0: no standbys
         self.silence_s = -1.0  # at a node: seconds without a message after which the scheduler is lost; negative: no limit
-        self.peer_address = ""
-        self.peer_port = 0
-        self.unauthenticated_peers: UnauthenticatedPeers[Connection] = UnauthenticatedPeers(0)  # shared by a listener's
-        self.close_reason = ""
-        self.violated_protocol = False  # the peer sent something invalid
-        self.refused_by_peer = False  # the peer refuses this process permanently
+        self.peer_address = ""  # IP address; "?" or a path for a Unix socket
+        self.peer_port = 0  # 0 for a Unix socket
+        self.unauthenticated_peers: SilentPeers[Connection] = SilentPeers(0)  # one object for all connections of a listener
+        self.close_reason = ""  # the first reason that this side gave to `close` or `abort`
+        self.violated_protocol = False  # the handshake failed, or the peer sent something invalid
+        self.refused_by_peer = False  # the handshake failed, and a retry would fail in the same way
         self.peer_requires_no_secret = False  # this side refused the peer, which does not require the join secret
         self.on_open = on_open
         self.on_message = on_message
@@ -151,7 +154,7 @@ class Connection(asyncio.Protocol):
         return self._send_hello() if self._hello_timer is None else None
 
     def _send_hello(self) -> None:
-        """Send the first line of the handshake."""
+        """Send this side's first line of the handshake. A client then insists on its secret if the peer is beyond loopback."""
         if self._hello_timer is not None:
             self._hello_timer.cancel()
             self._hello_timer = None
@@ -161,8 +164,8 @@ class Connection(asyncio.Protocol):
         self._write(self._handshake.first_line())
 
     def _abort_self_connection(self, sock: Any) -> None:
-        """Abort a connection of a socket to itself, which can happen for a free port of the ephemeral range. Linger is off, so
-        that the port is free immediately."""
+        """Abort a connection of a socket to itself, which TCP can make if no process listens on a port of the ephemeral range.
+        SO_LINGER is 0 seconds, so that the port is free immediately."""
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.abort("no process listens there")
 
@@ -190,38 +193,42 @@ class Connection(asyncio.Protocol):
         self.on_close(self, reason)
 
     def send(self, message: Message) -> None:
-        """Queue a message. On a closed connection it is dropped; `on_close` reports the loss."""
+        """Queue a message; drop it if the connection is closed or closing. If more than `WRITE_BUFFER_MAX` bytes are then
+        queued, the connection is aborted."""
         self._write(encode_frame(message))
 
     def close(self, reason: str = "closed by this side") -> None:
-        """Close after the queued messages are sent."""
+        """Close after the queued messages are sent. `on_close` receives the first reason given here or to `abort`."""
         self.close_reason = self.close_reason or reason
         if self._transport is not None:
             self._transport.close()
 
     def abort(self, reason: str) -> None:
-        """Close immediately and drop the queued messages."""
+        """Close immediately and drop the queued messages. `on_close` receives the first reason given here or to `close`."""
         self.close_reason = self.close_reason or reason
         if self._transport is not None:
             self._transport.abort()
 
     def fileno(self) -> int:
-        """Return the socket's descriptor; -1 if closed."""
+        """Return the socket's descriptor; -1 if the connection is closed."""
         sock = self._transport.get_extra_info("socket") if self._transport is not None else None
         return sock.fileno() if sock is not None else -1
 
     def unsent_bytes(self) -> int:
-        """Return the number of queued bytes."""
+        """Return the number of bytes that are queued and not yet passed to the kernel; 0 on a closed connection."""
         return self._transport.get_write_buffer_size() if self._transport is not None else 0
 
     def since_last_ack_s(self) -> float:
-        """Return the seconds since the peer's kernel last acknowledged data. Raises `OSError` on a closed connection."""
+        """Return the seconds since the last acknowledgement of the peer's kernel arrived, also one of a keepalive.
+
+        Raises `OSError` on a closed connection and on a Unix socket.
+        """
         with socket.socket(fileno=os.dup(self.fileno())) as sock:
             info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_LAST_ACK.stop)
         return int.from_bytes(info[TCP_INFO_LAST_ACK], sys.byteorder) / 1000
 
     def local_address(self) -> str:
-        """Return the local address of the connection, by which the peer reaches this host."""
+        """Return the local IP address of an open TCP connection."""
         assert self._transport is not None
         return str(self._transport.get_extra_info("sockname")[0])
 
@@ -283,8 +290,9 @@ class Connection(asyncio.Protocol):
 
 
 def set_tcp_options(sock: Any) -> None:
-    """Disable Nagle's algorithm, and set keepalive (after 10 s) and a timeout of 30 s, by which the kernel detects a lost
-    host."""
+    """Set the options by which the kernel detects a lost host: keepalive after 10 s without data, then every 5 s, and an error
+    if data is not acknowledged for 30 s. Disable Nagle's algorithm. Options that the socket lacks are skipped; None is
+    ignored."""
     options = (
         (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -299,7 +307,8 @@ def set_tcp_options(sock: Any) -> None:
 
 
 class Listener:
-    """Accepts connections on bound sockets until closed."""
+    """Accepts connections on bound sockets between `open` and `close`. `calls` are the callbacks of each `Connection`. If a TLS
+    handshake fails, `on_close` is called with a `Connection` that was never open. Unix sockets do not use TLS."""
 
     def __init__(
         self,
@@ -321,9 +330,9 @@ class Listener:
         self._callbacks = calls
         self._servers: list[asyncio.Server] = []
         self._tasks: set[asyncio.Task[None]] = set()
-        self._unauthenticated: UnauthenticatedPeers[Connection] = UnauthenticatedPeers(silent_max)
+        self._unauthenticated: SilentPeers[Connection] = SilentPeers(silent_max)
         # TLS connections that have not sent anything
-        self._awaiting_first_bytes: UnauthenticatedPeers[asyncio.Future[None]] = UnauthenticatedPeers(silent_max)
+        self._awaiting_first_bytes: SilentPeers[asyncio.Future[None]] = SilentPeers(silent_max)
         self._tls_handshakes = 0
 
     async def open(self) -> None:
@@ -353,7 +362,8 @@ class Listener:
         task.add_done_callback(self._tasks.discard)
 
     async def _accept_tls(self, sock: socket.socket) -> None:
-        """Accept TLS connections. asyncio's server does not report failed handshakes, so they are accepted here."""
+        """Accept TLS connections until cancelled. asyncio's server does not report failed handshakes, so it is not used
+        here."""
         while True:
             try:
                 accepted, peer = await asyncio.get_running_loop().sock_accept(sock)
@@ -382,7 +392,11 @@ class Listener:
             )
 
     async def _wait_for_first_bytes(self, accepted: socket.socket) -> None:
-        """Wait for the first bytes, so that an idle connection does not count as a handshake. Raises `PeerError`."""
+        """Wait for the first bytes, so that an idle connection does not count as a TLS handshake.
+
+        Raises `PeerError` if none arrive within `HANDSHAKE_TIMEOUT_S`, if this is the oldest of too many idle connections, or
+        if `TLS_HANDSHAKES_MAX` handshakes are in progress.
+        """
         loop = asyncio.get_running_loop()
         readable: asyncio.Future[None] = loop.create_future()
         if (oldest := self._awaiting_first_bytes.add_and_evict(readable)) is not None:
@@ -415,10 +429,11 @@ async def connect(
     decoder: Any = from_scheduler_decoder,
     **calls: Any,
 ) -> Connection:
-    """Connect once to a scheduler, or to a peer of another `role`. Returns before the handshake; raises `PeerError`.
+    """Connect once to a scheduler, or to another peer that `role` names in messages; return after TLS and before the handshake.
 
-    `insist`: the secret was configured, so a peer that does not require it is refused. Beyond loopback such a peer is refused
-    too if the secret comes from the user's own file.
+    `calls` are the callbacks of the `Connection`. With `insist`, a peer that does not require the secret is refused; beyond
+    loopback such a peer is always refused. An empty secret is never insisted on. Raises `PeerError` if there is no connection
+    within `CONNECT_TIMEOUT_S`, and `NoListenerError` if no process listens.
     """
     loop = asyncio.get_running_loop()
     where = f"the {role} at {address.join_host_port(host, port)}"
@@ -440,7 +455,8 @@ async def connect(
 
 
 async def connect_to_agent(path: str, **calls: Any) -> Connection:
-    """Connect to the agent of this process at its Unix socket. Raises `PeerError`."""
+    """Connect to an agent at the path of its Unix socket, and return before the handshake. `calls` are the callbacks of the
+    `Connection`. Raises `PeerError` if there is no connection within `CONNECT_TIMEOUT_S`."""
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):

@@ -1,4 +1,4 @@
-"""Frames: a 4-byte length, then a message as msgpack of a tagged Struct. No I/O."""
+"""Frames: the length of the message in 4 bytes (big-endian), then the message as msgpack of a tagged Struct. No I/O."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from covey.core.messages import FromAgent, FromChild, FromNode, FromScheduler, LastHeardRequest, Message
 from covey.errors import PeerError
 
-FRAME_MAX: Final = 16 * 1024 * 1024  # bytes; a view of 50,000 nodes fits
+FRAME_MAX: Final = 16 * 1024 * 1024  # bytes of a received message; a view of 50,000 nodes fits
 HEADER_BYTES: Final = 4
 
 _encoder = msgspec.msgpack.Encoder()
@@ -31,7 +31,7 @@ _last_frame = _LastFrame()
 
 
 def encode_frame(message: Message) -> bytes:
-    """Return the frame of a message."""
+    """Return the frame of a message. Its size is not checked; a receiver refuses more than `FRAME_MAX` bytes."""
     if message is not _last_frame.message:
         body = _encoder.encode(message)
         _last_frame.message, _last_frame.data = message, len(body).to_bytes(HEADER_BYTES, "big") + body
@@ -39,7 +39,7 @@ def encode_frame(message: Message) -> bytes:
 
 
 class FrameDecoder:
-    """Incremental decoder of frames."""
+    """Incremental decoder of a stream of frames, each with a message of at most `limit` bytes."""
 
     __slots__ = ("_buffer", "_decoder", "_limit")
 
@@ -49,7 +49,8 @@ class FrameDecoder:
         self._buffer = b""
 
     def feed(self, data: bytes) -> list[Any]:
-        """Return the messages that `data` completes. Raises `PeerError` for an invalid or too large frame."""
+        """Add received bytes and return the messages that they complete, maybe none. Raises `PeerError` for an invalid or too
+        large message; earlier messages in `data` are then lost, and the decoder must not be used again."""
         buffer = self._buffer + data if self._buffer else data
         messages: list[Any] = []
         start = 0
@@ -62,11 +63,8 @@ class FrameDecoder:
                 break
             try:
                 messages.append(self._decoder.decode(buffer[start + HEADER_BYTES : end]))
-            except (
-                msgspec.DecodeError,
-                UnicodeDecodeError,
-                RecursionError,
-            ) as error:  # msgspec raises the last two as they are
+            # msgspec does not convert the last two to DecodeError.
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise PeerError(f"invalid message: {error}") from None
             start = end
         self._buffer = buffer[start:]

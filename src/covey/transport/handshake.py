@@ -5,11 +5,13 @@
     node:           NONCE PROOF
     scheduler:      ok PROOF CLOCK TOKEN SILENCE    or: no MESSAGE
 
-A proof is an HMAC over both nonces. The secret itself is never sent, and both sides prove that they have it. The lines are
-text, so `telnet HOST PORT` shows what listens there. A node sends its first line without waiting for the scheduler's, so that a
-peer with TLS or another protocol is detected immediately. The scheduler sends its line after the peer's first bytes, or after a
-second without any, because a MindSpore process closes a connection that receives bytes before it has sent its own. Frames
-follow.
+A proof is an HMAC over both nonces, or "-" without a secret. The secret itself is never sent, and both sides prove that they
+have it. CLOCK is the scheduler's wall clock in seconds, TOKEN its fencing token (0: no standbys). SILENCE is the number of
+seconds without a message after which the node connects to another scheduler (negative: never). "no" may also answer the node's
+first line. The lines are text, so `telnet HOST PORT` shows what listens there. A node sends its first line without waiting for
+the scheduler's, so that a peer with TLS or another protocol is detected immediately. The scheduler sends its line after the
+peer's first bytes, or after a second without any, because a MindSpore process closes a connection that receives bytes before it
+has sent its own. Frames follow.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ MINDSPORE_PEER_REASON: Final = (
 
 
 class HandshakeError(PeerError):
-    """The handshake failed. `reply` is sent to the peer, in its own protocol if that is known (HTTP).
+    """The handshake failed. The caller sends `reply` to the peer (b"": nothing); it is HTTP if the peer uses HTTP.
 
     `final`: the peer is covey, and a retry would fail in the same way.
     """
@@ -69,13 +71,14 @@ class ServerHandshake:
         self._buffer = b""
 
     def first_line(self) -> bytes:
-        """Return the first line of this side."""
+        """Return the scheduler's first line, with its newline."""
         return f"covey/{PROTOCOL} {self._nonce} {'secret' if self._secret else 'open'}\n".encode()
 
     def feed(self, data: bytes, clock: float) -> tuple[bytes, bytes] | None:
         """Add received bytes. Return None while the handshake is incomplete, then the reply and the bytes after the handshake.
 
-        `clock` is the wall clock sent to the node. Raises `HandshakeError`.
+        `clock` is the wall clock sent to the node, in seconds. Raises `HandshakeError` if the node has another protocol or
+        version, sends an invalid line, or does not prove the secret.
         """
         self._buffer += data
         _reject_other_protocols(self._buffer)
@@ -104,7 +107,8 @@ class ServerHandshake:
 
 
 class ClientHandshake:
-    """The side of a node, an agent or a client. `where` names the other side in error messages."""
+    """The side of a node, an agent or a client. `where` names the other side in error messages. With `insist`, a peer that does
+    not require the secret is refused; it has no effect if the secret is empty."""
 
     def __init__(self, secret: str, *, insist: bool = False, where: str = "the scheduler") -> None:
         self._secret = secret
@@ -120,17 +124,19 @@ class ClientHandshake:
         self.silence_s = -1.0  # seconds without a message after which the scheduler is lost; negative: no limit
 
     def insist(self) -> None:
-        """Refuse a peer that does not require the secret, if this side has one."""
+        """Refuse a peer that does not require the secret, if this side has one. Must be called before the peer's first line."""
         self._requires_secret = bool(self._secret)
 
     def first_line(self) -> bytes:
-        """Return the first line of this side."""
+        """Return the node's first line, with its newline."""
         return f"covey/{PROTOCOL}\n".encode()
 
     def feed(self, data: bytes) -> tuple[bytes, bytes | None]:
-        """Add received bytes. Return the bytes to send, and None while the handshake is incomplete, else the bytes after it.
+        """Add received bytes. Return the bytes to send, maybe none, and None while the handshake is incomplete, else the bytes
+        after it.
 
-        Raises `HandshakeError`.
+        Raises `HandshakeError` if the peer has another protocol or version, sends an invalid line, refuses this side, or does
+        not prove the secret, and `SecretNotRequired` if it does not require the secret on which this side insists.
         """
         self._buffer += data
         reply = b""
@@ -189,7 +195,7 @@ class ClientHandshake:
 
 
 def is_mindspore(data: bytes) -> bool:
-    """Return whether these first bytes are MindSpore's protocol."""
+    """Return whether the first bytes of a peer are MindSpore's protocol; False for fewer than 4 bytes."""
     return data.startswith(_MINDSPORE_MAGIC)
 
 
@@ -203,7 +209,8 @@ def _make_refusal(message: str) -> HandshakeError:
 
 
 def _reject_other_protocols(data: bytes) -> None:
-    """Raise `HandshakeError`, with the detected protocol, if the bytes cannot be the beginning of a handshake."""
+    """Raise `HandshakeError` if the bytes cannot be the beginning of a handshake. Its message names the protocol if that is
+    MindSpore's, TLS or HTTP."""
     if data[: len(_MAGIC)] == _MAGIC[: len(data)]:
         if b"\n" not in data[:LINE_MAX] and len(data) > LINE_MAX:
             raise HandshakeError("its handshake line is too long")

@@ -41,8 +41,10 @@ def make_authority(
 ) -> list[Path]:
     """Write an authority, a server and a client identity, an empty revocation list and `config.json` into `folder`.
 
-    `names` are the host names and addresses in the certificates; `password` encrypts the two `.p12` files and `ca.key`. Returns
-    the paths of the files. Raises `UsageError`, and `StoreError` if a file cannot be written.
+    The certificates are valid from one day before `now` until `days` days after it. `names` are the host names and addresses in
+    the two identities; `password` encrypts the two `.p12` files and `ca.key`. Returns the paths of the files. Raises
+    `UsageError` if an argument is invalid or one of the files exists, and `StoreError` if a file cannot be written; no file is
+    then written.
     """
     start = now or datetime.now(UTC)
     end = start + timedelta(days=_check_days(days))
@@ -69,9 +71,11 @@ def make_authority(
 
 
 def revoke_certificate(folder: Path, what: int | Path, *, password: str, now: datetime | None = None) -> Path:
-    """Add a certificate, by serial number or by its `.p12` file, to `crl.pem` in the directory; return its path.
+    """Add a certificate, by serial number or by its `.p12` file, to `crl.pem` in `folder`; return the path of `crl.pem`.
 
-    Earlier entries are kept. Raises `UsageError` and `StoreError`.
+    Earlier entries are kept with their dates. `password` decrypts `ca.key` and the `.p12` file. Whether the authority in
+    `folder` issued the certificate is not checked. Raises `UsageError` if the serial number or the password is invalid or a
+    file cannot be read, and `StoreError` if `crl.pem` cannot be written.
     """
     if isinstance(what, int) and not 0 < what < SERIAL_END:
         raise UsageError(f"{what} is not a certificate's serial number: give the p12 file, or a number of 1 to 159 bits")
@@ -221,7 +225,10 @@ def _parse_general_name(name: str) -> x509.GeneralName:
 
 
 def _write_all(folder: Path, files: dict[str, tuple[bytes, int]]) -> list[Path]:
-    """Write all files or none, because incomplete files would block the next attempt; return their paths."""
+    """Write all files or none, because incomplete files would block the next attempt; return their paths.
+
+    Raises `UsageError` if one of them exists, and `StoreError` if one cannot be written.
+    """
     existing = [name for name in files if os.path.lexists(folder / name)]
     if existing:
         raise UsageError(

@@ -1,7 +1,7 @@
 """Files of a TLS configuration, opened and checked: authorities, revocation lists, identities.
 
-All errors that can be detected at the start are detected here. Only `covey.transport.tls` imports this module, and only if TLS
-is on, because importing `cryptography` takes as long as importing the rest of the package.
+Errors in these files that can be detected at the start are detected here and raised as `UsageError`. Only `covey.transport.tls`
+imports this module, and only if TLS is on, because importing `cryptography` is slow.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _Kind = TypeVar("_Kind", bound=x509.ExtensionType)
 
 
 class TlsTrust(NamedTuple):
-    """Trusted authorities and their revocation lists."""
+    """Trusted authorities and their revocation lists; no lists if `crl_path` is empty."""
 
     authorities: list[x509.Certificate]
     revocations: list[x509.CertificateRevocationList]
@@ -41,14 +41,15 @@ class TlsTrust(NamedTuple):
 
 
 class TlsIdentity(NamedTuple):
-    """A key with its certificates as PEM, encrypted with a random temporary password."""
+    """A private key, encrypted with a random password, followed by its certificates, as PEM."""
 
     pem: bytes
     password: str
 
 
 class ValidityChecker:
-    """Checks validity dates: an expired file is an error, one that expires within `warn_days` days is a warning."""
+    """Checks validity dates. `check` raises `UsageError` for a file that has expired or is not valid yet, and adds to
+    `warnings` one that expires in less than `warn_days` days."""
 
     def __init__(self, now: datetime, warn_days: int) -> None:
         self.now = now
@@ -98,7 +99,11 @@ def _load_authorities(path: str, dates: ValidityChecker) -> list[x509.Certificat
 def _load_revocations(
     files: TlsFiles, authorities: list[x509.Certificate], dates: ValidityChecker
 ) -> list[x509.CertificateRevocationList]:
-    """Return the revocation lists of the file. Anything else in it is left out, because OpenSSL would trust a certificate."""
+    """Return the revocation lists of the file `crl_path`. A certificate in it is left out, because OpenSSL would trust it.
+
+    Raises `UsageError` if the file cannot be read or has no list, and if a list is damaged, not signed by an authority, expired
+    or not valid yet.
+    """
     path = files.crl_path
     content = read_limited(path, "the revocation list")
     blocks = re.findall(rb"-----BEGIN X509 CRL-----.*?-----END X509 CRL-----", content, re.DOTALL)
