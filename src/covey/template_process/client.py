@@ -22,20 +22,7 @@ import msgspec
 from covey.errors import CoveyError, UsageError
 from covey.runtime.lifeline import Lifeline
 from covey.runtime.restart_backoff import RestartBackoff
-from covey.template_process import fork_server
-from covey.template_process.protocol import (
-    PACKET_MAX,
-    ChildSpec,
-    Fork,
-    Forked,
-    Import,
-    Imported,
-    NotForked,
-    TemplateReply,
-    TemplateRequest,
-    encode_spec,
-    exit_from_status,
-)
+from covey.template_process import fork_server, protocol
 
 IMPORT_TIMEOUT_S = 300.0  # limit of one import request
 FORK_TIMEOUT_S = 60.0  # limit of one fork request
@@ -60,7 +47,7 @@ class TemplateProcess:
         self.exited: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # cause
         self._loop = asyncio.get_running_loop()
         self._request_lock = asyncio.Lock()
-        self._pending_reply: asyncio.Future[TemplateReply] | None = None
+        self._pending_reply: asyncio.Future[protocol.TemplateReply] | None = None
         self._output_fd = os.memfd_create("covey-template")
         self._socket, template_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
@@ -86,7 +73,9 @@ class TemplateProcess:
         self._loop.add_reader(self._pidfd, self._on_exit)
         self._loop.add_reader(self._socket, self._on_packet)
 
-    async def request(self, order: TemplateRequest, fds: Sequence[int] = (), *, limit_s: float) -> TemplateReply:
+    async def request(
+        self, order: protocol.TemplateRequest, fds: Sequence[int] = (), *, limit_s: float
+    ) -> protocol.TemplateReply:
         """Send a request and return the reply. Raises `TemplateExited`. A cancelled caller does not disturb the next request,
         because the exchange continues until its reply."""
         # Copies, because the caller may close its descriptors before the exchange begins.
@@ -97,7 +86,9 @@ class TemplateProcess:
         )  # retrieve the exception even if the caller was cancelled
         return await asyncio.shield(exchange)
 
-    async def _request_in_turn(self, order: TemplateRequest, fds: Sequence[int], limit_s: float) -> TemplateReply:
+    async def _request_in_turn(
+        self, order: protocol.TemplateRequest, fds: Sequence[int], limit_s: float
+    ) -> protocol.TemplateReply:
         try:
             async with self._request_lock:
                 return await self._send_request(order, fds, limit_s)
@@ -105,7 +96,9 @@ class TemplateProcess:
             for fd in fds:
                 os.close(fd)
 
-    async def _send_request(self, order: TemplateRequest, fds: Sequence[int], limit_s: float) -> TemplateReply:
+    async def _send_request(
+        self, order: protocol.TemplateRequest, fds: Sequence[int], limit_s: float
+    ) -> protocol.TemplateReply:
         if self.exited.done():
             raise TemplateExited
         self._pending_reply = self._loop.create_future()
@@ -123,7 +116,7 @@ class TemplateProcess:
 
     def _on_packet(self) -> None:
         try:
-            packet = self._socket.recv(PACKET_MAX)
+            packet = self._socket.recv(protocol.PACKET_MAX)
         except BlockingIOError:
             return
         except OSError:
@@ -132,7 +125,7 @@ class TemplateProcess:
             self._loop.remove_reader(self._socket)
         elif self._pending_reply is not None and not self._pending_reply.done():
             try:
-                self._pending_reply.set_result(msgspec.msgpack.decode(packet, type=TemplateReply))
+                self._pending_reply.set_result(msgspec.msgpack.decode(packet, type=protocol.TemplateReply))
             except msgspec.MsgspecError as error:
                 self._pending_reply.set_exception(error)
 
@@ -143,7 +136,7 @@ class TemplateProcess:
         self._loop.remove_reader(self._socket)
         if self._pending_reply is not None and not self._pending_reply.done():
             self._pending_reply.set_exception(TemplateExited())
-        cause = exit_from_status("template", self.pid, os.waitstatus_to_exitcode(status)).reason
+        cause = protocol.exit_from_status("template", self.pid, os.waitstatus_to_exitcode(status)).reason
         output = self.output_tail()
         self.exited.set_result(f"{cause}; its output: {output}" if output else cause)
         self._socket.close()
@@ -174,32 +167,34 @@ class TemplateClient:
         """Pid of the running template; 0 if there is none."""
         return 0 if self._template is None or self._template.exited.done() else self._template.pid
 
-    async def fork(self, spec: ChildSpec, outputs: Sequence[int]) -> tuple[int, Lifeline] | None:
+    async def fork(self, spec: protocol.ChildSpec, outputs: Sequence[int]) -> tuple[int, Lifeline] | None:
         """Fork a child and return its pid and lifeline; None if there is no template. Raises `CoveyError` if it cannot be
         forked."""
-        with open_memory_file(encode_spec(spec)) as data:
+        with open_memory_file(protocol.encode_spec(spec)) as data:
             for _ in range(FORK_ATTEMPTS_MAX):
                 template = await self._wait_until_ready()
                 if template is None:
                     return None
                 lifeline_pipe = Lifeline()
                 try:
-                    reply = await template.request(Fork(), [data, lifeline_pipe.read_end, *outputs], limit_s=FORK_TIMEOUT_S)
+                    reply = await template.request(
+                        protocol.Fork(), [data, lifeline_pipe.read_end, *outputs], limit_s=FORK_TIMEOUT_S
+                    )
                 except BaseException as error:
                     lifeline_pipe.close()  # kills the child if it was forked nevertheless
                     if not isinstance(error, TemplateExited):
                         raise
                     continue
-                if isinstance(reply, Forked):
+                if isinstance(reply, protocol.Forked):
                     lifeline_pipe.close_read_end()
                     return reply.pid, lifeline_pipe
                 lifeline_pipe.close()
                 self._on_fork_refused(spec.name, template, reply)
         return None
 
-    def _on_fork_refused(self, name: str, template: TemplateProcess, reply: TemplateReply) -> None:
-        reason = reply.reason if isinstance(reply, NotForked) else f"unexpected reply {type(reply).__name__}"
-        if not isinstance(reply, NotForked) or reply.template_unusable:
+    def _on_fork_refused(self, name: str, template: TemplateProcess, reply: protocol.TemplateReply) -> None:
+        reason = reply.reason if isinstance(reply, protocol.NotForked) else f"unexpected reply {type(reply).__name__}"
+        if not isinstance(reply, protocol.NotForked) or reply.template_unusable:
             log.warning("the template (pid %d) cannot be forked any more (%s): replacing it", template.pid, reason)
             template.kill()
         else:
@@ -269,10 +264,10 @@ class TemplateClient:
 
     async def _import_modules(self, template: TemplateProcess, names: Sequence[str]) -> None:
         try:
-            reply = await template.request(Import(list(names)), limit_s=IMPORT_TIMEOUT_S)
+            reply = await template.request(protocol.Import(list(names)), limit_s=IMPORT_TIMEOUT_S)
         except TemplateExited:
             return
-        if not isinstance(reply, Imported):
+        if not isinstance(reply, protocol.Imported):
             template.kill()
             return
         for name, reason in reply.failed.items():

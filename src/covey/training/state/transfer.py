@@ -96,11 +96,11 @@ class TransferServer:
         """`handlers`: for each of `REQUEST_KINDS` the function that is called with the request's argument."""
         self._handlers = {REQUEST_KINDS[kind]: found for kind, found in handlers.items()}
         self._free_transfers = threading.Semaphore(TRANSFERS_MAX)
-        self._token_server = AuthenticatedServer(address, self._serve, "covey gift", first_s=REQUEST_TIMEOUT_S)
-        self.port, self.token = self._token_server.port, self._token_server.token
+        self._server = AuthenticatedServer(address, self._serve, "covey gift", first_s=REQUEST_TIMEOUT_S)
+        self.port, self.token = self._server.port, self._server.token
 
     def close_in_child(self) -> None:
-        self._token_server.close()
+        self._server.close()
 
     def _serve(self, connection: socket.socket) -> None:
         with self._free_transfers, contextlib.suppress(msgspec.MsgspecError):  # a disconnected receiver requests again
