@@ -155,12 +155,15 @@ def test_all_workers_are_restarted_until_success(shell: Shell) -> None:
 # -- restarts, without torch -----------------------------------------------------------------------------------------
 
 FAILS = """
-import os, sys, time
+import os, pathlib, sys, time
 life = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 print("LIFE", life, os.environ["MASTER_PORT"], flush=True)
-if os.environ["RANK"] == "1" and life < int(sys.argv[1]):
-    sys.exit(40 + life)
+pathlib.Path(f"printed.{os.environ['RANK']}.{life}").touch()
 if life < int(sys.argv[1]):
+    while os.environ["RANK"] == "1" and not pathlib.Path(f"printed.0.{life}").exists():
+        time.sleep(0.01)  # rank 0 is killed when this rank exits
+    if os.environ["RANK"] == "1":
+        sys.exit(40 + life)
     time.sleep(1000)
 """
 
