@@ -6,8 +6,9 @@ covey.init()                                   # joins the cluster; alone, the w
 rank, world = covey.get_rank(), covey.get_group_size()
 covey.reduce([p.grad for p in model.parameters()])   # the mean of the gradients over all workers
 
-Each public name is imported from its module on first use, because commands and schedulers need none of them. Type
-checkers and editors read the imports below `TYPE_CHECKING`; `_NAMES_BY_MODULE` has the same names, which a test compares.
+The module of a public name is imported when the name is first used, so that commands and schedulers do not import what only
+scripts need. Type checkers and editors read the imports below `TYPE_CHECKING`. `_NAMES_BY_MODULE` has the same names except
+`federated`; a test compares them.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ _MODULE_BY_NAME: Final = {name: module for module, names in _NAMES_BY_MODULE.ite
 if not TYPE_CHECKING:  # so that a type checker reports a name that does not exist
 
     def __getattr__(name: str) -> Any:
-        """Import a public name when it is first used."""
+        """Import a public name when it is first used. Raise AttributeError for any other name."""
         if name == "federated":
             return importlib.import_module("covey.federated")
         if name not in _MODULE_BY_NAME:

@@ -3,13 +3,18 @@
 `write_atomically` writes a temporary file in the same directory, syncs it, renames it to its name and syncs the directory. It
 guarantees:
 
-* A reader, also after a crash or a power cut, finds the old content or the new content, never a part.
-* When it returns, the new content survives a power cut. With `durable=False` it syncs nothing: a power cut may then lose the
-  new content or leave an empty file, a crash of the process may not.
-* If it raises, the file is unchanged and the temporary file is removed.
+* A reader, also after a crash or a power cut, finds the old content or the new content, never a part. A crash may leave the
+  temporary file.
+* When it returns, the new content survives a power cut.
+* If it raises `OSError`, the file is unchanged and the temporary file is removed. Exception: if only the sync of the directory
+  failed, the new content is in place but may not survive a power cut.
 
-It does not guarantee an order between writers: of two processes that write the same file, the one that renames last wins. The
-other functions are its steps, for files that a library writes, or that several names depend on. All raise `OSError`.
+With `durable=False` nothing is synced: a power cut may lose the new content or leave an empty file, a crash of the process may
+not.
+
+There is no order between writers: of two processes that write the same file, the one that renames last wins. Two threads of one
+process must not write the same file, because they would use the same temporary file. The other functions are the steps of
+`write_atomically`, for files that a library writes and for directories of several files. All raise `OSError`.
 """
 
 from __future__ import annotations
@@ -23,7 +28,7 @@ DEFAULT_MODE: Final = 0o666  # reduced by the umask, as with open()
 
 
 def write_atomically(path: Path, content: bytes, *, mode: int = DEFAULT_MODE, durable: bool = True) -> None:
-    """Replace the content of a file atomically; `mode` is the mode of the new file."""
+    """Create or replace a file atomically. The new file gets `mode`, reduced by the umask, and not the mode of the old one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
         temporary.unlink(missing_ok=True)  # left by an earlier process with this pid, maybe with another mode
@@ -45,12 +50,14 @@ def replace_durably(temporary: Path, path: Path) -> None:
 
 
 def write_synced(path: Path, content: bytes, *, mode: int = DEFAULT_MODE) -> None:
-    """Write a file in place and sync it. Its name survives a power cut only after `sync_directory`."""
+    """Write a file in place and sync its content. Its name survives a power cut only after `sync_directory`. A reader may find
+    a part of the content."""
     _write_file(path, content, mode, durable=True)
 
 
 def make_durable_directory(folder: Path) -> None:
-    """Create a directory and its missing parents, so that they survive a power cut. An existing one is accepted."""
+    """Create a directory and its missing parents, so that they survive a power cut. An existing directory is accepted; an
+    existing file of that name is not detected."""
     if not folder.parent.is_dir():
         make_durable_directory(folder.parent)
     with contextlib.suppress(FileExistsError):
@@ -59,7 +66,7 @@ def make_durable_directory(folder: Path) -> None:
 
 
 def sync_directory(folder: Path) -> None:
-    """Make the names in a directory durable."""
+    """Sync a directory, so that the names in it survive a power cut."""
     _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
 
 

@@ -1,7 +1,7 @@
-"""Exceptions of covey and their exit codes.
+"""Exceptions that covey shows to users, and its exit codes.
 
-An error message is one sentence: what happened, where, what to do. Exit codes are grouped by tens. A training process that
-fails keeps its own code (128 + n for signal n).
+An error message is one sentence: what happened, where, what to do. A training process that fails in another way keeps its own
+exit code (128 + n for signal n).
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit codes by family: 1x usage, 2x the cluster did not form, 3x another process, 4x the disk."""
+    """Exit codes by family: 1x usage; 2x the cluster did not form, or a process is unreachable or refuses; 3x another process
+    failed or ended the cluster; 4x persistent data. `EXIT_CODE_HELP` has their meanings."""
 
     OK = 0
     BAD_SETTING = 10
@@ -46,7 +47,7 @@ EXIT_CODE_HELP: dict[ExitCode, str] = {
 
 
 class CoveyError(Exception):
-    """Base of all errors: a message for the user, and the exit code of the process."""
+    """Base of all errors for users: a message, and the exit code of a process that ends with the error."""
 
     exit_code: int = ExitCode.BAD_SETTING
 
@@ -61,7 +62,7 @@ class UsageError(CoveyError):
 
 
 class PeerError(CoveyError):
-    """Another process refused a request, is unreachable, or violated the protocol."""
+    """Another process refused a request, failed, is unreachable, or violated the protocol."""
 
     exit_code = ExitCode.REFUSED
 

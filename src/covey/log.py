@@ -18,14 +18,18 @@ from covey.settings import Settings
 
 log = logging.getLogger("covey")
 QUEUED_LINES_MAX = 10_000
-FINAL_FLUSH_S = 2.0  # limit for the last lines if the output is blocked
+FINAL_FLUSH_S = 2.0  # limit for writing the queued lines at the end, if the output is blocked
 
 _LEVELS = {Level.DETAIL: logging.DEBUG, Level.NOTE: logging.INFO, Level.WARNING: logging.WARNING}
 _GLOG_LEVELS = (logging.DEBUG, logging.INFO, logging.WARNING, logging.ERROR, logging.CRITICAL)
 
 
 def configure_logging(settings: Settings, process_name: str) -> None:
-    """Send log lines to stderr, or to a file in GLOG_log_dir. `process_name` names the process in each line."""
+    """Send log lines of level GLOG_v or higher to stderr, or with GLOG_logtostderr=0 to a file in GLOG_log_dir.
+
+    `process_name` appears in each line. The handlers of an earlier call are closed. Raise UsageError if the file cannot be
+    opened.
+    """
     for old in list(log.handlers):
         log.removeHandler(old)
         old.close()
@@ -50,7 +54,11 @@ class _DroppingQueueHandler(logging.handlers.QueueHandler):
 
 @contextlib.contextmanager
 def log_in_thread() -> Iterator[None]:
-    """Write log lines in a separate thread, so that a blocked output does not block the caller."""
+    """Write log lines in a separate thread while the context lasts, so that a blocked output does not block the caller.
+
+    While `QUEUED_LINES_MAX` lines are queued, new ones are dropped. The end of the context waits at most `FINAL_FLUSH_S` for
+    the queued lines.
+    """
     handlers = list(log.handlers)
     queue_handler = _DroppingQueueHandler(queue.Queue(QUEUED_LINES_MAX))
     writer = logging.handlers.QueueListener(queue_handler.queue, *handlers)
@@ -71,9 +79,10 @@ def _flush_and_stop(writer: logging.handlers.QueueListener) -> None:
 
 
 def _open_log_file(settings: Settings, process_name: str) -> logging.Handler:
-    """Return the handler of this node's log file, in a directory per role and id, or per process without an id.
+    """Create this process's directory in GLOG_log_dir and return the handler of `covey.log` there.
 
-    Raise UsageError if it cannot be opened.
+    The directory is `sched` for a scheduler; for other processes it has their name, as in `worker_3`, and also the pid if
+    MS_NODE_ID is not set. Raise UsageError if the file cannot be opened.
     """
     name = process_name.replace(":", "_") if settings.node_id else f"{process_name}_{os.getpid()}"
     directory = Path(settings.log_dir) / ("sched" if process_name == "scheduler" else name)
@@ -85,10 +94,11 @@ def _open_log_file(settings: Settings, process_name: str) -> logging.Handler:
 
 
 def log_event(event: PublishEvent) -> None:
-    """Log an event of the core."""
+    """Log an event of a state machine at its level, as `NODE WHAT: REASON`."""
     log.log(_LEVELS[event.level], "%s %s: %s", escape_unprintable(event.node), event.what, escape_unprintable(event.reason))
 
 
 def escape_unprintable(text: str) -> str:
-    """Return the text with unprintable characters escaped, so that a peer cannot forge log lines or control a terminal."""
+    """Return the text; if it contains unprintable characters, with these, backslashes and all non-ASCII characters escaped, so
+    that a peer cannot forge log lines or control a terminal."""
     return text if text.isprintable() else text.encode("unicode_escape").decode()

@@ -1,7 +1,8 @@
 """MindSpore's `set_ps_context`: settings that a training script makes before `covey.init()`.
 
-The names are MindSpore's. Values are checked and stored until `init()` reads them. Unlike MindSpore's, a reset also resets
-the TLS settings.
+The names are MindSpore's. All values are checked and stored. covey uses `enable_ps`, the TLS settings (`enable_ssl`,
+`config_file_path` and the passwords) and, in a scheduler, `scheduler_manage_port`; the other keys have no effect. Variables
+such as COVEY_TLS take precedence over the TLS settings. Unlike MindSpore's, a reset also resets the TLS settings.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ DEFAULTS: Mapping[str, ContextValue] = {
     "enable_ssl": False,
     "client_password": "",
     "server_password": "",
-    # Not documented by MindSpore, but accepted by it.
+    # Not documented by MindSpore, but accepted by it; without effect here.
     "ms_role": "",
     "worker_num": 0,
     "server_num": 0,
@@ -49,7 +50,8 @@ _context = _PsContext()
 
 
 def set_ps_context(**kwargs: ContextValue) -> None:
-    """Set one or more keys. Raise UsageError and set none if one is invalid. Call it before `covey.init()`."""
+    """Set one or more keys. Raise UsageError and set none if a key is unknown or a value invalid. Call it before
+    `covey.init()`."""
     for key, value in kwargs.items():
         _check_value(key, value)
     _context.values.update(kwargs)
@@ -67,7 +69,8 @@ def reset_ps_context() -> None:
 
 
 def is_set(key: str) -> bool:
-    """Whether the script set this key. Only then does it override the environment."""
+    """Return whether the script set this key. If it set `scheduler_manage_port`, that overrides MS_SCHED_MANAGE_PORT. Raise
+    UsageError for an unknown key."""
     _check_key(key)
     return key in _context.values
 

@@ -1,7 +1,8 @@
 """Public functions of `covey` for training scripts: `init()`, ranks, collectives, and constructors of training objects.
 
-All other functions need `covey.init()`. Classes of `covey.training` that import torch or need the group have a function here
-that creates them.
+Before `covey.init()` the other functions raise UsageError, except `set_seed`, `DistributedDataParallel`, `ShardedOptimizer` and
+`Embedding`. A function with the name of a class of `covey.training`, such as `Loop`, returns an object of that class. It
+imports the class when it is called, because scripts without a loop may run without torch.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ FL_CONTEXT_VARIABLE: Final = "COVEY_FL_CONTEXT"  # set by `covey federated up` f
 
 
 class _ScriptState:
-    """State of `covey` in this process."""
+    """State of these functions in this process."""
 
     def __init__(self) -> None:
         self.is_initialized = False
@@ -50,11 +51,15 @@ _state = _ScriptState()
 
 
 def init() -> None:
-    """Join the cluster that the MS_* variables describe; without them the world size is 1.
+    """Join the cluster that the MS_* variables describe and block until it has formed; without them the world size is 1.
 
-    In a process with the role MS_SCHED this runs the scheduler, and in a parameter server the server; neither returns. An
-    invalid setting, a refusal by the scheduler, or a rank from another launcher (torchrun, mpirun, srun) in a larger world
-    prints a message to stderr and exits with the error's code. Further calls do nothing.
+    In a cluster, return only in a worker or spare; a spare has no rank yet. In a process with the role MS_SCHED this runs the
+    scheduler, in one with MS_PSERVER a parameter server, and one with MS_SERVER only waits for the end of the cluster. With
+    COVEY_SUPERVISE=1 a worker without an agent continues in a forked child, which is restarted if it dies. In a worker RANK_ID,
+    RANK_SIZE and DEVICE_ID are set in the environment. Further calls do nothing.
+
+    An invalid setting, a cluster that cannot be joined, federated mode, or a rank from another launcher (torchrun, mpirun,
+    srun) in a larger world prints a message to stderr and exits with the error's code.
     """
     if _state.is_initialized:
         return
@@ -106,7 +111,7 @@ def init() -> None:
 
 
 def _ensure_supervised() -> None:
-    """Fork the supervised worker, unless this process is one already or has an agent, which also restarts it."""
+    """Continue in a supervised child process, unless this process is one already or has an agent, which also restarts it."""
     from covey.worker import container_supervisor
 
     if INCARNATION_VARIABLE not in os.environ and PROGRESS_FD_VARIABLE not in os.environ:
@@ -119,30 +124,33 @@ def get_rank() -> int:
 
 
 def get_group_size() -> int:
-    """Return the number of workers. It and the rank can change in a collective if the world is elastic (docs/elastic.md)."""
+    """Return the number of workers. It and the rank can change in a collective, when the world is resized (docs/elastic.md)."""
     return _require_initialized().group.world
 
 
 def get_local_rank() -> int:
-    """Return this worker's index on its host, from 0."""
+    """Return this worker's index on its host, from 0. A spare blocks until it has a rank."""
     node = _require_initialized().node
     return node.assignment.local_rank if node is not None else 0
 
 
 def get_local_rank_size() -> int:
-    """Return the number of workers on this host."""
+    """Return the number of workers on this host. A spare blocks until it has a rank."""
     node = _require_initialized().node
     return node.assignment.local_world if node is not None else 1
 
 
 def restart_count() -> int:
-    """Return how many times this rank's process was restarted before this one."""
+    """Return how many processes this worker had before this one: they died, left, or were ended by a full restart.
+
+    A spare blocks until it has a rank.
+    """
     node = _require_initialized().node
     return node.assignment.restarts if node is not None else 0
 
 
 def is_replacement() -> bool:
-    """Whether this process replaces one that died, or started as a spare."""
+    """Return whether this worker had another process before this one (`restart_count`), or this process started as a spare."""
     node = _require_initialized().node
     return (node is not None and node.started_as_spare) or restart_count() > 0
 
@@ -153,10 +161,12 @@ def group() -> Communicator:
 
 
 def report(step: int | None = None, phase: str = "", loss: Any = None) -> None:
-    """Report the progress of this worker for `covey status`, the live table and the console; the next heartbeat sends it.
+    """Report the progress of this worker for `covey status`, the live table and the console.
 
-    Without `step`, step and phase are unchanged; without `loss`, the loss is. A `covey.Loop` reports the step itself, so
-    `covey.report(loss=loss)` is sufficient there. Do nothing without a cluster.
+    It is sent immediately if no report was sent for 0.5 s (longer in a large cluster), else with the next heartbeat. Without
+    `step`, step and phase are unchanged and `phase` is ignored; without `loss`, the loss is unchanged. A loss that is not
+    finite is reported as infinity. A `covey.Loop` reports the step itself, so `covey.report(loss=loss)` is sufficient there. Do
+    nothing without a cluster.
     """
     node = _require_initialized().node
     if node is None:
@@ -170,13 +180,14 @@ def report(step: int | None = None, phase: str = "", loss: Any = None) -> None:
 
 
 def _finite_loss(loss: Any) -> float:
-    """Return the loss as a float; infinity for NaN, because equal reports must compare equal."""
+    """Return the loss as a float; infinity if it is not finite, because equal reports must compare equal and NaN does not."""
     value = float(loss.item() if hasattr(loss, "item") else loss)
     return value if math.isfinite(value) else math.inf
 
 
 def set_seed(seed: int) -> None:
-    """Seed the random generators of Python, numpy and torch, if installed. Raise UsageError for an invalid seed."""
+    """Seed the random generators of Python, numpy and, if it is installed, torch. Raise UsageError unless the seed is an
+    integer from 0 to 2**32 - 1."""
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= SEED_MAX:
         raise UsageError(f"set_seed({seed!r}) is invalid: expected an integer from 0 to {SEED_MAX}")
     seed_process(seed)
@@ -186,22 +197,28 @@ def set_seed(seed: int) -> None:
 
 
 def all_reduce(array: Any, op: Any = "sum") -> Any:
-    """Reduce a tensor or array over all workers in place and return it; `op`: "sum", "mean", "max", "min" or "product"."""
+    """Reduce a tensor or array over all workers in place and return it; `op`: "sum", "mean", "max", "min" or "product".
+
+    Raise UsageError for another `op`, or for a dtype that cannot be reduced by it.
+    """
     return group().all_reduce(array, op)
 
 
 def reduce(tensors: Iterable[Any]) -> list[Any]:
-    """Replace each gradient by its mean over all workers, in place, and return them."""
+    """Replace each gradient by its mean over all workers, in place, and return them. None entries are skipped."""
     return group().reduce(list(tensors))
 
 
 def broadcast(array: Any, root: int = 0) -> Any:
-    """Copy the values of rank `root` to every worker, in place, and return the array."""
+    """Copy the values of rank `root` to every worker, in place, and return the array.
+
+    Raise UsageError if there is no such rank, and PeerError if that rank leaves before the others have its values.
+    """
     return group().broadcast(array, root)
 
 
 def all_gather(array: Any) -> list[Any]:
-    """Return the arrays of all workers, in order of rank."""
+    """Return the arrays of all workers, in order of rank. Shapes and dtypes must be equal on all workers."""
     return group().all_gather(array)
 
 
@@ -226,7 +243,7 @@ def Loop(
     checkpoint: Checkpoint | None = None,
     seed: int = 0,
 ) -> loop.Loop:
-    """Return a training loop that heals: see `covey.training.loop.Loop`."""
+    """Return a training loop that heals failures within a step: see `covey.training.loop.Loop`."""
     from covey.training import loop
 
     return loop.Loop(
@@ -252,8 +269,8 @@ def DistributedDataParallel(module: Any, **options: Any) -> ddp.DistributedDataP
 
 
 def ShardedOptimizer(params: Any, kind: Any, *, copies: int = 1, **options: Any) -> sharded_optimizer.ShardedOptimizer:
-    """Return a torch optimizer whose state is sharded over the workers, with replicas: see
-    `covey.training.sharded_optimizer.ShardedOptimizer`."""
+    """Return a torch optimizer of class `kind` whose state is sharded over the workers, with `copies` replicas of each part:
+    see `covey.training.sharded_optimizer.ShardedOptimizer`."""
     from covey.training import sharded_optimizer
 
     return sharded_optimizer.ShardedOptimizer(params, kind, copies=copies, **options)
@@ -278,7 +295,7 @@ def Embedding(
 ) -> embedding.Embedding:
     """Return an embedding table whose rows are on the parameter servers: see `covey.training.embedding.Embedding`.
 
-    Raise UsageError without `set_ps_context(enable_ps=True)`.
+    Raise UsageError without `set_ps_context(enable_ps=True)`, or for an invalid argument.
     """
     if not ps_context.get_ps_context("enable_ps"):
         raise UsageError("Embedding needs the parameter server mode: call covey.set_ps_context(enable_ps=True) before init()")
@@ -296,9 +313,11 @@ def Embedding(
 
 
 def set_param_ps(target: Any, recurse: bool = True, init_in_server: bool = False, optimizer: Any = None) -> None:
-    """Place a torch parameter, or all trainable parameters of a module, on the parameter servers (docs/parameters.md).
+    """Mark a torch parameter, or the trainable parameters of a module, to be kept on the parameter servers
+    (docs/parameters.md).
 
-    Raise UsageError without `set_ps_context(enable_ps=True)` or without parameter servers.
+    Call it before the `Loop` is created. Raise UsageError without `set_ps_context(enable_ps=True)`, without parameter servers,
+    or if `target` cannot be kept there.
     """
     if not ps_context.get_ps_context("enable_ps"):
         raise UsageError(
@@ -311,7 +330,7 @@ def set_param_ps(target: Any, recurse: bool = True, init_in_server: bool = False
 
 
 def _federated_blocker() -> str:
-    """Return an error message if this process belongs to a federated cluster, in which it has no rank, else ""."""
+    """Return an error message if federated learning is enabled in this process, in which it has no rank; else ""."""
     if "covey.federated.context" not in sys.modules and FL_CONTEXT_VARIABLE not in os.environ:
         return ""  # the import needs numpy
     from covey.federated import context

@@ -1,8 +1,9 @@
 """Table of all settings (`Settings`): variable, allowed values, default and meaning.
 
-Settings come from layers, later ones override earlier ones: defaults, a TOML or JSON file, TaskD's variables
-(`core/taskd_variables.py`), the environment, options of a command. `load_settings` merges them and records the origin of each
-value. Only the effective value is parsed, so a valid option overrides an invalid variable. An empty variable counts as unset.
+Settings come from layers; later ones override earlier ones: defaults, a TOML or JSON file, TaskD's variables
+(`core/taskd_variables.py`), the variables of this table, options of a command. `load_settings` merges them and records the
+origin of each value. Only the effective value is parsed, so a valid option overrides an invalid variable. An empty variable
+counts as unset.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ ROLES: dict[str, Role] = {
 
 
 def parse_ladder(text: str) -> str:
-    """Return the strategies in the order of the ladder, separated by commas. Raise ValueError for an unknown one."""
+    """Return the strategies in the order of `RecoveryStrategy`, separated by commas, with `exit` in any case. Raise ValueError
+    for an unknown one."""
     try:
         return ",".join(parse_strategies(text.split(",")))
     except UsageError as error:
@@ -58,20 +60,21 @@ def parse_ladder(text: str) -> str:
 
 
 def parse_consistency_mode(text: str) -> str:
-    """Return the consistency mode of parameter servers without surrounding spaces."""
+    """Return the consistency mode of parameter servers without surrounding spaces. Raise ValueError if it is invalid."""
     parse_mode(text)
     return text.strip()
 
 
 class ValueKind(NamedTuple):
-    """Parser of one kind of values."""
+    """A kind of values: its parser, and its description for error messages."""
 
     read: Callable[[str], Any]  # raises ValueError
     allowed_text: str  # noun phrase that follows "expected" in the error message
 
 
 def printable(text: str) -> str:
-    """Return the text for use in a message: unprintable characters escaped, cut after `PRINTABLE_MAX` characters."""
+    """Return the text for use in a message, cut after `PRINTABLE_MAX` characters. A text with unprintable characters is shown
+    as a Python literal in ASCII."""
     safe = text if text.isprintable() else ascii(text)
     return safe if len(safe) <= PRINTABLE_MAX else safe[:PRINTABLE_MAX] + "..."
 
@@ -88,7 +91,8 @@ def make_int_parser(low: int, high: int) -> Callable[[str], int]:
 
 
 def make_seconds_parser(fits: Callable[[float], bool]) -> Callable[[str], float]:
-    """Return a parser of seconds, integer or decimal, for which `fits` is true; it raises ValueError."""
+    """Return a parser of seconds, integer or decimal, from -`SECONDS_MAX` to `SECONDS_MAX`. It raises ValueError unless `fits`
+    returns true for the value."""
 
     def read(text: str) -> float:
         if not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)", text.strip()):
@@ -102,7 +106,8 @@ def make_seconds_parser(fits: Callable[[float], bool]) -> Callable[[str], float]
 
 
 def make_choice_parser(values: Mapping[str, Any]) -> Callable[[str], Any]:
-    """Return a parser that maps each key of `values` to its value; it raises ValueError for other texts."""
+    """Return a parser that maps each key of `values` to its value, ignoring surrounding spaces; it raises ValueError for other
+    texts."""
 
     def read(text: str) -> Any:
         if text.strip() not in values:
@@ -124,7 +129,7 @@ def parse_ip_address(text: str) -> str:
 
 
 def parse_host(text: str) -> str:
-    """Return an IP address or DNS name. Only the syntax is checked; raise ValueError if it is wrong."""
+    """Return an IP address, without brackets, or a DNS name. Only the syntax is checked; raise ValueError if it is wrong."""
     text = text.strip()
     if ":" in text or re.fullmatch(r"[0-9.]+", text):
         return parse_ip_address(text)
@@ -136,7 +141,10 @@ def parse_host(text: str) -> str:
 
 
 def parse_hosts(text: str) -> str:
-    """Return one host, or several separated by commas, each with an optional port. Raise ValueError if one is malformed."""
+    """Return one host without a port, or several hosts separated by commas, each with an optional port from 1024 to 65535.
+
+    In a list an IPv6 address needs brackets, which are kept. Raise ValueError if a host is malformed.
+    """
     if "," not in text:
         return parse_host(text)
     for host in text.split(","):
@@ -148,7 +156,7 @@ def parse_hosts(text: str) -> str:
 
 
 def parse_lease_store(text: str) -> str:
-    """Return the URL of a lease store. Raise ValueError if its syntax is wrong."""
+    """Return the URL of a lease store, or the word "file". Raise ValueError if the syntax is wrong."""
     if not re.fullmatch(r"file(://.+)?|etcds?://[^/]+:\d{1,5}(/.+)?|kubernetes://[^/]+(/[^/]+)?", text):
         raise ValueError(text)
     return parse_path(text)
@@ -162,14 +170,18 @@ def parse_name(text: str) -> str:
 
 
 def parse_path(text: str) -> str:
-    """Return a path that messages, registry and journal can store. Its existence is not checked."""
+    """Return a path that messages, registry and journal can store. Its existence is not checked. Raise ValueError if it
+    contains control characters or is not valid UTF-8."""
     if any(ord(character) < 32 or "\ud800" <= character <= "\udfff" for character in text):
         raise ValueError(text)
     return text
 
 
 def parse_passphrase(text: str) -> str:
-    """Return a secret that fits in an HTTP header and in one line of a file. The ValueError does not contain it."""
+    """Return a secret of at most `PASSPHRASE_MAX` printable characters, so that it fits in one line of a file.
+
+    Raise a ValueError that does not contain the secret if it is invalid.
+    """
     if not text.isprintable() or len(text) > PASSPHRASE_MAX:
         raise ValueError("not shown")
     return text
@@ -223,11 +235,12 @@ class SettingRow(NamedTuple):
     variable: str
     kind: ValueKind
     description: str
-    secret: bool = False
+    secret: bool = False  # messages and tables do not show the value
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """All settings with their defaults. A default of 0, "" or None means "not given" unless the row says otherwise."""
+    """All settings with their defaults. A default of 0, "" or None means "none" or "not given" unless the row says
+    otherwise."""
 
     role: Annotated[Role | None, SettingRow("MS_ROLE", ROLE, "role of this process")] = None
     sched_host: Annotated[
@@ -373,20 +386,22 @@ FIELD_BY_VARIABLE: dict[str, str] = {var.variable: field for field, var in TABLE
 
 
 class GivenValue(msgspec.Struct, frozen=True):
-    """A given value and its origin: the option as typed, the variable, or the file."""
+    """A given value and its origin: the option as typed, the variable, the file, or TaskD's variables."""
 
     value: Scalar
     origin: str
 
 
 class LoadedSettings(msgspec.Struct, frozen=True):
-    """The effective settings, and the origin of each field: "default", a variable, an option or a file."""
+    """The effective settings, and the origin of each field: "default", a variable, an option, a file, TaskD's variables, or
+    "set_ps_context"."""
 
     settings: Settings
     origins: dict[str, str]
 
     def describe_setting(self, field: str) -> str:
-        """Return a setting as it was given: "MS_WORKER_NUM=8", "--worker_num 8", "MS_WORKER_NUM=8 (default)"."""
+        """Return a setting with its origin: "MS_WORKER_NUM=8" for the variable, else "--worker_num 8", "MS_WORKER_NUM=8 in
+        FILE" or "MS_WORKER_NUM=8 (default)"."""
         value, origin, variable = format_value(getattr(self.settings, field)), self.origins[field], TABLE[field].variable
         if origin == "default":
             return f"{variable}={value} (default)"
@@ -404,7 +419,7 @@ def load_settings(
 ) -> LoadedSettings:
     """Merge defaults < file < TaskD's variables < environment < `flags`. Without `file`, COVEY_SETTINGS may name one.
 
-    Raise UsageError for an invalid value or combination of values.
+    Raise UsageError for an invalid value or combination of values, and for a file that cannot be read or has an unknown key.
     """
     own = {field: GivenValue(environ[var.variable], var.variable) for field, var in TABLE.items() if environ.get(var.variable)}
     own |= flags
@@ -435,7 +450,8 @@ def format_scalar(value: Scalar) -> str:
 
 
 def describe_source(variable: str, given: GivenValue) -> str:
-    """Return the value as it was given: `--option value`, `VARIABLE=value` or `VARIABLE=value in FILE`."""
+    """Return the value with its origin: `--option value`, `VARIABLE=value`, or `VARIABLE=value in ORIGIN` for another origin,
+    such as a file."""
     value = printable(format_scalar(given.value))
     if given.origin.startswith("-"):
         return f"{given.origin} {value}"
@@ -508,7 +524,7 @@ def _check_combinations(loaded: LoadedSettings) -> None:
 
 
 def _ip_version(text: str) -> int:
-    """Return 4 or 6 for a literal, 0 for a name."""
+    """Return 4 or 6 for an IP address, 0 for any other text."""
     try:
         return ipaddress.ip_address(text).version
     except ValueError:
@@ -519,12 +535,13 @@ def _ip_version(text: str) -> int:
 
 
 def serving_variables(settings: Settings) -> dict[str, str]:
-    """Return the settings of parameter servers as variables. Workers, servers and scheduler must have the same values."""
+    """Return, as variables, the settings of parameter servers that must be equal in workers, servers and scheduler."""
     return {"COVEY_PS_MODE": settings.ps_mode, "COVEY_PS_COPIES": str(settings.ps_copies), "COVEY_PS_NAN": settings.ps_nan}
 
 
 def check_manual_settings(settings: Settings) -> None:
-    """Raise UsageError if a variable is missing that a process started without `covey run` needs."""
+    """Raise UsageError if a variable is missing that the role of this process needs, or if the two ports of a scheduler are
+    equal."""
     role = settings.role
     if role is None:
         why = f" but MS_SCHED_HOST={settings.sched_host} is" if settings.sched_host else ""
@@ -552,7 +569,7 @@ def check_manual_settings(settings: Settings) -> None:
 
 
 def format_value(value: object) -> str:
-    """Return a value as it is written in its variable."""
+    """Return a value as it is written in its variable; "" for None."""
     if isinstance(value, Role):
         return next(word for word, role in ROLES.items() if role is value)
     if isinstance(value, bool):
@@ -582,7 +599,10 @@ SIMILARITY_MIN = 0.85
 
 
 def misspelled_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return a message for each variable whose name is similar to a setting's but unknown."""
+    """Return a message for each unknown variable that begins with MS_, GLOG_ or COVEY_ and is similar to that of a setting.
+
+    Case is ignored. Other variables of MindSpore (`MINDSPORE_ONLY`, MS_DEV_*) are not reported.
+    """
     spelled = {variable.upper(): variable for variable in FIELD_BY_VARIABLE}
     messages: list[str] = []
     for variable in sorted(environ):

@@ -1,7 +1,7 @@
-"""The wall clock, used for output and records only; decisions use monotonic clocks.
+"""The wall clock, used for output, records and the timestamps of the federated device protocol.
 
-COVEY_FAULT_CLOCK tests that a wrong wall clock changes no decision. It names a file with the number of seconds that this clock
-is wrong, which `covey chaos --faults clock` writes.
+Schedulers and nodes decide by monotonic clocks. COVEY_FAULT_CLOCK serves to test that: it names a file with the number of
+seconds by which this clock is ahead (negative: behind), which `covey chaos --faults clock` writes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ FAULT_CLOCK_VARIABLE = "COVEY_FAULT_CLOCK"
 
 
 def wall_time() -> float:
-    """Return the seconds since 1970."""
+    """Return the seconds since 1970, shifted by the offset in the file that COVEY_FAULT_CLOCK names, if it is set."""
     path = os.environ.get(FAULT_CLOCK_VARIABLE)
     return time.time() + (_read_clock_offset(Path(path)) if path else 0.0)
 
@@ -22,5 +22,5 @@ def wall_time() -> float:
 def _read_clock_offset(file: Path) -> float:
     try:
         return float(file.read_text() or 0)
-    except (OSError, ValueError):  # missing, or incomplete while it is written
+    except (OSError, ValueError):  # missing, or partly written
         return 0.0

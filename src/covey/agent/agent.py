@@ -1,9 +1,10 @@
 """The agent: covey's process on a host, parent of the workers there.
 
-The agent registers its host's slots, starts the children that the scheduler requests, and reports their exits.
-`DesiredChildren` is the complete list of children that should run. The agent compares it with the running ones, so a repeated
-message after a reconnect has no effect, and children superseded by a newer incarnation are killed before their successors
-start. The children's messages to the scheduler pass through the agent (`relay`).
+The agent registers its host's slots, starts the children that the scheduler requests (workers, parameter servers, spares), and
+reports their exits. `DesiredChildren` is the complete list of children that should run. The agent compares it with what it has
+started, so a message that is repeated after a reconnect starts and ends no process. A running child that is not in the list, or
+is there in a newer incarnation, is superseded: the agent kills it before it starts other children, and does not report its
+exit. The children's messages to the scheduler pass through the agent (`relay`).
 """
 
 from __future__ import annotations
@@ -50,35 +51,35 @@ from covey.template_process.import_recorder import RECORD_IMPORTS_VARIABLE, read
 from covey.template_process.protocol import ChildSpec, Exit
 from covey.transport import address
 
-IMPORT_RECORDING_S: Final = 5.0  # delay after which the first worker's recorded imports are read
-STACK_DUMP_S: Final = 1.0  # limit for a hanging child to write its stacks into its log
+IMPORT_RECORDING_S: Final = 5.0  # delay after the start of the first child, until its recorded imports are read
+STACK_DUMP_S: Final = 1.0  # limit for a superseded child to write its stacks into its log
 STACK_DUMP_POLL_S: Final = 0.03
 TAIL_LINES: Final = 20
-SOURCE_MAX: Final = 1 << 20  # bytes; a larger script is read again by each incarnation
+SOURCE_MAX: Final = 1 << 20  # bytes; each process reads a larger script from its file
 TAIL_BYTES: Final = 16 * 1024
-LINE_MAX: Final = 500
+LINE_MAX: Final = 500  # characters
 
 
 class AgentJob(msgspec.Struct, frozen=True, kw_only=True):
-    """The job of one host: command, number of workers and servers, directories."""
+    """The job of one host: command, number of workers and parameter servers, directories."""
 
     command: list[str]
     world: int  # MS_WORKER_NUM, workers of all hosts
     slots: int  # workers of this host
     servers: int = 0  # parameter servers of this host
-    max_restarts: int = NO_HOST_LIMIT
-    first_rank: int = -1
-    module: bool = False
-    python: bool = True
-    fork: bool = True
-    preload: list[str] = []
+    max_restarts: int = NO_HOST_LIMIT  # this host's own limit; see `restart_limits`
+    first_rank: int = -1  # rank of this host's first worker; -1: the scheduler decides
+    module: bool = False  # command[0] is a module, as for python -m
+    python: bool = True  # False: the command is any program
+    fork: bool = True  # fork Python children from a template
+    preload: list[str] = []  # modules that the template imports
     cwd: str
     log_dir: str
-    log_name: str = "worker"
-    separate_stderr: bool = False
-    cores: dict[int, list[int]] = {}  # CPU cores by local rank; empty: not bound
-    job: str = ""
-    role_name: str = "default"
+    log_name: str = "worker"  # prefix of the workers' log files
+    separate_stderr: bool = False  # stderr has its own log file
+    cores: dict[int, list[int]] = {}  # CPU cores of a worker by local rank; a worker that is not listed is not bound
+    job: str = ""  # name of the job; "" if it has none
+    role_name: str = "default"  # ROLE_NAME, as torchrun's --role
 
 
 class RunOutcome(msgspec.Struct, frozen=True):
@@ -86,11 +87,11 @@ class RunOutcome(msgspec.Struct, frozen=True):
 
     code: int
     reason: str
-    failure: Failure | None = None
+    failure: Failure | None = None  # None: no failure ended the run, or the scheduler did not report it
 
 
 class Agent:
-    """The agent of one host. `run` returns when the run has ended and all child processes have exited."""
+    """The agent of one host. Call `prepare`, then `run`, which returns when the run has ended for this host."""
 
     def __init__(
         self, job: AgentJob, settings: Settings, scheduler_address: SchedulerAddress, environ: Mapping[str, str]
@@ -104,33 +105,39 @@ class Agent:
         self._runtime: NodeRuntime | None = None
         self._grace_s = settings.grace_s
         self._running: dict[str, Assignment] = {}  # by process name; the assignment of a promoted spare is a worker's
-        self._exit_reports: list[ChildExited] = []  # of the current incarnations; resent after each registration
-        self._leave_reason = ""  # empty while this host has not left
+        # Resent after each registration, until a newer incarnation of the child is requested.
+        self._exit_reports: list[ChildExited] = []
+        self._leave_reason = ""  # why this host left the cluster before its end; "": it did not
         self._script_source = _read_script_source(job)
         self._temp_directory = TempDirectory("agent")
         self._relay = ChildRelay()
         self._recorded_imports_path = Path(self._temp_directory.name) / "imports"
-        self._pids: dict[str, int] = {}  # newest pid by process name, as in _running
-        # newest uncaught exception of an exited process, by worker number
+        self._pids: dict[str, int] = {}  # of running processes, by process name as in _running
+        # newest uncaught exception of an exited process, by the worker's node number
         self._script_errors: dict[int, ScriptError] = {}
         self._preload_task: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._started_incarnations: dict[str, int] = {}  # newest started incarnation by child name
-        self._desired_children: DesiredChildren | None = None  # the newest only: each message is complete
+        # Newest incarnation that was started, or that a spare was promoted to, by child name.
+        self._started_incarnations: dict[str, int] = {}
+        self._desired_children: DesiredChildren | None = None  # the newest one is sufficient, because each is complete
         self._desired_changed = asyncio.Event()
         self._outcome: asyncio.Future[RunOutcome] = asyncio.get_running_loop().create_future()
         self._start_lock = asyncio.Lock()  # held during a start, so that a drain also signals a child that is just being forked
         self._is_leaving = False
-        self._draining_message: Draining | None = None  # resent after each registration
+        self._draining_message: Draining | None = None  # set by `drain_host`; resent after each registration
         self._log_read_tasks: list[asyncio.Task[None]] = []
-        self.hosts_scheduler = False  # the scheduler is a child of this agent and leaves with the host
+        self.hosts_scheduler = False  # this process runs a scheduler, which exits when the host leaves
+        # Called with each `DesiredChildren`, before its children are started.
         self.on_start: Callable[[DesiredChildren], None] = lambda start: None
 
     async def prepare(self) -> None:
-        """Open the children and the relay; the template begins its imports, which are the longest part of a start."""
+        """Start the template, if children are forked, and open the relay. The template's imports are the longest part of a
+        start; this method does not wait for them. Raises `CoveyError` if the relay's socket cannot be opened."""
         await self._children.open()
         await self._relay.open(self._temp_directory.name)
 
     async def run(self) -> RunOutcome:
+        """Register the host and run its children until the run has ended for this host; then end the children and return the
+        outcome. Children have the grace period to exit before they are killed."""
         settings, job = self._settings, self._job
         registration = RegisterAgent(
             agent=uuid.uuid4().hex[:12],
@@ -172,7 +179,8 @@ class Agent:
         return outcome
 
     async def _report_template_ready(self) -> None:
-        """Send `TemplateReady` when the template's imports are complete; a resize does not wait for this host until then."""
+        """Send `TemplateReady` when the template, if one is used, has finished its imports or was given up. Until then the
+        scheduler does not start workers here to grow the world, unless a scale-out was requested."""
         await self._children.preload(())
         if self._template_importing:
             self._template_importing = False
@@ -185,18 +193,20 @@ class Agent:
 
     @property
     def is_disconnected(self) -> bool:
-        """Whether the agent has no connection to a scheduler."""
+        """Whether the agent has no connection to a scheduler; False before `run` is called."""
         return self._runtime is not None and self._runtime.connection_fd() < 0
 
     def stop_cluster(self, reason: str) -> None:
-        """Request the end of the whole cluster; if there is no connection to the scheduler, end this host's part only."""
+        """Request the end of the whole cluster. Without a connection to the scheduler, end the run on this host only, with
+        `STOPPED`."""
         assert self._runtime is not None
         if not self._runtime.try_send(StopRequest(reason)):
             self.finish_run(RunOutcome(ExitCode.STOPPED, reason))
 
     def drain_host(self, number: int) -> None:
-        """Leave the cluster after the signal `number`: pass it to the workers, and kill those still running after the grace
-        period. If another host has room, a worker that finished its step hands its rank over to it."""
+        """Start to leave the cluster because of the signal `number`: notify the scheduler, pass the signal to all children,
+        kill those still running after the grace period, then leave with code 128 + `number`. A worker in a covey.Loop finishes
+        its step before it exits; the scheduler can then restart its rank on another host."""
         assert self._runtime is not None
         reason = f"the agent was asked to leave ({signal.Signals(number).name})"
         self._draining_message = Draining(reason, scheduler_leaves=self.hosts_scheduler)
@@ -212,12 +222,12 @@ class Agent:
         self._runtime.leave(128 + number, reason)
 
     def signal(self, number: int) -> None:
-        """Send a signal to the process groups of all workers on this host."""
+        """Send a signal to the process groups of all children."""
         self._children.signal_all(number)
 
     def kill_all(self) -> None:
-        """Kill all children immediately (the second Ctrl-C) and finish the run."""
-        self._grace_s = 0.0  # a worker that is just being started gets none either
+        """Kill all children immediately and finish the run with code 130; for the second signal to `covey run`."""
+        self._grace_s = 0.0  # also for a child that is just being started
         self._children.signal_all(signal.SIGKILL)
         self.finish_run(RunOutcome(128 + signal.SIGINT, "interrupted twice: everything was killed"))
 
@@ -248,7 +258,8 @@ class Agent:
             self._log_read_tasks = [task for task in self._log_read_tasks if not task.done()]
 
     async def _read_log(self, request: ReadLog) -> None:
-        """Reply with a chunk of a child's log. The path is computed here and never taken from the request."""
+        """Reply with a chunk of a child's log, or with an error if the child was never started here. The path is made from role
+        and number, never taken from the request."""
         assert self._runtime is not None
         number = request.node_id
         if f"{request.role}:{number}" not in self._started_incarnations or not number.isdecimal():
@@ -288,14 +299,14 @@ class Agent:
                 raise
 
     def _leave_with_error(self, code: int, reason: str) -> None:
-        """Leave the cluster and send the reason, so that other hosts can take over immediately."""
+        """Leave the cluster and send the reason, so that the scheduler does not wait for a timeout of this host."""
         assert self._runtime is not None
         self._leave_reason = reason
         self._runtime.leave(code, reason)
 
     async def _end_superseded_children(self, start: DesiredChildren) -> None:
-        """Kill the children that a newer incarnation replaces or that are not in `start` any more, after a dump of their
-        stacks."""
+        """Kill the superseded children, after a dump of their stacks, and drop the exit reports of older incarnations than
+        those in `start`."""
         wanted = {assignment.name: assignment.incarnation for assignment in start.assignments}
         running = self._running.items()
         superseded_names = [
@@ -310,7 +321,8 @@ class Agent:
             await self._children.end(superseded_names, grace_s=0)
 
     def _adopt_promoted_spares(self, start: DesiredChildren) -> None:
-        """Record spares that were promoted to workers. If a spare has exited already, report the exit of the worker."""
+        """Record spares that were promoted to workers, and bind each to the worker's cores. If the spare's process has exited
+        already, report that as a failure of the worker."""
         for child in start.assignments:
             if not child.promoted_from or self._started_incarnations.get(child.name, 0) >= child.incarnation:
                 continue
@@ -327,8 +339,8 @@ class Agent:
                 self._report_child_exit(child, code or ExitCode.PEER_FAILED, reason, error)
 
     async def _dump_stacks(self, superseded: Mapping[str, Assignment]) -> None:
-        """Let each process write its stacks into its log, and wait until the logs no longer grow (at most `STACK_DUMP_S`). A
-        stopped process is continued, because it cannot write otherwise."""
+        """Let each process write its stacks into its log. Wait until each has written or exited and the logs no longer grow, at
+        most `STACK_DUMP_S`. A stopped process is continued, because it cannot write otherwise."""
         names = list(superseded)
         separate = self._job.separate_stderr
         paths = [
@@ -347,7 +359,7 @@ class Agent:
                 return
 
     async def _restore_relay_socket(self) -> None:
-        """Open another relay socket if the present one was removed, for example by a cleaner of temporary directories."""
+        """Open the relay's socket again if its file was removed, for example by a cleaner of temporary directories."""
         if not self._relay.has_socket:
             if not self._temp_directory.exists:
                 self._temp_directory = TempDirectory("agent")
@@ -390,7 +402,8 @@ class Agent:
             self._send_to_scheduler(ChildStarted(assignment.node_id, assignment.incarnation, pid, assignment.role))
 
     async def _preload_recorded_imports(self) -> None:
-        """Let the template import what the first worker has imported after `IMPORT_RECORDING_S`, for later incarnations."""
+        """After `IMPORT_RECORDING_S`, let the template import the installed modules that the first child has imported so far,
+        so that later children start faster."""
         await asyncio.sleep(IMPORT_RECORDING_S)
         await self._children.preload(read_recorded_imports(self._recorded_imports_path))
 
@@ -411,16 +424,16 @@ class Agent:
         )
 
     def log_path(self, number: int, role: Role = Role.WORKER) -> str:
-        """Return the path of a child's output. `number` is its node id, which is its first rank: the path stays when the rank
-        changes. covey does not rotate the file."""
+        """Return the path of a child's output. `number` is its node id: its rank at formation, or a new number if it joined
+        later. It does not change with the rank, so the path does not either. covey does not rotate the file."""
         return str(Path(self._job.log_dir) / f"{self._log_name(role)}_{number}.log")
 
     def _log_name(self, role: Role) -> str:
         return {Role.WORKER: self._job.log_name, Role.SPARE: "spare"}.get(role, "server")
 
     def _promoted_log_variables(self, separate: bool) -> dict[str, str]:
-        """Return the variables that name a spare's output files after a promotion; `{}` in them stands for the worker's
-        number."""
+        """Return the variables that name a spare's output files after its promotion. `{}` in them stands for the worker's node
+        id."""
         start = str(Path(self._job.log_dir) / self._job.log_name) + "_{}"
         return {SPARE_VARIABLE: f"{start}.log"} | ({SPARE_STDERR_VARIABLE: f"{start}.err.log"} if separate else {})
 
@@ -445,7 +458,8 @@ class Agent:
         self._report_child_exit(child, ended.code, ended.reason if failed else "", error if failed else None)
 
     def newest_error(self, number: int) -> ScriptError | None:
-        """Return the newest uncaught exception of the worker with this number. Called from the thread that shows logs."""
+        """Return the newest uncaught exception of the worker with this node number, None if none is known. Called from the
+        thread that shows logs."""
         for name, pid in list(self._pids.items()):
             child = self._running.get(name)
             if child is not None and (child.role, child.node_number) == (Role.WORKER, number):
@@ -467,10 +481,11 @@ class Agent:
 
 
 def _read_script_source(job: AgentJob) -> bytes | None:
-    """Return the script as it is at the start of the run; None for a module, an unreadable file, or one larger than
-    `SOURCE_MAX`.
+    """Return the contents of the script at the start of the run; None for a module, for a path that is not a readable file, and
+    for a file larger than `SOURCE_MAX`.
 
-    A replacement must run the same code as the other ranks, even if the user has edited the file since.
+    Forked children run this source, so that a replacement has the same code as the other ranks even if the user has edited the
+    file since.
     """
     path = Path(job.cwd, job.command[0])
     if job.module or not path.is_file() or path.stat().st_size > SOURCE_MAX:
@@ -489,7 +504,8 @@ def _file_size(path: Path) -> int:
 
 
 def tail_lines(path: str) -> list[str]:
-    """Return the last lines of a log for a failure report: at most `TAIL_LINES`, each at most `LINE_MAX` characters."""
+    """Return the last lines of a log for a failure report: at most `TAIL_LINES` from its last `TAIL_BYTES`, each cut to
+    `LINE_MAX` characters. If the log cannot be read, return one line with the reason."""
     try:
         with Path(path).open("rb") as file:
             file.seek(0, 2)

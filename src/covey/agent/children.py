@@ -3,9 +3,9 @@
 Every child, forked or executed, is a direct child of this process and leads its own session. The event loop is notified of its
 exit by a pidfd. The rest of its process group is killed before the leader is reaped, because until then the group id cannot be
 reused. This process is the subreaper of its descendants, so orphans become its children. Orphans in the session of a dead child
-are killed immediately, orphans in other sessions when the last child has exited. The process that opens `Children` must
-therefore start every process that leads a session through it, and must not wait for "any" child. If this process is killed, the
-lifelines kill the children.
+are killed as soon as they are found, orphans in other sessions when no child is left, and orphans in this process's own session
+never. While `Children` is open, this process must therefore start every process that leads a session through it, and must not
+wait for "any" child. If this process is killed, the lifelines (`runtime.lifeline`) kill the children's process groups.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from covey.template_process.protocol import ChildSpec, Exit, exit_from_status
 __all__ = ["ChildSpec", "Children", "Exit"]
 
 EXIT_SIGNAL = signal.SIGTERM
-KILL_TIMEOUT_S = 10.0  # limit for a killed process to exit; longer in an uninterruptible system call
+KILL_TIMEOUT_S = 10.0  # longest wait for a killed process to exit; an uninterruptible system call may take longer
 SWEEP_INTERVAL_MAX_S = 5.0  # longest pause between two searches for orphans
 SWEEP_INTERVAL_MIN_S = 0.01
 
@@ -39,7 +39,7 @@ log = logging.getLogger("covey.agent")
 
 
 class Child:
-    """A running child: pid, pidfd, lifeline, and the future `exited`."""
+    """A running child: pid, pidfd, lifeline, and the future `exited`, which is done when the child was reaped."""
 
     def __init__(self, name: str, pid: int, lifeline_pipe: Lifeline, python: bool) -> None:
         self.name = name
@@ -64,7 +64,8 @@ class Child:
 
 
 class Children:
-    """All children of one agent. With `fork`, Python children are forked from a template that has imported `preload`."""
+    """All children of one agent. `on_exit` is called with the exit of each child. With `fork`, Python children are forked from
+    a template that has imported `preload`, or executed if the template exits too often."""
 
     def __init__(self, *, on_exit: Callable[[Exit], None], fork: bool, preload: Sequence[str] = ()) -> None:
         self._on_exit = on_exit
@@ -88,7 +89,8 @@ class Children:
         return self._alive[name].pid if name in self._alive else 0
 
     async def open(self) -> None:
-        """Become a subreaper and start the template, if one is used. Its imports are awaited by the first `start` only."""
+        """Become a subreaper, start the template, if one is used, and begin to search for orphans. `start` waits for the
+        template's imports, this method does not. Raises `CoveyError` if the kernel refuses."""
         self._preexisting_pids = set(linux.list_child_pids())
         linux.set_subreaper(True)
         self._is_open = True
@@ -99,7 +101,8 @@ class Children:
     async def start(self, spec: ChildSpec) -> int:
         """Start a child that leads its session and is killed when this process dies; return its pid.
 
-        Raises `UsageError` for an invalid spec and `CoveyError` if the child cannot be started.
+        Raises `UsageError` for an invalid spec or the name of a running child, `CoveyError` if the child cannot be started or
+        its log not be opened, and `OSError` if no file descriptor is left.
         """
         self._check_spec(spec)
         self._starting.add(spec.name)
@@ -134,14 +137,17 @@ class Children:
             child.signal_group(number)
 
     def bind_to_cores(self, name: str, cores: Sequence[int]) -> None:
-        """Bind all threads of a running child to `cores`; no effect if `cores` is empty."""
+        """Bind all threads of a child to `cores`; no effect if `cores` is empty or the child is not running. Raises `OSError`
+        if none of the cores is available."""
         if name in self._alive and cores:
             for task in linux.list_thread_ids(self._alive[name].pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.sched_setaffinity(task, cores)
 
     async def end(self, names: Sequence[str] | None, *, grace_s: float, ask: int = EXIT_SIGNAL) -> None:
-        """End the named children (None: all): send `ask`, then SIGKILL after `grace_s` seconds. Exited ones are ignored."""
+        """End the named children (None: all): send the signal `ask`, then SIGKILL after `grace_s` seconds; only SIGKILL if
+        `grace_s` is 0. Then kill orphans (`_sweep_orphans`). Return when all have exited; a process that is blocked in the
+        kernel for `KILL_TIMEOUT_S` is logged and left."""
         chosen = [child for child in self._alive.values() if names is None or child.name in names]
         if grace_s > 0:
             await signal_and_wait(chosen, lambda child: child.request_exit(ask), grace_s)
@@ -150,12 +156,13 @@ class Children:
         await self._sweep_until_clean()
 
     async def preload(self, names: Sequence[str]) -> None:
-        """Let the template import these modules too, for later children; return when it has."""
+        """Let the template import these modules too, for later children; return when it has tried all its imports. No effect
+        without a template. Raises `UsageError` if they are too many."""
         if self._template_client:
             await self._template_client.preload(names)
 
     async def close(self) -> None:
-        """Kill all children and the template."""
+        """Kill all children and the template; `start` raises `CoveyError` from then on. No effect if not open."""
         if not self._is_open:
             return
         self._is_open = False
@@ -214,7 +221,8 @@ class Children:
         log.error("descendants of exited children did not exit after SIGKILL: they are blocked in the kernel")
 
     def _sweep_orphans(self) -> bool:
-        """Reap dead orphans and kill those without a running owner; return whether some have not exited yet."""
+        """Reap dead orphans; kill those in the session of a dead child, and all if no child is running. Return whether any of
+        those to kill had not exited yet."""
         doomed = set()
         for pid, session in self._find_orphans():
             is_leftover = session in self._ended_sessions
@@ -228,7 +236,8 @@ class Children:
         return bool(doomed)
 
     def _find_orphans(self) -> Iterator[tuple[int, int]]:
-        """Yield the pid and session id of each adopted process, running or dead."""
+        """Yield pid and session id of each adopted process in another session than this one, running or dead. A child that is
+        just being forked may be among them."""
         excluded_pids = {child.pid for child in self._alive.values()} | self._preexisting_pids | {self.template_pid}
         for pid in linux.list_child_pids():
             with contextlib.suppress(ProcessLookupError):
@@ -248,7 +257,8 @@ async def signal_and_wait(chosen: Sequence[Child], send: Callable[[Child], None]
 
 @contextlib.contextmanager
 def open_outputs(spec: ChildSpec) -> Iterator[list[int]]:
-    """Yield descriptors of the child's log and, if it is separate, of its stderr log. Raises `StoreError`."""
+    """Yield descriptors of the child's log and, if it is separate, of its stderr log; both are truncated unless `spec.append`.
+    Raises `StoreError` if one cannot be opened."""
     mode = os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if spec.append else os.O_TRUNC)
     fds: list[int] = []
     try:
@@ -264,7 +274,8 @@ def open_outputs(spec: ChildSpec) -> Iterator[list[int]]:
 
 
 def open_log(path: str, mode: int) -> int:
-    """Open a log and return its descriptor. Creates its directory if it was removed, so that a running job continues."""
+    """Open a log and return its descriptor. Creates its directory if it was removed, so that a running job continues. Raises
+    `OSError`."""
     if not (folder := Path(path).parent).exists():
         folder.mkdir(parents=True, exist_ok=True)
     return os.open(path, mode, 0o644)
@@ -289,7 +300,8 @@ def build_command(spec: ChildSpec) -> list[str]:
 def spawn_by_exec(spec: ChildSpec, outputs: Sequence[int]) -> tuple[int, Lifeline]:
     """Start a child by exec of the program `lifeline`, which then executes the command; return its pid and lifeline.
 
-    The child leads its session from its first instruction on. Raises `CoveyError`.
+    The child leads its session from its first instruction on. Raises `CoveyError` if no process can be created, and `OSError`
+    if no pipe can. If the command cannot be executed, the child exits with 126 or 127.
     """
     lifeline_pipe = Lifeline()
     launch = [sys.executable, "-I", "-S", lifeline.__file__, str(lifeline_pipe.read_end), ",".join(map(str, spec.cores))]

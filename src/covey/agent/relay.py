@@ -6,7 +6,9 @@ the newest of each child is sent with the agent's own heartbeat, or earlier if t
 a heartbeat is not in the batch, so its missed heartbeats are detected although the agent's arrive.
 
 The numbers are valid for one connection of the agent. When it is lost, the relay notifies every child, and each registers again
-on the next connection. A child that violates the protocol, or sends more than the scheduler can receive, is disconnected alone.
+on the next connection. Its other messages to the scheduler are dropped until then. The relay closes the connection of a child
+that violates the protocol, or that sends another message than a heartbeat while more than `UNSENT_MAX` bytes wait to be sent to
+the scheduler; other children are not affected.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from covey.transport.connection import Connection, Listener
 from covey.transport.framing import from_child_decoder
 
 SOCKET_NAME: Final = "relay"
-UNSENT_MAX: Final = 16 * 1024 * 1024  # unsent bytes above which a child that sends more is disconnected
+UNSENT_MAX: Final = 16 * 1024 * 1024  # bytes waiting for the scheduler, above which a child that sends is disconnected
 NEVER: Final = float("-inf")
 
 
@@ -60,7 +62,7 @@ class RelayUplink(Protocol):
 
 
 class ChildConnection:
-    """One connection of a child. `number` is 0 until the child registers over the agent's present connection."""
+    """One connection of a child. `number` is 0 while the child is not registered over the agent's present connection."""
 
     __slots__ = ("acknowledged_at", "connection", "last_sent_at", "number", "reported_progress")
 
@@ -69,11 +71,11 @@ class ChildConnection:
         self.number = 0
         self.reported_progress = Progress()
         self.last_sent_at = NEVER  # loop time at which its newest heartbeat or registration was sent
-        self.acknowledged_at = NEVER  # send time of its newest message that was acknowledged
+        self.acknowledged_at = NEVER  # the same of the newest one that was acknowledged; NEVER: none was
 
     def update_acknowledged(self, acknowledged_at: float) -> None:
-        """Mark the newest message as acknowledged if the scheduler's host acknowledged anything sent at the same time or
-        later."""
+        """Note that the scheduler's host last replied to the agent or acknowledged its data at this loop time. The child's
+        newest heartbeat or registration counts as acknowledged if it was not sent later."""
         if acknowledged_at >= self.last_sent_at:
             self.acknowledged_at = self.last_sent_at
 
@@ -96,7 +98,8 @@ class ChildRelay:
         self._listeners: list[Listener] = []
 
     async def open(self, folder: str) -> None:
-        """Listen for children in `folder`, which only this user can access. Raises `UsageError` if the path is too long."""
+        """Listen for children in `folder`, which only this user can access. Raises `UsageError` if the socket cannot be bound
+        there, for example because the path is too long."""
         self.socket_path = f"{folder}/{SOCKET_NAME}"
         sock = socket.socket(socket.AF_UNIX)
         try:
@@ -131,7 +134,7 @@ class ChildRelay:
     # -- the agent's own connection ----------------------------------------------------------------------------------
 
     def on_scheduler_connected(self, uplink: RelayUplink) -> None:
-        """Notify the children that the agent is connected and registered; numbering starts over."""
+        """Notify the children that the agent is connected and has sent its registration; the numbers start over."""
         self._uplink, self._scheduler_reachable, self._last_number = uplink, True, 0
         for child in self._connections.values():
             child.connection.send(SchedulerReachable(uplink.address, uplink.silence_s))
@@ -148,7 +151,8 @@ class ChildRelay:
             child.connection.send(SchedulerUnreachable(reason))
 
     def forward_to_children(self, message: Any) -> bool:
-        """Forward a message of the scheduler; return whether it was for children only."""
+        """Forward a message of the scheduler if it is for children. Return False if the agent must handle it: any message that
+        is not for children, and `LeaderHeartbeat`, which is for both."""
         if isinstance(message, ToChildrenEnvelope):
             for number in message.children:
                 if number in self._by_number:
@@ -226,7 +230,7 @@ class ChildRelay:
 
     def _on_heartbeat(self, child: ChildConnection, progress: Progress) -> None:
         """Queue the progress for the next batch. The start of a loop is sent immediately, because it changes how the scheduler
-        handles a failure."""
+        handles a failure; other changes are sent when `progress_interval_s` has passed since the last ones."""
         self._pending_progress[child.number] = progress
         if progress.in_loop and not child.reported_progress.in_loop:
             self.flush_heartbeats()
@@ -237,8 +241,8 @@ class ChildRelay:
             )
 
     def flush_heartbeats(self) -> None:
-        """Send the queued progress now; called before an exit report, because the scheduler judges a failure by all ranks'
-        progress."""
+        """Send the queued progress now, if there is any and the scheduler is connected. Also called before an exit report,
+        because the scheduler judges a failure by all ranks' progress."""
         if self._flush_timer is not None:
             self._flush_timer.cancel()
             self._flush_timer = None
@@ -247,7 +251,7 @@ class ChildRelay:
             self._uplink.try_send(self.take_heartbeats())
 
     def take_heartbeats(self) -> RelayedHeartbeats:
-        """Return the agent's heartbeat with those that children sent since the last call, and clear the queue."""
+        """Return the agent's heartbeat with the newest of each child that sent one since the last call; clear the queue."""
         assert self._uplink is not None
         now = asyncio.get_running_loop().time()
         acknowledged_at = now - self._uplink.since_last_heard_s()
@@ -261,8 +265,9 @@ class ChildRelay:
     # -- last contact of a child -------------------------------------------------------------------------------------
 
     def _since_child_heard_s(self, child: ChildConnection) -> float:
-        """Return the seconds since the scheduler's host last acknowledged a message of this child, not only of its agent. If no
-        scheduler listens, time since the last contact is not counted, because no scheduler can have reassigned the rank."""
+        """Return the seconds since the child sent its newest heartbeat or registration that the scheduler's host acknowledged;
+        infinite if there is none. While no process listens there, the refusals of the agent's connection attempts count as
+        acknowledgements, because only a running scheduler can reassign the rank."""
         now = asyncio.get_running_loop().time()
         if self._uplink is None:
             return float("inf")

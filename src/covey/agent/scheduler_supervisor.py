@@ -1,5 +1,5 @@
-"""The scheduler and its standbys as child processes of the agent: start, watch, and restart from the journal after a crash.
-The schedulers elect the leader among themselves.
+"""The scheduler and its standbys as child processes of the agent: start, watch, and restart from the journal after a crash. The
+schedulers elect the leader among themselves.
 
 The agent keeps the listening sockets open. During a restart, new connections therefore wait in the backlog instead of being
 refused, and no other process can bind the port.
@@ -28,7 +28,7 @@ from covey.runtime.restart_backoff import RestartBackoff
 RESTART_DELAYS_S: Final = (0.0,) * 5  # five immediate restarts; the count starts over after STABLE_AFTER_S of running
 STABLE_AFTER_S: Final = 60.0
 NO_LOG_OUTPUT: Final = "no log output"
-LAST_LINE_MAX: Final = 2000  # bytes read from the end of its log
+LAST_LINE_MAX: Final = 2000  # bytes at the end of a log, in which its last line is searched
 # SIGINT during the imports ends the process without a traceback.
 START_PROGRAM: Final = (
     "import signal; signal.signal(signal.SIGINT, signal.SIG_DFL); from covey.scheduler.main import main; main()"
@@ -36,8 +36,8 @@ START_PROGRAM: Final = (
 
 
 class SchedulerSupervisor:
-    """The scheduler and its standbys, `count` processes. `over` returns whether an exit is expected; `gave_up` is called with a
-    code and a reason when the last of them is not restarted any more."""
+    """The scheduler and its standbys, `count` processes. `over` returns whether an exit is expected. `gave_up` is called with
+    an exit code and a reason when the last process has exited unexpectedly and is not restarted."""
 
     def __init__(
         self,
@@ -67,12 +67,12 @@ class SchedulerSupervisor:
         self._remaining = count
 
     async def start(self) -> None:
-        """Start and watch all processes."""
+        """Start and watch all processes, each with an empty log. Raises `OSError` if one cannot be started."""
         for process in self._processes:
             await process.start()
 
     async def stop(self, wait_s: float) -> None:
-        """Send SIGINT to all processes after the end of the cluster, and kill those that still run after `wait_s` seconds."""
+        """Stop watching, send SIGINT to all processes, and kill those that still run after `wait_s` seconds."""
         await asyncio.gather(*(process.stop(wait_s) for process in self._processes))
 
     def signal(self, number: int) -> None:
@@ -89,8 +89,8 @@ class SchedulerSupervisor:
 
 
 class SchedulerProcess:
-    """One scheduler process. `over` returns whether its exit is expected; `gave_up` is called with a code and a reason when it
-    is not restarted any more."""
+    """One scheduler process. `over` returns whether its exit is expected. `gave_up` is called with an exit code and a reason
+    when it has exited unexpectedly and is not restarted."""
 
     def __init__(
         self,
@@ -109,18 +109,19 @@ class SchedulerProcess:
         self._watch_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start and watch the process, with an empty log."""
+        """Start and watch the process, with an empty log. Raises `OSError` if it cannot be started."""
         self._log_path.unlink(missing_ok=True)
         await self._spawn()
         self._watch_task = asyncio.create_task(self._watch())
 
     async def stop(self, wait_s: float) -> None:
-        """Send SIGINT after the end of the cluster, and kill the process if it still runs after `wait_s` seconds."""
+        """Stop watching, send SIGINT, and kill the process if it still runs after `wait_s` seconds."""
         if self._watch_task is not None:
             self._watch_task.cancel()
         if self._process is None or self._process.returncode is not None:
             return
-        self.signal(signal.SIGINT)  # without effect if its cluster has ended: it exits by itself
+        # A leader ends its cluster; if that has ended, it no longer waits for disconnected members. A standby exits.
+        self.signal(signal.SIGINT)
         try:
             await asyncio.wait_for(self._process.wait(), wait_s)
         except TimeoutError:
@@ -128,7 +129,7 @@ class SchedulerProcess:
             await self._process.wait()
 
     def signal(self, number: int) -> None:
-        """Send a signal; no effect if the process has exited."""
+        """Send a signal; no effect if the process was not started or has exited."""
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.send_signal(number)
@@ -152,7 +153,8 @@ class SchedulerProcess:
             os.close(output)
 
     def _read_last_line(self) -> str:
-        """Return the message in the last line of its log, without the time."""
+        """Return the last line of the log, without the prefix up to the process name; `NO_LOG_OUTPUT` if the log is empty or
+        cannot be read."""
         with contextlib.suppress(OSError):
             *_, line = self._log_path.read_bytes()[-LAST_LINE_MAX:].decode(errors="replace").splitlines() or [""]
             return line.partition(" covey scheduler: ")[2] or line or NO_LOG_OUTPUT

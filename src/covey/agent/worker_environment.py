@@ -1,4 +1,4 @@
-"""Environment variables of a worker: the complete sets of torchrun and of MindSpore, so that scripts of both kinds run."""
+"""Environment variables of an agent's child: torchrun's, MindSpore's and covey's, so that scripts for each of them run."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ CLUSTER_VARIABLES: Final = (
 
 
 def drop_cluster_variables(environ: MutableMapping[str, str]) -> None:
-    """Remove the variables inherited from an enclosing worker, so that a nested run does not register with the outer
-    cluster."""
+    """Remove `CLUSTER_VARIABLES` if COVEY_AGENT shows that a worker of another run started this process, so that the nested run
+    does not register with the outer cluster."""
     if AGENT_VARIABLE in environ:
         for name in CLUSTER_VARIABLES:
             environ.pop(name, None)
@@ -43,7 +43,8 @@ def make_worker_environment(
     folder: str,
     relay: str,
 ) -> dict[str, str]:
-    """Return the environment of one worker. `base` is the agent's environment with the variables that options have added."""
+    """Return the environment of one child; a spare gets no rank variables. `base` is the agent's environment with the variables
+    that options have added, `folder` its temporary directory, and `relay` the path of its relay's socket."""
     env = {name: value for name, value in base.items() if name != "COVEY_TLS_SERVER_PASSWORD"}  # for the scheduler only
     rank, world, local = str(assignment.rank), str(start.world), str(assignment.local_rank)
     if start.local_world > 1:

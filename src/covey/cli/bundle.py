@@ -1,7 +1,8 @@
 """`covey bundle`: archive for a bug report with versions, settings, cluster, events, journal and logs.
 
-It holds at most `LOG_BYTES_MAX` bytes of the end of each log and `BUNDLE_BYTES_MAX` bytes in total. Secrets of this user's
-settings and clusters, and bearer tokens, are overwritten in all files.
+It holds at most `LOG_BYTES_MAX` bytes of the end of each log and `BUNDLE_BYTES_MAX` bytes in total, before compression. The
+secrets that `_collect_secrets` finds, and bearer tokens, are overwritten in all files. Other secrets, such as one
+that a script prints, are not recognized.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from covey.storage import cluster_registry
 from covey.storage.cluster_registry import RegistryEntry
 
 LOG_BYTES_MAX: Final = 1 << 20  # of each log, from its end
-FILES_MAX: Final = 1000
-BUNDLE_BYTES_MAX: Final = 64 << 20
+FILES_MAX: Final = 1000  # log files; further ones are left out without a message
+BUNDLE_BYTES_MAX: Final = 64 << 20  # of content, before compression
 PACKAGES: Final = (
     "covey",
     "torch",
@@ -52,7 +53,10 @@ BEARER_TOKEN: Final = re.compile(rb"(?i)(bearer\s+)([\w.~+/=-]{8,})")
 
 
 class Archive:
-    """A .tar.gz of at most `BUNDLE_BYTES_MAX` bytes of content. Secrets are overwritten with as many asterisks."""
+    """A .tar.gz of at most `BUNDLE_BYTES_MAX` bytes of content; `omitted_names` has the files that did not fit.
+
+    Each byte of the given secrets and of bearer tokens is overwritten with an asterisk.
+    """
 
     def __init__(self, path: Path, secrets: set[bytes]) -> None:
         self._secrets = secrets
@@ -82,7 +86,12 @@ class Archive:
 
 
 def write_bundle(master: str, log_dir: str, journal: str, output: str) -> tuple[Path, list[str]]:
-    """Write the archive; return its path and the omitted files, each with a reason. Raise UsageError or StoreError."""
+    """Write the archive; return its path, and a message for each file that could not be read or did not fit.
+
+    `log_dir` and `journal` are directories; "": those of the cluster. Logs beyond `FILES_MAX` are left out without a message.
+    An existing file at `output` is overwritten. Raise UsageError if a given directory is not readable, or if `find_cluster`
+    fails and `master` or no directory is given. Raise StoreError if the archive cannot be written.
+    """
     for directory in filter(None, (log_dir, journal)):
         if not os.access(directory, os.R_OK | os.X_OK) or not Path(directory).is_dir():
             raise UsageError(f"{printable(directory)} is not a readable directory: give the one that covey run printed")
@@ -114,7 +123,10 @@ def write_bundle(master: str, log_dir: str, journal: str, output: str) -> tuple[
 
 
 def _find_cluster_entry(master: str, *, needed: bool) -> tuple[RegistryEntry | None, SchedulerAddress | None]:
-    """Return registry entry and address of the cluster. If none is found, return None, or raise UsageError if `needed`."""
+    """Return the registry entry and the scheduler's address of the cluster; the entry is None if it is not registered here.
+
+    If `status.find_cluster` finds none, or several, return (None, None), or raise its UsageError if `needed`.
+    """
     try:
         scheduler = status.find_cluster(master)
     except UsageError:
@@ -125,7 +137,10 @@ def _find_cluster_entry(master: str, *, needed: bool) -> tuple[RegistryEntry | N
 
 
 def _add_cluster_state(archive: Archive, scheduler: SchedulerAddress) -> list[str]:
-    """Add view and events of the cluster; return a problem, and raise nothing, if the scheduler does not reply."""
+    """Add view and events of the cluster as cluster.json and story.jsonl; return [].
+
+    If a request to the scheduler fails, return one message. One or both files are then missing.
+    """
     try:
         archive.add_json("cluster.json", asyncio.run(ask_view(scheduler)))
         events = asyncio.run(ask_story(scheduler))
@@ -166,12 +181,15 @@ def _collect_versions() -> dict[str, Any]:
 
 
 def _collect_secrets(entry: RegistryEntry | None) -> set[bytes]:
-    """Return the secrets of the settings, of the secret file and of the cluster, or of all of this user's clusters."""
+    """Return the secrets of the settings, the content of COVEY_SECRET_FILE, and join secret and REST token of the cluster.
+
+    If `entry` is None, those of all running clusters of this user on this host are included.
+    """
     settings = load_settings(os.environ).settings
     values = {str(getattr(settings, field)) for field, var in TABLE.items() if var.secret}
     for known in cluster_registry.running_clusters() if entry is None else [entry]:
         values |= {known.secret, known.token}
     found = {value.encode(errors="surrogateescape") for value in values if value}
-    with contextlib.suppress(OSError):  # an unreadable secret is not in the archive either
+    with contextlib.suppress(OSError):  # the secret in an unreadable file is unknown here
         found.add(Path(settings.secret_file).read_bytes().strip() if settings.secret_file else b"")
     return found - {b""}

@@ -1,4 +1,7 @@
-"""`covey chaos`: injects faults into a running cluster on this host, chosen by a seed, and summarizes the recoveries."""
+"""`covey chaos`: injects faults into a cluster's processes on this host and summarizes the recoveries.
+
+The next fault depends on a seed and on the state of the cluster (`core/cluster/fault_schedule.py`).
+"""
 
 from __future__ import annotations
 
@@ -36,11 +39,11 @@ from covey.runtime import chaos_faults
 from covey.runtime.node_runtime import SchedulerAddress
 from covey.storage.cluster_registry import process_start_time
 
-POLL_INTERVAL_S: Final = 0.05  # between two checks of the cluster
+POLL_INTERVAL_S: Final = 0.05  # between two checks of the cluster, and between two connection attempts
 RESTART_TIMEOUT_S: Final = 120.0  # for a killed scheduler or template to be restarted
 RECOVERY_TIMEOUT_S: Final = 120.0  # after the last fault, for all recoveries to close
-FAULTS_MAX: Final = 100_000
-QUOTED_TEXT_MAX: Final = 80  # characters of an option in an error message
+FAULTS_MAX: Final = 100_000  # limit without --times
+QUOTED_TEXT_MAX: Final = 80  # characters of a duration or rate in an error message
 _SECONDS_PER_UNIT: Final = {"ms": 0.001, "s": 1.0, "": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -49,17 +52,17 @@ class ChaosSummary(msgspec.Struct, frozen=True):
 
     cluster_id: str
     seed: int
-    seconds: float
-    strikes: int
-    phase: Phase
-    reason: str
-    rows: list[FaultSummary]
-    story: list[PlannedFault]
-    recoveries: list[Incident]
+    seconds: float  # duration of the command
+    strikes: int  # number of faults
+    phase: Phase  # of the cluster at the end
+    reason: str  # of the phase
+    rows: list[FaultSummary]  # one for each kind of fault that occurred
+    story: list[PlannedFault]  # all faults, also those whose process had exited
+    recoveries: list[Incident]  # all that views showed, also the newest ones from before the command
 
 
 def parse_duration_s(text: str) -> float:
-    """Return the seconds of `10m`, `90s`, `500ms` or `90`. Raise UsageError."""
+    """Return the seconds of a text such as `10m`, `1.5h`, `500ms` or `90`. Raise UsageError for any other text, and for 0."""
     found = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)(ms|s|m|h|)", text.strip())
     if found is None or not float(found[1]):
         raise UsageError(f"{text[:QUOTED_TEXT_MAX]!r} is not a duration: expected a value such as 90s, 10m or 500ms")
@@ -67,7 +70,7 @@ def parse_duration_s(text: str) -> float:
 
 
 def parse_fault_interval_s(text: str) -> float:
-    """Return the seconds between two faults for `1/3s` or `20/m`. Raise UsageError."""
+    """Return the mean seconds between two faults for a rate such as `1/3s` or `20/m`. Raise UsageError if it is invalid."""
     found = re.fullmatch(r"([0-9]{1,9})/(.+)", text.strip())
     if found is None or not int(found[1]):
         raise UsageError(f"--rate {text[:QUOTED_TEXT_MAX]!r} is invalid: expected a rate such as 1/3s, 20/m or 2/s")
@@ -76,7 +79,7 @@ def parse_fault_interval_s(text: str) -> float:
 
 
 def parse_faults(text: str) -> list[Fault]:
-    """Return the faults of a list such as `kill,stop`, without duplicates. Raise UsageError."""
+    """Return the faults of a list such as `kill,stop`, without duplicates. Raise UsageError if one is unknown or none given."""
     words = list(dict.fromkeys(word.strip() for word in text.split(",") if word.strip()))
     unknown = [word for word in words if word not in set(Fault)]
     if unknown or not words:
@@ -102,8 +105,9 @@ class Chaos:
     async def run(self, for_s: float, times: int) -> ChaosSummary:
         """Inject faults for `for_s` seconds, at most `times` (0: `FAULTS_MAX`), or until the cluster ends.
 
-        Then wait for the recoveries and return the summary. Raise PeerError if the scheduler is unreachable, UsageError if no
-        fault is possible here.
+        Then wait for the end of faults that last, and at most `RECOVERY_TIMEOUT_S` for the recoveries, and return the summary.
+        Active faults are undone if this call is cancelled. Raise PeerError if the scheduler is unreachable, UsageError if it
+        refuses another client, if no `covey run` of the cluster is on this host, or if no requested fault is possible here.
         """
         loop = asyncio.get_running_loop()
         self._started_at = loop.time()
@@ -132,7 +136,10 @@ class Chaos:
         return ChaosSummary(view.cluster_id, self._seed, took, len(self._injected_faults), *known)
 
     def _select_possible_faults(self, view: ClusterView) -> list[Fault]:
-        """Return the requested faults that are possible here; print why others are not. Raise UsageError if none is."""
+        """Return the requested faults that are possible here; print the reasons of the others on stderr.
+
+        Raise UsageError if none is possible.
+        """
         reasons = {fault: self._fault_blocker(fault, view) for fault in self._requested_faults}
         for fault, reason in reasons.items():
             if reason:
@@ -143,7 +150,7 @@ class Chaos:
         return possible
 
     def _fault_blocker(self, fault: Fault, view: ClusterView) -> str:
-        """Return why the fault is not possible here; "" if it is."""
+        """Return why the fault is not possible here; "" if it is. For `Fault.CLOCK`, also store the path of the clock file."""
         scheduler = next(node.pid for node in view.nodes if node.role is Role.SCHEDULER)
         here = [node.pid for node in _view_of_this_host(view).nodes if node.role is not Role.SCHEDULER and node.pid]
         try:
@@ -168,7 +175,10 @@ class Chaos:
         return ""
 
     async def _follow_view(self) -> None:
-        """Keep the newest view and all its recoveries, also across restarts of the scheduler, until the cluster ends."""
+        """Store the newest view and every recovery that views show, also across restarts of the scheduler.
+
+        Return when the cluster has ended, or when the connection is lost and no `covey run` of it runs on this host any more.
+        """
         loop = asyncio.get_running_loop()
         while not self._cluster_ended.is_set():
             with contextlib.suppress(PeerError):
@@ -183,7 +193,7 @@ class Chaos:
                             self._cluster_ended.set()
             await asyncio.sleep(POLL_INTERVAL_S)
             running = (process_start_time(process.pid) == process.create_time() for process in self._run_processes)
-            if not any(running):  # without `covey run` nothing is restarted
+            if not any(running):  # then no process restarts the scheduler
                 self._cluster_ended.set()
 
     async def _inject_faults(self, effects: set[asyncio.Task[None]], times: int) -> None:
@@ -215,7 +225,10 @@ class Chaos:
             number += 1
 
     async def _inject_fault(self, planned: PlannedFault) -> None:
-        """Inject a fault and undo it after its duration. Do nothing if its process is gone."""
+        """Print a fault on stderr and inject it; if its process is gone, only print it.
+
+        Return when a fault that lasts is undone, or when a killed scheduler or template runs again (`_measure_downtime`).
+        """
         words = " ".join([str(planned.fault), planned.node, f"for {planned.for_s:.1f} s" if planned.for_s else ""])
         click.echo(f"covey: {planned.at_s:6.1f} s  {' '.join(words.split())}", err=True)
         with contextlib.suppress(chaos_faults.ProcessGone):
@@ -251,14 +264,20 @@ class Chaos:
         return next((node.pid for node in self._view.nodes if node.role is Role.SCHEDULER), 0)
 
     async def _measure_downtime(self, planned: PlannedFault, is_back: Callable[[], bool]) -> None:
-        """Wait until the killed process is back and record how long that took; record nothing after a timeout."""
+        """Wait until the killed process is back and record how many milliseconds that took.
+
+        Record nothing if that takes more than `RESTART_TIMEOUT_S`, or if the cluster ends before.
+        """
         loop = asyncio.get_running_loop()
         began = loop.time()
         if await self._wait_until(is_back, RESTART_TIMEOUT_S):
             self._downtime_ms[planned.number] = 1000 * (loop.time() - began)
 
     async def _wait_for_recoveries(self) -> None:
-        """Wait until every recovery is closed, because the summary shows their outcomes."""
+        """Wait until the cluster is READY and every recovery is closed, because the summary shows their outcomes.
+
+        Return earlier if the cluster ends, and after `RECOVERY_TIMEOUT_S`.
+        """
 
         def settled() -> bool:
             open_ = any(seen.incident.outcome is Outcome.OPEN for seen in self._recoveries.values())
@@ -280,7 +299,10 @@ def _view_of_this_host(view: ClusterView) -> ClusterView:
 
 
 def _find_run_processes(view: ClusterView) -> list[psutil.Process]:
-    """Return the processes `covey run` of this cluster on this host. Raise UsageError if there is none."""
+    """Return this user's `covey run` and `covey federated up` processes whose children are nodes of this cluster on this host.
+
+    Raise UsageError if there is none.
+    """
     found: dict[psutil.Process, None] = {}
     for node in _view_of_this_host(view).nodes:
         with contextlib.suppress(chaos_faults.ProcessGone):
@@ -291,7 +313,11 @@ def _find_run_processes(view: ClusterView) -> list[psutil.Process]:
 
 
 def run_chaos(master: str, *, seed: int, rate: str, wanted: str, length: str, times: int, as_json: bool) -> int:
-    """Run the command and return the exit code: 0, or PEER_FAILED if a recovery failed or is still open."""
+    """Inject faults, print the summary and return the exit code.
+
+    The code is PEER_FAILED if the cluster is still HEALING, or has ended during a recovery; 128 + SIGTERM, without a summary,
+    after SIGTERM or SIGHUP; else 0. Raise UsageError for an invalid option, and the errors of `find_cluster` and `Chaos.run`.
+    """
     interval_s, for_s, faults = parse_fault_interval_s(rate), parse_duration_s(length), parse_faults(wanted)
     try:
         summary = asyncio.run(_run_with_signals(status.find_cluster(master), seed, interval_s, faults, for_s, times))

@@ -1,4 +1,4 @@
-"""`covey check HOST:PORT`: checks whether this host can join a scheduler."""
+"""`covey check HOST:PORT`: checks whether this host can connect to a scheduler, and whether their clocks agree."""
 
 from __future__ import annotations
 
@@ -22,12 +22,16 @@ from covey.transport import address
 
 CONNECT_TIMEOUT_S: Final = 5.0
 PrintFinding = Callable[[str], None]
-TLS_HANDSHAKE, TLS_ALERT = b"\x16", b"\x15"  # first byte of a TLS record
-CLOCK_OFFSET_MAX_S: Final = 2.0  # between the clocks without a warning
+TLS_HANDSHAKE, TLS_ALERT = b"\x16", b"\x15"  # types of a TLS record, its first byte
+CLOCK_OFFSET_MAX_S: Final = 2.0  # from this offset on, the clocks are reported to differ
 
 
 def check_scheduler(where: str, as_json: bool) -> int:
-    """Print the findings, one per line, and return the exit code."""
+    """Print the findings, one per line, or with `as_json` as one document; return the exit code.
+
+    The code is UNREACHABLE if no TCP connection is possible, REFUSED if the handshake fails, else 0, also if the clocks differ.
+    Raise UsageError if `where` is not HOST:PORT, or if this host's secret or TLS files are not usable.
+    """
     findings: list[str] = []
     report = findings.append if as_json else click.echo
     with show_spinner(f"waiting for {where}"):
@@ -73,7 +77,10 @@ async def _check_handshake(scheduler: SchedulerAddress, report: PrintFinding) ->
 
 
 def _is_tls_server(host: str, port: int) -> bool:
-    """Whether a TLS server listens there: it replies to a ClientHello with a TLS record, even if it then refuses."""
+    """Return whether a TLS server listens there: it replies to a ClientHello with a TLS record, even if it then refuses.
+
+    Return False if there is no connection, or no reply within `CONNECT_TIMEOUT_S`.
+    """
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

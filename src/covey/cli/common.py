@@ -22,7 +22,7 @@ JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 def KUBERNETES(command: Callable[..., None]) -> Callable[..., None]:
-    """Add the options that select a Kubernetes cluster."""
+    """Add the options --kubeconfig, --context and --namespace to a command; used as a decorator."""
     namespace = "Namespace. Default: the kubeconfig's; for an operator: all."
     command = click.option("--namespace", default="", help=namespace)(command)
     command = click.option("--context", default="", help="Context of the kubeconfig.")(command)
@@ -36,7 +36,7 @@ def format_examples(*lines: str) -> str:
 
 
 def print_result(as_json: bool, message: str, **fields: Any) -> None:
-    """Print the message; with `as_json`, as JSON together with the fields."""
+    """Print the message; with `as_json`, one line of JSON with the message and the fields."""
     click.echo(msgspec.json.encode({"message": message, **fields}).decode() if as_json else message)
 
 

@@ -32,7 +32,7 @@ class RunCompletion(click.Command):
 
 
 def complete_clusters(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete the addresses of this user's clusters on this host."""
+    """Return the addresses of this user's clusters on this host that begin with `incomplete`; a callback of click."""
     from covey.storage import cluster_registry
 
     return [

@@ -26,8 +26,8 @@ from covey.storage import cluster_registry
 from covey.storage.cluster_registry import RegistryEntry
 from covey.transport import address
 
-STARTED_MARKER = b"Server started successfully."
-WAIT_NOTICE_S = 10.0  # until `up` prints that it waits
+STARTED_MARKER = b"Server started successfully."  # in the log of each server
+WAIT_NOTICE_S = 10.0  # seconds until `up` prints that it waits
 MASTER = click.option(
     "--master", metavar="HOST:PORT", default="", help="Address of the scheduler. Default: this user's only federated cluster."
 )
@@ -161,7 +161,11 @@ async def _run_supervisor(supervisor: Any, logs: list[Path], addresses: str) -> 
 
 
 async def _announce_start(before: dict[Path, int], addresses: str) -> None:
-    """Print the addresses when every log in `before` has the start marker after its old size; after a while, print a notice."""
+    """Print the addresses when every server has started, and a notice if that takes more than `WAIT_NOTICE_S`.
+
+    `before` has the size of each server's log before the start; without servers the addresses are printed immediately. A server
+    has started if its log contains the marker after that size.
+    """
     loop = asyncio.get_running_loop()
     late = loop.call_later(WAIT_NOTICE_S, click.echo, f"waiting for the scheduler or for other servers: {addresses}")
     while not all(path.exists() and STARTED_MARKER in path.read_bytes()[size:] for path, size in before.items()):  # noqa: ASYNC110
@@ -191,7 +195,7 @@ def stop(master: str, as_json: bool) -> None:
 @MASTER
 @JSON
 def status(master: str, as_json: bool) -> None:
-    """Show the servers, the current iteration and the spent privacy budget."""
+    """Show the servers and, if there is a REST port without TLS, the current iteration and the spent privacy budget."""
     entry = _find_federated_cluster(master)
     view = fetch_view_with_spinner(address_from_entry(entry))
     instance = _query_instance(entry) if entry.manage and not entry.tls else {}
@@ -210,7 +214,10 @@ def status(master: str, as_json: bool) -> None:
 
 
 def _find_federated_cluster(master: str) -> RegistryEntry:
-    """Return the federated cluster at `master`, else this user's only one. Raise UsageError if there is none, or several."""
+    """Return the registry entry of this user's federated cluster on this host at `master`; "": of the only one.
+
+    A cluster is federated if the name of its job begins with "federated". Raise UsageError if there is none, or several.
+    """
     running = [entry for entry in cluster_registry.running_clusters() if entry.job.startswith("federated")]
     if master:
         running = [entry for entry in running if entry.address == master]

@@ -18,7 +18,9 @@ from covey.storage import cluster_registry
 def kill_process(master: str, wanted: str) -> tuple[NodeView, str]:
     """Kill the process of a rank, of a node such as pserver:0, or of the scheduler; return the node and a message.
 
-    Raise UsageError for an unknown node, PeerError if the process cannot be killed from here.
+    The scheduler is killed from here. For other nodes, the scheduler is requested to have them killed by their agent, which may
+    happen after the return. Raise UsageError for an unknown cluster or node, and PeerError if the scheduler is unreachable or
+    refuses, if the node has no agent, or if the scheduler is not a process of this user on this host.
     """
     scheduler = status.find_cluster(master)
     view = status.fetch_view_with_spinner(scheduler)
@@ -33,7 +35,7 @@ def kill_process(master: str, wanted: str) -> tuple[NodeView, str]:
 
 
 def find_node(view: ClusterView, wanted: str) -> NodeView:
-    """Return the node of a rank or name. Raise UsageError if there is none."""
+    """Return the worker with this rank (digits), or the node with this name or "scheduler". Raise UsageError if none exists."""
     if wanted.isdecimal():
         workers = {node.rank: node for node in view.nodes if node.role is Role.WORKER}
         if int(wanted) not in workers:
@@ -47,7 +49,10 @@ def find_node(view: ClusterView, wanted: str) -> NodeView:
 
 
 def _kill_scheduler(view: ClusterView, node: NodeView) -> str:
-    """Kill the scheduler, which has no agent, if it is a process of this user on this host. Raise PeerError if it is not."""
+    """Send SIGKILL to the scheduler, which has no agent, and return a message.
+
+    Raise PeerError if the registry does not have it as a running process of this user on this host.
+    """
 
     def is_ours() -> bool:
         return any(

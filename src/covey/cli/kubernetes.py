@@ -1,4 +1,4 @@
-"""The commands operator install, operator run, submit and jobs, and the logs of a job."""
+"""The commands operator install, operator run, submit, jobs and logs --job."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ if TYPE_CHECKING:
     from covey.kubernetes.api_client import Api, KubeObject
     from covey.kubernetes.operator import Operator
 
-SCRIPT_BYTES_MAX = 900_000  # bytes: a ConfigMap holds at most 1 MiB
-SCRIPT_FOLDER = "/covey/script"
+SCRIPT_BYTES_MAX = 900_000  # compared with the number of characters; a ConfigMap holds at most 1 MiB
+SCRIPT_FOLDER = "/covey/script"  # in the pods
 FAULT_RETRIES = 10  # fault-retry-times of a submitted job
 
 
 class KubernetesTarget(NamedTuple):
-    """A Kubernetes cluster and a namespace in it ("": the kubeconfig's)."""
+    """A Kubernetes cluster and a namespace in it."""
 
-    kubeconfig: str
-    context: str
-    namespace: str
+    kubeconfig: str  # path; "": the first of the pod's service account, $KUBECONFIG and ~/.kube/config
+    context: str  # of the kubeconfig; "": the current one
+    namespace: str  # "": the kubeconfig's; for the operator: all
 
 
 def _connect_api(where: KubernetesTarget) -> Api:
@@ -60,7 +60,11 @@ def _run_async(work: Coroutine[Any, Any, None]) -> None:
 
 
 def install_operator(where: KubernetesTarget, image: str, *, dry_run: bool, ascend: bool, as_json: bool) -> None:
-    """Apply the objects of deploy/v1/covey-operator.yaml, or print them with `dry_run`."""
+    """Apply the objects of an installation of the operator, or print them with `dry_run`.
+
+    They are those of deploy/v1/covey-operator.yaml, changed according to the arguments. Raise `ApiError` at the first object
+    that is not accepted, and UsageError without a usable kubeconfig.
+    """
     from covey.kubernetes import manifests
 
     objects = manifests.make_manifests(image, where.namespace, ascend=ascend)
@@ -88,7 +92,10 @@ def _print_manifests(objects: list[KubeObject], as_json: bool) -> None:
 
 
 def run_operator(where: KubernetesTarget, console: int = -1, **options: Any) -> None:
-    """Run the operator in this process; with `console` >= 0, also serve the console of the jobs on that port."""
+    """Run the operator in this process until SIGTERM or SIGINT. `options` are fields of `OperatorOptions`.
+
+    With `console` >= 0, also serve the console of the jobs on that port; 0: on a free port.
+    """
     settings = load_settings(os.environ).settings
     configure_logging(settings, "operator")
 
@@ -102,7 +109,10 @@ def run_operator(where: KubernetesTarget, console: int = -1, **options: Any) -> 
 
 
 async def _serve_jobs_console(port: int, token: str, operator: Operator) -> None:
-    """Serve the console of the jobs on loopback, for `kubectl port-forward`. Raise UsageError if the port is taken."""
+    """Serve the console of the jobs on loopback, for `kubectl port-forward`, until cancelled. Port 0 is a free port.
+
+    Raise UsageError if the port cannot be used.
+    """
     from covey.management import jobs_api
     from covey.management.http_server import HttpServer
 
@@ -125,18 +135,21 @@ async def _serve_jobs_console(port: int, token: str, operator: Operator) -> None
 class SubmitOptions(NamedTuple):
     """Options of `covey submit`."""
 
-    script: str
-    args: tuple[str, ...]
-    name: str
-    workers: int
-    processes: int
+    script: str  # a local file, else a path in the image
+    args: tuple[str, ...]  # of the script
+    name: str  # of the job; "": from the script's name
+    workers: int  # worker pods
+    processes: int  # workers in each pod
     image: str
-    strategy: str
-    gpus: int
+    strategy: str  # "": recover, or recover-in-place with several processes
+    gpus: int  # of each pod
 
 
 def build_msjob(options: SubmitOptions) -> tuple[KubeObject, str]:
-    """Return the MSJob and the text of a local script; "" if the script is a path in the image. Raise UsageError."""
+    """Return the MSJob and the text of a local script; "" if the script is a path in the image.
+
+    Raise UsageError if a local script is unreadable, empty or too large, or if the MSJob is invalid.
+    """
     path = Path(options.script)
     name = options.name or re.sub(r"[^a-z0-9-]+", "-", path.stem.lower().lstrip("0123456789_-.")).strip("-")
     text = _read_script(path)
@@ -201,7 +214,11 @@ def _read_script(script: Path) -> str:
 
 
 def submit_job(where: KubernetesTarget, options: SubmitOptions, *, dry_run: bool, as_json: bool) -> None:
-    """Create the MSJob and the ConfigMap of its script, or print them with `dry_run`."""
+    """Create the MSJob and, for a local script, its ConfigMap, or print them with `dry_run`.
+
+    Raise UsageError if one of them exists or an option is invalid, and `ApiError` if the API server refuses for another reason.
+    If the ConfigMap cannot be created, the MSJob remains.
+    """
     from covey.kubernetes.pod_builder import owner_reference
 
     job, text = build_msjob(options)
@@ -239,7 +256,7 @@ def submit_job(where: KubernetesTarget, options: SubmitOptions, *, dry_run: bool
 
 
 def list_jobs(where: KubernetesTarget, *, everywhere: bool, as_json: bool) -> None:
-    """Print one line per job, below a header."""
+    """Print the MSJobs of a namespace, or of all with `everywhere`: one line each below a header, or a JSON list."""
 
     async def work() -> None:
         from covey.kubernetes.api_client import MSJOB
@@ -272,7 +289,11 @@ def list_jobs(where: KubernetesTarget, *, everywhere: bool, as_json: bool) -> No
 
 
 def print_job_logs(where: KubernetesTarget, name: str, rank: int | None, *, follow: bool, as_json: bool) -> None:
-    """Print the log of the pod of a rank; without a rank, of each worker pod in turn. Raise UsageError if a pod is missing."""
+    """Print the log of the pod in which a rank runs; without a rank, of each worker pod in turn.
+
+    A pod has one log, also with several processes. If several pods are printed, each line has the pod's index as prefix. With
+    `follow`, print new lines until the container ends. Raise UsageError if the rank, the job or a pod does not exist.
+    """
 
     async def work() -> None:
         from covey.core.msjob import parse_job

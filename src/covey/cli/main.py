@@ -18,11 +18,14 @@ from covey.cli.completion import COMPLETE_VARIABLE, SHELLS, RunCompletion
 from covey.cli.job_commands import jobs, operator, submit
 from covey.errors import CoveyError, ExitCode
 
-NO_THREAD_MESSAGE = "can't start new thread"  # Python's message at a limit of processes or memory
+NO_THREAD_MESSAGE = "can't start new thread"  # of Python's RuntimeError at a limit of processes or memory
 
 
 def main() -> None:
-    """Run a command. Print an error as one line on stderr and exit with its code."""
+    """Run the command in sys.argv and exit. Print an error of covey, click or the system on stderr, without a traceback.
+
+    The exit code is the error's; 130 after Ctrl-C, 0 if the reader of stdout has gone. Other exceptions are raised.
+    """
     _open_closed_streams()
     argv = sys.argv[1:]
     try:
@@ -52,7 +55,10 @@ def main() -> None:
 
 
 def _exit_on_system_error(error: Exception) -> None:
-    """Print an operating system error that no other code has handled, with advice for limits, and exit."""
+    """Print a system error that no other code has handled, with advice if a limit was reached, and exit.
+
+    The exit code is PORT_IN_USE if an address is in use, else DISK.
+    """
     number = error.errno if isinstance(error, OSError) else 0
     advice = ": raise the limit of open files (ulimit -n)" if number == errno.EMFILE else ""
     advice = advice or ("" if number else ": raise the limit of processes or memory (ulimit -u, -v)")
@@ -63,13 +69,16 @@ def _exit_on_system_error(error: Exception) -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open closed standard streams (`covey run ... >&-`) to /dev/null, else the next opened file would get their number."""
+    """Open closed standard streams (`covey run ... >&-`) to /dev/null, because the next opened file would get their number.
+
+    Also let stdout escape characters that the terminal cannot encode, as stderr does.
+    """
     for number, (name, mode) in enumerate((("stdin", "r"), ("stdout", "w"), ("stderr", "w"))):
         if getattr(sys, name) is None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
             setattr(sys, name, os.fdopen(number, mode))
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # like stderr: characters that the terminal lacks are escaped
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 class LazyCommands(click.Group):
@@ -165,7 +174,7 @@ def events(master: str, follow: bool, as_json: bool) -> None:
 @click.argument("node")
 @JSON
 def story(master: str, node: str, as_json: bool) -> None:
-    """Print the events of one node: a rank, a name such as server:0, or cluster."""
+    """Print the events of one node: a worker's first rank, a name such as server:0, or cluster."""
     from covey.cli import top_and_events as follow_output
 
     follow_output.print_node_events(master, node, as_json)
@@ -240,7 +249,7 @@ def check(where: str, as_json: bool) -> None:
 @click.option("--output", default="", metavar="FILE", help="Name of the archive. Default: covey-bundle-TIME.tar.gz.")
 @JSON
 def bundle(master: str, log_dir: str, journal: str, output: str, as_json: bool) -> None:
-    """Pack versions, settings, cluster, events, journal and logs for a bug report: at most 64 MB, without secrets."""
+    """Pack versions, settings, cluster, events, journal and logs for a bug report: at most 64 MB, without covey's secrets."""
     from covey.cli.bundle import write_bundle as make_bundle
     from covey.cli.spinner import show_spinner
 

@@ -32,11 +32,11 @@ from covey.transport.handshake import SecretNotRequired
 
 REPLY_TIMEOUT_S: Final = 10.0
 RETRY_INTERVAL_S: Final = 0.2  # between two connection attempts
-SCHEDULER_RETURN_TIMEOUT_S: Final = 10.0
+SCHEDULER_RETURN_TIMEOUT_S: Final = 10.0  # for a lost scheduler to return
 
 
 class SchedulerSession:
-    """One connection to a scheduler, as an async context manager."""
+    """One connection to a scheduler, as an async context manager. If 1,000 received messages wait, the oldest is dropped."""
 
     def __init__(self, scheduler: SchedulerAddress) -> None:
         self._scheduler_address = scheduler
@@ -44,7 +44,10 @@ class SchedulerSession:
         self._connection: Connection | None = None
 
     async def __aenter__(self) -> SchedulerSession:
-        """Connect to the first address that answers; only the leader listens. Raise PeerError if none answers."""
+        """Connect to the first address at which the handshake succeeds; of several schedulers only the leader answers it.
+
+        Raise PeerError if there is none; it is `SecretNotRequired` if a scheduler does not require this side's secret.
+        """
         scheduler, failures = self._scheduler_address, []
         refused: SecretNotRequired | None = None
         for host, port in scheduler.addresses:
@@ -102,12 +105,19 @@ class SchedulerSession:
         return self._connection.scheduler_clock
 
     async def request(self, message: Message) -> Any:
-        """Send a message and return the next message received. Raise PeerError if none arrives within `REPLY_TIMEOUT_S`."""
+        """Send a message and return the next message received.
+
+        Raise PeerError if the connection closes or no message arrives within `REPLY_TIMEOUT_S`, and UsageError if the message
+        cannot be sent (`_send`).
+        """
         self._send(message)
         return await self._next_reply(REPLY_TIMEOUT_S)
 
     async def follow_views(self) -> AsyncIterator[ClusterView]:
-        """Yield the cluster's view now and after each change, until the connection closes. Raise UsageError if refused."""
+        """Yield the cluster's view now, at each change of phase or generation, and periodically, until the connection closes.
+
+        Raise UsageError if the scheduler refuses, because too many clients follow the view.
+        """
         self._send(ViewRequest(follow=True))
         while True:
             try:
@@ -120,7 +130,11 @@ class SchedulerSession:
                 yield msgspec.json.decode(reply.view, type=ClusterView)
 
     async def read_events(self, request: EventsRequest) -> AsyncIterator[list[Event]]:
-        """Yield the events so far; with `request.follow`, new ones until the connection closes. Raise UsageError if refused."""
+        """Yield one list with the newest events, then, with `request.follow`, lists of new ones until the connection closes.
+
+        Yield nothing if the connection closes, or without `follow` no reply arrives within `REPLY_TIMEOUT_S`. Raise UsageError
+        if the scheduler refuses, because too many clients follow, or if the request cannot be sent (`_send`).
+        """
         self._send(request)
         while True:
             try:
@@ -157,12 +171,12 @@ class SchedulerSession:
 
     def _enqueue(self, message: Any) -> None:
         if self._received.full():
-            self._received.get_nowait()  # drop the oldest view
+            self._received.get_nowait()  # drop the oldest message, in most cases a view
         self._received.put_nowait(message)
 
 
 async def fetch_view(scheduler: SchedulerAddress) -> ClusterView:
-    """Return the current view of the cluster. Raise PeerError."""
+    """Return the current view of the cluster. Raise PeerError if the scheduler is unreachable or does not reply."""
     async with SchedulerSession(scheduler) as session:
         reply = await session.request(ViewRequest())
         if not isinstance(reply, ViewReply):
@@ -177,10 +191,11 @@ def _unexpected_reply(scheduler: SchedulerAddress) -> PeerError:
 async def follow_events(
     scheduler: SchedulerAddress, node: str = "", reconnect_timeout_s: float = SCHEDULER_RETURN_TIMEOUT_S
 ) -> AsyncIterator[Event]:
-    """Yield the events so far and new ones until the cluster has ended, of one node if it is given.
+    """Yield the newest events and then new ones, until the cluster has ended. With `node`, only those that mention that node.
 
-    A lost connection is retried for `reconnect_timeout_s`, then raise PeerError; the first attempt is retried only if that is
-    infinite.
+    Reconnect after a lost connection; raise PeerError if no attempt succeeds within `reconnect_timeout_s`, and if the first
+    connection fails, unless that is infinite. The end of the cluster is recognized by its event, so with another
+    `node` than "cluster" it may look like a lost connection. Raise UsageError if too many clients follow.
     """
     after, tried_until = 0.0, math.inf if reconnect_timeout_s == math.inf else 0.0
     clock = asyncio.get_running_loop().time
@@ -201,7 +216,10 @@ async def follow_events(
 
 
 async def fetch_events(scheduler: SchedulerAddress, node: str = "") -> list[Event]:
-    """Return the newest events, oldest first, of one node if it is given. Raise PeerError."""
+    """Return the newest events (at most `REPLY_EVENTS_MAX`), oldest first; with `node`, only those that mention that node.
+
+    Raise PeerError if the scheduler is unreachable or does not reply, and UsageError if `node` cannot be sent.
+    """
     async with SchedulerSession(scheduler) as session:
         async for events in session.read_events(EventsRequest(node)):
             return events
@@ -209,7 +227,10 @@ async def fetch_events(scheduler: SchedulerAddress, node: str = "") -> list[Even
 
 
 async def request_stop(scheduler: SchedulerAddress, reason: str) -> None:
-    """Request the end of the cluster and wait for the acknowledgement. Raise PeerError."""
+    """Request the end of the cluster and wait for the acknowledgement, not for the end.
+
+    Raise PeerError if the scheduler is unreachable or does not acknowledge, and UsageError if `reason` cannot be sent.
+    """
     async with SchedulerSession(scheduler) as session:
         reply = await session.request(StopRequest(reason))
         if not isinstance(reply, LeaveAcknowledged):
@@ -217,7 +238,10 @@ async def request_stop(scheduler: SchedulerAddress, reason: str) -> None:
 
 
 async def request_kill(scheduler: SchedulerAddress, node: str) -> str:
-    """Request that a node's process is killed; return the reason of the decision. Raise PeerError if it is refused."""
+    """Request that a node's agent kills its process; return the scheduler's reason when it has accepted.
+
+    Raise PeerError if the scheduler refuses, is unreachable or does not reply.
+    """
     async with SchedulerSession(scheduler) as session:
         reply = await session.request(KillRequest(node, "requested by covey kill"))
         if isinstance(reply, Refused):
@@ -228,7 +252,10 @@ async def request_kill(scheduler: SchedulerAddress, node: str) -> str:
 
 
 async def request_scale(scheduler: SchedulerAddress, workers: int, servers: int = -1) -> ScaleAccepted:
-    """Request a number of workers or of parameter servers (-1: unchanged); return the decision. Raise PeerError if refused."""
+    """Request a number of workers or of parameter servers (-1: unchanged); return the decision, before it is carried out.
+
+    Raise PeerError if the scheduler refuses, is unreachable or does not reply.
+    """
     async with SchedulerSession(scheduler) as session:
         reply = await session.request(ScaleRequest(workers, servers=servers))
         if isinstance(reply, Refused):

@@ -13,7 +13,7 @@ SPINNER_DELAY_S = 2.0
 
 @contextlib.contextmanager
 def show_spinner(text: str) -> Iterator[None]:
-    """Show a spinner with this text after `SPINNER_DELAY_S` seconds, if stderr is a terminal."""
+    """Show a spinner with this text on stderr if the body runs longer than `SPINNER_DELAY_S` and stderr is a terminal."""
     if not sys.stderr.isatty():
         yield
         return
@@ -37,5 +37,5 @@ def _run_spinner(text: str, done: threading.Event) -> None:
 
 
 def is_color_enabled() -> bool:
-    """Whether stdout is a terminal and NO_COLOR is not set."""
+    """Return whether stdout is a terminal and NO_COLOR is unset or empty."""
     return sys.stdout.isatty() and not os.environ.get("NO_COLOR")

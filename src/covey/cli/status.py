@@ -36,9 +36,11 @@ PIPE_WIDTH = 1000  # columns of a table that is not printed to a terminal
 
 
 def find_cluster(master: str) -> SchedulerAddress:
-    """Return the scheduler's address: `master` if given, else of this user's only cluster on this host, else MS_SCHED_HOST.
+    """Return address and credentials of the scheduler to which a command connects. No connection is made.
 
-    Raise UsageError if there is none, or more than one.
+    The address is `master` (HOST:PORT, or several separated by commas); if that is "", the one of this user's only cluster on
+    this host; if none runs here, MS_SCHED_HOST and MS_SCHED_PORT. Raise UsageError if these give no address, if several
+    clusters run here, if an address is invalid, or if secret or TLS files are not usable.
     """
     running = cluster_registry.running_clusters()
     settings = load_settings(os.environ).settings
@@ -61,7 +63,10 @@ def find_cluster(master: str) -> SchedulerAddress:
 
 
 def address_from_entry(entry: RegistryEntry) -> SchedulerAddress:
-    """Return the scheduler's address of a registry entry, with the entry's secret."""
+    """Return the scheduler's address of a registry entry, with the entry's secret and TLS config file.
+
+    Those that the entry lacks come from this process's settings. Raise UsageError if they are not usable.
+    """
     host, port = address.split_host_port(entry.address)
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return _make_scheduler_address(Settings(secret=entry.secret, tls_config=entry.tls), host, port)
@@ -77,13 +82,16 @@ def _make_scheduler_address(given: Settings, host: str, port: int, *others: tupl
 
 
 def fetch_view_with_spinner(scheduler: SchedulerAddress) -> ClusterView:
-    """Return the current view of the cluster. Raise PeerError."""
+    """Return the current view of the cluster; show a spinner while waiting. Raise PeerError as `fetch_view`."""
     with show_spinner(f"waiting for {scheduler.name}"):
         return asyncio.run(ask_view(scheduler))
 
 
 def print_status(master: str, as_json: bool) -> None:
-    """Print one cluster; without --master, all clusters of this user that reply."""
+    """Print the cluster that `find_cluster` returns; if `master` is "" and several run here, all clusters of this user.
+
+    Of several clusters, one that does not reply is printed with the reason. With one cluster, PeerError is raised.
+    """
     running = cluster_registry.running_clusters()
     if master or len(running) < 2:
         return _print_cluster_status(fetch_view_with_spinner(find_cluster(master)), as_json)
@@ -106,7 +114,7 @@ def _print_cluster_status(view: ClusterView, as_json: bool) -> None:
 
 
 def print_cluster_table(view: ClusterView) -> None:
-    """Print heading and node table; lines are not cut if stdout is not a terminal."""
+    """Print heading and a table of at most `ROWS_MAX` nodes, `PIPE_WIDTH` columns wide if stdout is not a terminal."""
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
@@ -115,7 +123,7 @@ def print_cluster_table(view: ClusterView) -> None:
 
 
 def print_nodes(master: str, as_json: bool) -> None:
-    """Print one line per node."""
+    """Print a header and one line per node, the scheduler included; with `as_json`, a list."""
     view = fetch_view_with_spinner(find_cluster(master))
     if as_json:
         click.echo(msgspec.json.encode(view.nodes).decode())
@@ -133,7 +141,10 @@ def format_node_lines(view: ClusterView) -> list[str]:
 
 
 def print_logs(master: str, rank: int | None, follow: bool, as_json: bool = False) -> None:
-    """Print the logs of one rank or of all ranks on this host; print to stderr where other logs are."""
+    """Print the log of one rank, or of all ranks (None), as far as it is on this host; print to stderr where other logs are.
+
+    With `follow`, continue as `_print_log_files`. Raise UsageError if the rank does not exist.
+    """
     view = fetch_view_with_spinner(find_cluster(master))
     workers = [n for n in view.nodes if n.role is Role.WORKER and rank in (None, n.rank)]
     if not workers:
@@ -150,7 +161,10 @@ def print_logs(master: str, rank: int | None, follow: bool, as_json: bool = Fals
 
 
 async def _print_log_files(paths: dict[int, str], followed: SchedulerAddress | None, as_json: bool) -> None:
-    """Print the files; with `followed`, continue as they grow until the cluster ends."""
+    """Print the files, by rank. With `followed`, continue as they grow until the connection to that scheduler closes.
+
+    The connection closes when the cluster ends, and also when the scheduler dies.
+    """
     ended = followed is None
 
     async def watch(scheduler: SchedulerAddress) -> None:
@@ -172,7 +186,7 @@ async def _print_log_files(paths: dict[int, str], followed: SchedulerAddress | N
 
 
 def print_log_line(rank: int, text: str, *, named: bool, as_json: bool) -> None:
-    """Print a line of a rank's log, with the rank as prefix if `named`."""
+    """Print a line of a rank's log, with the rank as prefix if `named`; with `as_json`, as an object with both."""
     if as_json:
         click.echo(msgspec.json.encode({"rank": rank, "line": text}).decode())
     else:
@@ -180,7 +194,7 @@ def print_log_line(rank: int, text: str, *, named: bool, as_json: bool) -> None:
 
 
 def print_settings(as_json: bool) -> None:
-    """Print every setting with its value, origin and meaning."""
+    """Print every setting with its value ("(set)" for a secret), origin and meaning."""
     found = settings_table(load_settings(os.environ))
     if as_json:
         click.echo(

@@ -12,11 +12,15 @@ import click
 from covey.cli.common import print_result
 from covey.errors import UsageError
 
-SERIAL_DIGITS_MAX = 48  # of a certificate's serial number
+SERIAL_DIGITS_MAX = 48  # of a certificate's serial number; more digits are taken as a file name
 
 
 def create_certificates(folder: str, names: tuple[str, ...], days: int, password: str, *, as_json: bool) -> None:
-    """Create the files of `covey tls init` and print their paths."""
+    """Create the files of `covey tls init` in `folder` and print their paths.
+
+    Without `names` the certificates are for this host. A `password` of "" comes from COVEY_TLS_PASSWORD, else from a prompt.
+    Raise UsageError for an invalid argument, a missing password or an existing file, and StoreError if a write fails.
+    """
     from covey.transport import local_ca
 
     password = _resolve_password(password, new=True)
@@ -28,7 +32,11 @@ def create_certificates(folder: str, names: tuple[str, ...], days: int, password
 
 
 def revoke_certificate(folder: str, certificate: str, password: str, *, as_json: bool) -> None:
-    """Revoke a certificate, given as a p12 file or, if that is lost, as a serial number."""
+    """Add a certificate to crl.pem in `folder` and print that path. It is given as a p12 file or as a decimal serial number.
+
+    `password` is as in `create_certificates`. Raise UsageError if an argument or file is not usable, and StoreError if the list
+    cannot be written.
+    """
     from covey.transport import local_ca
 
     target = int(certificate) if certificate.isdecimal() and len(certificate) <= SERIAL_DIGITS_MAX else Path(certificate)

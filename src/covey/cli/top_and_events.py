@@ -25,7 +25,11 @@ LEVEL_COLORS = {Level.WARNING: "yellow", Level.DETAIL: "bright_black"}
 
 
 def follow_cluster(master: str, as_json: bool) -> None:
-    """Show the live table of a cluster until it ends; with `as_json`, print its views."""
+    """Show the live table of a cluster, or lines if stdout is not a terminal, until the cluster ends.
+
+    With `as_json`, print its views until the connection closes. Raise PeerError if the scheduler is unreachable; without
+    `as_json`, a lost one has `SCHEDULER_RETURN_TIMEOUT_S` to return.
+    """
     scheduler = find_cluster(master)
     asyncio.run(
         _print_views(scheduler)
@@ -41,7 +45,10 @@ async def _print_views(scheduler: SchedulerAddress) -> None:
 
 
 def print_events(master: str, follow: bool, as_json: bool) -> None:
-    """Print the newest events, one per line; with `follow`, also new ones until the cluster ends."""
+    """Print the newest events, one per line; with `follow`, also new ones until the cluster ends.
+
+    Raise PeerError if the scheduler is unreachable; with `follow`, a lost one has `SCHEDULER_RETURN_TIMEOUT_S` to return.
+    """
     print_one = partial(_print_event, as_json=as_json)
     if follow:
         return asyncio.run(_print_new_events(find_cluster(master), print_one))
@@ -56,7 +63,10 @@ async def _print_new_events(scheduler: SchedulerAddress, print_one: Callable[[Ev
 
 
 def print_node_events(master: str, node: str, as_json: bool) -> None:
-    """Print the events of one node, given as a rank or a name. Raise UsageError if the node is unknown."""
+    """Print the newest events that mention a node: a name such as pserver:0, or a worker's number, which is its first rank.
+
+    A node without events is only printed with its state; with `as_json`, nothing is. Raise UsageError if there is no such node.
+    """
     name = f"worker:{node}" if node.isdigit() else node
     found = asyncio.run(ask_story(find_cluster(master), name))
     if not found:

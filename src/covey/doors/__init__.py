@@ -1,1 +1,1 @@
-"""Deprecated: the former name of `covey.integrations`: `lightning`, `accelerate`."""
+"""Deprecated former name of `covey.integrations`. Its modules: `lightning`, `accelerate`."""

@@ -1,4 +1,4 @@
-"""Deprecated: the former name of `covey.integrations.accelerate`."""
+"""Deprecated former name of `covey.integrations.accelerate`. Its import emits a DeprecationWarning."""
 
 import warnings
 

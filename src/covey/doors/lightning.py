@@ -1,4 +1,5 @@
-"""Deprecated: the former name of `covey.integrations.lightning`."""
+"""Deprecated former name of `covey.integrations.lightning`, whose `CoveyStrategy` is `Strategy` here. Its import emits a
+DeprecationWarning."""
 
 import warnings
 

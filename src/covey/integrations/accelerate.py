@@ -6,7 +6,7 @@
         for batch in loader: ...
 
 Each rank is an accelerator of one process, so Accelerate builds no process group. `prepare` creates a `covey.Loop` of its
-arguments; gradients are averaged when `accelerator.backward` returns.
+arguments. Gradients are averaged when `accelerator.backward` returns; with accumulation, in the last micro-batch of a step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ RANK_VARIABLES: Final = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 class AccelerateBatches:
-    """The batches of the training, epoch by epoch, as returned by `prepare`."""
+    """The batches of the training, in place of the DataLoader: `prepare` returns it. It is iterated over once in each epoch of
+    `Accelerator.epochs`; otherwise the iteration raises `UsageError`."""
 
     def __init__(self, loop: Any, device: Any) -> None:
         self._loop, self._device = loop, device
@@ -53,7 +54,10 @@ class AccelerateBatches:
 
 
 class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
-    """An Accelerator of one process per rank on a `covey.Loop`. `loop`: further options of `covey.Loop` (checkpoint, seed)."""
+    """An Accelerator of one process per rank on a `covey.Loop`. Creating it calls `covey.init()`.
+
+    `loop`: further options of `covey.Loop` (checkpoint, seed); `options`: those of Accelerate's class.
+    """
 
     def __init__(self, *, epochs: int, loop: dict[str, Any] | None = None, **options: Any) -> None:
         covey.init()
@@ -66,10 +70,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         state.process_index, state.local_process_index = covey.get_rank(), covey.get_local_rank()
 
     def prepare(self, *args: Any, **named: Any) -> Any:
-        """Prepare one model, its optimizer, the DataLoader to train on, and schedulers. Called once.
+        """Prepare one model, its optimizer, the DataLoader to train on, and schedulers; return a tuple in the order of `args`.
 
-        Further loaders are for evaluation and are returned unchanged: every rank iterates over all of their samples. Raise
-        `UsageError` for anything else.
+        Loaders after the first are for evaluation and are returned unchanged: every rank iterates over all of their samples.
+        Raise `UsageError` at a second call, without a loader, or if there is not exactly one model and one optimizer.
         """
         models = [arg for arg in args if isinstance(arg, torch.nn.Module)]
         optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
@@ -95,7 +99,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return tuple(by_id.get(id(arg), arg) for arg in args)
 
     def epochs(self) -> Iterator[int]:
-        """Yield the number of each epoch, from the current step on."""
+        """Yield the number of each epoch, from that of the current step on. Raise `UsageError` before `prepare`, and if the
+        batches of an epoch are not exhausted."""
         if self._batches is None:
             raise UsageError("epochs() was called before prepare(...): call prepare(model, optimizer, loader) first")
         for epoch, batches in self._loop.epochs():
@@ -103,7 +108,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             yield epoch
 
     def gather(self, tensor: Any) -> Any:
-        """Return the concatenation of all ranks' tensors, in rank order."""
+        """Return the concatenation of all ranks' tensors, in rank order. Their shapes and dtypes must be equal."""
         return torch.cat([torch.atleast_1d(part) for part in covey.all_gather(tensor)])
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:

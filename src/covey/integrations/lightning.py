@@ -3,8 +3,9 @@
     trainer = lightning.Trainer(max_epochs=10, strategy=covey.integrations.lightning.CoveyStrategy())
 
 Each rank is a trainer on one device, without a process group. The strategy creates a `covey.Loop` of the trainer's model,
-optimizer and training data, and passes its batches to the trainer; gradients are averaged at the end of the backward pass. All
-counters of the trainer are functions of the loop's step, so a replacement's trainer is set to the step of the other ranks.
+optimizer and training data, and passes its batches to the trainer. Gradients are averaged at the end of a step's last backward
+pass. All counters of the trainer are functions of the loop's step, so the trainer of a replacement, or of a training that
+resumes from a checkpoint, is set to the loop's step.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from lightning.pytorch.utilities import rank_zero_only
 import covey
 from covey.errors import UsageError
 
-# Trainer arguments that would end an epoch or the training at another step than the loop.
+# Required values of arguments that could end an epoch or the training at another step than the loop.
 REQUIRED_TRAINER_VALUES: Final = {
     "max_steps": -1,
     "limit_train_batches": 1.0,
@@ -30,7 +31,7 @@ REQUIRED_TRAINER_VALUES: Final = {
 
 
 class LightningBatches:
-    """The loop as the trainer's data loader; iterated over once per epoch."""
+    """The loop as the trainer's data loader; the trainer iterates over it once per epoch."""
 
     def __init__(self, loop: Any) -> None:
         self._loop = loop
@@ -47,21 +48,23 @@ class LightningBatches:
             yield batch
 
     def _finish_epoch(self) -> None:
-        """Exhaust the epoch's batches: the trainer counts them and stops after the last. Raise `UsageError` if any is left."""
+        """End the iteration over the epoch's batches, because the trainer stops after the last one without requesting another.
+        Raise `UsageError` if any is left."""
         if any(True for _ in self._batches):
             raise UsageError(
                 "a Lightning trainer cannot continue after a resize: use a strategy without elastic-training (COVEY_STRATEGY)"
             )
 
     def finish(self) -> None:
-        """Commit the last step. If the trainer was stopped early, do nothing."""
+        """Commit the last step of the training. Do nothing if the trainer was stopped before it."""
         if self._loop.step + 1 >= self._loop.steps:
             self._finish_epoch()
             next(self._epochs, None)
 
 
 class CoveyStrategy(SingleDeviceStrategy):  # type: ignore[misc]
-    """A Lightning strategy of one device per rank on a `covey.Loop`. `options` go to `covey.Loop` (checkpoint, seed)."""
+    """A Lightning strategy of one device per rank on a `covey.Loop`. Creating it calls `covey.init()`. `options` go to
+    `covey.Loop` (checkpoint, seed)."""
 
     strategy_name = "covey"
 
@@ -78,7 +81,8 @@ class CoveyStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         return bool(self.global_rank == 0)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Create the loop of the training data; return other data, such as validation's, unchanged on every rank."""
+        """Create the loop of the training data and return its batches. Return other data, such as validation's, unchanged on
+        every rank. Raise `UsageError` if an argument of the trainer, or the module, is not supported."""
         trainer = self.lightning_module.trainer
         if not trainer.training or self._batches is not None:
             return dataloader
@@ -118,7 +122,8 @@ class CoveyStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             raise UsageError("this LightningModule is not supported: covey needs one optimizer and automatic optimization")
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce for `log(..., sync_dist=True)`: over all ranks once the loop exists; before, return the tensor unchanged."""
+        """Return a copy of `tensor` reduced over all ranks, for `log(..., sync_dist=True)`. Before the loop exists, and for
+        anything but a tensor, return the argument unchanged."""
         if self._batches is None or not isinstance(tensor, torch.Tensor):
             return tensor
         return covey.all_reduce(tensor.detach().clone(), {"avg": "mean"}.get(str(reduce_op).lower(), str(reduce_op).lower()))
@@ -130,7 +135,7 @@ class CoveyStrategy(SingleDeviceStrategy):  # type: ignore[misc]
 
 
 def _set_counters(trainer: Any, loop: Any) -> None:
-    """Set the trainer's counters to the loop's step. An epoch that has not started is left to the trainer."""
+    """Set the trainer's counters to the loop's step. At the start of an epoch, the trainer counts that epoch itself."""
     epoch, within, step = loop.epoch, loop.step_of_epoch, loop.step
     fit, steps = trainer.fit_loop, trainer.fit_loop.epoch_loop
     for progress in (fit.epoch_progress.current, fit.epoch_progress.total):
@@ -143,5 +148,5 @@ def _set_counters(trainer: Any, loop: Any) -> None:
             for name in vars(progress):
                 setattr(progress, name, count * per_step)
     steps._batches_that_stepped = step
-    fit._loaded_from_state_dict = fit._resuming_from_checkpoint = True  # the iterator of this epoch already exists
+    fit._loaded_from_state_dict = fit._resuming_from_checkpoint = True  # else the trainer creates a second iterator
     fit.restarting = within > 0

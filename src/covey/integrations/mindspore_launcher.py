@@ -1,8 +1,8 @@
 """Worker of `covey run --framework mindspore train.py`: MindSpore builds its own cluster, covey monitors the workers.
 
-MindSpore's scheduler is the same script in another role. Rank 0 starts it next to its worker, at the address on which all ranks
-agreed (torchrun's MASTER_ADDR and MASTER_PORT, new at each restart), with a separate log file, because it prints a lot. All
-other ranks exec their script. This module imports no MindSpore.
+MindSpore's scheduler is the same script in another role. Rank 0 starts it next to its worker, at the address that covey gives
+to all ranks (torchrun's MASTER_ADDR and MASTER_PORT), with a separate log file, because it prints a lot. All other ranks exec
+their script. This module does not import MindSpore.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import IO, Final
 from covey.runtime.linux import die_with_parent
 from covey.template_process.protocol import exit_from_status
 
-SCHEDULER_EXIT_TIMEOUT_S: Final = 60.0  # MindSpore's scheduler checks every 5 s whether all workers have finished
+SCHEDULER_EXIT_TIMEOUT_S: Final = 60.0  # after the worker; MindSpore's scheduler checks every 5 s whether all have finished
 SCHEDULER_LOG: Final = "mindspore_scheduler.log"
-TAIL_BYTES: Final = 2000
+TAIL_BYTES: Final = 2000  # of the scheduler's log that are printed if it fails
 
 
 def mindspore_environment(environ: Mapping[str, str]) -> dict[str, str]:
@@ -37,7 +37,11 @@ def mindspore_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def main() -> int:
-    """Run a rank. Arguments: the log directory, the script and its arguments."""
+    """Run a rank and return its exit code. Command line: the log directory, the script and its arguments.
+
+    On rank 0: if MindSpore's scheduler fails before the worker exits, kill the worker and return the scheduler's code. If a
+    signal killed the worker, end this process by the same signal. Other ranks do not return, because they exec their script.
+    """
     folder, *arguments = sys.argv[1:]
     command, environ = [sys.executable, "-u", *arguments], mindspore_environment(os.environ)
     if environ["RANK"] != "0":

@@ -2,10 +2,11 @@
 
 Four kinds of clients reach the port:
 
-* A command on this host needs no token, so that plain curl works.
+* A command on this host that connects over loopback needs no token, so that plain curl works.
 * A program on another host needs the token.
 * A web page needs the token too, also on loopback, because a browser on this host sends requests of any page to loopback. A
-  request counts as a web page's if it has an Origin, a cross-site fetch or a Host name other than localhost (DNS rebinding).
+  request counts as a web page's if it has an Origin, a Sec-Fetch-Site other than "none" and "same-origin" (any, if its method
+  is not GET or HEAD), or a Host name other than localhost (DNS rebinding).
 * The console's own page on loopback sends a key instead. It reads the key from `GET /key`, which pages of other origins cannot
   read. The key is not accepted beyond loopback.
 """
@@ -27,10 +28,10 @@ _TRUSTED_FETCH_SITES = frozenset({"none", "same-origin"})
 
 
 class AuthDecision(NamedTuple):
-    """Whether a request is allowed; if not, the HTTP status and the reason."""
+    """Whether a request is allowed, and the reason."""
 
     allowed: bool
-    status: int
+    status: int  # HTTP status: 200 if it is allowed, else 401 or 403
     reason: str
 
 
@@ -45,7 +46,8 @@ def authorize(
     token: str,
     key: str = "",
 ) -> AuthDecision:
-    """Decide about one request by its peer address and headers. An empty `token` or `key` matches nothing."""
+    """Decide about one request by its peer address and headers. An empty `token` or `key` matches nothing. An empty `peer` is
+    not loopback, and an empty `host` is a missing header."""
     if authorization is not None:
         if _has_bearer_token(authorization, token):
             return AuthDecision(True, 200, "it has the token")
@@ -91,7 +93,7 @@ def _has_bearer_token(authorization: str, token: str) -> bool:
 
 
 def _host_name(host: str) -> str:
-    """Return the Host header in lower case without port, brackets and final dot; a malformed one unchanged."""
+    """Return the Host header in lower case without port, brackets and final dot; a malformed one only in lower case."""
     host = host.strip().lower()
     match = _HOST_PATTERN.fullmatch(host)
     return match[1].strip("[]").removesuffix(".") if match else host

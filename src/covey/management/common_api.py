@@ -1,4 +1,4 @@
-"""Operations of the management port that every kind of cluster has, and the checks before every request.
+"""Operations of the management port that all kinds of clusters share, and the checks before every request.
 
 Replies come from `schemas`, metrics from `cluster_metrics`, authorization from `auth`. Every error has the same JSON,
 `{"error_message": ..., "code": "1"}`.
@@ -28,18 +28,18 @@ from covey.management import auth, cluster_metrics, live_stream, openapi, schema
 from covey.version import VERSION
 
 BODY_MAX = 1 << 20  # bytes
-QUOTED_TEXT_MAX = 100  # characters of a path in an error message
+QUOTED_TEXT_MAX = 100  # characters of a path or name in an error message
 
 _BODY_TOO_LONG = f"the body is longer than {BODY_MAX} bytes: send a shorter one"
 _PUBLIC_PATHS = frozenset(operation.path for operation in openapi.COMMON_OPERATIONS if operation.is_public)
-# The connection of a local proxy comes from loopback, also for clients on other hosts.
+# A request with one of these does not count as local: a local proxy connects from loopback, also for clients on other hosts.
 _PROXY_HEADERS = ("forwarded", "via", "x-forwarded-for", "x-real-ip")
 
 log = logging.getLogger("covey.management")
 
 
 class ClusterSource(live_stream.StreamSource, Protocol):
-    """The scheduler as the management port uses it: its view, its events, and stop."""
+    """The scheduler or the operator, as the management port uses it: its view, its events, and stop."""
 
     def stop(self, reason: str) -> None: ...
 
@@ -116,11 +116,11 @@ def make_app(
     settings: Sequence[tuple[str, str, str, str]] = (),
     without: frozenset[str] = frozenset(),
 ) -> Starlette:
-    """Return the application for `covey.management.http_server.HttpServer`. With an empty `token`, only requests from loopback
-    are allowed.
+    """Return the application for `covey.management.http_server.HttpServer`. With an empty `token`, requests that need a token
+    are refused.
 
     `more` maps the operations of this kind of cluster to their handlers; one with the name of a common operation replaces it.
-    `without` names common operations that are omitted.
+    `settings` are the fields of each `schemas.Setting`. `without` names common operations that are omitted.
     """
     key = secrets.token_urlsafe(24)
     common = CommonHandlers(source, settings, key)
@@ -153,7 +153,8 @@ def _make_file_handler(content: bytes, media_type: str) -> Handler:
 
 
 class AuthMiddleware:
-    """Authorizes requests, refuses a Content-Length above `BODY_MAX`, and turns unexpected exceptions into a 500."""
+    """Middleware that authorizes requests, refuses a Content-Length above `BODY_MAX`, and answers unexpected exceptions with a
+    500. Paths in `open_to_all` need no authorization."""
 
     def __init__(self, app: ASGIApp, token: str, key: str, open_to_all: frozenset[str]) -> None:
         self._app = app
@@ -171,14 +172,14 @@ class AuthMiddleware:
         except ClientDisconnect:
             log.debug("%s disconnected before the end of its request", request.client)
         except Exception as bug:
-            # Nothing has been sent yet, because replies are complete before they are sent.
+            # Replies are complete before they are sent, so the 500 can be. In a stream it cannot, and the connection is closed.
             log.error("%s %s failed: %s: %s", request.method, _printable_path(request), type(bug).__name__, bug)
             log.debug("traceback:", exc_info=bug)
             message = f"{request.method} {_printable_path(request)} failed in the scheduler: see its log"
             await error_response(500, message)(scope, receive, send)
 
     def _check_request(self, request: Request) -> Response | None:
-        """Return the error response of a request that is not allowed, else None."""
+        """Return the error response to a request that is not allowed or announces a too long body, else None."""
         headers = request.headers
         hosts = headers.getlist("host")
         verdict = auth.authorize(
@@ -201,7 +202,8 @@ class AuthMiddleware:
 
 
 async def read_body(request: Request) -> bytes:
-    """Return the body. Raise HTTPException 413 as soon as more than `BODY_MAX` bytes arrive: a chunked body has no length."""
+    """Return the body. Raise HTTPException 413 as soon as more than `BODY_MAX` bytes arrive, because a chunked body has no
+    Content-Length to check; ClientDisconnect if the client disconnects."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
@@ -224,7 +226,7 @@ async def _on_http_exception(request: Request, exc: Exception) -> Response:
 
 
 async def _on_covey_error(request: Request, exc: Exception) -> Response:
-    """Return the error response for an error that the client can fix (400), or that is temporary (503)."""
+    """Return the error response for a CoveyError of a handler: 503 for a StoreError, which is temporary, else 400."""
     return error_response(503 if isinstance(exc, StoreError) else 400, str(exc))
 
 
@@ -246,12 +248,13 @@ def common_headers() -> dict[str, str]:
 
 
 def describe_peer(request: Request) -> str:
-    """Return the client's address, for logs and events."""
+    """Return the client's address, for logs and events; "an unknown peer" if there is none."""
     return request.client.host if request.client else "an unknown peer"
 
 
 def path_and_query(request: Request, path: str = "") -> str:
-    """Return path and query of a request, for a redirect or a forwarded request; `path` replaces the path."""
+    """Return path, percent-encoded, and query of a request, for a redirect or a forwarded request; `path` replaces its path
+    unless it is ""."""
     query = request.scope["query_string"].decode("latin-1")
     return quote(path or _request_path(request)) + (f"?{query}" if query else "")
 

@@ -1,9 +1,9 @@
-"""HTTP server on bound sockets, in the running event loop, with limits per client.
+"""HTTP server on bound sockets, in the running event loop, with limits for clients.
 
 uvicorn parses and writes HTTP. Its `Server` is not used, because it installs signal handlers and waits for idle connections at
 the end. uvicorn does not limit the time a client may take, so `HttpConnection` does: it disconnects a client that sends its
-request too slowly or does not read the response. If the maximum number of connections is reached, the oldest connection that
-has not sent any byte is closed.
+request too slowly or does not read the response. A connection above the maximum number replaces the oldest one that has not
+sent any byte; if there is none, it gets a 503.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # linger: on, for 0 s
 
 
 class ClientLimits(msgspec.Struct, frozen=True):
-    """Limits of clients."""
+    """Limits for clients."""
 
-    connections: int = 128
+    connections: int = 128  # open at the same time, of all clients
     head_bytes: int = 64 * 1024  # request line and headers
-    request_s: float = 10.0  # from the first byte, or from connecting, to the end of the request
+    request_s: float = 10.0  # from connecting to the start of the request, and from there to its end
     response_s: float = 60.0  # from the end of the request until its response is sent
-    keep_alive_s: int = 5
-    linger_s: float = 1.0  # at the end of the server, for responses in progress
+    keep_alive_s: int = 5  # from a response to the next request
+    linger_s: float = 1.0  # for responses in progress, when the server stops
 
 
 class HttpServer:
-    """Serves `app` from `start` to `stop`, which closes the sockets."""
+    """HTTP server that serves `app` from `start` to `stop`, which closes the sockets."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class HttpServer:
         )
 
     async def start(self) -> None:
-        """Start to accept connections."""
+        """Start to accept connections, and run `app.state.beside`, if there is one, as a task."""
         self._config.load()
         loop = asyncio.get_running_loop()
         handshake_timeout = self._limits.request_s if self._ssl_context else None
@@ -89,7 +89,8 @@ class HttpServer:
             self._background_task = loop.create_task(background())
 
     async def stop(self) -> None:
-        """Stop listening, wait `linger_s` for responses in progress, then abort the remaining connections."""
+        """Stop listening, close idle connections, wait at most `linger_s` for responses in progress, then abort the remaining
+        connections. Cancel the task of `start`."""
         if self._background_task is not None:
             self._background_task.cancel()
         for listener in self._listeners:
@@ -117,7 +118,7 @@ class HttpServer:
 
 
 class HttpConnection(HttpToolsProtocol):
-    """One connection, with a deadline for the client's next action, and errors as `ErrorReply`."""
+    """One connection, with a deadline for the client's next action. Errors of the protocol are answered with `ErrorReply`."""
 
     def __init__(
         self,

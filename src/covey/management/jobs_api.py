@@ -1,8 +1,8 @@
-"""The management port of the operator: all MSJobs with state, workers, restarts, progress and events.
+"""The management port of the operator: all MSJobs and AscendJobs, with state, workers, restarts, progress and events.
 
-The page of one job shows the job's scheduler. The operator forwards the page's requests below `/jobs/NAMESPACE/NAME` to the
-scheduler, because it has the token. The operator itself handles scale and suspend by changing the job object, because the
-scheduler in a pod cannot create or delete pods.
+The page of one job shows what the job's scheduler reports. The operator, which has the scheduler's token, forwards the page's
+requests below `/jobs/NAMESPACE/NAME` to the scheduler. Scale and suspend are handled by the operator itself, which changes the
+job object, because the scheduler in a pod cannot create or delete pods.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ from covey.management.openapi import EVENT_STREAM, Operation, Parameter
 
 JobKey = tuple[str, str]  # namespace and name
 
-EXCLUDED_OPERATIONS = frozenset({"nodes", "state", "view", "stop", "metrics"})  # the operator has another metrics port
+EXCLUDED_OPERATIONS = frozenset({"nodes", "state", "view", "stop", "metrics"})  # it has no nodes; metrics have another port
 
 
 class JobView(msgspec.Struct, frozen=True):
     """One job, from its status."""
 
-    kind: str
+    kind: str  # MSJob or AscendJob
     namespace: str
     name: str
-    state: str
-    workers: str
+    state: str  # "-": not reconciled yet
+    workers: str  # active and desired, such as "3/4"; "-": not reconciled yet
     restarts: int
-    since: str
-    phase: str = ""
+    since: str  # creation time of the job
+    phase: str = ""  # this and the next three are the scheduler's; defaults: it has not answered
     step: int = -1
     world: int = 0
-    recovery: str = ""
-    why: str = ""
+    recovery: str = ""  # summary of the newest closed incident
+    why: str = ""  # reason for waiting, or the message of the last condition
 
 
 class JobsReply(msgspec.Struct, frozen=True):
@@ -113,7 +113,7 @@ FORWARDED_OPERATIONS = tuple(
 
 
 class JobsSource(Protocol):
-    """The operator as the management port uses it. Methods raise `PeerError` with a reason for the user."""
+    """The operator as the management port uses it. Requests raise `PeerError` with a reason for the user."""
 
     @property
     def event_log(self) -> EventLog: ...
@@ -130,7 +130,7 @@ class JobsSource(Protocol):
 
 
 def job_view(job: Mapping[str, Any]) -> JobView:
-    """Return the view of an object of the API server."""
+    """Return the view of a job, which is given as the API server's object."""
     metadata, status = job["metadata"], job.get("status") or {}
     last = (status.get("conditions") or [{}])[-1]
     progress = status.get("progress") or {}
@@ -193,7 +193,8 @@ class JobHandlers:
         self._open_streams = 0
 
     async def forward_to_scheduler(self, request: Request) -> Response:
-        """Forward a request to the job's scheduler and return its response; 409 if it is unreachable or refuses."""
+        """Forward a request to the job's scheduler and return its response; 409 if there is no such job, its scheduler is
+        unreachable, or the scheduler refuses the operator's token."""
         key = _job_key(request)
         path = request.scope["path"].removeprefix("/jobs/{}/{}".format(*key))
         body = await common_api.read_body(request) if request.method == "POST" else None

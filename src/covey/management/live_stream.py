@@ -23,12 +23,12 @@ from covey.core.types import Phase, Role
 CLIENTS_MAX: Final = 32
 UPDATE_INTERVAL_S: Final = 0.5  # with clients
 IDLE_INTERVAL_S: Final = 2.0  # without clients: the charts still need points
-CPU_SHARE_MAX: Final = 0.05  # of the scheduler's time: updates of a large cluster are less frequent
-INTERVAL_MAX_S: Final = 60.0  # between two updates
+CPU_SHARE_MAX: Final = 0.05  # of the event loop's time, for updates: those of a large cluster are less frequent
+INTERVAL_MAX_S: Final = 60.0  # longest pause between two updates
 STREAM_DURATION_S: Final = 45.0  # then the page reconnects; below `http_server.ClientLimits.response_s`
 QUEUED_MESSAGES_MAX: Final = 8  # per client
 POINTS_MAX: Final = 1200
-SNAPSHOT_EVENTS_MAX: Final = 300
+SNAPSHOT_EVENTS_MAX: Final = 300  # in one message, snapshot or delta
 RECOVERIES_MAX: Final = 100
 
 log = logging.getLogger("covey.management")
@@ -45,19 +45,19 @@ class NodeRow(msgspec.Struct, frozen=True, array_like=True):
     state: str
     step: int
     phase: str
-    last_heartbeat_at: float  # wall clock; negative: the node sends no heartbeats
+    last_heartbeat_at: float  # wall clock, seconds since 1970; negative: none was received
     restarts: int
     incarnation: int
     pid: int
-    busy_ms: float
-    straggles: float
+    busy_ms: float  # computation per step
+    straggles: float  # of a straggler: multiple of the median step time; else 0
     loss: float | None
     log: bool  # an agent has its log
     address: str
 
 
 class NodeDelta(msgspec.Struct, frozen=True, array_like=True):
-    """The fields of a node that change with every heartbeat; most rows change in no other field."""
+    """The name of a node, and its fields that change with a heartbeat; most rows change in no other field."""
 
     name: str
     step: int
@@ -71,14 +71,14 @@ class NodeDelta(msgspec.Struct, frozen=True, array_like=True):
 class ChartPoint(msgspec.Struct, frozen=True, array_like=True):
     """One point of the charts."""
 
-    at: float
-    step: int
-    loss: float | None
-    alive: int
+    at: float  # wall clock, seconds since 1970
+    step: int  # highest step of a node; -1: none
+    loss: float | None  # mean over the nodes, else the gauge model_loss; None: neither
+    alive: int  # nodes that are alive, without the scheduler
 
 
 class ClusterSummary(msgspec.Struct, frozen=True):
-    """The cluster's fields in every message."""
+    """The cluster's fields in every message, from the `ClusterView`; `reason` is its headline."""
 
     cluster_id: str
     phase: Phase
@@ -114,16 +114,16 @@ class SnapshotDelta(msgspec.Struct, frozen=True, omit_defaults=True):
 
     cluster: ClusterSummary
     point: ChartPoint | None = None
-    nodes: list[NodeRow] = []
-    moved: list[NodeDelta] = []
-    gone: list[str] = []
-    recoveries: list[Incident] = []
-    events: list[Event] = []
-    about: dict[str, Any] | None = None
+    nodes: list[NodeRow] = []  # new, or changed in a field that `NodeDelta` does not have
+    moved: list[NodeDelta] = []  # all other changed nodes
+    gone: list[str] = []  # names
+    recoveries: list[Incident] = []  # new or changed
+    events: list[Event] = []  # new
+    about: dict[str, Any] | None = None  # None: unchanged
 
 
 class StreamSource(Protocol):
-    """The cluster as the stream uses it."""
+    """The scheduler or the operator, as the stream uses it."""
 
     @property
     def event_log(self) -> EventLog: ...
@@ -181,7 +181,8 @@ def make_chart_point(view: ClusterView) -> ChartPoint:
 
 
 class ChartHistory:
-    """Points since the start. Above the limit, every second point is removed, so that the time range stays complete."""
+    """Points since the start. Above the limit, every second point is removed, and new points are recorded less often, so that
+    the time range stays complete."""
 
     def __init__(self, limit: int = POINTS_MAX) -> None:
         self.points: list[ChartPoint] = []
@@ -198,7 +199,7 @@ class ChartHistory:
 
 
 class StreamClient:
-    """One page. `needs_snapshot` is true until it has a snapshot, and again after messages were dropped."""
+    """One page. `needs_snapshot` is true until a snapshot is sent, and again after messages were dropped."""
 
     def __init__(self) -> None:
         self.messages: deque[bytes] = deque()
@@ -215,7 +216,7 @@ class StreamClient:
 
 
 class LiveStream:
-    """All pages of one cluster. `run` computes the updates, as a task of the server."""
+    """The streams of all pages of one cluster. `run` computes the updates, as a task of the server."""
 
     def __init__(self, source: StreamSource, version: str) -> None:
         self.history = ChartHistory()
@@ -231,7 +232,8 @@ class LiveStream:
         self._is_closed = False
 
     async def run(self) -> None:
-        """Publish updates until cancelled. An exception of an update is logged once and does not end the loop."""
+        """Publish updates until cancelled, then end all streams. An exception of an update does not end the loop; it is logged
+        unless it equals the last one logged."""
         clock, logged = asyncio.get_running_loop().time, ""
         try:
             while True:
@@ -261,7 +263,7 @@ class LiveStream:
             client.wakeup.set()
 
     def stream(self) -> AsyncIterator[bytes] | None:
-        """Return the messages for a new page, or None if `CLIENTS_MAX` pages are open."""
+        """Return the messages for a new page, which end after `STREAM_DURATION_S`; None if `CLIENTS_MAX` pages are open."""
         if len(self._clients) >= CLIENTS_MAX:
             return None
         client = StreamClient()
@@ -309,7 +311,7 @@ class LiveStream:
         return self._snapshot_message
 
     def _publish_update(self) -> None:
-        """Add a chart point; with clients, compute the delta to the last update and queue it for each."""
+        """Add a chart point. If there are clients, also compute the delta to the last update and queue it for each."""
         view = self._source.view()
         point = make_chart_point(view)
         self.history.add(point)

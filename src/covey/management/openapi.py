@@ -1,6 +1,7 @@
 """Table of the common operations of the management port, and the OpenAPI 3.1 document.
 
-Routes and document are made from the same operations, so every operation is documented.
+Routes and document are made from the same operations, so every operation is documented. The docstrings of the types of bodies
+and replies are descriptions in the document.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class Parameter(msgspec.Struct, frozen=True):
     location: str  # "path" or "query"
     json_type: str  # "string", "integer" or "number"
     description: str
-    limits: tuple[tuple[str, int], ...] = ()
+    limits: tuple[tuple[str, int], ...] = ()  # keywords of its JSON schema, such as minimum
 
     def to_openapi(self) -> dict[str, Any]:
         schema = {"type": self.json_type, **dict(self.limits)}
@@ -39,14 +40,14 @@ class Parameter(msgspec.Struct, frozen=True):
 
 
 class Operation(msgspec.Struct, frozen=True):
-    """One operation. `reply` is the type of its JSON reply, or a media type."""
+    """One operation. `reply` is the type of its JSON reply, or the media type of another reply."""
 
     name: str
     method: str
     path: str
     summary: str
     reply: type[msgspec.Struct] | str
-    body: type[msgspec.Struct] | None = None
+    body: type[msgspec.Struct] | None = None  # None: no body is documented
     is_public: bool = False  # needs no token
     parameters: tuple[Parameter, ...] = ()
 

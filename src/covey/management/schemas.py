@@ -1,6 +1,7 @@
-"""JSON bodies of the management port as types: MindSpore's JSON, in which every value is a string, and errors.
+"""JSON bodies of requests and replies of the management port, as types. Nodes and state are in MindSpore's JSON, in which
+numbers and booleans are strings.
 
-All functions are pure. The OpenAPI document is made from these types.
+All functions are pure. The OpenAPI document is made from these types, and their docstrings are descriptions in it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from covey.core.parameter_server.sharding import SLOTS
 from covey.core.types import Role
 from covey.errors import UsageError
 
-REASON_MAX = 500
+REASON_MAX = 500  # characters
 QUOTED_TEXT_MAX = 100  # characters of a parameter in an error message
 _RESIZE_STATES = {"scale-out": "CLUSTER_SCALE_OUT", "scale-in": "CLUSTER_SCALE_IN"}  # by the strategy of the open incident
 DEFAULT_STOP_REASON = "requested by POST /stop"
@@ -87,7 +88,7 @@ class StoryReply(msgspec.Struct, frozen=True):
 
 
 class Setting(msgspec.Struct, frozen=True):
-    """One setting. The value of a secret is "(set)"."""
+    """One setting. The value of a secret is "(set)", or "" if it is not set."""
 
     name: str
     value: str
@@ -112,8 +113,8 @@ class KeyReply(msgspec.Struct, frozen=True):
 
 
 class LogReply(msgspec.Struct, frozen=True):
-    """Lines of a log, the byte offset of the first, the offset of the next request, and the size of the log. Bytes that are not
-    UTF-8 are replaced."""
+    """Lines of a log, the byte offset of the first, the offset of the next request, and the size of the log in bytes. Bytes
+    that are not UTF-8 are replaced."""
 
     message: str
     text: str
@@ -124,7 +125,7 @@ class LogReply(msgspec.Struct, frozen=True):
 
 
 class ScaleReply(msgspec.Struct, frozen=True):
-    """A resize has started; GET /operations/ID returns its state."""
+    """A resize or rollback was accepted. GET /operations/{operation} returns its state, unless `operation` is "0"."""
 
     message: str
     operation: str
@@ -133,7 +134,7 @@ class ScaleReply(msgspec.Struct, frozen=True):
 
 
 class ScaleOutBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Number of additional workers and parameter servers."""
+    """Numbers of additional workers and parameter servers."""
 
     worker_num: Annotated[float, Meta(ge=0, le=WORLD_MAX, multiple_of=1)]  # float, because in JSON 2.0 is an integer too
     server_num: Annotated[float, Meta(ge=0, le=SLOTS, multiple_of=1)]
@@ -161,7 +162,7 @@ class GoneBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StopBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Reason of the stop. The body may be omitted."""
+    """Reason of the stop or dump. The body may be omitted."""
 
     reason: Annotated[str, Meta(max_length=REASON_MAX)] = DEFAULT_STOP_REASON
 
@@ -197,13 +198,14 @@ def make_recoveries_reply(incidents: list[Incident]) -> RecoveriesReply:
 
 
 def find_resize(incidents: list[Incident], number: str) -> Incident | None:
-    """Return the resize with this number, or None."""
+    """Return the resize with this number; None if there is none."""
     found = (i for i in incidents if str(i.number) == number and i.strategy in _RESIZE_STATES)
     return next(found, None)
 
 
 def parse_scale_out(body: bytes) -> ScaleRequest:
-    """Return the request in the body of POST /scaleout. Raise UsageError, with MindSpore's messages for its cases."""
+    """Return the request in the body of POST /scaleout. Raise UsageError if it is invalid, with MindSpore's message first if
+    MindSpore has one for it."""
     request = decode_body(body, ScaleOutBody, "/scaleout", '{"worker_num": 2, "server_num": 0}')
     return ScaleRequest(
         more_workers=int(request.worker_num), more_servers=int(request.server_num), start_processes=request.start
@@ -215,7 +217,7 @@ def parse_scale_in(body: bytes) -> ScaleRequest:
 
 
 def parse_stop_reason(body: bytes, path: str = "/stop") -> str:
-    """Return the reason in the body of a POST, or a default if it is empty. Raise UsageError if the body is malformed."""
+    """Return the reason in the body of a POST, or a default if there is none. Raise UsageError if the body is invalid."""
     default = DEFAULT_STOP_REASON if path == "/stop" else f"requested by POST {path}"
     if not body:
         return default
@@ -232,14 +234,14 @@ def make_log_reply(chunk: LogChunk) -> LogReply:
 
 
 def parse_integer(text: str, name: str, low: int, high: int) -> int:
-    """Return an integer of a query. Raise UsageError."""
+    """Return the value of the query parameter `name`. Raise UsageError unless it is an integer from `low` to `high`."""
     if not re.fullmatch(r"[+-]?[0-9]{1,18}", text, re.ASCII) or not low <= int(text) <= high:
         raise UsageError(f"{name}={text[:QUOTED_TEXT_MAX]!r} is invalid: expected an integer from {low} to {high}")
     return int(text)
 
 
 def parse_timestamp(text: str, name: str) -> float:
-    """Return a time of a query, in seconds since 1970. Raise UsageError."""
+    """Return the value of the query parameter `name`, in seconds since 1970. Raise UsageError unless it is a finite number."""
     try:
         seconds = float(text)
     except ValueError:
@@ -250,7 +252,7 @@ def parse_timestamp(text: str, name: str) -> float:
 
 
 def check_text_length(text: str, name: str) -> str:
-    """Return a text of a query. Raise UsageError if it is too long."""
+    """Return the value of the query parameter `name`. Raise UsageError if it is longer than `NODE_ID_MAX`."""
     if len(text) > NODE_ID_MAX:
         raise UsageError(f"{name} is longer than {NODE_ID_MAX} characters: give a shorter text")
     return text
@@ -262,7 +264,7 @@ def parse_host_gone(body: bytes) -> GoneBody:
 
 
 def _printable(text: str) -> str:
-    """Return the text as one line of printable characters."""
+    """Return the text as one line: unprintable characters become spaces, and several spaces one."""
     return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
@@ -274,7 +276,8 @@ _MINDSPORE_MESSAGES = {  # MindSpore's messages for invalid bodies, by msgspec's
 
 
 def decode_body(body: bytes, kind: type[Body], path: str, shape: str) -> Body:
-    """Return the decoded body of a POST. Raise UsageError with the position or field of the error, and the expected `shape`."""
+    """Return the decoded body of a POST. Raise UsageError with the position if it is not JSON in UTF-8, with the invalid field
+    and the expected `shape` if it has another one."""
     try:
         body.decode()
         return msgspec.json.decode(body, type=kind)

@@ -1,4 +1,4 @@
-"""Operations of the management port of a training cluster: recoveries, resizes, kill, dump, logs."""
+"""Operations of the management port of a training cluster: recoveries, resizes, kill, dump, logs, lost hosts."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ ALL_OPERATIONS = (*COMMON_OPERATIONS, *TRAINING_OPERATIONS)
 
 
 class TrainingSource(common_api.ClusterSource, Protocol):
-    """The scheduler of a training as the management port uses it."""
+    """The scheduler of a training cluster, as the management port uses it. Requests raise `PeerError` if they are refused, and
+    `StoreError` if it is not certain that their effect is durable."""
 
     def recoveries(self) -> list[Incident]: ...
 

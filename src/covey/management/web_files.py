@@ -1,7 +1,7 @@
 """Static files of the web console, and their security headers.
 
-The page loads nothing from other hosts and runs only its own scripts. Other pages cannot frame it, keep a reference to its
-window, or read its resources.
+The page loads nothing from other origins and runs only its own scripts. No page can frame it. Pages of other origins cannot
+keep a reference to its window or read its resources.
 """
 
 from __future__ import annotations
@@ -31,6 +31,6 @@ SECURITY_HEADERS: Final = {
 
 
 def read_web_files() -> dict[str, tuple[bytes, str]]:
-    """Return content and media type of each file by URL path."""
+    """Return content and media type of each file by URL path; that of index.html is "/"."""
     found = {URL_PREFIX + path.name: (path.read_bytes(), MEDIA_TYPES[path.suffix]) for path in sorted(WEB_DIRECTORY.iterdir())}
     return {"/": found.pop(f"{URL_PREFIX}index.html"), **found}

@@ -1,4 +1,4 @@
-"""Layout of a message's arrays: row numbers first, then values, block by block."""
+"""Layout of the arrays of pushes and pulls: the row numbers of all selections, then the values, each in the given order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ParameterInfo(Protocol):
 
 
 class RowBlock(msgspec.Struct, frozen=True):
-    """Rows of one parameter and their values; `rows` is None for all rows of the server."""
+    """Rows of one parameter and their values; `rows` is None for all rows of the server. A pull has no values."""
 
     name: str
     rows: Array | None
@@ -35,7 +35,11 @@ class RowBlock(msgspec.Struct, frozen=True):
 def parse_row_blocks(
     selections: list[RowSelection], body: Array, infos: Mapping[str, ParameterInfo], server: int, *, values: bool = True
 ) -> list[RowBlock]:
-    """Split a message's bytes into blocks. Raise `UsageError` if they do not match the parameters and rows of `server`."""
+    """Split the arrays of a push, or with `values=False` those of a pull, into blocks, which may share their memory.
+
+    Raise `UsageError` if a parameter is unknown, or its selection or the number of bytes does not match it, or if a row does
+    not exist or does not belong to `server`.
+    """
     known = [_find_parameter(selection, infos) for selection in selections]
     counts = [
         f.placement.count_rows(server) if p.row_count == ALL else p.row_count for p, f in zip(selections, known, strict=True)
@@ -61,7 +65,7 @@ def parse_row_blocks(
 
 
 def view_as_dtype(part: Array, dtype: Any) -> Array:
-    """Return bytes as numbers: a view if they are aligned, which in-place sums require, else a copy."""
+    """Return bytes as numbers: a view if they are aligned in memory, else a copy."""
     if part.nbytes and part.__array_interface__["data"][0] % np.dtype(dtype).itemsize:
         part = part.copy()
     return part.view(dtype)

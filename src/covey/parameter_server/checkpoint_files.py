@@ -1,9 +1,9 @@
 """Checkpoint files of the servers' rows.
 
-`folder/servers/<server>/rows-<step>.safetensors` holds one server's rows and optimizer state, `rows-<step>.json`, the manifest,
-everything else, with a checksum. Both are written to a temporary file, synced and renamed, the manifest last; a server's part
-exists from then on. Rows are identified by their numbers, so any number of servers can read what another number wrote. `export`
-writes all parameters into one file.
+`folder/servers/<server>/rows-<step>.safetensors` holds one server's rows and optimizer state. `rows-<step>.json`, the manifest,
+holds everything else, with a checksum. Both are written to a temporary file, synced and renamed, the manifest last; a server's
+part of the step exists from then on. The row numbers follow from the slot owners in the manifest, so any number of servers can
+read what another number wrote. `export` writes all parameters into one file.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ class ShardManifest(msgspec.Struct, frozen=True):
     format: int
     step: int
     server: int
-    owners: list[int]
-    pushed: list[int]
+    owners: list[int]  # by slot, of all servers
+    pushed: list[int]  # by rank: last pushed step; -1: none
     parameters: list[ParameterSpec]
-    updates: list[int]
-    size: int
-    sha256: str
+    updates: list[int]  # by parameter: update count of the server's table
+    size: int  # of the safetensors file, in bytes
+    sha256: str  # of that file
 
 
 def save_shard(folder: str, step: int, shard: Shard, owners: SlotOwners, *, keep: int) -> None:
-    """Write one server's part of a step and remove its parts beyond the `keep` newest. Idempotent. Raise `StoreError`."""
+    """Write one server's part of a step and remove its parts except those of the `keep` highest steps. Do nothing if this part
+    exists with the same owners. Raise `StoreError` if files cannot be written, or an existing manifest cannot be read."""
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
@@ -56,7 +57,7 @@ def save_shard(folder: str, step: int, shard: Shard, owners: SlotOwners, *, keep
     try:
         if name.with_suffix(".json").exists() and _read_manifest(name.with_suffix(".json")).owners == list(owners):
             return
-        name.with_suffix(".json").unlink(missing_ok=True)  # of another sharding, in the same step
+        name.with_suffix(".json").unlink(missing_ok=True)  # written for the same step under another sharding
         make_durable_directory(directory)
         temporary = directory / f".{os.getpid()}"
         save_file(_named_arrays(shard), temporary)
@@ -74,7 +75,7 @@ def save_shard(folder: str, step: int, shard: Shard, owners: SlotOwners, *, keep
             sha256,
         )
         write_atomically(name.with_suffix(".json"), msgspec.json.format(msgspec.json.encode(manifest)))
-        for left in directory.glob(".*"):  # of processes that were killed while writing
+        for left in directory.glob(".*"):  # left by processes that were killed while writing
             left.unlink(missing_ok=True)
         for old in sorted(saved_steps(directory))[:-keep]:
             (directory / f"rows-{old}.json").unlink()
@@ -87,7 +88,12 @@ def save_shard(folder: str, step: int, shard: Shard, owners: SlotOwners, *, keep
 
 
 def load_shard(folder: str, step: int, shard: Shard) -> None:
-    """Fill a shard with its rows of a step, which any number of servers wrote. Raise `StoreError`."""
+    """Replace the contents of a shard by its rows of a step, which any number of servers may have written. Raise `StoreError`
+    if a part is missing or damaged.
+
+    All ranks count as having pushed the step before. In async and bounded mode, each has its saved last step instead if the
+    number of workers is the same.
+    """
     parts = read_manifests(folder, step)
     tables = {}
     for spec, updates in zip(parts[0].parameters, parts[0].updates, strict=True):
@@ -107,9 +113,11 @@ def load_shard(folder: str, step: int, shard: Shard) -> None:
 
 
 def export(folder: str | os.PathLike[str], target: str | os.PathLike[str], step: int | None = None) -> int:
-    """Write all parameters of a step into one safetensors file and return the step; by default the newest complete one.
+    """Write the values of all parameters at a step into one safetensors file and return the step; by default the newest
+    complete one.
 
-    Raise `StoreError` if there is none, or a file cannot be read or written.
+    Raise `StoreError` if a part of the step is missing or damaged, or no step is complete. If the file cannot be written, raise
+    `SafetensorError` or `StoreError`.
     """
     from safetensors.numpy import save_file
 
@@ -135,14 +143,16 @@ def export(folder: str | os.PathLike[str], target: str | os.PathLike[str], step:
 
 
 def complete_steps(folder: str | os.PathLike[str]) -> list[int]:
-    """Return the steps of which every server's part exists, oldest first."""
+    """Return the steps of which every server's part exists, in ascending order; [] if there are none. The parts' checksums are
+    not verified. Raise `StoreError` if a manifest cannot be read."""
     directories = [path for path in sorted((Path(folder) / "servers").glob("*")) if path.is_dir()]
     found = sorted({step for directory in directories for step in saved_steps(directory)})
     return [step for step in found if _complete_manifests(folder, step)]
 
 
 def read_manifests(folder: str, step: int) -> list[ShardManifest]:
-    """Return every server's part of a step, verified. Raise `StoreError` if one is missing or damaged."""
+    """Return the manifests of every server's part of a step, after comparing the files with their checksums. Raise `StoreError`
+    if a part is missing or damaged."""
     parts = _complete_manifests(folder, step)
     if not parts:
         raise StoreError(
@@ -160,7 +170,8 @@ def read_manifests(folder: str, step: int) -> list[ShardManifest]:
 
 
 def _complete_manifests(folder: str | os.PathLike[str], step: int) -> list[ShardManifest]:
-    """Return the parts of a step if all exist, else []. Parts of another sharding with the same step are not mixed in."""
+    """Return the manifests of a step, all with the same slot owners, if every one of these owners has one; else []. Raise
+    `StoreError` if a manifest cannot be read."""
     parts = []
     for path in sorted((Path(folder) / "servers").glob(f"*/rows-{step}.json")):
         parts.append(_read_manifest(path))
@@ -179,7 +190,7 @@ def _read_manifest(path: Path) -> ShardManifest:
 
 
 def saved_steps(directory: Path) -> list[int]:
-    """Return the steps of which one server's part exists."""
+    """Return the steps of which one server's part exists, in any order. `directory` is that of the server."""
     names = (re.fullmatch(r"rows-(\d+)\.json", path.name) for path in directory.iterdir())
     return [int(match[1]) for match in names if match]
 

@@ -1,4 +1,4 @@
-"""A worker's client of all parameter servers: pulls, pushes, and checkpoints of rows."""
+"""A worker's client of all parameter servers: declares parameters, pulls, pushes, saves and loads rows."""
 
 from __future__ import annotations
 
@@ -38,17 +38,22 @@ _ROW_DTYPE = np.dtype(np.int64)
 
 
 class GradientToPush(msgspec.Struct, frozen=True):
-    """A gradient to push: of all rows, flat, or of the rows numbered by `rows`."""
+    """A gradient to push: of the rows with the numbers `rows` of a striped parameter, or of all rows of another one."""
 
     name: str
     gradient: Array
-    lr: float
-    rows: Array | None = None
+    lr: float  # learning rate
+    rows: Array | None = None  # None: all rows
 
 
 class ParameterClient:
     """Client of all servers for one worker. `get_generation` returns the worker's generation, `get_node_sharding` the newest
-    sharding that its node has received, or None."""
+    sharding that the scheduler has sent to this process, or None if it has sent none.
+
+    Requests wait, without a timeout, while a server is unreachable. Those that wait for their replies raise `UsageError` if a
+    server refuses the request or fails, `StoreError` if it cannot read or write its files, and `PeerError` for a push if this
+    rank has pushed in a newer generation.
+    """
 
     def __init__(
         self,
@@ -70,7 +75,7 @@ class ParameterClient:
     # -- sharding ----------------------------------------------------------------------------------------------------
 
     def newest_sharding(self) -> Sharding:
-        """Return the newest known sharding."""
+        """Return the newest sharding known to this process."""
         self.update_sharding(self._get_node_sharding())
         return self._sharding
 
@@ -103,7 +108,9 @@ class ParameterClient:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def declare(self, spec: ParameterSpec, values: Array | None, *, first: bool) -> None:
-        """Declare a parameter. With `first`, this worker sends its initial values; other workers wait for them."""
+        """Declare a parameter, which is required before it is pulled or pushed, and wait until all servers have it. With
+        `first`, the servers create it, from `values` if these are not None; without, another worker must declare it with
+        `first`."""
         flat = values.reshape(-1) if first and values is not None else None
 
         def build_requests(sharding: Sharding) -> list[PendingRequest]:
@@ -128,7 +135,8 @@ class ParameterClient:
         blocking: bool = False,
     ) -> RequestBatch:
         """Push this rank's gradients of a step to all servers. The batch is finished when they are replicated; in sync mode,
-        when those of all ranks are. Raise `UsageError` for a gradient that does not match its parameter."""
+        when those of all ranks are. `on_finished` and `blocking` are those of `RequestBatch`. Raise `UsageError` if a parameter
+        is not declared, a gradient does not match it, or a message is too large."""
         for item in gradients:
             self._check_gradient(self._declared_spec(item.name), item)
         generation = self._get_generation()
@@ -164,7 +172,8 @@ class ParameterClient:
         return RequestBatch(self, build_requests, on_finished, blocking=blocking)
 
     def pull_parameters(self, step: int, targets: Sequence[tuple[str, Array]]) -> None:
-        """Pull the values of complete parameters for a step into these arrays."""
+        """Pull the values of complete parameters, which are not striped, for a step into these arrays. Raise `UsageError` if a
+        parameter is not declared or an array does not match it."""
         selections = []
         for name, array in targets:
             spec = self._declared_spec(name)
@@ -184,7 +193,8 @@ class ParameterClient:
         RequestBatch(self, build_requests, blocking=True)
 
     def pull_rows(self, step: int, name: str, rows: Array) -> Array:
-        """Return the values of some rows for a step."""
+        """Return the values of these rows of a table for a step, in the given order. Raise `UsageError` if the table is not
+        declared, or `rows` is not a one-dimensional int64 array of existing rows."""
         spec = self._declared_spec(name)
         self._check_rows(spec, rows)
         found = np.empty((len(rows), spec.width), spec.dtype)
@@ -216,8 +226,8 @@ class ParameterClient:
     def pull_rows_cached(self, step: int, name: str, rows: Array, cache: RowCache) -> Callable[[], Array]:
         """Pull rows like `pull_rows`, but only those that changed since they were cached.
 
-        Start the requests and return a function that waits for them and returns the values. Calls on one cache must not
-        overlap.
+        Start the requests and return a function that waits for them, updates the cache and returns the values. It must be
+        called before the next call with the same cache.
         """
         spec = self._declared_spec(name)
         self._check_rows(spec, rows)
@@ -272,20 +282,23 @@ class ParameterClient:
             updates.append((RowUpdate(server, reply.replication_id, reply.version, rows, changed, values), indexes))
 
     def query_next_step(self) -> int:
-        """Return the next step of this rank: one after the last it has pushed to all servers."""
+        """Return the next step of this rank: one after the last that it has pushed to all servers, 0 if it has pushed none."""
         return min(self._send_to_all(lambda version: QueryRankStep(self.rank, sharding_version=version)).wait().reply_numbers)
 
     def save(self, step: int, folder: str, keep: int) -> None:
-        """Have every server write its rows at this step to files; return when they are written."""
+        """Have every server write its rows at this step to files and keep the files of the `keep` newest steps; return when
+        they are written. Raise `StoreError` if a server cannot write, `UsageError` if in sync mode it is at a later step."""
         self._send_to_all(lambda version: SaveRows(step, folder, keep, sharding_version=version)).wait()
 
     def try_save(self, step: int, folder: str, timeout_s: float) -> bool:
-        """Save like `save`, with a timeout; return whether all servers have saved."""
+        """Save like `save`, with the default of `SaveRows.keep`. Return whether all servers have saved within `timeout_s`
+        seconds; False also if one failed. After a timeout they may still save."""
         batch = self._send_to_all(lambda version: SaveRows(step, folder, sharding_version=version))
         return batch.finished.wait(timeout_s) and batch.error is None
 
     def load(self, step: int, folder: str) -> None:
-        """Have every server load its rows from the files of this step."""
+        """Have every server load its rows from the files of this step; return when the rows are loaded and replicated. Raise
+        `StoreError` if files are missing or damaged."""
         self._send_to_all(lambda version: LoadRows(step, folder, sharding_version=version)).wait()
 
     def _send_to_all(self, message: Callable[[int], ParameterRequest]) -> RequestBatch:
@@ -324,7 +337,7 @@ class ParameterClient:
             raise UsageError(f"row {wrong} of {spec.name} does not exist: expected rows from 0 to {spec.rows - 1}")
 
     def _close_in_child(self) -> None:
-        """Close the inherited connections in a forked child (a data loader's worker)."""
+        """Close the inherited connections in a forked child, such as a data loader's worker; the parent's stay open."""
         for channel in self._channels.values():
             channel.close_in_child()
 
@@ -334,7 +347,7 @@ def _owning_servers(sharding: Sharding) -> list[int]:
 
 
 def _group_by_server(placement: RowPlacement, rows: Array, servers: list[int]) -> tuple[Array, list[tuple[int, int]]]:
-    """Return an order that groups rows by server, and the start and end of each server's group."""
+    """Return the indexes of `rows` ordered by server, and the start and end of each server's group in that order."""
     owners = placement.owners_of_rows(rows)
     order = np.argsort(owners, kind="stable")
     ordered = owners[order]

@@ -1,4 +1,5 @@
-"""Discovery of servers: each publishes its address and token in the rendezvous store of every generation."""
+"""Discovery of servers: each publishes its address and token in the rendezvous store (the scheduler's key-value store) of every
+generation."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from covey.errors import PeerError
 from covey.parameter_server.messages import socket_family, tune_connection
 
 CONNECT_TIMEOUT_S: Final = 10.0
-LOOKUP_TIMEOUT_S: Final = 2.0  # then it is checked again whether the server is still a member
+LOOKUP_TIMEOUT_S: Final = 2.0  # after it, `find_server` checks again whether the server is still in the sharding
 RETRY_DELAY_S: Final = 0.05  # between two attempts
 
 
@@ -39,7 +40,7 @@ class ServerEndpoint(msgspec.Struct, frozen=True):
         return connection
 
 
-FindServer = Callable[[int], ServerEndpoint | None]  # returns None if the server has left
+FindServer = Callable[[int], ServerEndpoint | None]  # waits until the server has an endpoint; returns None if it has left
 
 
 class ShardingInfo(Protocol):
@@ -50,7 +51,7 @@ class ShardingInfo(Protocol):
 
 
 class RendezvousClient(Protocol):
-    """What discovery uses of a node."""
+    """This process's membership, as discovery uses it."""
 
     @property
     def assignment(self) -> ShardingInfo: ...
@@ -59,13 +60,13 @@ class RendezvousClient(Protocol):
 
 
 def publish_endpoint(rendezvous: RendezvousClient, server: int, endpoint: ServerEndpoint, generation: int) -> None:
-    """Publish the endpoint of a server."""
+    """Publish the endpoint of a server for a generation. Raise `PeerError` if the generation was superseded."""
     rendezvous.put_rendezvous(_rendezvous_key(server), msgspec.msgpack.encode(endpoint), generation)
 
 
 def find_server(rendezvous: RendezvousClient, server: int) -> ServerEndpoint | None:
-    """Return the endpoint of a server, None if it has left. Blocks until the server has published it; the node ends this
-    process if its cluster ends before."""
+    """Return the endpoint of a server, or None if it is not in the newest known sharding. Block until the server has published
+    it in the present generation. If the cluster ends before, `rendezvous` ends this process."""
     while True:
         sharding = rendezvous.assignment.sharding
         if sharding is not None and server not in sharding.servers:

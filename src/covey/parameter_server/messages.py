@@ -1,8 +1,9 @@
 """Messages between workers and servers, and their encoding.
 
-A frame is a fixed header, a message, and raw arrays: row numbers first (eight bytes each), then values. Arrays are sent from
-the sender's memory and received into the receiver's, without copies. A connection starts with the server's token, which a peer
-can only get from the scheduler. An invalid message is answered with `RequestFailed`; the connection stays open.
+A frame is a fixed header, a message, and raw arrays. In pushes and pulls these are row numbers (int64), then values. Large
+arrays are sent without a copy, and `RowValues` are received into the caller's memory. A connection starts with the server's
+token, which a peer can only get from the scheduler. A request that is too large or cannot be decoded is answered with
+`RequestFailed`, and the connection stays open; a frame with an invalid header closes it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from covey.transport.connection import set_tcp_options
 MAGIC: Final = b"cvp1"
 HEADER: Final = struct.Struct("<4sIQ")  # magic, bytes of the message, bytes of the arrays
 ENCODED_MESSAGE_MAX: Final = 16 << 20  # bytes of a message without its arrays
-COALESCE_BYTES_MAX: Final = 1 << 16  # up to this size arrays are sent in one call with the message
-SENDMSG_ARRAYS_MAX: Final = 512  # arrays per call; the kernel's limit is 1024
+COALESCE_BYTES_MAX: Final = 1 << 16  # arrays of at most this size in total are copied and sent together with the message
+SENDMSG_ARRAYS_MAX: Final = 512  # buffers per call; the kernel's limit is 1024
 SKIP_BUFFER_BYTES: Final = 1 << 20
 DTYPES: Final = {"float32": np.float32, "float64": np.float64}
 ROWS_MAX: Final = 1 << 40
@@ -38,19 +39,20 @@ Dtype = Literal["float32", "float64"]
 
 
 class ParameterMessage(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """Base class; the tag is the class name."""
+    """Base class of all messages; the tag in the encoding is the class name."""
 
 
 class InitialValues(msgspec.Struct, frozen=True):
-    """Initial values of a parameter. Random ones are a function of the seed and the row number."""
+    """Initial values of a parameter. Random ones are a function of seed, row and column, whatever the number of servers."""
 
-    kind: Literal["given", "zeros", "normal", "uniform"] = "zeros"
-    scale: float = 0.01
+    kind: Literal["given", "zeros", "normal", "uniform"] = "zeros"  # given: a worker sends them with the declaration
+    scale: float = 0.01  # normal: standard deviation; uniform: from -scale to scale
     seed: int = 0
 
 
 class ParameterSpec(msgspec.Struct, frozen=True):
-    """A parameter. If not striped it is flat: its rows are single numbers, always pulled and pushed completely."""
+    """Declaration of a parameter. A striped one is a table, whose rows are pulled and pushed by number. One that is not striped
+    has rows of a single number (`width` 1), which are always pulled and pushed together."""
 
     name: ParameterName
     rows: Annotated[int, Meta(ge=1, le=ROWS_MAX)]
@@ -62,13 +64,13 @@ class ParameterSpec(msgspec.Struct, frozen=True):
 
 
 class RowSelection(msgspec.Struct, frozen=True, array_like=True):
-    """Rows of one parameter, in a message for several. `row_count` is ALL, or the number of row numbers that follow."""
+    """Rows of one parameter in a push or pull. `width` and `dtype` must be those of the parameter."""
 
     name: ParameterName
-    row_count: Annotated[int, Meta(ge=ALL, le=ROWS_MAX)]
+    row_count: Annotated[int, Meta(ge=ALL, le=ROWS_MAX)]  # number of row numbers in the arrays, or ALL
     width: int = 1
     dtype: str = "float32"
-    lr: float = 0.0
+    lr: float = 0.0  # learning rate; only in a push
 
 
 RowSelections = Annotated[list[RowSelection], Meta(max_length=100_000)]
@@ -83,31 +85,33 @@ class ParameterRequest(ParameterMessage, frozen=True, kw_only=True):
 
 
 class DeclareParameter(ParameterRequest, frozen=True):
-    """Declare a parameter. With `has_values` its initial values follow; else the reply waits until a worker has sent them."""
+    """Declare a parameter. With `has_values` the server creates it unless it exists, from the values in the arrays if
+    `spec.begin.kind` is "given". Without, the reply waits until another worker has created it."""
 
     spec: ParameterSpec
     has_values: bool
 
 
 class PushGradients(ParameterRequest, frozen=True):
-    """Gradients of one rank's step. Acknowledged when they are replicated; in sync mode, when every rank's are."""
+    """Gradients of one rank's step. The reply is sent when the replica holder, if there is one, has them too; in sync mode,
+    when the server and the holder have those of every rank."""
 
     step: Annotated[int, Meta(ge=0)]
     rank: Annotated[int, Meta(ge=0)]
-    generation: int
+    generation: int  # of the worker; a push is refused if the rank has pushed in a newer one
     selections: RowSelections
 
 
 class PullValues(ParameterRequest, frozen=True):
-    """Request values for a step."""
+    """Request values for a step. The reply, `RowValues`, waits until they can be read (`Shard.is_step_readable`)."""
 
     step: Annotated[int, Meta(ge=0)]
     selections: RowSelections
 
 
 class PullChanged(ParameterRequest, frozen=True):
-    """Request the values of rows that changed. The row numbers are followed by the version at which each row is cached;
-    versions are valid for `replication_id` only."""
+    """Request the values of those rows that changed after they were cached. The arrays are the row numbers, then the version at
+    which each row is cached; -1 if it is not. Versions are valid only if `replication_id` is still the server's."""
 
     step: Annotated[int, Meta(ge=0)]
     selection: RowSelection
@@ -115,13 +119,13 @@ class PullChanged(ParameterRequest, frozen=True):
 
 
 class QueryRankStep(ParameterRequest, frozen=True):
-    """Request the next step of a rank."""
+    """Request the next step of a rank: one after the last that it has pushed to this server, 0 if it has pushed none."""
 
     rank: Annotated[int, Meta(ge=0)]
 
 
 class SaveRows(ParameterRequest, frozen=True):
-    """Request to write all rows at this step to files and to keep the `keep` newest."""
+    """Request to write all rows at this step to files, and to keep the files of the `keep` newest steps."""
 
     step: Annotated[int, Meta(ge=0)]
     folder: FolderPath
@@ -129,54 +133,57 @@ class SaveRows(ParameterRequest, frozen=True):
 
 
 class LoadRows(ParameterRequest, frozen=True):
-    """Request to load the rows of this step from files, which any number of servers wrote."""
+    """Request to replace all rows by those of this step in files, which any number of servers may have written."""
 
     step: Annotated[int, Meta(ge=0)]
     folder: FolderPath
 
 
 class OpenReplication(ParameterMessage, frozen=True):
-    """Server to replica holder: start replication, at this number of changes. Changes follow on this connection."""
+    """Server to replica holder: start replication on this connection. The reply is the number of changes that the replica has;
+    -1 if there is none with this replication id. Then a `FullReplica` or the missing changes follow, and every new change."""
 
     server: int
     replication_id: str
-    change_count: int
+    change_count: int  # of the sender; the holder does not use it
 
 
 class RestoreRows(ParameterMessage, frozen=True):
-    """Restarted server: return the replica of my rows."""
+    """Restarted server to another server: request the replica of its rows. The reply is `FullReplica`, or `RequestFailed` if
+    the receiver has none."""
 
     server: int
 
 
 class RequestReplica(ParameterMessage, frozen=True):
-    """Restarted server: if I hold your replica, send me all of your rows. The reply is 1 if so, else 0."""
+    """Restarted server to another server: send all rows again if this server holds their replica. The reply is 1 if it does,
+    else 0."""
 
-    holder: int
+    holder: int  # the sender
 
 
 class DropReplica(ParameterMessage, frozen=True):
-    """Server: drop the replica of my rows, because it has another holder now."""
+    """Server to the former holder of its replica: drop the replica, because it has another holder now."""
 
     server: int
 
 
 class HandOverSlots(ParameterMessage, frozen=True):
-    """Slots that the receiver owns under this sharding, and the newest generation of each rank's pushes."""
+    """Server to server: slots that the receiver owns under this sharding. Also sent to the receiver's replica holder."""
 
     sharding_version: int
-    state: Any  # as `Shard.pack` returns it, after the slots
-    generations: list[int]
+    state: Any  # [slot numbers, state as `Shard.pack` returns it]
+    generations: list[int]  # by rank: generation of its newest push to the sender
 
 
 class DetachSlots(ParameterMessage, frozen=True):
-    """To the replica holder: these slots are detached, to be handed over to another server."""
+    """Server to replica holder: these slots are detached, to be handed over to another server."""
 
     slots: list[int]
 
 
 class ReleaseSlots(ParameterMessage, frozen=True):
-    """To the replica holder: another server has received these slots."""
+    """Server to replica holder: another server has received these detached slots, so they are dropped."""
 
     slots: list[int]
 
@@ -193,32 +200,33 @@ class FullReplica(ParameterMessage, frozen=True):
 
 
 class Done(ParameterMessage, frozen=True):
-    """Success. `number` is the requested number, if the request has one."""
+    """Success. `number` is the result, if the request has one: a step, a number of changes, or 1 for yes and 0 for no."""
 
     number: int = 0
 
 
 class RowValues(ParameterMessage, frozen=True):
-    """The requested values follow, in the order of the request."""
+    """The arrays are the requested values, in the order of the request."""
 
-    step: int
+    step: int  # number of steps that the server has applied, in sync mode; clients do not use it
 
 
 class ChangedRows(ParameterMessage, frozen=True):
-    """Reply to `PullChanged`: one byte per row (whether it changed), the values of changed rows, and the table's version."""
+    """Reply to `PullChanged`. The arrays are one byte per row (whether it may have changed), then the values of these rows."""
 
-    replication_id: str
-    version: int
+    replication_id: str  # of the server's rows
+    version: int  # at which the rows can be cached; -1: they cannot
 
 
 class ShardingChanged(ParameterMessage, frozen=True):
-    """The request's sharding is outdated: slots have moved. This is the newer sharding."""
+    """The request's sharding is outdated, because slots have new owners. This is the newer sharding."""
 
     sharding: Sharding
 
 
 class RequestFailed(ParameterMessage, frozen=True):
-    """The request failed. `is_stale`: its rank has a newer process. `is_disk_error`: the server cannot write."""
+    """The request failed. `is_stale`: its rank has pushed in a newer generation. `is_disk_error`: the server cannot read or
+    write its files."""
 
     reason: str
     is_stale: bool = False
@@ -249,11 +257,14 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 class MessageTooLarge(UsageError):
-    """A message beyond the size limit. Its arrays were skipped; the connection stays usable."""
+    """A message exceeds a size limit. It was not sent, or its arrays were discarded; the connection stays usable."""
 
 
 def send_message(connection: socket.socket, message: ParameterMessage, arrays: Sequence[Any] = ()) -> None:
-    """Send one frame, without copying large arrays. Raise `MessageTooLarge`."""
+    """Send one frame, without copying large arrays.
+
+    Raise `MessageTooLarge`, before anything is sent, if the message without arrays is too large; `OSError` if sending fails.
+    """
     views = [memoryview(array).cast("B") for array in arrays if memoryview(array).nbytes]
     encoded = _encoder.encode(message)
     if len(encoded) > ENCODED_MESSAGE_MAX:
@@ -276,9 +287,9 @@ def send_message(connection: socket.socket, message: ParameterMessage, arrays: S
 
 
 def receive_request(connection: socket.socket, message_max: int) -> tuple[ServerRequest, Array]:
-    """Return a peer's request and its arrays as bytes.
+    """Return a peer's request and its arrays as bytes; `message_max` is the limit of the arrays in bytes.
 
-    Raise `MessageTooLarge` or `msgspec.MsgspecError`, after which the connection is usable, or `EOFError` and `OSError`.
+    Raise `MessageTooLarge` or `msgspec.MsgspecError`, after which the connection is usable, or `EOFError` or `OSError`.
     """
     encoded, size = _receive_encoded(connection)
     try:
@@ -295,7 +306,10 @@ def receive_request(connection: socket.socket, message_max: int) -> tuple[Server
 
 
 def receive_reply(connection: socket.socket, into: Sequence[Any] = ()) -> tuple[ServerReply, Array]:
-    """Return the reply. The arrays of `RowValues` are received into `into`; others are returned as bytes."""
+    """Return the reply and its arrays as bytes; those of `RowValues` are received into `into`, and the bytes are empty.
+
+    Raise `EOFError` if the connection closes or `into` has another size, `msgspec.MsgspecError`, or `OSError`.
+    """
     encoded, size = _receive_encoded(connection)
     reply = _reply_decoder.decode(encoded)
     if isinstance(reply, RowValues):
@@ -322,7 +336,7 @@ def _receive_encoded(connection: socket.socket) -> tuple[bytes, int]:
 
 
 def receive_into(connection: socket.socket, view: memoryview) -> None:
-    """Fill memory from a connection. Raise `EOFError` if it closes before."""
+    """Fill memory from a connection. Raise `EOFError` if it closes before, `OSError` if it fails."""
     while view.nbytes:
         count = connection.recv_into(view, 0, socket.MSG_WAITALL)
         if not count:
@@ -331,7 +345,7 @@ def receive_into(connection: socket.socket, view: memoryview) -> None:
 
 
 def skip_bytes(connection: socket.socket, size: int) -> None:
-    """Read and discard bytes: a reply would not arrive while the peer still sends."""
+    """Receive and discard bytes, because the peer reads a reply only after it has sent its arrays. Raise as `receive_into`."""
     buffer = memoryview(bytearray(SKIP_BUFFER_BYTES))
     while size:
         part = buffer[: min(size, SKIP_BUFFER_BYTES)]
@@ -344,5 +358,5 @@ def socket_family(address: str) -> socket.AddressFamily:
 
 
 def tune_connection(connection: socket.socket) -> None:
-    """Set TCP options: no delay, and detection of a dead peer."""
+    """Set TCP options: no delay of small packets, and detection of a lost host."""
     set_tcp_options(connection)

@@ -1,8 +1,8 @@
 """Optimizers that run on the servers.
 
 Each is a rule with its hyperparameters, and a function that updates rows and their state in place, in chunks that fit into the
-processor's cache. Updates of all rows and of some rows run the same code. Adam updates all rows at every step, even those
-without a gradient, as its definition requires; LazyAdam and all others update only rows with a gradient.
+processor's cache. Updates of all rows and of some rows run the same code. An update by Adam changes all rows of a parameter,
+even those without a gradient, as its definition requires; LazyAdam and all others change only rows with a gradient.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-CHUNK_ELEMENTS: Final = 1 << 16
+CHUNK_ELEMENTS: Final = 1 << 16  # elements of each array that are updated at a time
 
 Array = np.ndarray[Any, np.dtype[Any]]
 OptimizerKind = Literal["sgd", "momentum", "adam", "lazy_adam", "adagrad", "ftrl"]
@@ -24,10 +24,11 @@ Fraction = Annotated[float, Meta(ge=0.0, lt=1.0)]
 
 
 class OptimizerRule(msgspec.Struct, frozen=True, kw_only=True):
-    """An optimizer and its hyperparameters. Create it with the functions below, which take only those of each optimizer."""
+    """An optimizer and its hyperparameters. Create it with the functions below: each takes those of one optimizer, and raises
+    `UsageError` if one is out of range."""
 
     kind: OptimizerKind
-    lr: NonNegative
+    lr: NonNegative  # the servers use the learning rate of each push instead
     momentum: Fraction = 0.0
     dampening: Fraction = 0.0
     nesterov: bool = False
@@ -37,19 +38,19 @@ class OptimizerRule(msgspec.Struct, frozen=True, kw_only=True):
     beta2: Fraction = 0.999
     eps: NonNegative = 1e-8
     lr_decay: NonNegative = 0.0
-    initial: NonNegative = 0.0  # of an accumulator
+    initial: NonNegative = 0.0  # initial value of the accumulator (Adagrad, FTRL)
     l1: NonNegative = 0.0
     l2: NonNegative = 0.0
     lr_power: Annotated[float, Meta(le=0.0, ge=-10.0)] = -0.5
 
     @property
     def updates_all_rows(self) -> bool:
-        """Whether rows without a gradient are updated too."""
+        """Whether an update changes rows without a gradient too."""
         return self.kind == "adam"
 
     @property
     def initial_states(self) -> dict[str, float]:
-        """Names of the state arrays of each row, and their initial values."""
+        """Names of the state arrays, each of the shape of the weights, and the initial value of their elements."""
         return {
             "sgd": {},
             "momentum": {"momentum": 0.0},
@@ -105,7 +106,8 @@ def FTRL(lr: float = 1e-3, *, lr_power: float = -0.5, l1: float = 0.0, l2: float
 
 
 def _validate_rule(rule: OptimizerRule) -> OptimizerRule:
-    """Return the rule. Raise `UsageError` if a hyperparameter is out of range; decoding checks the same limits."""
+    """Return the rule. Raise `UsageError` if a hyperparameter has the wrong type or is out of range. Decoding a message checks
+    the same limits."""
     from covey.errors import UsageError
 
     try:
@@ -115,7 +117,7 @@ def _validate_rule(rule: OptimizerRule) -> OptimizerRule:
 
 
 def update_weights(rule: OptimizerRule, lr: float, t: int, weights: Array, gradient: Array, states: list[Array]) -> None:
-    """Update all of these rows in place; `t` counts the updates of the parameter, from 1."""
+    """Update all of these rows and their states in place. `t` is the number of this update of the parameter, from 1."""
     if weights.size == 0:
         return
     flat = [array.reshape(-1) for array in (weights, gradient, *states)]  # views: the arrays are contiguous
@@ -128,7 +130,8 @@ def update_weights(rule: OptimizerRule, lr: float, t: int, weights: Array, gradi
 def update_rows(
     rule: OptimizerRule, lr: float, t: int, weights: Array, rows: Array, gradient: Array, states: list[Array]
 ) -> None:
-    """Update these rows in place, each given once; also all others if the rule updates all rows."""
+    """Update the rows at the indexes `rows`, each given once, and their states in place. If the rule updates all rows, the
+    others are updated with gradient 0."""
     if rule.updates_all_rows:
         width = weights.shape[1]
         chunk = max(1, CHUNK_ELEMENTS // max(1, width))

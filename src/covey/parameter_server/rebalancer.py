@@ -1,4 +1,4 @@
-"""The thread that moves slots between servers, until this server is in sync with the newest sharding."""
+"""The thread that exchanges slots with other servers until this server is in sync with the newest sharding."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ log = logging.getLogger("covey")
 
 
 class Rebalancer:
-    """Moves slots: detaches those of other servers, hands them over, moves the replica to its holder, and waits for the
-    slots that other servers hand over to this one.
+    """Follows the newest sharding: detaches the slots that it assigns to other servers, hands them over, replaces the replica
+    holder if necessary, and waits until this server has received its own slots and they are replicated.
 
-    `on_in_sync` is called with a sharding's version when all of this is done, and again if the same sharding is set again.
+    `on_in_sync` is then called with the sharding's version, unless a newer one was set before. It is called again if the same
+    sharding is set again.
     """
 
     def __init__(
@@ -38,19 +39,20 @@ class Rebalancer:
         self._has_new_sharding = True  # the newest sharding is not adopted yet, or was set again
 
     def start(self) -> None:
-        """Start the thread, once the rows are restored."""
+        """Start the thread. The rows must be restored."""
         threading.Thread(target=self._run, name="covey moves", daemon=True).start()
 
     def set_sharding(self, sharding: Sharding) -> None:
-        """Move slots by this sharding from now on, unless it is older than another one. The caller does not hold the lock."""
+        """Follow this sharding from now on, unless it is older than the newest one. The caller does not hold the lock."""
         with self._rows.condition:
             if sharding.version >= self._newest_sharding.version:
                 self._newest_sharding, self._has_new_sharding = sharding, True
                 self._rows.condition.notify_all()
 
     def take_slots(self, request: HandOverSlots, body: Array) -> ServerReply:
-        """Add slots that another server hands over, and reply once they are replicated. A repeated request changes nothing. The
-        caller holds the lock, which is released during waits."""
+        """Wait until this server has adopted the request's sharding, add the slots that another server hands over, and return
+        `Done` once they are replicated. A repeated request changes nothing. The caller holds the lock, which is released during
+        waits."""
         self._rows.condition.wait_for(lambda: self._rows.sharding.version >= request.sharding_version)
         self._replication.apply(request, body)
         self._wait_until_replicated()
@@ -75,8 +77,8 @@ class Rebalancer:
             self._on_in_sync(sharding.version)
 
     def _detach_slots(self, sharding: Sharding) -> list[Shard]:
-        """Adopt a sharding and detach the slots that it assigns to other servers; return all shards to hand over, with those
-        that are left from before. The caller holds the lock."""
+        """Adopt a sharding and detach the slots that it assigns to other servers. Return all shards to hand over, including
+        those that were detached earlier. The caller holds the lock."""
         self._rows.adopt(sharding)
         for receiver in sorted(set(sharding.owners) - {self._rows.rank}):
             slots = [slot for slot in sorted(self._rows.own.shard_set.slots) if sharding.owners[slot] == receiver]
@@ -85,8 +87,8 @@ class Rebalancer:
         return list(self._rows.own.shard_set.detached)
 
     def _hand_over_slots(self, shard: Shard, sharding: Sharding) -> None:
-        """Send detached slots to their owner, and release them. The request is repeated until the owner has replied. The caller
-        does not hold the lock: detached slots do not change."""
+        """Send detached slots to their owner until it has replied, then release them. The caller does not hold the lock,
+        because detached slots do not change."""
         slots = sorted(shard.slots)
         receiver = sharding.owners[slots[0]]
         state, arrays = shard.pack()
@@ -98,6 +100,7 @@ class Rebalancer:
         log.info("moved %d of 256 slots to server %d", len(slots), receiver)
 
     def _wait_until_replicated(self) -> None:
-        """Wait until the replica has all changes so far. The caller holds the lock, which is released during the wait."""
+        """Wait until the replica holder, if there is one, has all changes so far. The caller holds the lock, which is released
+        during the wait."""
         change_count = self._rows.own.change_count
         self._rows.condition.wait_for(lambda: self._replication.is_replicated(change_count))

@@ -1,7 +1,7 @@
 """Replication of a server's rows to another server, which applies the same changes in the same order.
 
-A push is acknowledged when it is replicated. While the replica holder is unreachable, all workers wait for it. After a restart
-it receives all rows; after a broken connection only the changes that it missed.
+A push is acknowledged when the replica holder has it. While the holder is unreachable, all changes wait. After a restart the
+holder receives all rows; after a broken connection only the changes that it missed, if they are still queued.
 """
 
 from __future__ import annotations
@@ -38,9 +38,10 @@ log = logging.getLogger("covey")
 
 
 class Replication:
-    """Every change of a server's rows, applied here and sent to the replica holder, the next server of the ring.
+    """Applies each `ReplicatedChange` to a server's rows and sends it to the replica holder, the next server in the sharding's
+    ring.
 
-    Without replicas, or if there is no other server, changes are only applied here.
+    If replicas are disabled or there is no other server, there is no holder, and changes are only applied here.
     """
 
     def __init__(self, rows: Rows, find_server: FindServer) -> None:
@@ -50,18 +51,18 @@ class Replication:
 
     @property
     def holder(self) -> int | None:
-        """The server that holds the replica, or is to hold it. The caller holds the lock."""
+        """The server that holds the replica, or is to hold it; None if there is no holder. The caller holds the lock."""
         return self._thread.holder if self._thread is not None else None
 
     def start(self, restored_from: int | None = None) -> None:
-        """Start to send changes to the replica holder. `restored_from`: the server that held the replica so far; if it is no
-        longer the holder, it drops the replica once the holder has one. The caller does not hold the lock."""
+        """Start to send changes to the replica holder, if there is one. `restored_from`: the server that held the replica so
+        far; if it is not the holder, it gets `DropReplica` once the holder has the rows. The caller does not hold the lock."""
         if self._thread is not None:
             self._thread.start(restored_from if restored_from != self._thread.holder else None)
 
     def apply(self, change: ReplicatedChange, body: Array) -> bool:
-        """Apply a change and send it to the replica; return False if it was applied before. Raise `UsageError` without any
-        change. The caller holds the lock."""
+        """Apply a change and queue it for the replica holder. Return False, and queue nothing, if the rows have it already.
+        Raise `UsageError` if it is invalid. The caller holds the lock."""
         if not self._rows.apply(change, body, owned=self._thread is None):
             return False
         if self._thread is not None:
@@ -69,17 +70,18 @@ class Replication:
         return True
 
     def is_replicated(self, change_count: int) -> bool:
-        """Return whether the replica has this many changes. The caller holds the lock."""
+        """Return whether the replica holder has this many changes; True if there is no holder. The caller holds the lock."""
         return self._thread is None or self._thread.replicated_count >= change_count
 
     def restart_sync(self) -> None:
-        """Send all rows to the replica holder again, if there is one. The caller holds the lock."""
+        """Reconnect to the replica holder, if there is one, and send what its replica lacks: all rows, or only the queued
+        changes. The caller holds the lock."""
         if self._thread is not None:
             self._thread.restart_sync()
 
     def follow_ring(self) -> None:
-        """Replace the replica holder if the sharding's ring has another one. A server that leaves keeps the holder it has. The
-        caller does not hold the lock."""
+        """Replace the replica holder if the sharding's ring requires another one, or none. A server that is not in the ring,
+        because it joins or leaves, keeps the holder that it has. The caller does not hold the lock."""
         with self._rows.condition:
             sharding, previous = self._rows.sharding, self.holder
             holder = desired_holder(self._rows.serving, self._rows.rank, sharding)
@@ -96,33 +98,35 @@ class ReplicationThread:
     """The thread that keeps the replica on one holder up to date."""
 
     def __init__(self, rows: Rows, find_server: FindServer, holder: int) -> None:
-        self.replicated_count = -1  # changes that the replica has; -1: there is no replica yet
+        self.replicated_count = -1  # changes that the holder has; -1: none, until it has all rows
         self.holder = holder
         self._rows, self._find_server = rows, find_server
         self._previous_holder: int | None = None  # its replica is dropped once this holder has one
         self._stopped = False
-        self._pending: collections.deque[tuple[ParameterMessage, Array]] = collections.deque()
+        self._pending: collections.deque[tuple[ParameterMessage, Array]] = collections.deque()  # not acknowledged yet
         self._restart_requested = False
         self._thread = threading.Thread(target=self._run, name="covey copy", daemon=True)
 
     def start(self, previous_holder: int | None) -> None:
-        """Start the thread. The caller may hold the lock."""
+        """Start the thread. `previous_holder` gets `DropReplica` once this holder has the rows; None: no server does. The
+        caller may hold the lock."""
         self._previous_holder = previous_holder
         self._thread.start()
 
     def append(self, message: ParameterMessage, body: Array) -> None:
-        """Send a change after those before it. The caller holds the lock, and `Rows.apply` has notified the thread. At most one
-        change per connection is pending, because the worker waits until it is replicated."""
+        """Queue a change for the holder. The caller holds the lock, and `Rows.apply` has notified the thread. The queue stays
+        short, because a worker waits until its change is replicated before it sends the next one."""
         self._pending.append((message, body))
 
     def restart_sync(self) -> None:
-        """Send all rows again, because they were replaced without a change. The caller holds the lock."""
+        """Reconnect and send what the replica lacks, because the rows were replaced or the holder was restarted. The caller
+        holds the lock."""
         self.replicated_count = -1
         self._restart_requested = True
         self._rows.condition.notify_all()
 
     def stop(self) -> None:
-        """End the thread, because another server becomes the holder. The caller holds the lock."""
+        """End the thread soon, because another server, or none, becomes the holder. The caller holds the lock."""
         self._stopped = self._restart_requested = True
         self._rows.condition.notify_all()
 
@@ -138,9 +142,10 @@ class ReplicationThread:
                 time.sleep(RETRY_DELAY_S)
 
     def _replicate(self, connection: socket.socket) -> None:
-        """Bring the replica up to date and send changes until a restart is requested. The caller does not hold the lock."""
+        """Bring the replica up to date and send changes; return when a restart or stop is requested. Raise `OSError`,
+        `EOFError` or `msgspec.MsgspecError` if the connection fails. The caller does not hold the lock."""
         condition, own = self._rows.condition, self._rows.own
-        with condition:  # no rows change during a full sync
+        with condition:  # held during a full sync, so that no rows change
             if self._stopped:
                 return
             self._restart_requested = False
@@ -176,7 +181,8 @@ class ReplicationThread:
 
 
 def desired_holder(serving: ServingSettings, rank: int, sharding: Sharding) -> int | None:
-    """Return the server that should hold the replica of a server's rows, or None. A server that leaves still has one."""
+    """Return the server that should hold the replica of a server's rows; None if replicas are disabled or the ring has no other
+    server. A server that leaves, which is not in the ring, has a holder too."""
     return replica_holder(rank, {*sharding.ring, rank}) if serving.copies else None
 
 
@@ -190,8 +196,8 @@ def _receive_number(connection: socket.socket) -> int:
 def request_from_server(
     find_server: FindServer, server: int, message: ParameterMessage, arrays: Sequence[Array] = ()
 ) -> tuple[ServerReply, Array] | None:
-    """Send a request to another server and return its reply, or None if that server has left. Resend the request until a
-    process of that server replies."""
+    """Send a request to another server and return its reply and arrays, or None if that server has left. Reconnect and resend
+    the request, without a timeout, until a process of that server replies."""
     while (endpoint := find_server(server)) is not None:
         with contextlib.suppress(OSError, EOFError), endpoint.connect() as connection:
             send_message(connection, message, arrays)
@@ -201,8 +207,8 @@ def request_from_server(
 
 
 def fetch_replica(find_server: FindServer, holders: list[int], server: int) -> tuple[FullReplica, Array, int] | None:
-    """Return the replica of a server's rows and its holder, or None if no server has it. Blocks while a server is
-    unreachable."""
+    """Return the replica of a server's rows, its arrays and the first of `holders` that has it; None if none has. Block while
+    one of them is unreachable."""
     for holder in holders:
         found = request_from_server(find_server, holder, RestoreRows(server))
         if found is not None and isinstance(found[0], FullReplica):

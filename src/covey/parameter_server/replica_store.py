@@ -1,5 +1,5 @@
-"""Replicas of other servers' rows that a server holds: it applies their changes, and returns the rows to a restarted
-server."""
+"""Replicas that a server holds of other servers' rows. It applies the changes that these servers send, and returns the rows to
+a restarted server."""
 
 from __future__ import annotations
 
@@ -22,10 +22,8 @@ from covey.parameter_server.shard_set import ShardSet
 
 
 class Replicas:
-    """Replicas by server, with a separate lock: two servers may send each other all of their rows at the same time.
-
-    No caller holds the lock of `Rows`, and no method here takes it.
-    """
+    """Replicas by server. They have a separate lock, because two servers may send each other all of their rows at the same
+    time, each while it holds the lock of its own `Rows`. No caller holds that lock, and no method here takes it."""
 
     def __init__(self, serving: ServingSettings) -> None:
         self._serving = serving
@@ -37,24 +35,26 @@ class Replicas:
             self._replicas.pop(server, None)
 
     def wait_for_replicas(self, servers: Collection[int]) -> None:
-        """Wait until the replicas of all these servers exist here."""
+        """Wait, without a timeout, until the replicas of all these servers are here."""
         with self._condition:
             self._condition.wait_for(lambda: set(servers) <= self._replicas.keys())
 
     def pack_for_restore(self, server: int, initial: ShardSet | None) -> tuple[FullReplica, list[Array]] | None:
-        """Return the replica of a restarted server's rows, or None. `initial`: the server's initial rows, used if there is no
-        replica, because the server died before it had one."""
+        """Return the replica of a restarted server's rows; `initial` if there is none, or None if that is None too. The replica
+        gets a new replication id, so that changes of the server's former process are rejected."""
         with self._condition:
             replica = self._replicas.get(server)
             if replica is None and initial is not None:
                 replica = VersionedRows(initial)
             if replica is None:
                 return None
-            replica.reset_replication_id()  # changes that the server sent before it was restarted are ignored
+            replica.reset_replication_id()  # rejects changes of the server's former process
             return replica.pack()
 
     def follow_server(self, connection: socket.socket, request: OpenReplication) -> None:
-        """Apply the changes of another server in order, until the connection ends, which raises `EOFError`."""
+        """Apply the changes of another server in order until the connection ends. Raise `EOFError` or `OSError` then, and
+        `EOFError` if a newer process of that server has fetched its replica. If a change cannot be applied, drop the replica
+        and raise the error."""
         replica = self._replicas.get(request.server)
         is_same = replica is not None and replica.replication_id == request.replication_id
         send_message(connection, Done(replica.change_count if is_same and replica is not None else -1))

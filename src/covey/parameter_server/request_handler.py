@@ -1,4 +1,4 @@
-"""Handler of workers' requests on a server's rows, one request at a time."""
+"""Handler of workers' requests on a server's rows."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from covey.parameter_server.shard_set import ShardSet
 
 
 class RequestHandler:
-    """Reads from `rows`, and changes them through `replication`.
+    """Handles requests: reads from `rows`, and changes them through `replication`. Only a load replaces them directly.
 
-    The caller of `handle` holds the lock of `rows`, and so do all methods here. They release it while they wait, and raise
-    `SlotsMovedError` if slots move during the wait.
+    The caller of `handle` holds the lock of `rows`, and so do all methods here, also while files are read and written. They
+    release it while they wait, and raise `SlotsMovedError` if the sharding is or becomes newer than the request's.
     """
 
     def __init__(self, rows: Rows, replication: Replication) -> None:
@@ -42,7 +42,8 @@ class RequestHandler:
         self._is_sync = rows.serving.mode is ConsistencyMode.SYNC
 
     def handle(self, request: ParameterRequest, body: Array) -> tuple[ServerReply, list[Array]]:
-        """Return the reply to a worker's request, and its arrays. Raise `SlotsMovedError`, `UsageError` or `StoreError`."""
+        """Return the reply to a worker's request, and its arrays. Raise `SlotsMovedError` if the sharding is newer than the
+        request's, `UsageError` if the request is invalid, `StoreError` if files cannot be read or written."""
         rows = self._rows
         rows.wait_unless_resharded(request, lambda: rows.sharding.version >= request.sharding_version)
         if isinstance(request, LoadRows):
@@ -91,7 +92,8 @@ class RequestHandler:
         self._rows.own.shard_set.check_pull(pull.selections, body)  # before the wait, to report errors immediately
         shard_set = self._rows.wait_for_step(pull, pull.step)
         found = shard_set.read_values(pull.selections, body)
-        # Complete parameters are sent from the table's memory: in sync mode they change only after all ranks have pushed again.
+        # Complete parameters are sent from the table's memory, without the lock. In sync mode they change only after all ranks,
+        # including the receiver, have pushed again; in the other modes they may change at any time.
         if not self._is_sync:
             complete = [selection.row_count == ALL for selection in pull.selections]
             found = [values.copy() if is_complete else values for values, is_complete in zip(found, complete, strict=True)]
@@ -130,7 +132,7 @@ class RequestHandler:
 
     def _on_load(self, request: LoadRows) -> ServerReply:
         rows = self._rows
-        if rows.last_load != request or (self._is_sync and rows.own.shard_set.step != request.step):  # else a repetition
+        if rows.last_load != request or (self._is_sync and rows.own.shard_set.step != request.step):  # else a resent request
             loaded = ShardSet(rows.serving, rows.rank, rows.owned_slots())
             checkpoint_files.load_shard(request.folder, request.step, loaded.as_single_shard())
             rows.replace(loaded, request)
@@ -139,6 +141,6 @@ class RequestHandler:
         return Done(request.step)
 
     def _wait_until_replicated(self, request: ParameterRequest) -> None:
-        """Wait until the replica has all changes so far."""
+        """Wait until the replica holder, if there is one, has all changes so far."""
         change_count = self._rows.own.change_count
         self._rows.wait_unless_resharded(request, lambda: self._replication.is_replicated(change_count))

@@ -1,8 +1,8 @@
 """A worker's cache of rows, validated on every use.
 
-A row is cached with the version of its table. A pull sends the versions, and the server returns only rows that have changed
-since, so results are the same as without the cache, in every mode. Versions of another sharding or replication id are invalid:
-then the cache is cleared.
+A row is cached with the version (update count) of its table. A pull sends the versions, and the server returns only rows that
+may have changed since, so results are the same as without the cache, in every mode. If the sharding has changed, or the
+replication id of a server (after it restored or loaded its rows), versions are invalid and the cache is cleared.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ UNKNOWN = -1
 
 
 class RowUpdate(msgspec.Struct, frozen=True):
-    """One server's reply about some rows: which of them changed, their values, and the table's version."""
+    """One server's reply about some rows."""
 
     server: int
     replication_id: str
-    version: int
-    rows: Array
-    changed: Array
-    values: Array
+    version: int  # of the server's table; negative: the rows cannot be cached
+    rows: Array  # row numbers
+    changed: Array  # of each row: whether it may have changed
+    values: Array  # only of the changed rows
 
 
 class RowCache:
-    """At most `size` rows of one table; row r is stored at index r mod size. Not thread-safe."""
+    """At most `size` rows of one float32 table; row r is stored at index r mod size. Not thread-safe."""
 
     def __init__(self, width: int, size: int) -> None:
         self._rows = np.full(size, UNKNOWN, np.int64)
@@ -37,7 +37,7 @@ class RowCache:
         self.replication_ids: dict[int, str] = {}  # by server
 
     def cached_versions(self, rows: Array, sharding_version: int) -> Array:
-        """Return the version at which each of these rows is cached; `UNKNOWN` if it is not."""
+        """Return the version at which each of these rows is cached; `UNKNOWN` if it is not, or only for another sharding."""
         if sharding_version != self._sharding_version:
             return np.full(len(rows), UNKNOWN, np.int64)
         indexes = rows % len(self._rows)
@@ -51,7 +51,8 @@ class RowCache:
         into[update.changed] = update.values
 
     def store_updates(self, sharding_version: int, updates: list[RowUpdate], values: list[Array]) -> None:
-        """Cache the values of these updates' rows; clear the cache first if sharding or replication id changed."""
+        """Cache the rows of these updates, with their values (one array per update); clear the cache first if the sharding or a
+        replication id changed. Updates with a negative version are not cached."""
         if sharding_version != self._sharding_version or any(
             self.replication_ids.get(u.server, u.replication_id) != u.replication_id for u in updates
         ):

@@ -1,6 +1,6 @@
 """Placement of rows: the server of each row, and its index among that server's rows.
 
-Vectorized version of `covey.core.parameter_server.sharding`.
+Version of `covey.core.parameter_server.sharding` for numpy arrays of row numbers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from covey.parameter_server.optimizers import Array
 
 
 class RowPlacement:
-    """Placement of one parameter's rows. A server stores its slots consecutively, in slot order."""
+    """Placement of one parameter's rows. A server stores the rows of its slots one slot after the other, in slot order."""
 
     def __init__(self, rows: int, striped: bool, owners: SlotOwners) -> None:
         self.row_count, self.striped, self.owners = rows, striped, owners
@@ -20,7 +20,7 @@ class RowPlacement:
         self._slot_offsets = np.zeros(SLOTS, np.int64)
         self._first_rows = np.array([0 if striped else slot_row_range(slot, rows)[0] for slot in range(SLOTS)])
         self._row_counts: dict[int, int] = {}
-        self._row_ranges = {} if striped else self._build_row_ranges()  # used by every push and pull
+        self._row_ranges = {} if striped else self._build_row_ranges()  # computed once, because every push and pull needs them
         for slot, owner in enumerate(owners):
             self._slot_offsets[slot] = self._row_counts.get(owner, 0)
             self._row_counts[owner] = int(self._slot_offsets[slot]) + count_slot_rows(slot, rows, striped)
@@ -30,7 +30,7 @@ class RowPlacement:
         return self._row_counts.get(server, 0)
 
     def owners_of_rows(self, rows: Array) -> Array:
-        """Return the server of each of these rows."""
+        """Return the server of each of these rows; `shard.NO_OWNER` if `owners` has that for its slot."""
         found: Array = self._owner_by_slot[self._slots_of_rows(rows)]
         return found
 
@@ -45,7 +45,7 @@ class RowPlacement:
         return found
 
     def row_ranges(self, server: int) -> list[tuple[int, int]]:
-        """Return a server's ranges (first, end) of a parameter that is not striped, in order."""
+        """Return a server's ranges (first row, end) in ascending order; [] if it has no rows, or the parameter is striped."""
         return self._row_ranges.get(server, [])
 
     def _build_row_ranges(self) -> dict[int, list[tuple[int, int]]]:

@@ -1,8 +1,8 @@
 """A parameter server's own rows: their lock, their state, and the sharding under which they are served.
 
-States: a restarted server is RESTORING until it has its rows back from their replica; until then it replies to no worker. Then
-it is SERVING, or MOVING while its slots are not exactly those that the sharding assigns to it. The first process of a server
-starts with initial values and is SERVING immediately.
+States: with replicas, a restarted server is RESTORING until it has received its rows from their replica; until then it replies
+to no worker. Then it is SERVING, or MOVING while its slots are not exactly those that the sharding assigns to it. The first
+process of a server, and every process without replicas, starts without parameters and is SERVING immediately.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from covey.parameter_server.shard_set import ShardSet
 
 
 class SlotsMovedError(Exception):
-    """There is a newer sharding than the request's: the worker must send its request again."""
+    """There is a newer sharding than the request's: the worker must send its request again, by that sharding."""
 
 
 class VersionedRows:
-    """A server's rows and the history of their changes: rows with equal replication id and change count are equal.
+    """A server's rows, and a version of them: rows with equal replication id and change count have had the same changes.
 
-    A server applies each change to its own rows, and the replica holder applies the same change to the replica.
-    Not thread-safe.
+    A server applies each change to its own rows, and the replica holder applies the same change to the replica. In sync mode, a
+    complete step may be applied on one and still pending on the other. Not thread-safe.
     """
 
     def __init__(self, shard_set: ShardSet) -> None:
@@ -50,9 +50,10 @@ class VersionedRows:
         self.change_count = 0
 
     def apply(self, change: ReplicatedChange, body: Array, *, owned: bool) -> bool:
-        """Apply a change and count it; return False if it was applied before. Raise `UsageError` without any change.
+        """Apply a change and count it. Return False, and count nothing, if the rows have it already, as after a resent request.
 
-        `owned`: nothing else uses the memory of `body`, so rows and sums may be stored in it.
+        Raise `UsageError` if a push or a declaration is invalid; an invalid push changes nothing. `owned`: nothing else uses
+        the memory of `body`, so received slots and sums of gradients may be stored in it. Initial values may be in any case.
         """
         changed = True
         if isinstance(change, PushGradients):
@@ -71,26 +72,26 @@ class VersionedRows:
         return changed
 
     def shards_at_step(self, step: int) -> ShardSet:
-        """Return the rows with their values for a step, which must be readable; apply the previous step if needed."""
+        """Return the rows with the values for a step, which must be readable; in sync mode, apply the step before if needed."""
         self.shard_set.apply_until(step)
         return self.shard_set
 
     def replace(self, shard_set: ShardSet) -> None:
-        """Replace all rows by others that did not result from changes."""
+        """Replace all rows, as by those of a checkpoint, and begin a new replication id."""
         self.shard_set = shard_set
         self.reset_replication_id()
 
     def reset_replication_id(self) -> None:
-        """Invalidate replicas with the current id."""
+        """Choose a new replication id, which invalidates replicas and cached versions of the old one."""
         self.replication_id = secrets.token_hex(8)
 
     def pack(self) -> tuple[FullReplica, list[Array]]:
-        """Return all rows, for `restore`."""
+        """Return all rows, for `restore`. The arrays are not copied."""
         state, arrays = self.shard_set.pack()
         return FullReplica(self.replication_id, self.change_count, state), arrays
 
     def restore(self, replica: FullReplica, body: Array) -> None:
-        """Set the rows to those that `pack` returned."""
+        """Set rows, replication id and change count to what `pack` returned. The rows may be stored in the memory of `body`."""
         self.shard_set.unpack(replica.state, body)
         self.replication_id, self.change_count = replica.replication_id, replica.change_count
 
@@ -98,7 +99,7 @@ class VersionedRows:
 class RowsState(enum.Enum):
     RESTORING = "restoring"  # the rows are still on the replica holder
     SERVING = "serving"  # the slots here are those that the sharding assigns to this server
-    MOVING = "moving"  # slots must still be received from another server or handed over
+    MOVING = "moving"  # slots must still be received from another server, or detached for another one
 
 
 TRANSITIONS: Final = {
@@ -109,10 +110,10 @@ TRANSITIONS: Final = {
 
 
 class Rows:
-    """The rows that a server owns, and its state for requests.
+    """The rows that a server owns, their state, and the sharding under which they are served.
 
-    `condition` is the lock around everything here and around the fields of `Replication` and `Rebalancer`. Every change
-    notifies it.
+    `condition` is the lock for changes of these fields and of those of `Replication` and `Rebalancer`. Every change of rows,
+    state or sharding notifies it.
     """
 
     def __init__(self, serving: ServingSettings, rank: int, sharding: Sharding, *, restoring: bool = False) -> None:
@@ -120,15 +121,16 @@ class Rows:
         self.condition = threading.Condition()
         self.state = RowsState.RESTORING if restoring else RowsState.SERVING
         self.own = VersionedRows(ShardSet(serving, rank, () if restoring else self.owned_slots()))
-        self.last_load: LoadRows | None = None  # the request that led to the last `replace`
-        self.newest_generations = [0] * serving.workers  # by rank: generation of its newest push
+        self.last_load: LoadRows | None = None  # the request of the last `replace`; None: there was none
+        self.newest_generations = [0] * serving.workers  # by rank: generation of its newest push; 0: none
 
     def owned_slots(self) -> list[int]:
         """Return the slots that the sharding assigns to this server. The caller holds the lock."""
         return [slot for slot, owner in enumerate(self.sharding.owners) if owner == self.rank]
 
     def has_rows(self, selections: list[RowSelection], body: Array) -> bool:
-        """Return whether all selected rows are here; others may still be missing. The caller holds the lock."""
+        """Return whether the selected rows are here, of those that this server owns. `body` has their numbers. If all rows of a
+        parameter are selected, or `body` is malformed, all slots must be here. The caller holds the lock."""
         is_serving = self.state is RowsState.SERVING
         if is_serving or body.nbytes % 8 or any(selection.row_count == ALL for selection in selections):
             return is_serving
@@ -138,23 +140,23 @@ class Rows:
     # -- waiting -----------------------------------------------------------------------------------------------------
 
     def wait_unless_resharded(self, request: ParameterRequest, predicate: Callable[[], bool]) -> None:
-        """Wait until a predicate holds. Raise `SlotsMovedError` if the sharding is or becomes newer than the request's. The
-        caller holds the lock, which is released during the wait."""
+        """Wait until a predicate holds. Raise `SlotsMovedError` if the server's sharding is newer than the request's, or
+        becomes newer before that. The caller holds the lock, which is released during the wait."""
         self.condition.wait_for(lambda: predicate() or self.sharding.version > request.sharding_version)
         if self.sharding.version > request.sharding_version:
             raise SlotsMovedError
 
     def wait_for_step(self, request: ParameterRequest, step: int) -> ShardSet:
-        """Wait until the values for a step can be read, and return them. Raise `SlotsMovedError`. The caller holds the lock,
-        which is released during the wait."""
+        """Wait until the values for a step can be read, and return the rows with these values. Raise `SlotsMovedError` as
+        `wait_unless_resharded` does. The caller holds the lock, which is released during the wait."""
         self.wait_unless_resharded(request, lambda: self.own.shard_set.is_step_readable(step))
         return self.own.shards_at_step(step)
 
     # -- changes -----------------------------------------------------------------------------------------------------
 
     def apply(self, change: ReplicatedChange, body: Array, *, owned: bool) -> bool:
-        """Apply a change; return False if it was applied before. Raise `UsageError` without any change. The caller holds the
-        lock and is `Replication`, which sends the change to the replica."""
+        """Apply a change like `VersionedRows.apply`, with the same result and exceptions. The caller holds the lock and is
+        `Replication`, which sends the change to the replica."""
         if not self.own.apply(change, body, owned=owned):
             return False
         if isinstance(change, HandOverSlots):
@@ -174,12 +176,12 @@ class Rows:
         self._update_state()
 
     def adopt(self, sharding: Sharding) -> None:
-        """Use a newer sharding from now on. The caller holds the lock, and the rows are not RESTORING."""
+        """Use this sharding, which is the newest, from now on. The caller holds the lock, and the rows are not RESTORING."""
         self.sharding = sharding
         self._update_state()
 
     def record_generation(self, rank: int, generation: int) -> int:
-        """Record the generation of a rank's push and return the newest one. The caller holds the lock."""
+        """Record the generation of a rank's push and return the newest one of that rank. The caller holds the lock."""
         self.newest_generations[rank] = max(self.newest_generations[rank], generation)
         return self.newest_generations[rank]
 

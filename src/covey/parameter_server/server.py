@@ -1,7 +1,7 @@
 """A parameter server: a listening port, a thread per connection, and one lock for its rows.
 
-A restarted server fetches its rows from the replica holder before it replies to workers. It replies to other servers during
-that time, so that any number of restarted servers do not deadlock.
+With replicas, a restarted server fetches its rows from the replica holder before it replies to workers. During that time it
+replies to requests about the replicas that it holds, so that several restarted servers do not wait for each other.
 
 `Rows` owns the rows and their lock, `Replication` applies each change here and on the replica, `RequestHandler` handles
 workers' requests, `Rebalancer` moves slots, and `Replicas` holds the rows of other servers under a separate lock. No thread
@@ -50,16 +50,17 @@ from covey.parameter_server.shard_set import ShardSet
 from covey.transport.authenticated_server import AuthenticatedServer
 
 CONNECTIONS_MAX: Final = 4096
-TOKEN_TIMEOUT_S: Final = 30.0  # from the connection to its token
+TOKEN_TIMEOUT_S: Final = 30.0  # a peer that sends nothing for this time before its token is complete is disconnected
 
 log = logging.getLogger("covey")
 
 
 class ParameterServer:
-    """Accepts connections and dispatches their requests, until the process ends.
+    """A server, which accepts connections and handles their requests from its creation until the process ends.
 
-    `restarts` counts the earlier processes of this server. `find_server` returns the endpoint of another server.
-    `on_in_sync` is called with the version of each sharding with which this server is in sync.
+    `restarts` is the number of earlier processes of this server since the last full restart. `find_server` returns the endpoint
+    of another server. `sharding` is None for the initial one. `on_in_sync` is called, on another thread, with the version of a
+    sharding when this server is in sync with it: its slots are those that the sharding assigns, and its replica is complete.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class ParameterServer:
         sharding = sharding or initial_sharding(serving.servers)
         self.rank = rank
         self._serving, self._find_server = serving, find_server
-        self._is_first_instance = restarts == 0  # if so, a replica that is not here was never created
+        self._is_first_instance = restarts == 0  # if so, no replica that this server held is lost
         restoring = not self._is_first_instance and desired_holder(serving, rank, sharding) is not None
         self._rows = Rows(serving, rank, sharding, restoring=restoring)
         self._replication = Replication(self._rows, find_server)
@@ -87,8 +88,9 @@ class ParameterServer:
         self.endpoint = ServerEndpoint(address, listener.port, listener.token)
 
     def recover(self) -> None:
-        """Restore the rows of a restarted server and the replicas that it holds, then start to replicate and to move slots.
-        Called once. Raise `PeerError` if no server has a replica of the rows."""
+        """Restore the rows of a restarted server, start to replicate them, wait for the replicas that this server holds for
+        others, and start to move slots. Called once, also for the first process. Block while another server is unreachable.
+        Raise `PeerError` with `ExitCode.ROWS_LOST` if no server has a replica of the rows."""
         others = self._other_servers()
         restored_from = None
         if self._rows.state is RowsState.RESTORING:
@@ -109,11 +111,12 @@ class ParameterServer:
         self._rebalancer.start()
 
     def set_sharding(self, sharding: Sharding) -> None:
-        """Get in sync with a sharding, unless a newer one is known. `on_in_sync` is called again if it is the same one."""
+        """Start to get in sync with a sharding, unless a newer one is known. For the same one, `on_in_sync` is called again."""
         self._rebalancer.set_sharding(sharding)
 
     def _other_servers(self) -> list[int]:
-        """Return all other servers. The first is the replica holder, unless slots move."""
+        """Return all other servers, from the next rank on. The first is the replica holder unless servers are being added or
+        removed."""
         servers = sorted(self._rows.sharding.servers - {self.rank})
         return [s for s in servers if s > self.rank] + [s for s in servers if s < self.rank]
 
@@ -148,7 +151,7 @@ class ParameterServer:
             reply = RequestFailed(f"the message cannot be decoded: {error}")
         except MemoryError as error:
             reply = RequestFailed(f"server {self.rank} is out of memory ({error}): use more servers or smaller tables")
-        except (OSError, EOFError):  # of the connection: the peer resends its request
+        except (OSError, EOFError):  # of the connection: the peer reconnects and resends its request
             raise
         except Exception as error:  # a resent request would fail again, and the worker would never receive the reason
             log.exception("a request failed")
@@ -156,7 +159,8 @@ class ParameterServer:
         send_message(connection, reply, arrays)
 
     def _handle_request(self, request: ServerRequest, body: Array) -> tuple[ServerReply, list[Array]]:
-        """Return the reply and its arrays. Requests of restarted servers are handled even while this server is RESTORING."""
+        """Return the reply and its arrays. Requests about replicas are handled immediately, all others after RESTORING. Raise
+        `UsageError` if the request is invalid, `StoreError` if files cannot be read or written."""
         if isinstance(request, RestoreRows):
             return self._on_restore_rows(request.server)
         if isinstance(request, DropReplica):
@@ -179,7 +183,8 @@ class ParameterServer:
         raise UsageError(f"{type(request).__name__} is not a request to a server")
 
     def _on_restore_rows(self, server: int) -> tuple[ServerReply, list[Array]]:
-        """Return the replica of a restarted server's rows, or its initial rows if it died before it had a replica."""
+        """Return the replica of a restarted server's rows; its initial state, without parameters, if the server cannot have had
+        a replica yet; else `RequestFailed`."""
         sharding = self._rows.sharding
         may_have_begun = not self._is_first_instance or sharding.version > 0 or server not in sharding.ring
         initial = None

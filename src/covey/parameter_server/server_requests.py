@@ -1,10 +1,11 @@
 """A worker's connection to one server, and batches of requests to several.
 
 Every request is idempotent. After a broken connection a channel looks the server up again, which may be a restarted process,
-and resends the request; the script only waits. Arrays are sent from the caller's memory and received into it.
+and resends the request; the script only waits. Arrays are sent from the caller's memory, so the caller must not change them
+before the batch is finished.
 
-A caller that waits anyway sends its requests from its own thread. Requests in the background and large ones are sent by one
-thread per server: these transfer in parallel, but waking them takes time.
+The small requests of a blocking batch are sent from the caller's thread. All others are sent by one thread per server: these
+threads transfer in parallel, but waking them takes time.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from covey.parameter_server.messages import (
 )
 from covey.parameter_server.optimizers import Array
 
-INLINE_BYTES_MAX: Final = 4 << 20  # up to this size the caller's thread sends; above, parallel threads are faster
+INLINE_BYTES_MAX: Final = 4 << 20  # arrays of a batch, both ways; if they are larger, parallel threads are faster
 Arrays = Sequence[Any]
 
 log = logging.getLogger("covey")
@@ -51,24 +52,24 @@ class ServerDirectory(Protocol):
 
 
 class PendingRequest(msgspec.Struct, frozen=True):
-    """A message for one server, its arrays, and where the reply goes."""
+    """A message for one server, its arrays, and the destination of the reply."""
 
     server: int
     message: ParameterRequest
     arrays: Arrays = ()
-    reply_arrays: Arrays = ()
-    reply_callback: Callable[[ServerReply, Array], None] | None = None  # for replies without preallocated arrays
+    reply_arrays: Arrays = ()  # memory for the values of `RowValues`
+    reply_callback: Callable[[ServerReply, Array], None] | None = None  # called with every reply and its bytes, on any thread
 
 
 BuildRequests = Callable[[Sharding], list[PendingRequest]]
 
 
 class RequestBatch:
-    """Requests to one or more servers, finished when all have replied under the same sharding.
+    """Requests to one or more servers, finished when all have replied and none has a newer sharding, or one has failed.
 
-    If slots move before that, all requests are sent again (they are idempotent). `on_finished` is called once, on an arbitrary
-    thread. With `blocking` the constructor returns when the batch is finished; small requests are then sent from the caller's
-    thread.
+    If a server replies that the sharding is outdated, all requests are built and sent again. `on_finished` is called once, on
+    an arbitrary thread. With `blocking`, the constructor returns when the batch is finished, or raises its error. If arrays
+    exceed `message_max`, it raises `UsageError` also without `blocking`.
     """
 
     def __init__(
@@ -79,8 +80,8 @@ class RequestBatch:
         *,
         blocking: bool = False,
     ) -> None:
-        self.error: CoveyError | None = None
-        self.reply_numbers: list[int] = []
+        self.error: CoveyError | None = None  # the first error of a server
+        self.reply_numbers: list[int] = []  # of the `Done` replies, in the order of arrival; 0 for other replies
         self.finished = threading.Event()
         self._servers, self._build_requests, self._on_finished = servers, build_requests, on_finished
         self._lock = threading.Lock()
@@ -103,8 +104,8 @@ class RequestBatch:
                 channel.enqueue(request, self)
 
     def _run_inline(self, channels: list[Channel], requests: list[PendingRequest]) -> bool:
-        """Send all requests from this thread, then receive the replies. Return False if there is too much to transfer, or a
-        channel is busy."""
+        """Send all requests from this thread, then receive the replies, and return True. Return False, without sending, if
+        there is too much to transfer or a channel is busy."""
         if sum(count_bytes(request.arrays) + count_bytes(request.reply_arrays) for request in requests) > INLINE_BYTES_MAX:
             return False
         with contextlib.ExitStack() as acquired:
@@ -118,7 +119,7 @@ class RequestBatch:
                     c.wait_for_reply(request, sent=was_sent)
                     for c, request, was_sent in zip(channels, requests, sent, strict=True)
                 ]
-            except BaseException:  # an interrupt: a partial reply may be left in any channel
+            except BaseException:  # such as an interrupt: a partial reply may be left in any channel
                 for channel in channels:
                     channel.close()
                 raise
@@ -160,18 +161,21 @@ class RequestBatch:
 
 
 class Channel:
-    """The connection to one server. `get_sharding` returns the newest sharding, used if the server has left."""
+    """The connection to one server, and a thread for queued requests. `get_sharding` returns the newest sharding, which is the
+    reply to a request if the server has left."""
 
     def __init__(self, server: int, find_server: FindServer, get_sharding: Callable[[], Sharding]) -> None:
         self._server, self._find_server, self._get_sharding = server, find_server, get_sharding
         self._connection: socket.socket | None = None
         self._connection_lock = threading.Lock()  # held for the duration of a request
-        self._requests: collections.deque[tuple[PendingRequest, RequestBatch]] = collections.deque()  # the first is in progress
+        # the first one stays until its reply has arrived
+        self._requests: collections.deque[tuple[PendingRequest, RequestBatch]] = collections.deque()
         self._queued_requests = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
 
     def enqueue(self, request: PendingRequest, batch: RequestBatch) -> None:
-        """Queue a request for this channel's thread (FIFO). The batch receives the reply."""
+        """Queue a request for this channel's thread (FIFO). The thread passes the reply, or `RequestFailed` if sending failed
+        for another reason than the connection, to the batch."""
         self._requests.append((request, batch))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"covey to server {self._server}", daemon=True)
@@ -210,7 +214,7 @@ class Channel:
             batch.on_reply(reply)
 
     def try_send(self, request: PendingRequest) -> bool:
-        """Send a request if there is a connection; return False if there is none or it is broken."""
+        """Send a request if there is a connection; return False if there is none or it is broken. Raise `MessageTooLarge`."""
         if self._connection is None:
             return False
         try:
@@ -221,8 +225,9 @@ class Channel:
         return True
 
     def wait_for_reply(self, request: PendingRequest, *, sent: bool) -> ServerReply:
-        """Return the server's reply; reconnect and resend until one of its processes replies. Return `ShardingChanged` if the
-        server has left the cluster."""
+        """Return the server's reply, after the request's callback was called with it. Send the request first unless it was
+        `sent`; reconnect and resend until a process of the server replies. Return `ShardingChanged`, without a callback, if the
+        server has left the cluster. Raise `MessageTooLarge`."""
         while True:
             try:
                 if self._connection is None:

@@ -1,12 +1,13 @@
 """Rows of some slots of all parameters, and the order in which gradients are applied.
 
 Sync mode. The gradients of a step are summed in rank order, whatever order they arrive in, and divided by the number of
-workers. When all ranks' gradients are here the step is *complete*, and all ranks are notified. It is *applied* when a rank
-requests the values of the next step. The delay is required for healing. If any rank has continued, all servers have every
-gradient of the step. If none has, no server has applied it, and the replacement of a rank that died in between still finds the
-values that its predecessor used on all servers.
+workers. When all ranks' gradients are here the step is *complete*, and the server acknowledges them once they are replicated.
+It is *applied* when a rank pulls or saves values for the next step, or pushes gradients of it. The delay is required for
+healing. If any rank has continued, all servers have every gradient of the step. If none has, no server has applied it, and the
+replacement of a rank that died in between still finds the values that its predecessor used on all servers. In the other modes,
+gradients are applied when they arrive.
 
-A gradient is identified by (step, rank) and accepted once, so a worker can resend one that may not have arrived.
+A push is identified by (step, rank) and accepted once, so a worker can resend one that may not have arrived.
 
 A shard is not thread-safe; its owner holds a lock. Pushes are validated before they change anything.
 """
@@ -33,17 +34,17 @@ NO_OWNER: Final = -1
 
 
 class RowGradient(msgspec.Struct, frozen=True):
-    """A gradient of one parameter from one rank. `rows` is None if it is for all rows."""
+    """A gradient of one parameter, from one rank or summed over several. `rows` is None if it is for all rows."""
 
     name: str
     rows: Array | None
     gradient: Array
-    lr: float
+    lr: float  # learning rate
     owns_memory: bool  # nothing else uses the gradient's memory, so sums may be stored in it
 
 
 class StepGradients:
-    """The gradients of one step, until all ranks have pushed theirs."""
+    """The gradients of one step that have arrived, until they are applied."""
 
     def __init__(
         self,
@@ -53,12 +54,12 @@ class StepGradients:
         next_rank: int = 0,
     ) -> None:
         self.ranks = set(ranks)  # ranks that have pushed
-        self.waiting_by_rank = waiting_by_rank or {}  # of ranks above `next_rank`
-        self.summed = summed or []  # of ranks below `next_rank`, in order; at most one for each complete parameter
-        self.next_rank = next_rank
+        self.waiting_by_rank = waiting_by_rank or {}  # gradients of ranks above `next_rank`
+        self.summed = summed or []  # of ranks below `next_rank`, in order; those for all rows of a parameter are added up
+        self.next_rank = next_rank  # the lowest rank that has not pushed
 
     def add(self, rank: int, gradients: list[RowGradient]) -> None:
-        """Add a rank's gradients. They are summed as soon as those of all lower ranks are."""
+        """Add a rank's gradients: to `summed` as soon as all lower ranks have pushed, until then to `waiting_by_rank`."""
         self.ranks.add(rank)
         self.waiting_by_rank[rank] = gradients
         while self.next_rank in self.waiting_by_rank:
@@ -74,13 +75,13 @@ class StepGradients:
             self.next_rank += 1
 
     def select_rows(self, select: Callable[[RowGradient], RowGradient]) -> StepGradients:
-        """Return the same gradients for some of the rows."""
+        """Return the same gradients for some of the rows; `select` returns the part of one gradient."""
         waiting = {rank: [select(one) for one in gradients] for rank, gradients in self.waiting_by_rank.items()}
         return StepGradients(self.ranks, waiting, [select(one) for one in self.summed], self.next_rank)
 
 
 class Shard:
-    """A server's rows of some slots. `server` owns them, also if this is the replica on another server."""
+    """A server's rows of some slots. `server` is the owner, also if this is a replica on another server."""
 
     def __init__(
         self,
@@ -95,14 +96,16 @@ class Shard:
         self.serving, self.server, self.slots = serving, server, frozenset(slots)
         self.owners = partial_owners(server, self.slots)
         self.tables = tables or {}
-        self.step = step  # number of applied steps, in sync mode
-        self.last_pushed_steps = [-1] * serving.workers if last_pushed_steps is None else list(last_pushed_steps)  # by rank
+        self.step = step  # number of applied steps, in sync mode; in the others that of the loaded checkpoint, or 0
+        # by rank; -1: it has pushed none
+        self.last_pushed_steps = [-1] * serving.workers if last_pushed_steps is None else list(last_pushed_steps)
         self.step_gradients = step_gradients or StepGradients()
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def declare(self, spec: ParameterSpec, values: Array) -> None:
-        """Add a parameter and its initial values. Idempotent. Raise `UsageError` if it is declared differently."""
+        """Add a parameter, unless it exists; `values` are used if its spec says that initial values are given. Raise
+        `UsageError` if it was declared differently or given values are missing, `ValueError` if they have the wrong size."""
         known = self.tables.get(spec.name)
         if known is not None:
             self.check_spec(spec)
@@ -116,7 +119,7 @@ class Shard:
         self.tables[spec.name] = table
 
     def check_spec(self, spec: ParameterSpec) -> None:
-        """Raise `UsageError` if a parameter is declared differently. Learning rate and initial values may differ."""
+        """Raise `UsageError` if an existing parameter was declared differently. Learning rate and initial values may differ."""
         known = self.tables[spec.name].spec
         for field in ("rows", "width", "dtype", "striped"):
             declared, requested = getattr(known, field), getattr(spec, field)
@@ -131,7 +134,9 @@ class Shard:
                 )
 
     def build_gradients(self, push: PushGradients, blocks: list[RowBlock], *, owned: bool) -> list[RowGradient]:
-        """Return a push's gradients for these rows, validated. Raise `UsageError` without any change."""
+        """Return a push's gradients for these rows, and change nothing. Raise `UsageError` if the rank does not exist, if in
+        sync mode an earlier step is not complete, or if values are NaN or infinite and `refuse_nan` is set. `owned`: see
+        `RowGradient.owns_memory`."""
         if push.rank >= self.serving.workers:
             raise UsageError(f"received a push of rank {push.rank}, expected ranks 0 to {self.serving.workers - 1}")
         if self.serving.mode is ConsistencyMode.SYNC and push.step > self.step + self.is_step_complete(self.step):
@@ -148,11 +153,12 @@ class Shard:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def has_pushed(self, step: int, rank: int) -> bool:
-        """Return whether this rank has pushed its gradients of a step."""
+        """Return whether this rank has pushed its gradients of this step or of a later one."""
         return step <= self.last_pushed_steps[rank]
 
     def add_gradients(self, step: int, rank: int, gradients: list[RowGradient]) -> None:
-        """Add gradients that `build_gradients` has validated and that this rank has not pushed before."""
+        """Add gradients of `build_gradients` that this rank has not pushed before. In sync mode, apply the step before them
+        first if that is pending; in the other modes, apply the gradients themselves."""
         if self.serving.mode is ConsistencyMode.SYNC:
             if step > self.step:
                 self.apply_step()
@@ -163,23 +169,24 @@ class Shard:
         self.last_pushed_steps[rank] = step
 
     def is_step_complete(self, step: int) -> bool:
-        """Return whether all ranks' gradients of a step are here."""
+        """Return whether all ranks' gradients of a step have arrived, in sync mode."""
         return step < self.step or (step == self.step and len(self.step_gradients.ranks) == self.serving.workers)
 
     def is_step_readable(self, step: int) -> bool:
-        """Return whether the values for a step can be read."""
+        """Return whether the values for a step can be read: in sync mode if the step before is complete, in bounded mode if
+        every rank has pushed all steps below `step` - `staleness`, in async mode always."""
         if self.serving.mode is ConsistencyMode.SYNC:
             return step <= self.step or self.is_step_complete(step - 1)
         ahead = self.serving.staleness if self.serving.mode is ConsistencyMode.BOUNDED else math.inf
         return min(self.last_pushed_steps) + 1 >= step - ahead
 
     def apply_until(self, step: int) -> None:
-        """Apply the previous step if the values for a step require it."""
+        """In sync mode, apply the step before `step` if that is pending. `step` must be readable."""
         if self.serving.mode is ConsistencyMode.SYNC and step > self.step:
             self.apply_step()
 
     def apply_step(self) -> None:
-        """Update the values with the gradients of the complete step."""
+        """Update the values with the gradients of the current step, which must be complete, and begin the next step."""
         complete, self.step_gradients = self.step_gradients, StepGradients()
         self.step += 1
         by_name: dict[str, list[RowGradient]] = {}
@@ -189,7 +196,8 @@ class Shard:
             self._update_table(gradients, 1.0 / self.serving.workers)
 
     def _update_table(self, gradients: list[RowGradient], scale: float) -> None:
-        """Update one parameter with its gradients of one step."""
+        """Update one parameter, at the first gradient's learning rate, with the sum of its gradients times `scale`. There is
+        one gradient for all rows, or any number for some rows."""
         first = gradients[0]
         table, lr = self.tables[first.name], first.lr
         if first.rows is None:
@@ -205,7 +213,7 @@ class Shard:
     # -- copies and transfers ----------------------------------------------------------------------------------------
 
     def copy_slots(self, slots: Iterable[int]) -> Shard:
-        """Return some of the slots as a new shard, at the same point of the same step."""
+        """Return a copy of some of the slots as a new shard, with the same step and its gradients so far."""
         copied = frozenset(slots)
         owners = partial_owners(self.server, copied)
         tables = {name: table.copy_owned_rows(owners) for name, table in self.tables.items()}
@@ -223,7 +231,8 @@ class Shard:
         return Shard(self.serving, self.server, copied, tables, self.step, self.last_pushed_steps, gradients)
 
     def can_merge(self, other: Shard) -> bool:
-        """Return whether both are between two steps, at the same one: then they can be merged."""
+        """Return whether both have the same parameters, step, pushes and update counts, and no gradients of the current
+        step."""
         same = (
             self.step == other.step
             and self.last_pushed_steps == other.last_pushed_steps
@@ -233,19 +242,20 @@ class Shard:
         return same and between and all(other.tables[name].update_count == t.update_count for name, t in self.tables.items())
 
     def merge(self, other: Shard) -> Shard:
-        """Return one shard with the rows of both, for which `can_merge` holds."""
+        """Return one shard with copies of the rows of both, and with this shard's step and pushes. Gradients of the current
+        step are dropped; there are none if `can_merge`."""
         slots = self.slots | other.slots
         owners = partial_owners(self.server, slots)
         tables = {name: table.merge(other.tables[name], owners) for name, table in self.tables.items()}
         return Shard(self.serving, self.server, slots, tables, self.step, self.last_pushed_steps)
 
     def load(self, tables: dict[str, Table], step: int, last_pushed_steps: list[int]) -> None:
-        """Replace all rows by those of a checkpoint."""
+        """Replace all rows by those of a checkpoint, and drop the gradients of the current step."""
         self.tables, self.step, self.last_pushed_steps = tables, step, last_pushed_steps
         self.step_gradients = StepGradients()
 
     def pack(self) -> tuple[Any, list[Array]]:
-        """Return everything, as plain data and as arrays in the order that `unpack` expects."""
+        """Return everything but the slots: plain data, and arrays in the order that `unpack` expects, which are not copied."""
         arrays: list[Array] = []
         tables = []
         for table in self.tables.values():
@@ -261,7 +271,8 @@ class Shard:
         return [self.step, self.last_pushed_steps, tables, pushed, packed], arrays
 
     def unpack(self, state: Any, body: Array) -> Array:
-        """Replace all rows with what `pack` returned. `body` has its arrays one after the other; return the rest of it."""
+        """Replace everything but the slots by what `pack` returned. `body` has its arrays one after the other, and the rows may
+        be stored in its memory; return the rest of it."""
         self.step, last_pushed_steps, tables, (ranks, next_rank, waiting_ranks), packed = state
         self.last_pushed_steps = list(last_pushed_steps)  # a copy: the state may still be sent to a replica
         offset = 0
@@ -293,5 +304,5 @@ class Shard:
 
 
 def partial_owners(server: int, slots: Collection[int]) -> SlotOwners:
-    """Return the owners of all slots if `server` owns these; `NO_OWNER` for all others."""
+    """Return the owners of all slots: `server` for those in `slots`, `NO_OWNER` for the others."""
     return tuple(server if slot in slots else NO_OWNER for slot in range(SLOTS))

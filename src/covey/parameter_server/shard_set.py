@@ -1,8 +1,8 @@
-"""All rows of a server: one shard, or temporarily several.
+"""All rows of a server: one shard, temporarily several, or none if the server owns no slots.
 
-Slots received from another server may be at another point of the step than the slots here. Each shard records which gradients
-it has, so that a push reaches every row once, even if slots move in between. Shards at the same point are merged. Slots that
-are detached for another server are kept unchanged until that server has received them.
+Slots received from another server may have other gradients of the step than the slots here. Each shard records which pushes it
+has, so that a push reaches every row once, even if slots move in between. Shards with the same pushes are merged later. Slots
+that are detached for another server are kept unchanged until that server has received them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class ShardSet:
     def __init__(self, serving: ServingSettings, server: int, slots: Iterable[int] = ()) -> None:
         self.serving, self.server = serving, server
         self.shards = [shard] if (shard := Shard(serving, server, slots)).slots else []
-        self.detached: list[Shard] = []
+        self.detached: list[Shard] = []  # to be handed over; each has one receiver
 
     @property
     def slots(self) -> frozenset[int]:
@@ -37,7 +37,7 @@ class ShardSet:
 
     @property
     def parameter_names(self) -> list[str]:
-        """Parameters that all shards have."""
+        """Parameters that all shards have; [] without shards."""
         return [name for name in self.shards[0].tables if self.has_parameter(name)] if self.shards else []
 
     @property
@@ -50,7 +50,8 @@ class ShardSet:
     # -- requests of workers -----------------------------------------------------------------------------------------
 
     def declare(self, spec: ParameterSpec, values: Array) -> bool:
-        """Add a parameter and its initial values; return whether it was new to any shard. Raise `UsageError`."""
+        """Add a parameter to all shards that lack it; return whether any did. `values` are the initial ones of all rows here,
+        if its spec says that they are given. Raise as `Shard.declare`."""
         new = [shard for shard in self.shards if spec.name not in shard.tables]
         for shard in self.shards:
             shard_values = values
@@ -68,7 +69,8 @@ class ShardSet:
             shard.check_spec(spec)
 
     def push(self, push: PushGradients, body: Array, *, owned: bool) -> bool:
-        """Add a push to all shards that lack it; return whether any did. Raise `UsageError` without any change."""
+        """Add a push to all shards that lack it; return whether any did. If it is invalid, raise `UsageError` and change
+        nothing."""
         new = [push.rank >= self.serving.workers or not shard.has_pushed(push.step, push.rank) for shard in self.shards]
         if not any(new):
             return False
@@ -100,11 +102,12 @@ class ShardSet:
         return min((shard.last_pushed_steps[rank] for shard in self.shards), default=-1)
 
     def check_pull(self, selections: list[RowSelection], body: Array) -> None:
-        """Raise `UsageError` if these rows cannot be pulled."""
+        """Raise `UsageError` if these rows, whose numbers are in `body`, cannot be pulled."""
         parse_row_blocks(selections, body, self._parameter_infos(), self.server, values=False)
 
     def read_values(self, selections: list[RowSelection], body: Array) -> list[Array]:
-        """Return the values of these selections; those of complete parameters are not copied if there is one shard."""
+        """Return the values of these selections; those of complete parameters are not copied if there is one shard. `body` has
+        the row numbers. Raise `UsageError` as `check_pull`."""
         infos = self._parameter_infos()
         return [
             self._read_block(block, infos[block.name])
@@ -112,13 +115,14 @@ class ShardSet:
         ]
 
     def read_changed(self, selection: RowSelection, body: Array) -> tuple[int, Array, Array]:
-        """Return the table's version, which rows changed since the versions that follow them in `body`, and their values."""
+        """Return the table's version, which rows may have changed since the versions that follow their numbers in `body`, and
+        the values of these rows. With several shards, return version -1 and all rows. Raise `UsageError` as `check_pull`."""
         infos, half = self._parameter_infos(), body.nbytes // 2
         [block] = parse_row_blocks([selection], body[:half], infos, self.server, values=False)
         since = body[half:].view(np.int64)
         if block.rows is None or len(since) != len(block.rows):
             raise UsageError(f"the request for {selection.name} is invalid: expected one version per row")
-        if len(self.shards) > 1:  # their versions differ: return all rows, with an invalid version
+        if len(self.shards) > 1:  # their versions differ
             return -1, np.ones(len(block.rows), bool), self._read_block(block, infos[selection.name])
         table = self.shards[0].tables[selection.name]
         changed = table.changed_since(block.rows, since)
@@ -127,7 +131,7 @@ class ShardSet:
     # -- slots -------------------------------------------------------------------------------------------------------
 
     def detach_slots(self, slots: Iterable[int]) -> None:
-        """Detach these slots, unchanged, to be handed over."""
+        """Move these slots from `shards` to `detached`, to be handed over to one other server."""
         leaving = frozenset(slots)
         for shard in list(self.shards):
             if part := shard.slots & leaving:
@@ -137,19 +141,20 @@ class ShardSet:
                     self.shards.append(shard.copy_slots(rest))
 
     def release_slots(self, slots: Iterable[int]) -> None:
-        """Drop detached slots that another server has received."""
+        """Drop detached shards whose slots another server has received."""
         gone = frozenset(slots)
         self.detached = [shard for shard in self.detached if not shard.slots <= gone]
 
     def add_slots(self, state: Any, body: Array) -> None:
-        """Add slots received from another server."""
+        """Add slots received from another server, as another shard; its rows may be stored in the memory of `body`. `state` is
+        that of `HandOverSlots`. None of the slots may be here."""
         shard = Shard(self.serving, self.server, state[0])
         assert not shard.slots & self.slots
         shard.unpack(state[1], body)
         self.shards.append(shard)
 
     def merge_shards(self) -> None:
-        """Merge shards that are at the same point."""
+        """Merge the last shard with one that it can be merged with (`Shard.can_merge`); repeat until there is none."""
         while len(self.shards) > 1:
             last = self.shards[-1]
             other = next((shard for shard in self.shards[:-1] if shard.can_merge(last)), None)
@@ -160,14 +165,15 @@ class ShardSet:
     # -- transfers ---------------------------------------------------------------------------------------------------
 
     def as_single_shard(self) -> Shard:
-        """Return all rows as one shard, for a checkpoint; without detached slots."""
+        """Return all rows, without detached slots, as one shard for a checkpoint. A single shard is returned itself; there must
+        be at least one. Gradients of the current step are dropped if there are several."""
         found = self.shards[0]
         for shard in self.shards[1:]:
             found = found.merge(shard)
         return found
 
     def pack(self) -> tuple[Any, list[Array]]:
-        """Return everything, as plain data and arrays."""
+        """Return everything, with detached slots, as plain data and arrays, which are not copied."""
         states: list[Any] = []
         arrays: list[Array] = []
         for shard in (*self.shards, *self.detached):
@@ -177,7 +183,7 @@ class ShardSet:
         return [len(self.shards), states], arrays
 
     def unpack(self, state: Any, body: Array) -> None:
-        """Replace everything by what `pack` returned."""
+        """Replace everything by what `pack` returned. The rows may be stored in the memory of `body`."""
         count, states = state
         found = []
         for slots, inner in states:
@@ -189,7 +195,7 @@ class ShardSet:
     # -- several shards ----------------------------------------------------------------------------------------------
 
     def _parameter_infos(self) -> Mapping[str, ParameterInfo]:
-        """Return the parameters as if all shards were one."""
+        """Return the parameters that all shards have, placed as if these were one shard."""
         if len(self.shards) == 1:
             return self.shards[0].tables
         owners = partial_owners(self.server, self.slots)

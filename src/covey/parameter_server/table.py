@@ -1,4 +1,4 @@
-"""One parameter's rows on one server: values, optimizer state, and their initial values."""
+"""One parameter's rows on one server: values and optimizer state, and the generation of initial values."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ class Table:
     ) -> None:
         self.spec, self.server, self.placement = spec, server, placement
         self.weights, self.states, self.update_count = weights, states, update_count
-        self._row_versions: Array | None = None  # by row: number of its last update; created by the first `changed_since`
+        self._row_versions: Array | None = None  # by row: count of its last update; None before the first `changed_since`
 
     @classmethod
     def create(cls, spec: ParameterSpec, server: int, owners: SlotOwners, values: Array | None = None) -> Table:
-        """Return a table that no gradient has changed, with these values or with those that the spec describes."""
+        """Return a new table with these values (bytes, not copied), or with those that the spec describes: zeros if its kind is
+        "given". Raise `ValueError` if `values` has the wrong size."""
         placement = RowPlacement(spec.rows, spec.striped, owners)
         shape, dtype = (placement.count_rows(server), spec.width), DTYPES[spec.dtype]
         if values is not None:
@@ -42,14 +43,14 @@ class Table:
         return cls(spec, server, placement, weights, states)
 
     def copy_owned_rows(self, owners: SlotOwners) -> Table:
-        """Return a table with copies of the rows that `owners` assigns to this server."""
+        """Return a table with copies of those rows of this table that `owners` assigns to this server."""
         placement = RowPlacement(self.spec.rows, self.spec.striped, owners)
         indexes = self.placement.local_indexes(placement.row_numbers(self.server, 0, placement.count_rows(self.server)))
         states = {name: values[indexes] for name, values in self.states.items()}
         return Table(self.spec, self.server, placement, self.weights[indexes], states, self.update_count)
 
     def merge(self, other: Table, owners: SlotOwners) -> Table:
-        """Return a table with the rows of both, which have the same update count."""
+        """Return a table with copies of the rows of both, with this table's update count. `owners` has the slots of both."""
         placement = RowPlacement(self.spec.rows, self.spec.striped, owners)
         indexes = [
             placement.local_indexes(table.placement.row_numbers(self.server, 0, len(table.weights))) for table in (self, other)
@@ -73,7 +74,7 @@ class Table:
         update_weights(self.spec.rule, lr, self.update_count, self.weights, gradient, list(self.states.values()))
 
     def apply_row_gradient(self, rows: Array, gradient: Array, lr: float) -> None:
-        """Apply a gradient of some rows, given by their numbers in the parameter, each once."""
+        """Apply a gradient of some rows, given by their numbers, each once. Adam changes all other rows too."""
         self.update_count += 1
         local = self.placement.local_indexes(rows)
         if self._row_versions is not None:
@@ -81,11 +82,12 @@ class Table:
         update_rows(self.spec.rule, lr, self.update_count, self.weights, local, gradient, list(self.states.values()))
 
     def read_values(self, rows: Array | None) -> Array:
-        """Return the values of some rows, or of all (None), which are not copied."""
+        """Return a copy of the values of some rows; for None, the array of all values itself."""
         return self.weights if rows is None else np.take(self.weights, self.placement.local_indexes(rows), axis=0)
 
     def changed_since(self, rows: Array, since: Array) -> Array:
-        """Return which of these rows changed since the given versions. Before the first call all may have changed."""
+        """Return for each of these rows whether it may have changed after the given version, an update count. The first call
+        begins to record versions: for updates before it, every row counts as changed by the last one."""
         if self._row_versions is None:
             self._row_versions = np.full(len(self.weights), self.update_count, np.int64)
         found: Array = self._row_versions[self.placement.local_indexes(rows)] > since
@@ -93,7 +95,7 @@ class Table:
 
 
 def sum_duplicate_rows(rows: Array, gradient: Array) -> tuple[Array, Array]:
-    """Return each row once, with the sum of its gradients in the given order."""
+    """Return the rows sorted and each once, with the sum of its gradients, added in the given order."""
     order = np.argsort(rows, kind="stable")
     rows, gradient = rows[order], gradient[order]
     first = np.flatnonzero(np.concatenate(([True], rows[1:] != rows[:-1]))) if len(rows) else np.empty(0, np.int64)
@@ -103,7 +105,8 @@ def sum_duplicate_rows(rows: Array, gradient: Array) -> tuple[Array, Array]:
 
 
 def draw_initial_values(weights: Array, begin: InitialValues, placement: RowPlacement, server: int) -> None:
-    """Fill in initial values. Each is a function of (seed, row, column), independent of the number of servers."""
+    """Fill in random initial values; do nothing for the kinds "zeros" and "given". Each value is a function of seed, row,
+    column and width, independent of the number of servers."""
     if begin.kind in ("zeros", "given") or weights.size == 0:
         return
     width = weights.shape[1]
@@ -122,7 +125,7 @@ def draw_initial_values(weights: Array, begin: InitialValues, placement: RowPlac
 
 
 def _draw_uniform(number: Array, seed: int) -> Array:
-    """Return numbers above 0 and up to 1, by splitmix64."""
+    """Return a random number above 0 and up to 1 for each `number`, by splitmix64."""
     z = number * np.uint64(0x9E3779B97F4A7C15) + np.uint64((seed * 0xD1342543DE82EF95 + 0x9E3779B97F4A7C15) & (1 << 64) - 1)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

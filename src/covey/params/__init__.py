@@ -1,1 +1,1 @@
-"""Deprecated: the former name of `covey.parameter_server`: `optimizers`, `files`."""
+"""Deprecated former name of `covey.parameter_server`. Its modules: `optimizers`, `files`."""

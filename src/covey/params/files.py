@@ -1,4 +1,5 @@
-"""Deprecated: the former name of `covey.parameter_server.checkpoint_files`."""
+"""Deprecated former name of `covey.parameter_server.checkpoint_files`, with its `export` only. Its import emits a
+DeprecationWarning."""
 
 import warnings
 

@@ -1,4 +1,4 @@
-"""Deprecated: the former name of `covey.parameter_server.optimizers`."""
+"""Deprecated former name of `covey.parameter_server.optimizers`. Its import emits a DeprecationWarning."""
 
 import warnings
 

@@ -1,8 +1,7 @@
-"""Faults of `covey chaos` on processes of this host. Every fault that lasts is undone when its context ends, also by an
-exception.
+"""Faults of `covey chaos` on this host. A fault with a duration is undone at its end, also after an exception.
 
-Only children of the given supervisors are touched; each supervisor is a `covey run` or `covey federated up` of this user. A
-pidfd is opened before the parent of a process is checked, so that a reused pid is never hit.
+Only child processes of the given supervisors are killed, stopped or disconnected. A supervisor is a `covey run` or `covey
+federated up` of this user. A pidfd is opened before the parent of a process is checked, so that a reused pid is never hit.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from covey.errors import UsageError
 from covey.wall_clock import FAULT_CLOCK_VARIABLE
 
 PIDFD_GETFD: Final = 438  # number of the system call, which Python does not wrap
-SLOW_ON_S: Final = 0.02  # seconds running, then SLOW_OFF_S stopped
+SLOW_ON_S: Final = 0.02  # a slowed process alternates between this time running and SLOW_OFF_S stopped
 SLOW_OFF_S: Final = 0.08
 FILLABLE_DISK_MAX: Final = 1 << 30  # bytes; larger file systems are not filled
 FILL_CHUNK: Final = 1 << 20
@@ -34,11 +33,13 @@ SUPERVISOR_COMMANDS: Final = ("run", "federated")
 
 
 class ProcessGone(Exception):
-    """The process has exited, or is not a child of the run."""
+    """The process has exited, or is not a child of one of the supervisors. Raised by every function with a parameter
+    `supervisors`."""
 
 
 def find_supervisor(pid: int) -> psutil.Process:
-    """Return the `covey run` or `covey federated up` that is the parent of a process. Raises `ProcessGone` if there is none."""
+    """Return the `covey run` or `covey federated up` of this user that is the parent of a process. Raise `ProcessGone` if its
+    parent is another process, or it has exited."""
     try:
         parent = psutil.Process(pid).parent()
         if parent is not None and parent.uids().real == os.getuid() and _is_supervisor_command(parent.cmdline()):
@@ -56,7 +57,7 @@ def _is_supervisor_command(command: list[str]) -> bool:
 
 
 def find_template_pid(supervisor: psutil.Process) -> int:
-    """Return the pid of an agent's template; 0 if there is none."""
+    """Return the pid of the template, the process from which this agent's workers are forked; 0 if there is none."""
     with contextlib.suppress(psutil.Error):
         for child in supervisor.children():
             with contextlib.suppress(psutil.Error):
@@ -67,7 +68,7 @@ def find_template_pid(supervisor: psutil.Process) -> int:
 
 @contextlib.contextmanager
 def open_pidfd(pid: int, supervisors: Collection[psutil.Process]) -> Iterator[int]:
-    """Yield a pidfd of a child of one of these supervisors. Raises `ProcessGone`."""
+    """Yield a pidfd of a child of one of these supervisors. Raise `ProcessGone` if it is none, or has exited."""
     try:
         descriptor = os.pidfd_open(pid)
     except OSError as error:
@@ -111,7 +112,10 @@ async def slow_process(pid: int, supervisors: Collection[psutil.Process], for_s:
 
 
 def cut_connections(pid: int, supervisors: Collection[psutil.Process]) -> int:
-    """Shut down the established TCP connections of a process, as a failing network does; return their number."""
+    """Shut down the established TCP connections of a process, so that both ends see them closed; return their number.
+
+    Return 0 if the kernel denies access to them (`cut_blocker`).
+    """
     count = 0
     with open_pidfd(pid, supervisors) as process:
         for descriptor in _list_connection_fds(pid):
@@ -143,7 +147,8 @@ def cut_blocker(pid: int, supervisors: Collection[psutil.Process]) -> str:
 
 @contextlib.contextmanager
 def fill_disk(folder: Path) -> Iterator[None]:
-    """Fill the file system of `folder` to the last byte, and free it when the context ends."""
+    """Fill the file system of `folder` to the last byte, and free it when the context ends. Raise `OSError` if the file for
+    that cannot be created."""
     filler = folder / FILLER_FILE
     try:
         with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
@@ -157,7 +162,7 @@ def fill_disk(folder: Path) -> Iterator[None]:
 
 
 def fill_disk_blocker(folder: Path) -> str:
-    """Return why the file system of a directory may not be filled; "" if it may."""
+    """Return why the file system of a directory must not be filled (it is too large, or cannot be read); "" if it may."""
     try:
         total = shutil.disk_usage(folder).total
     except OSError as error:
@@ -171,7 +176,8 @@ def fill_disk_blocker(folder: Path) -> str:
 
 
 def find_clock_file(pid: int) -> Path:
-    """Return the file that shifts a run's wall clock. Raises `UsageError` if the run was started without one."""
+    """Return the file that shifts the wall clock of a process's run. Raise `UsageError` if the run was started without one, or
+    its environment cannot be read."""
     try:
         named = psutil.Process(pid).environ().get(FAULT_CLOCK_VARIABLE, "")
     except psutil.Error as error:
@@ -186,7 +192,7 @@ def find_clock_file(pid: int) -> Path:
 
 @contextlib.contextmanager
 def shift_clock(file: Path, jump_s: float) -> Iterator[None]:
-    """Shift the wall clock of a run by `jump_s` seconds until the context ends."""
+    """Shift the clock `covey.wall_clock` of a run by `jump_s` seconds until the context ends."""
     file.write_text(f"{jump_s:.3f}")
     try:
         yield

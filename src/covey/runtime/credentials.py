@@ -17,12 +17,13 @@ from covey.transport import tls
 
 
 class Credentials(NamedTuple):
-    """Join secret and TLS contexts of one process; a side without TLS has no context."""
+    """Join secret and TLS contexts of one process. The context of a side that it does not use, or of both without TLS, is
+    None."""
 
-    secret: str = ""
+    secret: str = ""  # "": none
     server_context: ssl.SSLContext | None = None
     client_context: ssl.SSLContext | None = None
-    secret_configured: bool = False  # the secret comes from a setting, so a peer that does not require it is refused
+    secret_configured: bool = False  # the secret is from a setting: a node refuses a scheduler that does not require it
 
     @property
     def uses_tls(self) -> bool:
@@ -30,10 +31,14 @@ class Credentials(NamedTuple):
 
 
 def load_credentials(settings: Settings, *, listens_at: str = "", reaches: str = "") -> Credentials:
-    """Load the credentials of a scheduler that listens at `listens_at`, or of a node that connects to `reaches`.
+    """Load the credentials of a process that listens at `listens_at`, or else of one that connects to `reaches`.
 
-    Beyond loopback a secret is required. The first process creates it, so that the start order does not matter. On loopback a
-    scheduler requires a secret only if one is configured. Raises `UsageError` if the TLS configuration lacks a certificate.
+    Beyond loopback a secret is required. If none is configured and the user's secret file is missing, the first process creates
+    that file, so that the start order does not matter. On loopback a process that listens requires a secret only if one is
+    configured, and one that connects reads the file if it exists.
+
+    Raise `UsageError` if a secret or TLS file is unusable or the TLS configuration has no certificate for this side, and
+    `StoreError` if the secret file cannot be created.
     """
     host = listens_at or reaches
     beyond_loopback = bool(host) and not is_loopback(host)
@@ -45,7 +50,7 @@ def load_credentials(settings: Settings, *, listens_at: str = "", reaches: str =
         return Credentials(join_secret, secret_configured=configured)
     config = settings.tls_config or str(ps_context.get_ps_context("config_file_path"))
     files = tls.read_config(config)
-    unused = {"client_cert_path": ""} if listens_at else {"server_cert_path": ""}  # a side needs only its own identity
+    unused = {"client_cert_path": ""} if listens_at else {"server_cert_path": ""}  # a side needs only its own certificate
     contexts = tls.build_contexts(
         msgspec.structs.replace(files, **unused),
         server_password=settings.tls_server_password or str(ps_context.get_ps_context("server_password")),

@@ -1,4 +1,5 @@
-"""The scheduler's event log and its subscribers: stores events, answers requests, sends new events to followers."""
+"""The scheduler's event log and its subscribers: stores events, answers requests, sends new events to clients that follow
+them."""
 
 from __future__ import annotations
 
@@ -19,19 +20,20 @@ class EventStream:
 
     def __init__(self) -> None:
         self.event_log = EventLog()
-        self._subscriptions: dict[Connection, EventsRequest] = {}  # `after` of each is the newest event sent
+        self._subscriptions: dict[Connection, EventsRequest] = {}  # `after`: time of the newest event when it was last notified
 
     @property
     def subscribers(self) -> list[Connection]:
         return list(self._subscriptions)
 
     def append_event(self, effect: PublishEvent) -> Event:
-        """Log an event and add it to the event log."""
+        """Write an event to covey's log, add it to the event log and return it. `notify_subscribers` sends it."""
         log_event(effect)
         return self.event_log.add(effect, wall_time())
 
     def handle_events_request(self, connection: Connection, request: EventsRequest) -> None:
-        """Send the requested events and, if `follow` is set, subscribe the connection; `Refused` if there are too many."""
+        """Send the requested events and, if `follow` is set, subscribe the connection. Send `Refused` instead if it asks to
+        follow and there are `SUBSCRIBERS_MAX` subscribers."""
         if request.follow and len(self._subscriptions) >= SUBSCRIBERS_MAX:
             connection.send(
                 Refused(
@@ -44,7 +46,7 @@ class EventStream:
             self._update_subscription(connection, request)
 
     def notify_subscribers(self) -> None:
-        """Send each subscriber the events since its last reply."""
+        """Send each subscriber the new events that it requested, at most the newest 1000; nothing if there are none."""
         for connection, request in list(self._subscriptions.items()):
             self._send_events(connection, request, even_empty=False)
             self._update_subscription(connection, request)

@@ -1,8 +1,8 @@
 """Description of the uncaught exception that ends a script, and its way to the agent.
 
 The end of a log may not show it, because exit handlers, destructors and libraries print after the traceback. The process
-therefore writes the description itself, when the exception is raised, to a file in the agent's directory that is named by its
-pid. Without an agent the description is sent to the scheduler in `Leave`.
+therefore writes the description itself, when the exception ends the script, to a file in the agent's directory that is named by
+its pid. Without an agent a node sends the description to the scheduler in `Leave`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def describe(
 ) -> ScriptError | None:
     """Return the description of an exception that ends the script; None for `SystemExit` and Ctrl-C, which are not errors.
 
-    An error of covey is described by its message alone. `progress` is the script's last report, `loop` whether a covey.Loop
-    sent it.
+    The traceback of an error of covey is its message alone. `progress` is the script's last report; None: it has not joined a
+    cluster. `loop`: the script has a covey.Loop, which reports the steps.
     """
     if isinstance(error, SystemExit | KeyboardInterrupt):
         return None
@@ -56,7 +56,8 @@ def describe(
 
 
 def replace_surrogates(text: str) -> str:
-    """Return the text with surrogates replaced by "?". They come from file names that are not UTF-8 and cannot be encoded."""
+    """Return the text with surrogates replaced by "?". They come from bytes that are not UTF-8, as in file names, and cannot be
+    encoded."""
     return text.encode("utf-8", "replace").decode()
 
 
@@ -97,12 +98,15 @@ def _exception_text(error: BaseException) -> str:
 
 
 def _exception_name(kind: type[BaseException]) -> str:
-    """Return the name as Python prints it: with its module, unless that is the script or Python's own."""
+    """Return the name as Python prints it: with its module, unless that is `builtins` or `__main__`."""
     return kind.__qualname__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _script_location(error: BaseException, trace: TracebackType | None) -> str:
-    """Return "file:line" of the innermost frame in the script's own code, else of the innermost frame; "" without a frame."""
+    """Return "file:line" of the innermost frame in the script's own code, else of the innermost frame; "" without a frame.
+
+    For a SyntaxError return the place of the wrong syntax.
+    """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     steps = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(trace)]
@@ -111,6 +115,7 @@ def _script_location(error: BaseException, trace: TracebackType | None) -> str:
 
 
 def _is_script_code(file: str) -> bool:
-    """Whether a file is the script's own code: not covey's, not Python's, not an installed package's."""
+    """Return whether a file is the script's own code: not covey's, not of Python's library, not of a package in site-packages
+    or dist-packages, and not generated ("<string>")."""
     libraries = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib"))
     return not file.startswith(("<", COVEY_PREFIX, *libraries)) and not INSTALL_FOLDERS.intersection(Path(file).parts)

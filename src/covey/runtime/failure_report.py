@@ -6,7 +6,7 @@ from covey.core.types import Failure
 
 
 def group_ranks_by_state(others: list[str]) -> list[str]:
-    """Return one line per distinct state: "ranks 0, 1, 3 on host: alive, step 7"."""
+    """Join lines that differ only in the rank, such as "rank 3 on host: alive", to "ranks 0, 1, 3 on host: alive"."""
     by_state: dict[str, list[str]] = {}
     for line in others:
         rank, _, state = line.removeprefix("rank ").partition(" ")
@@ -16,9 +16,9 @@ def group_ranks_by_state(others: list[str]) -> list[str]:
 
 def describe_failure(failure: Failure, *, traceback_is_above: bool = False) -> list[str]:
     """Return the lines of the report: the node that failed first and the reason, its exception or else the end of its log, and
-    the state of the other ranks at that moment.
+    the state of the other ranks at that moment. A part that is not known is left out.
 
-    `traceback_is_above`: the traceback is on the terminal already and is not repeated.
+    `traceback_is_above`: the traceback of the exception is on the terminal already and is not repeated.
     """
     lines = [f"first failure: rank {failure.rank} ({failure.role}:{failure.node_id}) on {failure.host}: {failure.reason}"]
     if failure.error is not None and traceback_is_above:

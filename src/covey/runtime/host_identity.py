@@ -12,12 +12,16 @@ from covey.errors import ExitCode, PeerError
 
 
 def describe_host(override: str, address: str, life: str = "") -> Host:
-    """Return this host's id, name and address. Ranks on hosts with the same id get local ranks; `override` replaces the id."""
+    """Return this host's id and name with the given `address` and `life` (see `Host`). A non-empty `override` replaces the id.
+
+    Processes with the same host id are on one host for the scheduler, which numbers their local ranks together.
+    """
     return Host(id=override or compute_host_id(), name=socket.gethostname(), address=address, life=life)
 
 
 def local_address_for(host: str) -> str:
-    """Return the local address of a route to `host`; sends nothing. Raises `PeerError` if there is no route."""
+    """Return the local IP address from which `host` is reached, without sending anything to it. Raise `PeerError` if there is
+    no route, or the name cannot be resolved."""
     try:
         kind, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(kind, socket.SOCK_DGRAM) as sock:
@@ -29,10 +33,12 @@ def local_address_for(host: str) -> str:
 
 
 def compute_host_id() -> str:
-    """Return a hash of the kernel's boot id and the container's namespaces. Host names are not used: two machines may share
-    one."""
+    """Return a hash of the kernel's boot id and this process's pid and network namespaces: 16 hexadecimal digits.
+
+    The host name is used only if the boot id cannot be read, because two machines may have the same name.
+    """
     parts = [_read_text("/proc/sys/kernel/random/boot_id") or socket.gethostname()]
-    for namespace in ("pid", "net"):  # containers differ in at least one of them
+    for namespace in ("pid", "net"):  # processes that share both are on one host
         with contextlib.suppress(OSError):
             parts.append(str(Path(f"/proc/self/ns/{namespace}").readlink()))
     return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]

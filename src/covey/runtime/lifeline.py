@@ -5,10 +5,10 @@ that the kernel sends SIGKILL to its process group on any event. Nothing is ever
 end was closed: by the exit of the agent, or by `Lifeline.close`. This needs no thread and no polling, and survives exec. The
 setting belongs to the open file description, so every child has its own pipe.
 
-Not reached are descendants in a session of their own, and a child that has closed all its descriptors.
+Not reached are descendants that have left the process group, and a group in which every process has closed the read end.
 
-Run as a program, this file is the first stage of a child started by exec: it binds the lifeline and executes the command. It
-must work without site-packages, so it imports the standard library only.
+Run as a program, this file is the first stage of a child started by exec: it binds the lifeline and the cores and executes the
+command. It must work without site-packages, so it imports the standard library only.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import select
 import signal
 import sys
 
-# Shell scripts use the descriptors 3 to 9, and shells those from 10 on.
+# The child moves its read end to this descriptor or above, unless the limit of open files is too low, because shell scripts use
+# the descriptors 3 to 9, and shells those from 10 on.
 LOWEST_FD = 64
 
 
 class Lifeline:
-    """The agent's end of the pipe. `close` kills the child's process group."""
+    """The pipe in the agent. `close` kills the child's process group."""
 
     def __init__(self) -> None:
         self.read_end, self._write_end = os.pipe()
@@ -46,7 +47,8 @@ class Lifeline:
 def bind_to_agent(read_end: int) -> None:
     """Bind the calling process group to the agent: the kernel kills it when the agent exits, or now if the agent has exited.
 
-    Must be called in the child after it has become a group leader.
+    Must be called in the child after it has become a group leader. `read_end` is closed; a duplicate that survives exec
+    replaces it.
     """
     allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     fd = fcntl.fcntl(read_end, fcntl.F_DUPFD, min(LOWEST_FD, allowed // 2))  # without close-on-exec: stays open over exec
@@ -59,14 +61,15 @@ def bind_to_agent(read_end: int) -> None:
 
 
 def has_agent_exited(fd: int) -> bool:
-    """Return whether the agent exited before the signal was configured."""
+    """Return whether the agent has closed its end, as its exit does. If that was before O_ASYNC was set, the kernel sent no
+    signal."""
     poller = select.poll()
     poller.register(fd, select.POLLIN)
     return bool(poller.poll(0))
 
 
 def bind_to_cores(cores: list[int]) -> str:
-    """Bind this process to `cores`; return an error message if that fails, else ""."""
+    """Bind this process to `cores`, unless that is []. Return an error message if it fails, else ""."""
     if cores:
         try:
             os.sched_setaffinity(0, cores)
@@ -76,7 +79,8 @@ def bind_to_cores(cores: list[int]) -> str:
 
 
 def main(read_end: str, cores: str, *command: str) -> int:
-    """Bind the lifeline and execute the command; return only if that fails, with the code that a shell uses."""
+    """Bind the lifeline and the cores (numbers separated by commas) and execute the command. Return only on failure: 10 if the
+    cores cannot be bound, 127 if the command is not found, 126 if it cannot be executed."""
     bind_to_agent(int(read_end))
     if message := bind_to_cores([int(core) for core in cores.split(",") if core]):
         sys.stderr.write(message + "\n")

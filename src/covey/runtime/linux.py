@@ -1,4 +1,4 @@
-"""Linux functions that Python lacks: parent-death signal, subreaper, child pids, connection owners, process title."""
+"""Linux functions that Python lacks: parent-death signal, subreaper, child and thread ids, connection owners, process title."""
 
 from __future__ import annotations
 
@@ -29,14 +29,16 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent exits; kill it now if the parent is not `parent` any more."""
+    """Let the kernel kill this process when its parent exits (exactly: the thread that forked it); kill it now if the parent is
+    not `parent` any more. Raise `CoveyError` if the kernel refuses."""
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def set_subreaper(wanted: bool) -> None:
-    """Set whether orphaned descendants become children of this process instead of init."""
+    """Set whether orphaned descendants become children of this process instead of init. Raise `CoveyError` if the kernel
+    refuses."""
     _prctl(PR_SET_CHILD_SUBREAPER, int(wanted))
 
 
@@ -62,9 +64,9 @@ def list_thread_ids(pid: int) -> list[int]:
 def find_connection_owner(client: tuple[str, int], server: tuple[str, int], workers: Collection[int]) -> int:
     """Return the pid in `workers` whose process, or a descendant of it, holds the client's end of a local TCP connection.
 
-    Return 0 if none does, or if the client's socket belongs to another user. That is checked first, from one file. Otherwise
-    this function reads the parent of each process of the host once, and the descriptors of the workers' processes and their
-    descendants. It takes milliseconds or more: call it in a thread, while the connection is open.
+    Return 0 if none does, or if the client's socket belongs to another user. That is checked first, in the kernel's lists of
+    TCP sockets. Only then does this function read the parent of each process of the host, and the descriptors of the workers'
+    processes and their descendants. It takes milliseconds or more: call it in a thread, while the connection is open.
     """
     socket_name = _find_own_socket(client, server)
     children = _children_by_parent() if socket_name else {}
@@ -90,7 +92,10 @@ def _find_own_socket(local: tuple[str, int], remote: tuple[str, int]) -> str:
 
 
 def _format_proc_address(address: str, port: int, mapped: bytes) -> str:
-    """Return one end of a connection as /proc/net/tcp writes it: 32-bit words in the byte order of the host, then the port."""
+    """Return one end of a connection as /proc/net/tcp writes it: 32-bit words in the byte order of the host, then the port.
+
+    `mapped` is put in front of an IPv4 address, also of one that is given as an IPv4-mapped IPv6 address.
+    """
     if ":" in address:
         packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).removeprefix(_IPV4_MAPPED_PREFIX)
     else:
@@ -121,7 +126,8 @@ def _has_socket_open(pid: int, socket_name: str) -> bool:
 
 
 def set_process_title(argv: Sequence[str]) -> None:
-    """Set the command that `ps` and `pkill -f` show; it is cut to the length of the original one."""
+    """Set the command line that `ps -f` and `pkill -f` show, cut to the length of the original one. Do nothing if the kernel
+    does not show where it is stored."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = (int(fields[n - 2]) for n in (_ARG_START, _ARG_START + 1))
     room = end - start

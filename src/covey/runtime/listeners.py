@@ -16,7 +16,7 @@ from covey.transport import address
 
 
 class ListeningSockets(msgspec.Struct, frozen=True):
-    """Bound sockets of the cluster port and of the REST port; no REST sockets if REST is off."""
+    """Listening sockets of the cluster port and of the REST port; no REST sockets if REST is off."""
 
     cluster: list[socket.socket]
     management: list[socket.socket]
@@ -32,15 +32,20 @@ class ListeningSockets(msgspec.Struct, frozen=True):
 
 
 def bind_scheduler_ports(settings: Settings, *, manage_given: bool, what: str = "MS_SCHED_HOST") -> ListeningSockets:
-    """Bind the cluster port, and the REST port on loopback and on the same host. `what` names the address in error messages."""
+    """Listen at the cluster port (`bind_cluster_port`) and at the REST port (`bind_management_port`).
+
+    `manage_given`: MS_SCHED_MANAGE_PORT was set, so that another port must not be used instead. `what` names the setting of the
+    cluster's address in error messages. Raise `UsageError` if an address cannot be used.
+    """
     cluster, host = bind_cluster_port(settings, what)
     return ListeningSockets(cluster, bind_management_port(settings.manage_port, host, strict=manage_given))
 
 
 def bind_cluster_port(settings: Settings, what: str = "MS_SCHED_HOST") -> tuple[list[socket.socket], str]:
-    """Bind the first configured address that is local and free; return the sockets and the host.
+    """Listen at the first configured address that is local and free; return the sockets and the host.
 
-    A name that has no address of this host, such as a Kubernetes service, is bound at all addresses. Raises `UsageError`.
+    If the last address is a name of another host, such as a Kubernetes service, listen at its port on all IPv4 addresses of
+    this host and return "0.0.0.0". Raise `UsageError` if no address is local and free, or if one cannot be resolved.
     """
     addresses = address.split_list(settings.sched_host, settings.sched_port)
     for number, (host, port) in enumerate(addresses, start=1):
@@ -57,9 +62,11 @@ def bind_cluster_port(settings: Settings, what: str = "MS_SCHED_HOST") -> tuple[
 
 
 def bind_management_port(port: int, host: str, *, strict: bool) -> list[socket.socket]:
-    """Bind the REST port on loopback, and on the cluster's address if that is another one; [] if `port` is 0.
+    """Listen at the REST port on 127.0.0.1, and on the cluster's address `host` unless that is localhost, 127.0.0.1 or ::1.
 
-    A port in use raises `UsageError` if `strict`; else a free port is used.
+    Return [] if `port` is 0; a negative one means any free port. If `host` is 0.0.0.0 or ::, listen only there. If the port is
+    in use on 127.0.0.1, use another free port, unless `strict`. Raise `UsageError` if listening fails, also if the port is in
+    use only on `host`.
     """
     if port == 0:
         return []
@@ -80,14 +87,15 @@ def bind_management_port(port: int, host: str, *, strict: bool) -> list[socket.s
 
 
 def describe_management_port(sockets: ListeningSockets, *, tls: bool) -> str:
-    """Return the REST URL for the first line of the output; "" if REST is off."""
+    """Return ", REST at URL", to append to the message about the start of a scheduler; "" if REST is off."""
     if not sockets.management:
         return ""
     return f", REST at {'https' if tls else 'http'}://127.0.0.1:{sockets.manage_port}"
 
 
 def raise_file_limit() -> None:
-    """Raise the limit of open files to the hard limit, because the scheduler needs a descriptor per node."""
+    """Raise the limit of open files to the hard limit, because a scheduler or federated server needs a descriptor per
+    connection. A failure is ignored."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

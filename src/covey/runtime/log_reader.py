@@ -1,6 +1,6 @@
-"""Bounded reads of log files: complete lines from a byte offset, or those of them that contain a text.
+"""Bounded reads of log files: complete lines from a byte offset on, or those of them that contain a text.
 
-The scheduler sends the requests, and the agent that has the file replies.
+The scheduler sends the requests (`LogRequests`), and the agent that has the file replies (`read_log_chunk`).
 """
 
 from __future__ import annotations
@@ -29,8 +29,11 @@ class LogRequests:
         self._last_number = 0
 
     async def request_chunk(self, connection: Connection, host: str, request: ReadLog) -> LogChunk:
-        """Send a request to the agent on `host` and return its reply; assigns the request number. Raises `PeerError` if the
-        reply is an error or does not arrive within `REPLY_TIMEOUT_S`."""
+        """Send a request to the agent on `connection`, with the next request number, and return its reply.
+
+        Raise `PeerError` if `REQUESTS_MAX` requests are pending, if the reply reports a failure, or if none arrives within
+        `REPLY_TIMEOUT_S`. `host` names the agent in that message.
+        """
         if len(self._pending_requests) >= REQUESTS_MAX:
             raise PeerError(f"{REQUESTS_MAX} log requests are pending: retry later", ExitCode.REFUSED)
         self._last_number += 1
@@ -49,14 +52,19 @@ class LogRequests:
         return reply
 
     def on_chunk(self, connection: Connection, reply: LogChunk) -> None:
-        """Complete the pending request; a reply from another connection than the requested one is ignored."""
+        """Complete the pending request. A reply to a request that is not pending, or that was sent on another connection, is
+        ignored."""
         expected, reply_future = self._pending_requests.get(reply.request_number, (None, None))
         if expected is connection and reply_future is not None and not reply_future.done():
             reply_future.set_result(reply)
 
 
 def read_log_chunk(path: str, request: ReadLog) -> LogChunk:
-    """Return the requested chunk of a file. An incomplete last line is left for the next request."""
+    """Return the requested chunk of a file, at most `LOG_CHUNK_BYTES_MAX` bytes; an error is in its field `failure`.
+
+    An incomplete last line is left for the next request, except that a line longer than a chunk is split. With a search text,
+    at most `SCAN_MAX` bytes of the file are searched.
+    """
     try:
         with Path(path).open("rb") as file:
             size = file.seek(0, 2)

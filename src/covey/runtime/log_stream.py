@@ -1,8 +1,8 @@
 """Standard output of an agent's child that survives a full disk.
 
 The output goes to a log file. If its disk is full, the output is dropped and `print` does not fail, because a long training
-must not end for lack of log space. The number of dropped bytes is logged when the disk has room again. Output by other means
-(os.write, C) is not covered.
+must not end for lack of log space. When the disk has room again, the next write is preceded by a line with the number of
+dropped bytes. Output by other means (os.write, C) is not covered.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import io
 import sys
 from typing import Final, TextIO
 
-DISK_FULL_ERRNOS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+DISK_FULL_ERRNOS: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # also a quota or a limit of the file's size
 
 
 class LogStream(io.FileIO):
-    """A file whose writes always succeed; bytes are dropped while the disk is full."""
+    """A file that drops bytes while the disk is full instead of raising an error. Other errors are raised."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -37,7 +37,8 @@ class LogStream(io.FileIO):
 
 
 def install_log_streams() -> None:
-    """Replace stdout and stderr of this process by `LogStream`s, unless the program has replaced them already."""
+    """Let stdout and stderr of this process write to `LogStream`s, line-buffered unless Python runs unbuffered. A stream that
+    the program has replaced is left alone."""
     sys.stdout, sys.stderr = _wrap_stream(sys.stdout), _wrap_stream(sys.stderr)
 
 

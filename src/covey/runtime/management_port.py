@@ -20,7 +20,11 @@ if TYPE_CHECKING:
 async def serve_management_port(
     make: Callable[[], Any], sockets: list[socket.socket], auth: Credentials
 ) -> AsyncIterator[None]:
-    """Serve the application that `make` returns while the body runs; without sockets nothing is served."""
+    """Serve the application that `make` returns while the body runs; without sockets nothing is served.
+
+    `make` is called on another thread, and its exception is raised when the body ends. If the server cannot listen, that is
+    logged and the body continues.
+    """
     if not sockets:
         yield
         return

@@ -1,4 +1,4 @@
-"""Event loop around the state machine of a node, for workers and agents with their own connection to the scheduler.
+"""Runtime of a node or agent with its own connection to the scheduler: it runs the state machine of its membership.
 
 `relayed_runtime` is the variant for children of an agent.
 """
@@ -24,23 +24,23 @@ from covey.transport import address
 from covey.transport.connection import Connection, NoListenerError, connect
 
 TIMER_MAX_S: Final = 3600.0
-HEARTBEATS_PER_TIMEOUT: Final = 4  # heartbeats per node timeout, at least
+HEARTBEATS_PER_TIMEOUT: Final = 4  # least number of heartbeats within the shorter of MS_NODE_TIMEOUT and COVEY_STUCK
 PROGRESS_INTERVAL_MIN_S: Final = 0.5  # shortest time between two progress reports of one sender
-PROGRESS_REPORTS_PER_S: Final = 500  # limit of all senders together
+PROGRESS_REPORTS_PER_S: Final = 500  # limit for all senders together
 
 
 def progress_interval_s(senders: int) -> float:
-    """Return the seconds between two progress reports of one of `senders` senders."""
+    """Return the least seconds between two progress reports of one sender, if there are `senders` of them."""
     return max(PROGRESS_INTERVAL_MIN_S, senders / PROGRESS_REPORTS_PER_S)
 
 
 class RelayCallbacks(Protocol):
-    """Calls from the runtime of an agent to the relay of its children."""
+    """Interface of the relay of an agent's children, as the agent's runtime calls it."""
 
     def on_scheduler_connected(self, uplink: NodeRuntime) -> None: ...
     def on_scheduler_lost(self, reason: str) -> None: ...
     def forward_to_children(self, message: Any) -> bool:
-        """Forward a message of the scheduler; return whether it was for children only."""
+        """Forward a message of the scheduler to the children concerned; return whether it is for children only."""
 
 
 class SchedulerAddress(msgspec.Struct, frozen=True):
@@ -49,7 +49,7 @@ class SchedulerAddress(msgspec.Struct, frozen=True):
     host: str
     port: int
     secret: str = ""
-    # the secret was configured, or made for this run: a scheduler that does not require it is refused
+    # the secret was configured, or made for this run: refuse a scheduler that does not require it
     secret_required: bool = False
     ssl_context: Any = None  # ssl.SSLContext | None: msgspec has no schema for it
     standby_addresses: tuple[tuple[str, int], ...] = ()
@@ -67,8 +67,8 @@ class SchedulerAddress(msgspec.Struct, frozen=True):
 def make_node_settings(settings: Settings, scheduler_address: SchedulerAddress) -> NodeSettings:
     """Return the node machine's part of the effective settings.
 
-    The heartbeat interval is at most a quarter of the shortest timeout; for a child of an agent an eighth, because its
-    heartbeat waits for the agent's.
+    The heartbeat interval is at most a quarter of the shorter of MS_NODE_TIMEOUT and COVEY_STUCK; for a child of an agent an
+    eighth, because its heartbeat waits for the agent's.
     """
     limits = [limit for limit in (settings.node_timeout_s, settings.stuck_s) if limit > 0]
     interval_s = min(limits, default=float("inf")) / (HEARTBEATS_PER_TIMEOUT * (2 if scheduler_address.relay_path else 1))
@@ -85,7 +85,11 @@ def make_node_settings(settings: Settings, scheduler_address: SchedulerAddress) 
 
 
 class NodeRuntime:
-    """Passes events to a `NodeMachine` and carries out its effects. All methods run in one event loop."""
+    """Passes events to a `NodeMachine` and carries out its effects.
+
+    Its creation starts the first connection attempt. It belongs to the event loop in which it is created; other threads may
+    only read its properties.
+    """
 
     def __init__(
         self,
@@ -100,19 +104,19 @@ class NodeRuntime:
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._scheduler_address = scheduler_address
-        self._connect_attempts = 0  # attempt n uses address n modulo their number
+        self._connect_attempts = 0  # failed attempts and lost connections; each makes the next attempt use the next address
         self._leader_token = 0  # highest fencing token of a leader so far
         self._deliver = deliver
         self._on_membership_end = finished
         self._make_heartbeat = make_heartbeat
         self._relay = relay
         self._connection: Connection | None = None
-        self.silence_s = -1.0  # seconds without a message after which the scheduler is considered lost; negative: no limit
-        self.no_listener = False  # the last connection attempt was refused: no process listens on the port
-        self._last_contact_at = self._loop.time()  # loop time of the last message or refusal from the scheduler's host
+        self.silence_s = -1.0  # seconds without a message after which the scheduler is lost; negative: no limit
+        self.no_listener = False  # the last attempt to connect was refused, because no process listens on the port
+        self._last_contact_at = self._loop.time()  # of the last message or refused connection; at first, of the creation
         self._timer: asyncio.TimerHandle | None = None
         self._connect_task: asyncio.Task[None] | None = None
-        self.address = registration.host.address  # MS_WORKER_IP, else the local address of the connection
+        self.address = registration.host.address  # MS_WORKER_IP, else the local address of the last connection; "" before it
         self._has_fixed_address = bool(registration.host.address)
         # The random module's generator belongs to the script, which runs in the same process.
         self._machine = NodeMachine(registration, settings, jitter=random.Random().random, now=self._loop.time())
@@ -120,15 +124,18 @@ class NodeRuntime:
 
     @property
     def registration(self) -> Register | RegisterAgent:
-        """The present registration: identity, and what the cluster has assigned."""
+        """The registration that the next connection sends: identity, and what the cluster has assigned."""
         return self._machine.registration
 
     def leave(self, code: int = 0, reason: str = "", error: ScriptError | None = None) -> None:
-        """Request to leave the cluster; `finished` is called later."""
+        """Request to leave the cluster; a second call has no effect.
+
+        `finished` is called when the scheduler has acknowledged it or cannot be reached in time, perhaps before this returns.
+        """
         self._step_machine(LeaveRequested(code, reason, error))
 
     def try_send(self, message: Message) -> bool:
-        """Send a message to the scheduler; return False if there is no connection."""
+        """Queue a message to the scheduler; return False and drop it if there is no connection."""
         if self._connection is None:
             return False
         self._connection.send(message)
@@ -136,11 +143,11 @@ class NodeRuntime:
 
     @property
     def is_connected(self) -> bool:
-        """Whether there is a connection to the scheduler."""
+        """Whether there is a connection to the scheduler, for a child of an agent through its agent."""
         return self._connection is not None
 
     def unsent_bytes(self) -> int:
-        """Return the number of bytes queued for the scheduler."""
+        """Return the number of bytes queued for the scheduler; 0 without a connection."""
         return self._connection.unsent_bytes() if self._connection is not None else 0
 
     async def query_since_last_heard_s(self) -> float:
@@ -148,8 +155,9 @@ class NodeRuntime:
         return self.since_last_heard_s()
 
     def since_last_heard_s(self) -> float:
-        """Return the seconds since the scheduler's host last replied to or acknowledged this node. A refused connection counts
-        as a reply, because only a running scheduler can reassign the rank."""
+        """Return the seconds since the scheduler's host last sent something to this node or acknowledged its data (TCP); at
+        most those since this object was created. A refused connection is included, because only a running scheduler can
+        reassign the rank."""
         silent = self._loop.time() - self._last_contact_at
         return min(silent, self._connection.since_last_ack_s()) if self._connection is not None else silent
 
@@ -246,7 +254,8 @@ class NodeRuntime:
             self._step_machine(ConnectionLost(reason))
 
     def _with_address(self, message: Message) -> Message:
-        """Return the message; a registration gets this node's address, which is known only after the connection is made."""
+        """Return the message; in a registration, with this node's address, which may be known only after the connection is
+        made."""
         if isinstance(message, Register | RegisterAgent):
             host = msgspec.structs.replace(message.host, address=self.address)
             return msgspec.structs.replace(message, host=host)

@@ -12,14 +12,14 @@ from covey.errors import PeerError
 from covey.runtime.node_runtime import NodeRuntime
 from covey.transport.connection import Connection, connect_to_agent
 
-AGENT_REPLY_TIMEOUT_S: Final = 1.0  # limit for the agent's reply
+AGENT_REPLY_TIMEOUT_S: Final = 1.0  # for the reply to a `LastHeardRequest`
 
 
 class RelayedRuntime(NodeRuntime):
-    """A runtime with a lasting connection to the agent, which reports when it is connected to the scheduler and when not."""
+    """A runtime whose connection is to the agent. The agent reports when it connects to the scheduler and when it loses it."""
 
     _scheduler_reachable = False
-    _last_heard_requested_at: float | None = None  # loop time of the oldest pending request
+    _last_heard_requested_at: float | None = None  # loop time of the pending request; None: none is pending
     _last_heard_replied: asyncio.Event | None = None
 
     @property
@@ -30,8 +30,9 @@ class RelayedRuntime(NodeRuntime):
         return self._scheduler_reachable and super().try_send(message)
 
     async def query_since_last_heard_s(self) -> float:
-        """Return the seconds since the scheduler's host last acknowledged this process. The agent has that information; if it
-        does not reply in time, the last known contact is used."""
+        """Return the seconds since the scheduler's host last acknowledged this process, which the agent knows. If the agent is
+        not connected or does not reply within `AGENT_REPLY_TIMEOUT_S`, count from the last known acknowledgement, or from the
+        creation of this object."""
         if self._connection is not None:
             if self._last_heard_requested_at is None:
                 self._last_heard_requested_at, self._last_heard_replied = self._loop.time(), asyncio.Event()

@@ -1,4 +1,4 @@
-"""Replies to view requests, and updates for the clients that follow the view."""
+"""Replies to requests for the cluster view (the state of the cluster for display), and updates for clients that follow it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from covey.core.messages import Refused, ViewReply, ViewRequest
 from covey.transport.connection import Connection
 
 SUBSCRIBERS_MAX: Final = 64
-VIEW_TIME_SHARE: Final = 0.05  # share of the scheduler's time for updates without a change; limits the cost in a large cluster
+VIEW_TIME_SHARE: Final = 0.05  # largest share of the scheduler's time for updates by `notify_if_due`
 
 
 class ViewStream:
@@ -22,10 +22,11 @@ class ViewStream:
     def __init__(self, view: Callable[[], ClusterView]) -> None:
         self.subscribers: dict[int, Connection] = {}  # by connection id
         self._view = view
-        self._next_update_at = 0.0  # time.monotonic() of the next update without a change
+        self._next_update_at = 0.0  # time.monotonic() from which `notify_if_due` sends
 
     def handle_view_request(self, connection: Connection, request: ViewRequest) -> None:
-        """Send the view and, if `follow` is set, subscribe the connection; `Refused` if there are too many."""
+        """Send the view and, if `follow` is set, subscribe the connection. Send `Refused` instead if it asks to follow and
+        there are `SUBSCRIBERS_MAX` subscribers."""
         if request.follow and len(self.subscribers) >= SUBSCRIBERS_MAX:
             connection.send(
                 Refused(f"{SUBSCRIBERS_MAX} clients follow the view already: end one of them, or request it without following")
@@ -45,7 +46,7 @@ class ViewStream:
             self._next_update_at = time.monotonic() + (time.monotonic() - started_at) / VIEW_TIME_SHARE
 
     def notify_if_due(self) -> None:
-        """Send the view to all subscribers if the next update is due, which depends on the time that the last one took."""
+        """Send the view to all subscribers, unless the last update is so recent that `VIEW_TIME_SHARE` would be exceeded."""
         if time.monotonic() >= self._next_update_at:
             self.notify_subscribers()
 

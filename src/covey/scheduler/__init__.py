@@ -1,7 +1,7 @@
 """The scheduler process of a training cluster, around `covey.core.cluster.scheduler_machine`.
 
 `main`              entry point of the process
-`service`           builds a scheduler from the settings and runs it; leads or stands by
+`service`           builds a scheduler from the settings and runs it, as the only one, as leader or as standby
 `scheduler`         sockets, journal and clock around the state machine
 `connections`       direct and relayed connections by number
 `journal_commits`   makes effects durable before they are carried out, only while this scheduler leads

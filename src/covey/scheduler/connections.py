@@ -1,7 +1,7 @@
 """The scheduler's connections by number: direct connections, and relayed connections of children through their agent's.
 
-The state machine uses only the numbers, so it does not distinguish the two kinds. Consecutive sends of one message object to
-children of the same agent are merged into one envelope.
+The state machine uses only the numbers, so it does not distinguish the two kinds. If one message object is sent to several
+children of the same agent in succession, the agent receives it once, in one envelope.
 """
 
 from __future__ import annotations
@@ -26,24 +26,23 @@ AGENT_HEARTBEAT: Final = Heartbeat()
 
 
 class RelayedConnections:
-    """Relayed connections of one agent: their numbers, by the agent's own numbers for its children."""
+    """Relayed connections of one agent: their numbers here, by the agent's own numbers for its children's connections."""
 
     __slots__ = ("newest_child", "numbers_by_child")
 
     def __init__(self) -> None:
         self.numbers_by_child: dict[int, int] = {}
-        self.newest_child = 0  # the agent numbers its children upwards: a lower number without a connection is closed
+        self.newest_child = 0  # highest number so far; the agent counts upwards, so lower ones without an entry are closed
 
 
 class ConnectionTable:
-    """All open connections."""
+    """All open connections, by number from 1. A number is never used again."""
 
     def __init__(self) -> None:
         self.direct_connections: dict[int, Connection] = {}
         self._relayed_by_agent: dict[int, RelayedConnections] = {}  # by the number of the agent's connection
-        self._child_routes: dict[
-            int, tuple[int, int]
-        ] = {}  # number of the agent's connection, and the agent's number for the child
+        # Of a relayed connection: number of the agent's connection, and the agent's number for the child's.
+        self._child_routes: dict[int, tuple[int, int]] = {}
         self._last_number = 0
         self._pending_envelope: tuple[int, Any, list[int]] | None = None  # agent's connection, message, children
 
@@ -66,8 +65,9 @@ class ConnectionTable:
     def split_agent_message(
         self, connection: Connection, message: FromChildEnvelope | ChildDisconnected | RelayedHeartbeats
     ) -> Iterator[MessageReceived | ConnectionLost]:
-        """Yield the events that a message of an agent contains, each with its connection's number. Messages of closed relayed
-        connections are dropped. Raises `PeerError` if the agent relays more than `RELAYED_CONNECTIONS_MAX` connections."""
+        """Yield the events that a message of an agent contains, each with its connection's number. The first message of a child
+        opens its relayed connection; messages of closed ones are dropped. Raises `PeerError`, during the iteration, if the
+        agent relays more than `RELAYED_CONNECTIONS_MAX` connections."""
         relayed = self._relayed_by_agent.setdefault(connection.id, RelayedConnections())
         if isinstance(message, RelayedHeartbeats):
             yield MessageReceived(AGENT_HEARTBEAT, connection.id)
@@ -88,7 +88,8 @@ class ConnectionTable:
             yield MessageReceived(message.message, number)
 
     def send(self, number: int, message: Any) -> bool:
-        """Send a message; return False if the connection is not open. A message to a child may be delayed until `flush`."""
+        """Send a message; return False if the connection is not open. A message to a child is delayed until `flush`, `close`,
+        or a `send` that cannot be merged with it."""
         if number in self._child_routes:
             agent, child = self._child_routes[number]
             if (
@@ -108,7 +109,8 @@ class ConnectionTable:
         return False
 
     def close(self, number: int) -> None:
-        """Close a connection after the messages sent on it."""
+        """Close a connection after the messages sent on it; no effect if it is not open. A relayed one is closed by its
+        agent."""
         self.flush()
         if number in self._child_routes:
             agent, child = self._child_routes[number]
@@ -118,7 +120,7 @@ class ConnectionTable:
             self.direct_connections[number].close()
 
     def flush(self) -> None:
-        """Send the pending envelope."""
+        """Send the pending envelope, if there is one; drop it if the agent's connection is closed."""
         if self._pending_envelope is not None:
             agent, message, children = self._pending_envelope
             self._pending_envelope = None

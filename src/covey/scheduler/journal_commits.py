@@ -1,7 +1,7 @@
 """Journal commits of a scheduler, made only while it leads.
 
-A failed write is retried every second. If there are standbys, the lease is checked before and after each commit. A scheduler
-that lost it raises `SteppedDown`: it closes its connections and discards its pending effects.
+A failed write is retried every second. If there are standbys, the lease is checked before and after each commit. If it is lost,
+`commit` raises `SteppedDown`; the scheduler then closes its connections and discards its pending effects.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ LEASE_NOT_RENEWED: Final = "the lease could not be renewed in time"
 
 
 class LeaderTerm(msgspec.Struct, frozen=True):
-    """A leader's term. If there are standbys, the leader sends heartbeats to its nodes, more often than every `silence_s`
-    seconds."""
+    """A leader's term, from the acquisition to the loss of its lease. The default is the term of the only scheduler, which
+    never ends. If there are standbys, the leader sends heartbeats to its nodes, more often than every `silence_s` seconds."""
 
     token: int = 0  # fencing token; 0: no standbys
-    leads: Callable[[], bool] = lambda: True
-    silence_s: float = -1.0  # seconds after which a node connects to another scheduler; negative: never
+    leads: Callable[[], bool] = lambda: True  # returns whether the scheduler still holds the lease of this term
+    silence_s: float = -1.0  # seconds without a message, after which a node connects to another scheduler; negative: no limit
 
 
 class LeadershipHandedOver(Exception):
-    """This scheduler exits on request, with `code`. Its cluster continues under another scheduler."""
+    """This scheduler exits on request, with `code`, and releases its lease. Its cluster continues under a standby."""
 
     def __init__(self, code: int) -> None:
         super().__init__()
@@ -40,20 +40,20 @@ class LeadershipHandedOver(Exception):
 
 
 class SteppedDown(Exception):
-    """This scheduler no longer leads."""
+    """This scheduler no longer leads; the message is the reason."""
 
 
 class JournalCommits:
-    """Commits to the journal during one term. Without a journal only the term is checked."""
+    """Commits to the journal during one term. Without a journal, `commit` only checks the lease."""
 
     def __init__(self, journal: Journal | CasJournal | None, term: LeaderTerm) -> None:
         self._journal = journal
         self._term = term
-        self.write_blocker = ""  # why the last write failed; empty after a successful one
+        self.write_blocker = ""  # why the last attempt of `commit` failed; empty after a successful one
 
     async def commit(self, records: list[Any]) -> None:
-        """Write the records and return when they are durable. Retries a failed write; raises `SteppedDown` if the lease is
-        lost."""
+        """Write the records and return when they are durable; without records, write nothing. Retries a failed write
+        indefinitely. Raises `SteppedDown` if the lease is lost or another leader has written the journal."""
         while True:
             self._check_leads()
             try:
@@ -73,12 +73,15 @@ class JournalCommits:
             return
 
     def rewrite_if_removed(self) -> None:
-        """Rewrite a journal file that was removed, before a restart needs it."""
+        """Write a local journal again if its file was removed, because a restart needs it. No effect if there are standbys. A
+        failure is ignored here."""
         if isinstance(self._journal, Journal):
             with contextlib.suppress(StoreError):  # the next commit reports it
                 self._journal.rewrite_if_removed()
 
     async def write(self, records: list[Any]) -> None:
+        """Write the records, if there are any, without a retry or a check of the lease. Raises `FencedError` if another leader
+        has written the journal, else `StoreError` if the write fails."""
         if isinstance(self._journal, CasJournal) and records:
             await self._journal.commit(records)
         elif self._journal is not None and records:

@@ -21,12 +21,14 @@ from covey.storage.cluster_registry import process_start_time
 
 LEASE_KEY: Final = "lease"
 STORE_CALLS_PER_LEASE: Final = 4  # limit of a store call: a quarter of the lease, so that one can fail before the lease expires
-FILE_POLL_S: Final = 0.1  # a read is cheap, and shows that the holder has exited
-STORE_POLL_MAX_S: Final = 1.0  # longest poll interval of any other store: finds a released lease
+# Longest interval between two reads of the lease by a standby. A read finds a lease that was released, or whose holder has
+# exited on this host. A read of a file is cheap.
+FILE_POLL_S: Final = 0.1
+STORE_POLL_MAX_S: Final = 1.0
 
 
 class StandbyClusterEnded(Exception):
-    """The cluster of this standby has ended, with `code`."""
+    """The cluster of this standby has ended, with the exit code `code`."""
 
     def __init__(self, code: int) -> None:
         super().__init__()
@@ -35,10 +37,11 @@ class StandbyClusterEnded(Exception):
 
 class LeaseKeeper:
     """A scheduler's candidacy for the lease. `where` is the URL of its REST port, to which standbys redirect clients; `cluster`
-    the addresses of all schedulers of the cluster."""
+    the addresses of all schedulers of the cluster; `duration_s` the time without a renewal after which another candidate may
+    take the lease."""
 
     def __init__(self, cas_store: CasStore, *, where: str, cluster: str = "", duration_s: float) -> None:
-        self.predecessor = ""  # holder name of the previous leader; empty if unknown
+        self.predecessor = ""  # set when this scheduler becomes leader: the last other leader; empty if it saw none
         self._cas_store = cas_store
         self._holder_name = (
             f"{host_identity.compute_host_id()}/{os.getpid()}/{process_start_time(os.getpid())}/{secrets.token_hex(4)}"
@@ -46,25 +49,26 @@ class LeaseKeeper:
         self._candidate = Candidate(self._holder_name, where, cluster=cluster, duration_s=duration_s, now=time.monotonic())
         self._store_timeout_s = duration_s / STORE_CALLS_PER_LEASE
         self._version = 0
-        self._last_leader = ""  # holder name of the newest other leader
+        self._last_leader = ""  # holder name of the newest other leader that was read; empty: none
         self._last_warning = ""
-        self._lease_checked = asyncio.Event()  # set after each read or write
+        self._lease_checked = asyncio.Event()  # set after each read or write, also a failed one
         self._renewal_task: asyncio.Task[None] | None = None
 
     @property
     def leader_url(self) -> str:
-        """URL of the leader's REST port as last read; empty if no scheduler holds the lease."""
+        """URL of the leader's REST port, by the newest known lease; empty if no scheduler holds it or the leader has no REST
+        port."""
         record = self._candidate.last_record
         return record.where if record.holder else ""
 
     def leads(self, token: int) -> bool:
-        """Return whether this process leads under `token`; it may have lost that lease and acquired another since. Reads the
-        clock directly, because the loop's time can be stale after a suspension."""
+        """Return whether this process still holds the lease that it acquired with `token`; False after it was lost, even if
+        another one was acquired since. Reads the clock directly, because the loop's time can be stale after a suspension."""
         return self._candidate.token == token and self._candidate.is_leader(time.monotonic())
 
     async def wait_until_leader(self) -> int:
-        """Wait until this scheduler leads and return its fencing token. Raises `StandbyClusterEnded` if the cluster ends first,
-        and `UsageError` if the lease belongs to another cluster."""
+        """Wait until this scheduler leads and return its fencing token; the lease is renewed from then on. Raises
+        `StandbyClusterEnded` if the cluster ends first, and `UsageError` if the lease belongs to another cluster."""
         self._renewal_task = self._renewal_task or asyncio.create_task(self._keep_lease())
         logged = False
         while not self._candidate.is_leader(time.monotonic()):
@@ -90,15 +94,18 @@ class LeaseKeeper:
         return self._candidate.token
 
     def raise_token(self, token: int) -> None:
-        """Release the lease, because `token` of another leader is higher; a later acquisition uses a higher token."""
+        """Step down, because the journal has the higher token `token` of another leader. The next acquisition, which may follow
+        immediately, uses a token above it."""
         self._candidate.raise_token(token)
 
     async def record_cluster_end(self, code: int) -> None:
-        """Release the lease and record in it that the cluster ended with `code`, so that the standbys exit too."""
+        """Release the lease and record in it that the cluster ended with `code`, so that the standbys exit too; close the
+        store. If the store fails, nothing is recorded and the lease expires."""
         await self._release_lease(over=True, code=code)
 
     async def hand_over_lease(self) -> None:
-        """Release the lease, so that a standby can lead immediately."""
+        """Release the lease, so that a standby need not wait until it expires; close the store. If the store fails, the lease
+        expires."""
         await self._release_lease()
 
     async def _release_lease(self, **fields: bool | int) -> None:
@@ -154,15 +161,16 @@ class LeaseKeeper:
 
 
 def has_holder_exited(holder: str) -> bool:
-    """Return whether `holder` was a process on this host and has exited."""
+    """Return whether the process named `holder` ran on this host and has exited; False if it is of another host."""
     process = _parse_local_holder(holder)
     return process is not None and process_start_time(process[0]) != process[1]
 
 
 def kill_predecessor(holder: str) -> bool:
-    """Kill the previous leader if it still runs on this host; return whether it did.
+    """Kill the previous leader (SIGKILL) if it still runs on this host; return whether it was running.
 
-    It did not renew its lease in time, so it must not act any more, and it holds the port or journal that its successor needs.
+    It did not renew its lease in time, so it must not act any more, and it may hold the port or journal that its successor
+    needs.
     """
     process = _parse_local_holder(holder)
     if process is None or process_start_time(process[0]) != process[1]:

@@ -1,6 +1,7 @@
 """Entry points of the scheduler process.
 
-An agent starts `main`; `covey.init()` calls `run_scheduler_and_exit` in a process whose role is MS_SCHED.
+An agent starts `main`; `covey.init()` calls `run_scheduler_and_exit` in a process whose role is MS_SCHED; TaskD's manager calls
+`run_scheduler`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ from covey.settings import LoadedSettings, check_manual_settings, load_settings
 def run_scheduler(
     loaded: LoadedSettings, *, sockets: ListeningSockets | None = None, kept: SchedulerHandoff | None = None
 ) -> int:
-    """Run a scheduler until its cluster has ended; return the exit code. `kept` is set if an agent started the process."""
+    """Run a scheduler, or one of several that elect a leader; return the exit code when its cluster has ended or it has handed
+    over the lease. `sockets` are bound already; None: bind them here. `kept` has what an agent or TaskD's manager passes.
+    Raises `CoveyError` if the scheduler cannot start or must not continue."""
     raise_file_limit()
     service = SchedulerService(loaded, sockets, kept)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -41,7 +44,8 @@ def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
 
 
 def run_scheduler_and_exit(loaded: LoadedSettings) -> None:
-    """Run the role MS_SCHED of `covey.init()`; never returns to the training code."""
+    """Run the scheduler for `covey.init()` and exit the process with its code, so that it never returns to the script. A
+    `CoveyError` is logged and gives the code."""
     configure_logging(loaded.settings, "scheduler")
     try:
         check_manual_settings(loaded.settings)
@@ -58,7 +62,8 @@ def run_scheduler_and_exit(loaded: LoadedSettings) -> None:
 
 
 def main() -> None:
-    """Run the scheduler of `covey run`, with the sockets and settings that its agent passes."""
+    """Run the scheduler of `covey run`, with the sockets and variables that its agent passes, and exit the process with its
+    code."""
     kept = msgspec.json.decode(os.environ.pop(HANDOFF_VARIABLE), type=SchedulerHandoff)
     if kept.agent_pid:
         linux.die_with_parent(kept.agent_pid)

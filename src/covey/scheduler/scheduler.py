@@ -1,8 +1,9 @@
 """The scheduler process: sockets, journal and clock around `core.cluster.scheduler_machine.SchedulerMachine`.
 
-Each received message is passed to the machine, and the resulting effects are queued. The records of all queued effects are
-committed in one transaction (`journal_commits`) before any message is sent. While the journal is not writable, the effects wait
-in order, and heartbeats are still received.
+Messages of nodes and requests of clients are passed to the machine, and the resulting effects are queued. The records of all
+queued effects are committed in one transaction (`journal_commits`) before any of these effects is carried out. While the
+journal is not writable, the effects wait in order, at most `PENDING_EFFECTS_MAX`, and heartbeats are still received. Requests
+for views, events and logs change nothing and do not pass through the machine.
 """
 
 from __future__ import annotations
@@ -58,28 +59,28 @@ from covey.transport.connection import Connection, Listener
 from covey.wall_clock import wall_time
 
 TICK_S: Final = 0.25
-PENDING_EFFECTS_MAX: Final = 1_000_000
-OWNER_LOOKUP_INTERVAL_S: Final = 1.0  # seconds between two lookups of a connection's owner
+PENDING_EFFECTS_MAX: Final = 1_000_000  # effects that wait for the journal, above which the scheduler ends with an error
+OWNER_LOOKUP_INTERVAL_S: Final = 1.0  # least time between the starts of two lookups of a connection's owner
 UNAUTHENTICATED_LOGGED_MAX: Final = 1000  # distinct (address, reason) pairs that are logged; the rest are only counted
-SHUTDOWN_GRACE_S: Final = 5.0
+SHUTDOWN_GRACE_S: Final = 5.0  # wait for nodes to disconnect at the end, in addition to their own grace period
 LEADER_HEARTBEATS_PER_SILENCE: Final = 4  # heartbeats sent within `silence_s`, after which nodes look for another leader
 COMMIT_TIMEOUT_S: Final = 10.0  # how long a reply may wait for its effects to be durable
 
 
 class SchedulerInfo(msgspec.Struct, frozen=True):
-    """Name, addresses and directories of a scheduler, for views and the registry."""
+    """Name, addresses and log directory of a scheduler, for views and the registry."""
 
-    address: str
-    host: str
-    host_id: str = ""
+    address: str  # HOST:PORT of the cluster port
+    host: str  # name of its host
+    host_id: str = ""  # as `Host.id`, to find the workers on the same host
     node_id: str = "sched"
-    manage_port: int = 0
-    log_dir: str = ""
+    manage_port: int = 0  # REST port; 0: none
+    log_dir: str = ""  # "": not known
     job: str = ""
 
 
 class Scheduler:
-    """The scheduler of one cluster. `run` returns the cluster's end; it raises `SteppedDown` when the lease is lost."""
+    """The scheduler of one cluster, for one term. `run` serves; most other methods work only while it runs."""
 
     def __init__(
         self,
@@ -123,9 +124,10 @@ class Scheduler:
         return self._machine
 
     async def run(self, sockets: list[socket.socket]) -> EndCluster:
-        """Serve until the cluster has ended and its nodes have disconnected; return the end.
+        """Serve until the cluster has ended and its nodes have disconnected, or their grace period is over; return the end.
 
-        Raises `SteppedDown` or `LeadershipHandedOver`, and any error after which the scheduler must not continue.
+        Raises `SteppedDown` if the lease is lost, `LeadershipHandedOver` after `exit_process`, and any error after which the
+        scheduler must not continue.
         """
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
@@ -162,18 +164,20 @@ class Scheduler:
         return end
 
     def exit_process(self, code: int) -> None:
-        """Exit with `code` and leave the cluster running."""
+        """Exit with `code` and leave the cluster running. Without standbys the process ends here; with standbys `run` raises
+        `LeadershipHandedOver`."""
         if not self._term.token:
             exit_now(code)
         self._fail(LeadershipHandedOver(code))
 
     def stop(self, reason: str) -> None:
-        """End the cluster gracefully."""
+        """End the cluster gracefully. If it has ended already, no longer wait for disconnected members to receive the end."""
         self._step(MessageReceived(StopRequest(reason)))
 
     async def submit_request(self, request: ScaleRequest | KillRequest | StopRequest) -> ScaleAccepted | RequestAccepted:
-        """Carry out a request of an operator; returns once a scheduler that takes over would know of it too. Raises
-        `PeerError` with the reason if the request is refused, and `StoreError` if it is not certain that it is durable."""
+        """Pass a request of the REST API to the machine, and return its reply once the resulting changes are durable. A
+        `StopRequest` must have `dump`. Raises `PeerError` with the reason if the request is refused, and `StoreError` if the
+        changes may be lost, or this scheduler no longer leads."""
         self._check_active()
         effects = self._step(MessageReceived(request))
         replies = (effect.message for effect in effects if isinstance(effect, Send) and not effect.connection)
@@ -184,8 +188,9 @@ class Scheduler:
         return reply
 
     async def read_log(self, node: str, start: int, find: str) -> LogChunk:
-        """Return a chunk of a node's log, read by its agent. Raises `PeerError` if the node is unknown or has no connected
-        agent."""
+        """Return a chunk of a node's log, read by its agent; `start` and `find` are the byte and the search text of `ReadLog`.
+        Raises `PeerError` if the node is unknown or has no connected agent, if the agent cannot read the log or does not reply
+        in time, or if too many requests are pending."""
         member = next((m for m in self.machine.cluster.members.values() if m.name == node), None)
         agent = self.machine.cluster.agents.get(member.agent) if member is not None else None
         if member is None:
@@ -198,7 +203,8 @@ class Scheduler:
         )
 
     async def _wait_until_committed(self) -> None:
-        """Wait until all queued effects are durable. Raises `StoreError` after `COMMIT_TIMEOUT_S`."""
+        """Wait until all queued effects are durable and carried out. Raises `StoreError` after `COMMIT_TIMEOUT_S`, or if this
+        scheduler has stopped processing events."""
         turn = self._effects_task
         if turn is None:
             return self._check_active()
@@ -219,9 +225,10 @@ class Scheduler:
             )
 
     async def report_host_gone(self, life: str, reason: str) -> None:
-        """Declare the host instance `life` permanently gone: its nodes are dead and are not admitted again.
+        """Declare a host instance permanently gone: its nodes are dead and are not admitted again. `life` is its
+        COVEY_HOST_LIFE, such as a pod's UID.
 
-        Returns when that is durable; raises `StoreError` if it may be lost.
+        Returns when that is durable. Raises `StoreError` if it may be lost, or if this scheduler no longer leads.
         """
         self._check_active()
         self._step(HostGone(life, reason))
@@ -261,11 +268,11 @@ class Scheduler:
         return self._event_stream.event_log
 
     def console_details(self) -> dict[str, Any]:
-        """Return what the console shows in addition to the view."""
+        """Return what the web console needs in addition to the view: the kind of cluster."""
         return {"kind": "training"}
 
     def recoveries(self) -> list[Incident]:
-        """Return the recorded incidents, oldest first."""
+        """Return the recorded incidents (recoveries and resizes), open and closed, oldest first."""
         return self.machine.incidents.records
 
     # -- events ------------------------------------------------------------------------------------------------------
@@ -323,13 +330,14 @@ class Scheduler:
                     self._connections.direct_connections[number].send(LeaderHeartbeat())
 
     def _step(self, event: SchedulerEvent) -> list[SchedulerEffect]:
-        """Let the machine handle an event and queue its effects; returns them."""
+        """Let the machine handle an event, queue its effects and return them. Return [] if events are no longer processed. An
+        exception of the machine ends the scheduler and is raised."""
         if not self._is_active:
             return []
         loop = asyncio.get_running_loop()
         try:
             effects = self.machine.step(event, loop.time())
-        except Exception as error:  # a bug: half a step must not be built upon; the journal brings a new process back
+        except Exception as error:  # a bug: the state may be half changed; a restart continues from the journal
             self._fail(error)
             raise
         self._pending_effects.extend(effects)
@@ -341,8 +349,8 @@ class Scheduler:
 
     @property
     def _is_active(self) -> bool:
-        """Whether events are processed: false after a failure or `exit_process`, because the scheduler then closes connections
-        itself, and their loss is not a failure of a node."""
+        """Whether events are processed: false after an error, a lost lease or `exit_process`, because the scheduler then closes
+        its connections itself, and their loss is not a failure of a node."""
         ended = self._ended
         return ended is None or not ended.done() or (not ended.cancelled() and ended.exception() is None)
 
@@ -354,7 +362,8 @@ class Scheduler:
     # -- effects -----------------------------------------------------------------------------------------------------
 
     async def _apply_pending_effects(self) -> None:
-        """Carry out the queued effects in order, each turn after a commit of its records, until the queue is empty."""
+        """Carry out the queued effects in order, until the queue is empty. In each turn, first commit the records of all
+        effects queued so far. An error ends the scheduler."""
         try:
             while self._pending_effects:
                 turn = list(self._pending_effects)
@@ -365,13 +374,13 @@ class Scheduler:
                 self._connections.flush()
                 self._notify_on_change()
                 self._event_stream.notify_subscribers()
-        except Exception as error:  # stepped down; or a bug: half a turn must not be built upon
+        except Exception as error:  # stepped down; or a bug, after which some effects of this turn are missing
             self._fail(error)
         finally:
             self._effects_task = None
 
     def _notify_on_change(self) -> None:
-        """Send the view to its subscribers immediately if phase or generation changed; other changes wait for the next tick."""
+        """Send the view to its subscribers immediately if phase or generation changed; other changes are sent on ticks."""
         state = (self.machine.cluster.phase, self.machine.cluster.generation)
         if state != self._notified_state:
             self._notified_state = state
@@ -393,7 +402,9 @@ class Scheduler:
                 self._ended.set_result(effect)
 
     async def _await_disconnects(self, end: EndCluster) -> None:
-        """Wait until members and agents, to which the end was sent, have disconnected, or the grace period is over."""
+        """Log the failure that ended the cluster, if one did, and send the last view to its subscribers. Then wait until the
+        members and agents that were sent the end have disconnected, at most `grace_s` plus `SHUTDOWN_GRACE_S` seconds, and
+        close the subscribers' connections meanwhile."""
         if end.failure is not None:
             for line in describe_failure(end.failure):
                 log.error("%s", line)
@@ -406,8 +417,8 @@ class Scheduler:
             self._end_notified = self._connections.filter_open(self._end_notified)
 
     async def _record_end_delivered(self) -> None:
-        """Record that the end was delivered, so that a restarted scheduler does not deliver it again. A failed write is
-        logged."""
+        """Record in the journal, if there is one, that the end was delivered, so that a restarted scheduler does not deliver it
+        again. A failed write is logged."""
         record = self.machine.cluster.record()
         if self._journal is None or record.ended is None:
             return
@@ -418,15 +429,17 @@ class Scheduler:
             log.warning("%s", error)
 
     def _on_mindspore_connection(self, connection: Connection) -> None:
-        """Find out whether a worker of this cluster speaks MindSpore's protocol to this port, and tell the machine.
+        """Look up whether a worker of this cluster opened a connection that uses MindSpore's protocol; if so, pass
+        `MindSporeDetected` to the machine.
 
-        Any process that reaches the port can send these bytes, so they alone have no effect. They are relevant only if the
-        other end of the connection is open in a process of a worker that an agent started on this host, or in a child of it:
-        only the run itself, or a user who could kill it, can cause that. Workers on other hosts cannot be checked from here,
-        but those on this one run the same script.
+        Any process that reaches the port can send these bytes, so they alone have no effect. They matter only if the other end
+        of the connection is open in a worker that an agent started on this host, or in a descendant of it: only the run itself,
+        or a user who could kill it, can cause that. Workers on other hosts cannot be checked from here; those on this host run
+        the same script.
 
-        At most one lookup runs at a time, in a thread. Until it ends, a copy of the descriptor keeps the connection open,
-        because the client closes its end when this side does.
+        At most one lookup runs at a time, in a thread, and at most one starts per `OWNER_LOOKUP_INTERVAL_S`; a connection that
+        is opened meanwhile is not checked. Until the lookup ends, a copy of the descriptor keeps the connection open, because
+        the client closes its end when this side does.
         """
         now = time.monotonic()
         busy = self._owner_lookup is not None and not self._owner_lookup.done()
@@ -448,7 +461,8 @@ class Scheduler:
         self._owner_lookup.add_done_callback(lambda _: os.close(held))
 
     async def _look_up_owner(self, client: tuple[str, int], server: tuple[str, int], workers: dict[int, str]) -> None:
-        """Tell the machine which of these workers (names by pid) holds the client's end of a connection, if one does."""
+        """Pass `MindSporeDetected` to the machine if one of these workers (names by pid), or a descendant of one, holds the
+        client's end of the connection. An error is logged."""
         try:
             pid = await asyncio.to_thread(linux.find_connection_owner, client, server, workers)
         except OSError as error:
@@ -460,7 +474,8 @@ class Scheduler:
             self._step(MindSporeDetected(workers[pid]))
 
     def _on_unauthenticated_peer(self, connection: Connection, reason: str) -> None:
-        """Count a peer that was not admitted, and log it once per address and reason."""
+        """Count a connection that did not complete the handshake or violated the protocol, and log it once per address and
+        reason, for at most `UNAUTHENTICATED_LOGGED_MAX` such pairs."""
         self._unauthenticated_count += 1
         if (connection.peer_address, reason) not in self._logged_peers and len(self._logged_peers) < UNAUTHENTICATED_LOGGED_MAX:
             self._logged_peers.add((connection.peer_address, reason))
@@ -468,7 +483,8 @@ class Scheduler:
 
 
 def exit_now(code: int) -> None:
-    """End this process immediately. It must never return to the script, which would run training code in the scheduler."""
+    """Flush stdout and stderr and end this process with `code`, without exit handlers. It must never return to the script,
+    which would run training code in the scheduler."""
     with contextlib.suppress(OSError):  # the disk of its log may be full
         sys.stdout.flush()
         sys.stderr.flush()
@@ -476,7 +492,8 @@ def exit_now(code: int) -> None:
 
 
 def on_signal(scheduler: Scheduler, number: int, comes_back: bool) -> None:
-    """Handle a signal: SIGINT ends the cluster. SIGTERM does too, unless this process can be restarted: then it exits alone."""
+    """Handle a signal: SIGINT ends the cluster. SIGTERM does too, unless the cluster has not ended and can continue under a
+    restarted or another scheduler (`comes_back`): then only this process exits."""
     name = signal.Signals(number).name
     if number == signal.SIGTERM and comes_back and not scheduler.machine.cluster.has_ended:
         log.warning("%s: the scheduler exits and its cluster continues; restart it with the same variables", name)

@@ -1,4 +1,7 @@
-"""A scheduler built from the settings: sockets, journal, REST port and registry entry, each for as long as it leads."""
+"""A scheduler built from the settings, with its sockets, journal, REST port and registry entry.
+
+Without standbys it runs once. With standbys it waits for the lease, runs while it leads, and waits again.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,8 @@ PORT_RELEASE_TIMEOUT_S = 10.0  # limit for the kernel to release the port of a k
 
 
 class SchedulerService:
-    """Builds and runs a scheduler, once per term if there are standbys."""
+    """Builds and runs a scheduler, once per term if there are standbys. `sockets` are bound already; None: bind them when
+    needed. `handoff` has what the process that started this one passes; None: it was started by hand."""
 
     def __init__(self, loaded: LoadedSettings, sockets: ListeningSockets | None, handoff: SchedulerHandoff | None) -> None:
         settings = loaded.settings
@@ -64,7 +68,8 @@ class SchedulerService:
         self._rest_token = settings.token
 
     async def serve(self) -> int:
-        """Run the only scheduler of a cluster; return the exit code."""
+        """Run the only scheduler of a cluster; return the exit code of the cluster. Raises `CoveyError` if it cannot start or
+        must not continue."""
         sockets = self._sockets or bind_scheduler_ports(self._settings, manage_given=self._manage_port_given)
         journal = self._open_local_journal() if self._journal_folder else None
         try:
@@ -76,7 +81,8 @@ class SchedulerService:
 
     async def stand_by(self) -> int:
         """Run one of several schedulers: wait for the lease, lead while it lasts, and wait again. Return the exit code when the
-        cluster ends or this process hands over."""
+        cluster has ended or this process has handed over the lease. SIGINT and SIGTERM end a standby's process immediately.
+        Raises `CoveyError` if it cannot start or must not continue."""
         cas_store = open_cas_store(
             choose_lease_store(self._settings, self._journal_folder),
             folder=self._journal_folder,
@@ -146,8 +152,8 @@ class SchedulerService:
             await asyncio.sleep(0.1)
 
     def _bind_management_port(self) -> list[socket.socket]:
-        """Bind the REST port at the start, because a standby answers there too. A port that is in use is not an error: another
-        scheduler on this host may have it."""
+        """Bind the REST port at the start, because a standby answers there too; [] if REST is off. If the port is in use, for
+        example by another scheduler on this host, bind a free one."""
         return bind_management_port(self._settings.manage_port, self._find_own_host(), strict=False)
 
     def _find_own_host(self) -> str:
@@ -155,7 +161,8 @@ class SchedulerService:
         return next((host for host in hosts if address.is_local(host)), hosts[0])
 
     def _join_addresses(self) -> str:
-        """Return the sorted addresses of all schedulers of this cluster, by which a lease of another cluster is recognized."""
+        """Return the sorted addresses of all schedulers of this cluster, by which a lease of another cluster is recognized. The
+        schedulers of one agent share one address."""
         if self._sockets is not None and "," not in self._settings.sched_host:
             return self._sockets.address
         addresses = address.split_list(self._settings.sched_host, self._settings.sched_port)
@@ -172,8 +179,8 @@ class SchedulerService:
     async def _serve_leader_redirect(
         self, management_sockets: list[socket.socket], lease_keeper: LeaseKeeper
     ) -> AsyncIterator[None]:
-        """Redirect REST clients to the leader while this scheduler stands by. A port inherited from the agent is shared with
-        the leader, so it is not served here."""
+        """Redirect REST clients to the leader while the body runs. A port inherited from the agent is shared with the leader,
+        so it is not served here."""
         if not management_sockets or self._sockets is not None:
             yield
             return
@@ -182,7 +189,9 @@ class SchedulerService:
             yield
 
     async def _open_leader_journal(self, cas_store: CasStore, lease_keeper: LeaseKeeper, token: int) -> Journal | CasJournal:
-        """Open the journal of the new term. A store that does not answer is retried for as long as this scheduler leads."""
+        """Open the journal of the new term. If a local journal cannot be opened and the previous leader still runs on this
+        host, kill it and try once more. A store that fails is retried while this scheduler leads; then `SteppedDown` is raised.
+        Raises `FencedError` if another leader has a higher token, and `StoreError` if the journal is not usable."""
         settings, follows = self._settings, bool(lease_keeper.predecessor)
         if isinstance(cas_store, FileCasStore):
             try:
@@ -252,7 +261,8 @@ class SchedulerService:
                 entry.unlink(missing_ok=True)
 
     def _register_cluster(self, scheduler: Scheduler, sockets: ListeningSockets, auth: credentials.Credentials) -> Path:
-        """Add the cluster to the registry, in which commands on this host find it; return the path of the entry."""
+        """Add the cluster to the registry, in which commands on this host find it; return the path of the entry. Raises
+        `StoreError` if it cannot be written."""
         return cluster_registry.register_cluster(
             cluster_registry.RegistryEntry(
                 cluster_id=scheduler.cluster_id,
@@ -278,7 +288,8 @@ def _open_kubernetes_store(name: str) -> CasStore:
 
 
 def choose_lease_store(settings: Settings, folder: str) -> str:
-    """Return the lease store: COVEY_LEASE, or `file` if a journal directory is set. Raises `UsageError` if there is neither."""
+    """Return the lease store: COVEY_LEASE, or `file` if that is not set. Raises `UsageError` if the lease would be in files and
+    there is no journal directory `folder`."""
     store = settings.lease or ("file" if folder else "")
     if not store or (store.startswith("file") and not folder):
         raise UsageError(
@@ -291,7 +302,8 @@ def choose_lease_store(settings: Settings, folder: str) -> str:
 def make_cluster_settings(
     settings: Settings, max_restarts: int = MAX_RESTARTS, *, agents_return: bool = True
 ) -> ClusterSettings:
-    """Return the core's part of the effective settings."""
+    """Return the settings of the scheduler's state machine. `max_restarts` and `agents_return` come from the process that
+    started the scheduler."""
     return ClusterSettings(
         worker_num=settings.worker_num,
         server_num=settings.server_num,
@@ -322,7 +334,7 @@ def _derive_rest_token(secret: str) -> str:
 
 
 def _exit_signals() -> tuple[signal.Signals, ...]:
-    """Return the signals that end a scheduler; none if it runs in a thread, where the program handles them."""
+    """Return the signals that a scheduler handles; none outside the main thread, where no handler can be installed."""
     return (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
 
 
@@ -339,5 +351,5 @@ def _make_standby_app(lease_keeper: LeaseKeeper) -> Any:
 
 
 def _duplicate_sockets(sockets: list[socket.socket]) -> list[socket.socket]:
-    """Return duplicates, which are closed when the scheduler steps down; the originals are needed for its next term."""
+    """Return duplicates, which are closed at the end of a term; the originals stay open for the next one."""
     return [sock.dup() for sock in sockets]

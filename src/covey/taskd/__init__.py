@@ -1,4 +1,4 @@
-"""Deprecated: the former name of `covey.integrations.taskd`."""
+"""Deprecated former name of `covey.integrations.taskd`. Its import emits a DeprecationWarning."""
 
 import warnings
 

@@ -2,8 +2,9 @@
 
 The state that the template has set (thread counts, random states, the main module) is set here to what `python script.py` would
 have. The effects of imports stay, including exit and signal handlers, because an import in the child would have the same
-effects and the template has no handlers of its own. The child ends like any interpreter (threads joined, exit handlers run,
-files flushed, SystemExit evaluated), because no frame of the template that could continue is left on the stack.
+effects. Variables that Python reads only at its start, such as PYTHONHASHSEED, have no effect in the child. The child ends like
+any interpreter (threads joined, exit handlers run, files flushed, SystemExit evaluated), because no frame of the template that
+could continue is left on the stack. Only the teardown of the template's modules is skipped.
 """
 
 from __future__ import annotations
@@ -29,11 +30,14 @@ GLOO_THREAD_END_S = 0.1  # pause in which a gloo thread can finish
 # Key of nanobind's internal data in the interpreter, with its version.
 NANOBIND_KEY_PREFIX = "__nb_internals_v17_system_libstdcpp_"
 LEAK_WARNINGS_OFFSET = 0x1F8  # offset of the flag print_leak_warnings in nb_internals of that version
-_template_modules: list[str] = []  # imported by the template before the fork
+_template_modules: list[str] = []  # imported before the fork, without the standard library; empty in the template itself
 
 
 def run(spec: ChildSpec) -> None:
-    """Set up the process as the spec says and run its code. Raises the exception that ends it, `SystemExit` included."""
+    """Set up the process as the spec says and run its code. Raises the exception that ends it, `SystemExit` included.
+
+    The description of an exception that is an error is first written to `spec.error_folder`, if that is set.
+    """
     pid = os.getpid()
     excluded = {*sys.stdlib_module_names, "__main__", "__mp_main__"}
     _template_modules[:] = [name for name in sys.modules if name.partition(".")[0] not in excluded]
@@ -61,7 +65,8 @@ def run(spec: ChildSpec) -> None:
 
 
 def restore_process(spec: ChildSpec) -> None:
-    # The shell of a background agent ignores SIGINT; a signal to a child is intended.
+    """Set SIGINT's handler, environment, CPU binding and directory. Exit with `BAD_SETTING` if one of the last two fails."""
+    # An agent that a shell started in the background ignores SIGINT, and the template inherits that. A child must not.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(spec.env)
@@ -77,7 +82,8 @@ def restore_process(spec: ChildSpec) -> None:
 
 
 def restore_libraries() -> None:
-    """Reset the loaded libraries; others read the environment when they are imported."""
+    """Seed the random generators of loaded libraries again, and reset what they derived from the template's environment,
+    directory and thread counts. Libraries imported later read the environment themselves."""
     if random := sys.modules.get("random"):
         random.seed()
     if numpy_random := sys.modules.get("numpy.random"):
@@ -93,6 +99,7 @@ def restore_libraries() -> None:
 
 
 def restore_interpreter(spec: ChildSpec) -> None:
+    """Set output streams, arguments, process title and `sys.path`, and record imports if the environment requests it."""
     install_log_streams()  # line-buffered
     flags = ["-m"] if spec.module else []
     sys.argv = [*(flags or spec.argv[:1]), *spec.argv[1:]]
@@ -141,7 +148,8 @@ def silence_leak_checks() -> None:
 
 
 def trim_traceback(error: BaseException) -> TracebackType | None:
-    """Remove the frames before the script's code from the printed traceback; return the remaining ones."""
+    """Let `sys.excepthook` print the traceback without the frames before the script's code. Return the remaining ones; None if
+    there are none."""
     first_frame = error.__traceback__
     while first_frame is not None and _is_covey_frame(first_frame):
         first_frame = first_frame.tb_next

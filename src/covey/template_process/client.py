@@ -1,8 +1,9 @@
 """The agent's side of the template: start it, restart it, request forks.
 
 A `TemplateProcess` is one process with one socket, on which at most one request is pending. `TemplateClient` restarts a
-template that exited: immediately if it ran for `EARLY_EXIT_S`, with growing delays after early exits, and not at all after the
-fifth early exit in a row. From then on children are started by exec, which is slower, and the log says so.
+template that exited: immediately if it ran for `EARLY_EXIT_S`, with growing delays after early exits in a row, and not at all
+when `RestartBackoff` has counted five exits. From then on children are started by exec, which is slower, and the log says so. A
+template that was replaced because of a module that prevents forks is not counted.
 """
 
 from __future__ import annotations
@@ -26,25 +27,27 @@ from covey.template_process import fork_server, protocol
 
 IMPORT_TIMEOUT_S = 300.0  # limit of one import request
 FORK_TIMEOUT_S = 60.0  # limit of one fork request
-EARLY_EXIT_S = 30.0  # an exit before this time is early
-RESTART_DELAYS_S = (0.0, 0.1, 0.2, 0.4)  # after the first early exit, the second, ...; no restart after the fifth
-FORK_ATTEMPTS_MAX = 5  # each with a new template
-MODULES_MAX = 1000
-OUTPUT_TAIL_MAX = 2000  # characters of a template's output that are logged
+EARLY_EXIT_S = 30.0  # an exit less than this time after the start is early
+RESTART_DELAYS_S = (0.0, 0.1, 0.2, 0.4)  # after the first exit, the second, ... of `RestartBackoff`; no restart after the fifth
+FORK_ATTEMPTS_MAX = 5  # for one child, each with a new template
+MODULES_MAX = 1000  # that a template imports
+OUTPUT_TAIL_MAX = 2000  # bytes of a template's output that are logged
 
 log = logging.getLogger("covey.agent")
 
 
 class TemplateExited(Exception):
-    """The template exited before it replied."""
+    """The template exited before it replied, or was killed because the request failed: it could not be sent, or no valid reply
+    came in time."""
 
 
 class TemplateProcess:
-    """One template process. Requests are answered in order; `exited` is set when it exits."""
+    """One template process, started by the constructor, which raises `OSError` if that fails. It serves one request after the
+    other; `exited` is set when it exits."""
 
     def __init__(self) -> None:
         self.was_replaced = False  # killed by the agent because of a module that prevents forks
-        self.exited: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # cause
+        self.exited: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # cause and last output
         self._loop = asyncio.get_running_loop()
         self._request_lock = asyncio.Lock()
         self._pending_reply: asyncio.Future[protocol.TemplateReply] | None = None
@@ -76,8 +79,11 @@ class TemplateProcess:
     async def request(
         self, order: protocol.TemplateRequest, fds: Sequence[int] = (), *, limit_s: float
     ) -> protocol.TemplateReply:
-        """Send a request and return the reply. Raises `TemplateExited`. A cancelled caller does not disturb the next request,
-        because the exchange continues until its reply."""
+        """Send a request when those before it are complete, and return the reply.
+
+        Raises `TemplateExited` if the template exits first, or is killed because it has not replied `limit_s` seconds after the
+        request was sent. A cancelled caller does not disturb the next request, because the exchange continues until its reply.
+        """
         # Copies, because the caller may close its descriptors before the exchange begins.
         copies = [os.dup(fd) for fd in fds]
         exchange = asyncio.ensure_future(self._request_in_turn(order, copies, limit_s))
@@ -144,7 +150,7 @@ class TemplateProcess:
         os.close(self._pidfd)
 
     def output_tail(self) -> str:
-        """Return the end of the output of the template and its imports."""
+        """Return the end of the output of the template and its imports, at most `OUTPUT_TAIL_MAX` bytes of it."""
         size = os.fstat(self._output_fd).st_size
         return os.pread(self._output_fd, OUTPUT_TAIL_MAX, max(0, size - OUTPUT_TAIL_MAX)).decode(errors="replace").strip()
 
@@ -154,7 +160,7 @@ class TemplateProcess:
 
 
 class TemplateClient:
-    """Keeps one template running, with the wanted modules imported."""
+    """Keeps one template running, with the wanted modules imported, until it has exited early too often."""
 
     def __init__(self, modules: Iterable[str]) -> None:
         self._modules = list(dict.fromkeys(modules))[:MODULES_MAX]
@@ -164,12 +170,12 @@ class TemplateClient:
 
     @property
     def pid(self) -> int:
-        """Pid of the running template; 0 if there is none."""
+        """Pid of the running template, ready or still importing; 0 if there is none."""
         return 0 if self._template is None or self._template.exited.done() else self._template.pid
 
     async def fork(self, spec: protocol.ChildSpec, outputs: Sequence[int]) -> tuple[int, Lifeline] | None:
-        """Fork a child and return its pid and lifeline; None if there is no template. Raises `CoveyError` if it cannot be
-        forked."""
+        """Wait until the template is ready, fork a child, and return its pid and lifeline. Return None if there is no template
+        any more, or if `FORK_ATTEMPTS_MAX` templates have failed. Raises `CoveyError` if this child cannot be forked."""
         with open_memory_file(protocol.encode_spec(spec)) as data:
             for _ in range(FORK_ATTEMPTS_MAX):
                 template = await self._wait_until_ready()
@@ -201,7 +207,8 @@ class TemplateClient:
             raise CoveyError(f"cannot fork {name}: {reason}")
 
     async def preload(self, names: Sequence[str]) -> None:
-        """Import these modules now and in every later template. Raises `UsageError` above `MODULES_MAX` modules."""
+        """Wait until the template is ready and let it import these modules; later templates import them too. A module that
+        cannot be imported, or that prevents forks, is left out. Raises `UsageError` above `MODULES_MAX` modules."""
         new = [name for name in dict.fromkeys(names) if name not in self._modules]
         if len(self._modules) + len(new) > MODULES_MAX:
             raise UsageError(f"the template imports at most {MODULES_MAX} modules: leave out some of {', '.join(new)}")
@@ -238,7 +245,8 @@ class TemplateClient:
         self._ready.set_result(None)
 
     async def _run_template(self) -> str | None:
-        """Start a template and wait for its exit; return the cause, or None if it was replaced because of a module."""
+        """Start a template and wait for its exit. Return why it exited or could not be started; None if it was killed because
+        of a module that prevents forks."""
         try:
             template = self._template = TemplateProcess()
         except OSError as error:
@@ -290,7 +298,7 @@ class TemplateClient:
 
 @contextlib.contextmanager
 def open_memory_file(data: bytes) -> Iterator[int]:
-    """Yield a descriptor of a memory file with `data`, which may be larger than a packet."""
+    """Yield a descriptor of a memory file with `data`, which may be larger than a packet; close it afterwards."""
     fd = os.memfd_create("covey-spec")
     try:
         with open(os.dup(fd), "wb") as file:  # noqa: PTH123 (a descriptor has no path)

@@ -1,11 +1,11 @@
-"""The template process: it has imported modules and never computed, and an agent's workers are forked from it.
+"""The template process: it only imports modules, and an agent's Python children, such as workers, are forked from it.
 
 It serves requests on a socket to its agent, each with one reply. A safe fork requires that the process has a single thread and
 no children. This is checked before every fork, and after every import, to identify the module that prevents forks. A child is
-forked twice, and the intermediate process exits immediately, so the agent becomes the child's parent. The agent therefore reaps
-every worker itself, and the exit of the template does not affect them.
+forked twice, and the intermediate process exits immediately. The agent is a subreaper, so it becomes the child's parent. It
+therefore reaps every child itself, and the exit of the template does not affect them.
 
-In the child, `serve` returns: the template's stack is unwound, and the child ends like any interpreter.
+In the child, `serve` returns to `main`, which runs the child's code as the last thing before the interpreter ends.
 """
 
 from __future__ import annotations
@@ -43,13 +43,14 @@ from covey.template_process.protocol import (
 SINGLE_THREAD_VARIABLES = {
     f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL", "NUMEXPR", "BLIS", "VECLIB_MAXIMUM")
 }
-FDS_MAX = 4
+FDS_MAX = 4  # descriptors passed with one request
 PID_SIZE = 8  # bytes of a pid; a report of any other length is an error message
 THREAD_END_S = 0.5  # a joined thread may be visible in /proc a little longer
 
 
 def main(fd: int, parent: int) -> None:
-    """Run the template, and each child forked from it."""
+    """Run the template, until the agent closes the socket `fd` or the process `parent` exits. In a forked child, run its
+    code."""
     linux.die_with_parent(parent)
     linux.set_process_title(["covey: template"])
     atexit.register(child_bootstrap.skip_module_teardown)  # registered first, so it runs last
@@ -59,7 +60,10 @@ def main(fd: int, parent: int) -> None:
 
 
 def serve(agent: socket.socket) -> ChildSpec | None:
-    """Serve requests until the agent closes the socket, then return None. In a forked child, return its spec."""
+    """Serve requests until the agent closes the socket, then return None. In a forked child, return its spec.
+
+    Raises `MsgspecError` for an invalid request, which ends the template.
+    """
     while True:
         packet, fds, _, _ = socket.recv_fds(agent, PACKET_MAX, FDS_MAX)
         if not packet:
@@ -79,7 +83,8 @@ def serve(agent: socket.socket) -> ChildSpec | None:
 
 
 def import_modules(names: Sequence[str]) -> Imported:
-    """Import each module; stop at the first that leaves a thread or a process behind."""
+    """Import each module; stop at the first that leaves a thread or a process behind. Return that one, and the modules that
+    raised, with reasons. Raises only `KeyboardInterrupt` and `MemoryError`."""
     failed: dict[str, str] = {}
     for name in names:
         try:
@@ -96,7 +101,8 @@ def import_modules(names: Sequence[str]) -> Imported:
 
 
 def fork_blocker() -> str:
-    """Return why this process cannot be forked safely (other threads or children); "" if it can."""
+    """Return why this process cannot be forked safely (other threads or children); "" if it can. Waits at most `THREAD_END_S`
+    for other threads to end."""
     deadline = time.monotonic() + THREAD_END_S
     while (threads := len(os.listdir("/proc/self/task"))) > 1:  # noqa: PTH208
         if time.monotonic() > deadline:
@@ -110,7 +116,10 @@ def fork_blocker() -> str:
 
 
 def fork_child(agent: socket.socket, fds: Sequence[int]) -> Forked | NotForked | ChildSpec:
-    """Fork a child. Return the reply in the template, and the spec in the child."""
+    """Fork a child. Return the reply in the template, and the spec in the child.
+
+    `fds` are the descriptors of a `Fork` request. The child returns when the agent is its parent.
+    """
     if reason := fork_blocker():
         return NotForked(reason, template_unusable=True)
     data, lifeline_fd, *outputs = fds
@@ -156,7 +165,7 @@ def _finish_double_fork(
 ) -> None:
     """Fork the child from the intermediate process; return in the child only.
 
-    Any error ends the process here, so that there is never a second template.
+    An error is reported to the template through `outbox` and ends the process here, so that there is never a second template.
     """
     try:
         if os.fork() != 0:
@@ -183,10 +192,10 @@ def _set_up_child(lifeline_fd: int, outputs: Sequence[int]) -> None:
 
 
 def build_command(fd: int) -> list[str]:
-    """Return the command by which the agent starts a template that serves `fd`.
+    """Return the command by which the calling agent starts a template that serves `fd`.
 
-    It does not use -m, which would add the current directory to the path of every child. The trailing blanks reserve space in
-    which `set_process_title` writes the children's commands.
+    It removes the current directory, which `-c` adds, from `sys.path`, because every child inherits the path. The trailing
+    blanks reserve space in which `set_process_title` writes the children's commands.
     """
     root = str(Path(__file__).parents[2])
     start = (

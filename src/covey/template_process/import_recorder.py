@@ -1,6 +1,6 @@
-"""Records the modules that the first worker imports, so that the template imports them for later workers.
+"""Records the modules that a host's first child imports, so that the template imports them for later children.
 
-A finder that never finds anything records the modules that the template has not imported. Of these, the template imports the
+A finder that never finds anything records the names of modules that are not imported yet. Of these, the template imports the
 installed ones; the program's own modules are not imported, because an import would run the program.
 """
 
@@ -17,11 +17,11 @@ from types import ModuleType
 from typing import Final
 
 RECORD_IMPORTS_VARIABLE: Final = "COVEY_LEARN"  # file to which a child appends the names of its imports
-RECORDED_IMPORTS_MAX: Final = 500
+RECORDED_IMPORTS_MAX: Final = 500  # module names that are used
 
 
 class ImportRecorder:
-    """A finder that records names and finds nothing."""
+    """A finder for `sys.meta_path` that appends each requested module name to the file `path` and finds nothing."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -37,7 +37,8 @@ class ImportRecorder:
 
 
 def read_recorded_imports(path: Path) -> list[str]:
-    """Return the installed modules among the recorded ones, in the order of import."""
+    """Return the recorded modules that belong to Python or to an installed package, in the order of import; at most
+    `RECORDED_IMPORTS_MAX`. Return [] if the file does not exist."""
     if not path.exists():
         return []
     names = list(dict.fromkeys(path.read_text().split()))
@@ -46,7 +47,7 @@ def read_recorded_imports(path: Path) -> list[str]:
 
 
 def _is_installed(top: str) -> bool:
-    """Return whether a module belongs to Python or to an installed package."""
+    """Return whether a top-level module is part of Python or is installed in its directories of packages."""
     spec = importlib.util.find_spec(top) if top.isidentifier() else None
     if spec is None or top == "__main__":
         return False

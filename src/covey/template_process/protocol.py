@@ -24,17 +24,17 @@ class ChildSpec(msgspec.Struct, frozen=True, kw_only=True):
     """A process to start: its command, environment, directory and outputs."""
 
     name: str  # "worker:3", unique among running children
-    argv: list[str]  # argv[0] is the script, the module (`module`) or the program (not `python`)
-    module: bool = False  # python -m
+    argv: list[str]  # argv[0] is the script, the module if `module`, or the program unless `python`
+    module: bool = False  # run as `python -m`
     python: bool = True  # False: argv is any command
     env: dict[str, str]  # the complete environment
     cwd: str
     log: str  # file of stdout, and of stderr unless `log_err` is set
     log_err: str = ""
-    append: bool = False  # append to the log of an earlier incarnation
-    cores: list[int] = []  # bound to these; empty: not bound
+    append: bool = False  # append to the logs of an earlier incarnation; False: truncate them
+    cores: list[int] = []  # CPU numbers to which the process is bound; empty: not bound
     error_folder: str = ""  # directory to which a forked child writes the exception that ends it; "": none
-    script_source: bytes | None = None  # source to run instead of the present file; for forked children only
+    script_source: bytes | None = None  # run by a forked child instead of the file's present contents; None: the file
 
 
 class Exit(msgspec.Struct, frozen=True):
@@ -76,19 +76,20 @@ class Import(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fork(msgspec.Struct, frozen=True, tag=True):
-    """Request to fork a child. Its descriptors: the encoded spec, the lifeline, stdout, and stderr if that is another file."""
+    """Request to fork a child. Passed with it are descriptors: the encoded spec, the lifeline, stdout, and stderr if that is
+    another file."""
 
 
 # -- replies of the template: exactly one to each request ------------------------------------------------------------
 
 
 class Imported(msgspec.Struct, frozen=True, tag=True):
-    """Result of an import. `failed` maps modules to reasons; `blocking_module` started a thread or process, which prevents
-    forks."""
+    """Result of an import. If `blocking_module` is not "", it left a thread or process behind, which prevents forks, and the
+    modules after it were not imported."""
 
-    failed: dict[ModuleName, Reason] = {}
+    failed: dict[ModuleName, Reason] = {}  # modules that raised
     blocking_module: ModuleName = ""
-    reason: Reason = ""
+    reason: Reason = ""  # what `blocking_module` started
 
 
 class Forked(msgspec.Struct, frozen=True, tag=True):
@@ -98,7 +99,7 @@ class Forked(msgspec.Struct, frozen=True, tag=True):
 
 
 class NotForked(msgspec.Struct, frozen=True, tag=True):
-    """The fork failed. `template_unusable`: this template cannot be forked any more."""
+    """The child was not started. `template_unusable`: this template cannot be forked any more."""
 
     reason: Reason
     template_unusable: bool = False

@@ -1,4 +1,7 @@
-"""Loads a script or module as `__main__`, as `python` does, with Python's own error messages and exit codes."""
+"""Loads a script or module as `__main__`, as `python` does, with Python's own error messages and exit codes.
+
+For use in a process forked from the template, whose main module is replaced.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,10 @@ def exit_with_message(message: str, code: int) -> NoReturn:
 
 
 def load_script(script: str, source: bytes | None = None) -> tuple[ModuleType, CodeType]:
-    """Return main module and code of `python script`; the script may be a directory or zip file with a __main__.py.
+    """Set main module and `sys.path` as for `python script`, and return the main module and its code.
 
-    `source` replaces the contents of the file. Exits with Python's message if the script cannot be loaded.
+    The script may be a directory or zip file with a __main__.py. `source` replaces the contents of a script that is a plain
+    file. Exits with Python's message if the script cannot be read; raises `SyntaxError` if it cannot be compiled.
     """
     path = str(Path.cwd() / script)
     if (inner_spec := PathFinder.find_spec("__main__", [path])) is not None:
@@ -39,9 +43,10 @@ def load_script(script: str, source: bytes | None = None) -> tuple[ModuleType, C
 
 
 def load_module(name: str) -> tuple[ModuleType, CodeType]:
-    """Return main module and code of `python -m name`; the name may be a package with a __main__.
+    """Set main module, `sys.path` and `sys.argv[0]` as for `python -m name`, and return the main module and its code.
 
-    Exits with Python's message if the module cannot be loaded.
+    The name may be a package with a __main__. Exits with Python's message if the module cannot be found; raises what the
+    imports of its parent packages raise, and `SyntaxError` if it cannot be compiled.
     """
     if name.startswith("."):
         exit_with_message(f"{sys.executable}: Relative module names not supported", 1)
@@ -96,7 +101,7 @@ def _main_from_spec(spec: ModuleSpec) -> tuple[ModuleType, CodeType]:
 
 
 def _make_main_module(**attributes: object) -> ModuleType:
-    """Create the child's main module under both names and return it.
+    """Create the child's main module as `__main__` and `__mp_main__`, and return it.
 
     multiprocessing, imported by the template, has set `__mp_main__` to the template's main module, in which the classes of the
     script would not be found. The template's module is kept, because its code is still on the stack.

@@ -1,7 +1,8 @@
-"""Thread counts of a forked child: the counts that its libraries would choose in a fresh interpreter.
+"""Thread counts of a forked child: those that torch and OpenBLAS would choose in a fresh interpreter.
 
-The template loads the libraries with one thread each, because a thread pool does not survive a fork. They read their
-environment only once, so the child computes their choice and sets it explicitly.
+The template loads libraries with one thread each, because a thread pool does not survive a fork. They read their environment
+only once, so the child computes the choice of torch and OpenBLAS and sets it explicitly. Other libraries that the template has
+loaded, such as NumExpr, keep one thread.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _OPENBLAS_SETTERS = (
 
 
 def requested_threads(env: Mapping[str, str], *variables: str) -> int:
-    """Return the count in the first variable that has one, or 0. For OpenMP's nested levels ("4,2") this is the outer count."""
+    """Return the count in the first variable that has a positive one; 0 if none has. For OpenMP's nested levels ("4,2") this is
+    the outer count."""
     for variable in variables:
         first = env.get(variable, "").split(",")[0].strip()
         if first.isdecimal() and int(first) > 0:
@@ -31,7 +33,8 @@ def requested_threads(env: Mapping[str, str], *variables: str) -> int:
 
 
 def torch_threads(env: Mapping[str, str], cpus: int, cores: int, *, mkl: bool) -> int:
-    """Return torch's choice: OpenMP's count; with MKL, MKL's count, limited to the physical cores."""
+    """Return torch's choice: OpenMP's count, by default `cpus`. With MKL: MKL's count, else OpenMP's, by default and at most
+    `cores`, the number of physical cores."""
     if mkl:
         return min(requested_threads(env, "MKL_NUM_THREADS", "OMP_NUM_THREADS") or cores, cores)
     return requested_threads(env, "OMP_NUM_THREADS") or cpus
@@ -54,7 +57,7 @@ def physical_cores(cpus: Iterable[int]) -> int:
 
 
 def restore_threads() -> None:
-    """Set the thread counts of the loaded libraries; others read the environment when they are imported."""
+    """Set the thread counts of torch and, if numpy is loaded, of OpenBLAS. Libraries imported later read the environment."""
     cpus = os.sched_getaffinity(0)
     if torch := sys.modules.get("torch"):
         count = torch_threads(os.environ, len(cpus), physical_cores(cpus), mkl=torch.backends.mkl.is_available())

@@ -1,7 +1,7 @@
 """Stand-in for torch's DistributedDataParallel.
 
-The loop averages the gradients, so this class only provides torch's interface: `.module`, `no_sync()`, and a state dict whose
-keys begin with "module.".
+`covey.Loop` averages the gradients, so this class only provides torch's interface: `.module`, `no_sync()`, and a state dict
+whose keys begin with "module.".
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 
 from covey.errors import UsageError
 
-# Options that do not change the result: accepted and ignored.
+# Options that do not change the result: accepted with any value, and ignored.
 IGNORED_OPTIONS: Final = {
     "bucket_cap_mb",
     "find_unused_parameters",
@@ -23,11 +23,16 @@ IGNORED_OPTIONS: Final = {
     "static_graph",
     "check_reduction",
 }
+# Options that are accepted only with these values.
 REQUIRED_OPTIONS: Final = {"device_ids": None, "output_device": None, "dim": 0, "broadcast_buffers": True, "init_sync": True}
 
 
 class DistributedDataParallel(nn.Module):  # type: ignore[misc]
-    """A module whose gradients a `covey.Loop` averages over all ranks."""
+    """Wrapper of a module whose gradients a `covey.Loop` averages over all ranks.
+
+    `options` are those of torch's class, but only as `IGNORED_OPTIONS` and `REQUIRED_OPTIONS` allow; others raise `UsageError`.
+    So does a forward pass in training mode, with gradients enabled, before a loop was created with this module.
+    """
 
     def __init__(self, module: Any, **options: Any) -> None:
         super().__init__()
@@ -41,7 +46,7 @@ class DistributedDataParallel(nn.Module):  # type: ignore[misc]
         self._loop: Any = None
 
     def attach_loop(self, loop: Any) -> None:
-        """Record the loop that averages the gradients."""
+        """Record the loop that averages the gradients. The loop calls this."""
         self._loop = loop
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -54,7 +59,10 @@ class DistributedDataParallel(nn.Module):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Skip averaging for a micro-batch. Raise `UsageError` in the last micro-batch of a step (`loop.boundary`)."""
+        """Raise `UsageError` in the last micro-batch of a step (`loop.boundary`), otherwise do nothing.
+
+        Gradients are averaged only in that micro-batch, so there is nothing to skip in the others.
+        """
         if self._loop is not None and self._loop.boundary:
             raise UsageError(
                 "no_sync() is not allowed in a step's last micro-batch, after which gradients are averaged: set the number of"

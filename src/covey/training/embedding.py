@@ -1,4 +1,4 @@
-"""Embedding table whose rows are on the parameter servers; a worker receives only those of its batches."""
+"""Embedding table whose rows are on the parameter servers; a worker pulls only the rows that its batches use."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ INIT_KINDS: Final = ("normal", "uniform", "zeros")
 
 
 class RowSource(Protocol):
-    """Fetches rows from the servers; implemented by the loop's `ServedParameters`."""
+    """Source of the values of rows: the loop's `ServedParameters`, which pulls them from the servers."""
 
     def fetch_rows(self, table: Embedding, numbers: Array) -> Array: ...
 
@@ -28,8 +28,11 @@ class RowSource(Protocol):
 class Embedding(Module):  # type: ignore[misc]
     """Lookup table like `torch.nn.Embedding`, without a local parameter. Usable in a `covey.Loop` only.
 
-    `optimizer` is one of `covey.parameter_server.optimizers`; default: derived from the loop's optimizer. `vocab_cache_size`:
-    number of rows cached by the worker; a cached row is sent again only if it has changed.
+    `optimizer` is one of `covey.parameter_server.optimizers`; None: derived from the loop's optimizer. The servers draw the
+    initial rows. `scale` is the standard deviation for `init="normal"` and the largest absolute value for "uniform". Tables
+    with the same `init`, `scale`, `seed` and `embedding_size` begin with the same rows. The worker caches at most
+    `vocab_cache_size` rows (0: none); a server does not send a cached row again if it is known to be unchanged. An invalid
+    argument raises `UsageError`.
     """
 
     def __init__(
@@ -61,25 +64,29 @@ class Embedding(Module):  # type: ignore[misc]
         self.vocab_size, self.embedding_size, self.vocab_cache_size = vocab_size, embedding_size, vocab_cache_size
         self.optimizer_rule, self.initial_values = optimizer, InitialValues(init, scale, seed)
         self._row_source: RowSource | None = None
-        self._next_rows: Array | None = None  # rows that the next step will need
-        self._used_rows: list[tuple[Array, Any]] = []  # rows of this step, and the tensor that receives their gradients
+        self._next_rows: Array | None = None  # row numbers given to `prefetch`; None: none
+        self._used_rows: list[tuple[Array, Any]] = []  # per forward pass: row numbers, and the tensor with their gradients
 
     @property
     def is_attached(self) -> bool:
-        """Whether a loop has this table."""
+        """Whether a loop was created with this table."""
         return self._row_source is not None
 
     def attach_to_loop(self, source: RowSource) -> None:
-        """Set the source of rows."""
+        """Set the source of rows. The loop calls this."""
         self._row_source = source
 
     def take_next_rows(self) -> Array | None:
-        """Return the rows given to `prefetch` and forget them; None if there are none."""
+        """Return the row numbers given to `prefetch` last, and forget them; None if there are none."""
         rows, self._next_rows = self._next_rows, None
         return rows
 
     def take_used_rows(self) -> list[tuple[Array, Any]]:
-        """Return this step's rows with the tensors that have their gradients, and forget them."""
+        """Return the row numbers of each forward pass since the last call, with the tensor of their values, and forget them.
+
+        The tensor's `grad` is the gradient of the rows; None if no backward pass used it. Forward passes without autograd are
+        not included.
+        """
         rows, self._used_rows = self._used_rows, []
         return rows
 
@@ -95,7 +102,11 @@ class Embedding(Module):  # type: ignore[misc]
         return torch.nn.functional.embedding(indices, values)
 
     def prefetch(self, ids: Any) -> None:
-        """Name the rows of the next step. They are fetched as soon as their values are final, while this step ends."""
+        """Name the rows that the next step will use. The loop requests them when this step's push is complete.
+
+        Call it before the optimizer steps; only the last call in a step has an effect. Raise `UsageError` without a cache, for
+        ids that are not a tensor of integers, or for a row that does not exist.
+        """
         if self.vocab_cache_size == 0:
             raise UsageError("prefetch needs a cache: create the Embedding with a vocab_cache_size above 0")
         self._next_rows = rows = np.unique(_row_numbers(ids))
@@ -109,7 +120,7 @@ class Embedding(Module):  # type: ignore[misc]
 
 
 def _row_numbers(ids: Any) -> Array:
-    """Return the ids as a flat int64 array. Raise `UsageError` unless they are integers."""
+    """Return the ids as a flat int64 array. Raise `UsageError` unless they are a tensor of integers."""
     check_type("Embedding", "ids", ids, torch.Tensor)
     if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
         raise UsageError(f"Embedding ids of {ids.dtype} are invalid: expected integers; convert them with .long()")

@@ -1,13 +1,16 @@
 """Averaging of gradients over all ranks, overlapped with the backward pass.
 
-Parameters are assigned to buckets by registration order alone, because the bits of a sum depend on an element's position. A
-hook scales each finished gradient by this rank's share of the samples, copies it into its bucket and issues full buckets in
-order.
-At the end of the backward pass autograd calls back, waits for the buckets and copies the results into `.grad`. Local gradients
-are unchanged until then, so a reduction that a failure interrupted can be repeated. The result stays cached, unaffected by
-gradient clipping, for a rank that missed it.
+Each backward pass in the last micro-batch of a step is reduced. Buckets depend only on the list of trainable parameters, not on
+the order in which gradients become ready, because the bits of a sum depend on an element's position. A hook counts the finished
+gradients. When all of a bucket are finished, they are scaled by this rank's share of the samples and copied into a flat buffer,
+which is reduced over all ranks; buckets are issued in the same order on all ranks.
+
+At the end of the backward pass autograd calls `_on_backward_end`, which waits for the buckets and copies the results into
+`.grad`. Local gradients are unchanged until then, so a reduction that a failure interrupted can be repeated. The result stays
+cached, unaffected by gradient clipping, for a rank that missed it.
 
 Model buffers (batch norm's statistics) are sent in the last all_reduce: rank 0 sends its values, all other ranks send zeros.
+Parameters on parameter servers are not reduced here.
 """
 
 from __future__ import annotations
@@ -28,12 +31,16 @@ SERVED_ATTRIBUTE: Final = "covey_served"  # marks a parameter whose gradients go
 
 
 class Bucket:
-    """Parameters whose gradients are reduced together, and their offsets in the flat buffer."""
+    """Parameters whose gradients are reduced together, and their offsets in the flat buffer, in elements.
+
+    The gradients are followed by one flag per parameter: before the reduction 1 if this rank has a gradient, else 0; after it
+    non-zero if any rank has one.
+    """
 
     def __init__(self, parameters: list[Any]) -> None:
         self.parameters = parameters
         self.offsets: list[int] = []
-        self._flags_start = 0  # index of the flags, one per parameter: non-zero if any rank has a gradient of it
+        self._flags_start = 0  # index of the first flag
         for parameter in parameters:
             self.offsets.append(self._flags_start)
             self._flags_start += parameter.numel()
@@ -41,7 +48,7 @@ class Bucket:
 
     @property
     def is_full(self) -> bool:
-        """Whether every parameter's gradient has been counted in this backward pass."""
+        """Whether the gradients of all parameters have been counted in this backward pass."""
         return self._missing_gradients == 0
 
     def count_gradient(self) -> None:
@@ -58,7 +65,7 @@ class Bucket:
     def copy_gradients_in(self, flat: Any, parts: list[Any], scale: float) -> None:
         """Copy this rank's gradients into `flat`, multiplied by `scale`; write zeros and a zero flag for a missing one.
 
-        Raise `UsageError` for a sparse gradient.
+        `parts` are the `gradient_views` of `flat`. Raise `UsageError` for a sparse gradient.
         """
         torch = torch_module()
         flags = flat[self._flags_start :]
@@ -76,7 +83,10 @@ class Bucket:
                 torch.mul(parameter.grad, scale, out=part)
 
     def copy_gradients_out(self, flat: Any, parts: list[Any]) -> None:
-        """Copy the sums into `.grad`. A parameter without a gradient on every rank keeps `grad=None`, as on a single rank."""
+        """Copy the sums into `.grad`, which is created if only other ranks have a gradient of the parameter.
+
+        If no rank has one, `.grad` stays None. `parts` are the `gradient_views` of `flat`.
+        """
         torch = torch_module()
         if any(parameter.grad is None for parameter in self.parameters):
             for parameter, flag in zip(self.parameters, flat[self._flags_start :].tolist(), strict=True):
@@ -93,7 +103,11 @@ class Bucket:
 
 
 def make_buckets(parameters: Iterable[Any]) -> list[Bucket]:
-    """Return buckets in reverse registration order, the order of gradients; a change of dtype or device starts a new one."""
+    """Return the parameters in buckets, in reverse order: about the order in which gradients become ready.
+
+    A parameter starts a new bucket if it would exceed the limit (`FIRST_BUCKET_BYTES`, then `BUCKET_BYTES`), or if its dtype or
+    device differs from that of the bucket.
+    """
     buckets: list[list[Any]] = []
     filled, limit = 0, FIRST_BUCKET_BYTES
     for parameter in reversed(list(parameters)):
@@ -109,20 +123,20 @@ def make_buckets(parameters: Iterable[Any]) -> list[Bucket]:
 
 
 class SampleWeights(Protocol):
-    """Each rank's share of the samples of the current step; implemented by the loop."""
+    """This rank's share of the samples of the current step; implemented by `DataCursor`."""
 
     def gradient_scale(self) -> float:
-        """Return this rank's share of the samples of all participating ranks."""
+        """Return the weight of this rank's gradients in the sum: its share of the samples of all participating members."""
 
     def participants_tensor(self) -> Any:
-        """Return the participating ranks as a tensor, which is cached with the result for ranks that receive it."""
+        """Return the participating members as a tensor, which is cached with the result for ranks that receive it."""
 
     def on_reduction_complete(self, participants: Any) -> None:
-        """Record the ranks that took part in the completed reduction."""
+        """Record the members that took part in the completed reduction: the `participants_tensor` of the result."""
 
 
 class GradientReducer:
-    """Gradient hooks of one model. `ends_step` returns whether the current backward pass is the last of its step."""
+    """Gradient hooks of one model. `ends_step` returns whether the current micro-batch is the last of its step."""
 
     def __init__(
         self, model: Any, collectives: NumberedCollectives, *, weights: SampleWeights, ends_step: Callable[[], bool]
@@ -130,7 +144,7 @@ class GradientReducer:
         self._parameters = [p for p in model.parameters() if not hasattr(p, SERVED_ATTRIBUTE)]
         self._trainable: list[Any] = []
         self._buckets: list[Bucket] = []
-        # flat buffers of the last two steps: one is cached as a result, the other is free
+        # Flat buffers of the last two steps, the older first; {}: not allocated. The newer are still cached as a result.
         self._free_buffers: collections.deque[FlatBuffers] = collections.deque([{}, {}])
         self._bucket_by_parameter: dict[int, Bucket] = {}
         self._hooked_ids: set[int] = set()
@@ -143,7 +157,8 @@ class GradientReducer:
         self._update_buckets()
 
     def _update_buckets(self) -> None:
-        """Rebuild the buckets if the set of trainable parameters changed (a script may freeze and unfreeze parameters)."""
+        """Rebuild the buckets if the list of trainable parameters changed (a script may freeze and unfreeze parameters), and
+        hook parameters that have no hook yet."""
         trained = [p for p in self._parameters if p.requires_grad]
         if len(trained) == len(self._trainable) and all(p is q for p, q in zip(trained, self._trainable, strict=True)):
             return
@@ -157,12 +172,15 @@ class GradientReducer:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient_ready)
 
     def begin_step(self) -> None:
-        """Start a step. Only its first reduction reuses buffers, because all results of the step stay cached."""
+        """Start a step. Only its first reduction reuses flat buffers, because all results of the step stay cached."""
         self._first_of_step = True
         self._update_buckets()
 
     def begin_micro_batch(self) -> None:
-        """Discard the reduction of a backward pass that raised, and abort the generation in which it was issued."""
+        """If the last backward pass raised, discard its reduction, report the failure and block until a new generation starts.
+
+        The other ranks may already wait in that reduction; the new generation makes them repeat it.
+        """
         if self._reduction is not None:
             self._reduction = None
             if self._first_of_step:
@@ -203,9 +221,9 @@ FlatBuffers = dict[int, tuple[Any, list[Any]]]  # by bucket number: a flat buffe
 
 
 class GradientReduction:
-    """Gradient reduction of one step, as a collective that can be reissued on another group.
+    """Gradient reduction of one backward pass, as a collective that can be reissued on another group.
 
-    `free`: flat buffers of the step before the last, reused because that is cheaper than an allocation.
+    `free`: flat buffers to reuse, because that is cheaper than an allocation; {}: allocate all.
     """
 
     def __init__(self, buckets: list[Bucket], buffers: list[Any], weights: SampleWeights, free: FlatBuffers) -> None:
@@ -220,13 +238,16 @@ class GradientReduction:
         self._works: list[Work] = []
 
     def issue_full_buckets(self, group: Group) -> None:
-        """Issue the full buckets, in order, during the backward pass."""
+        """Issue buckets in order, up to the first that is not full. Called during the backward pass."""
         self._reset_for_group(group)
         while len(self._flats) < len(self._buckets) and self._buckets[len(self._flats)].is_full:
             self._issue_next_bucket(group)
 
     def issue(self, group: Group) -> list[Work]:
-        """Issue everything not yet issued on this group. Gradients that this rank lacks are zero."""
+        """Issue all buckets and model buffers not yet issued on this group, and return all works of this group.
+
+        A gradient that this rank lacks is sent as zeros. Raise `UsageError` for a sparse gradient.
+        """
         self._reset_for_group(group)
         while len(self._flats) < len(self._buckets):
             self._issue_next_bucket(group)
@@ -240,7 +261,10 @@ class GradientReduction:
         return self._results
 
     def complete(self, results: list[Any]) -> None:
-        """Copy the results into the gradients. A copy, because the cached result must survive clipping and unscaling."""
+        """Copy the results into the gradients and model buffers, and record the participants.
+
+        The results are copied because the cached ones must survive gradient clipping and unscaling.
+        """
         if results is not self._results:  # received from another rank; the aborted group may still write to local buffers
             self.filled_buffers = {}
         *flats, participants = results
@@ -273,7 +297,10 @@ class GradientReduction:
         self._works.append(group.all_reduce(flat, ReduceOp.SUM))
 
     def _pack_buffers(self, rank: int) -> list[Any]:
-        """Return rank 0's buffers, or zeros on other ranks; their sum is rank 0's bit for bit. Bytes work for any dtype."""
+        """Return the model buffers as one tensor of bytes, in a list; zeros on all ranks but rank 0.
+
+        The sum over all ranks is therefore rank 0's, bit for bit and for any dtype.
+        """
         torch = torch_module()
         flat = torch.cat([b.detach().reshape(-1).view(torch.uint8) for b in self._model_buffers])
         return [flat if rank == 0 else torch.zeros_like(flat)]

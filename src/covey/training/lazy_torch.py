@@ -1,4 +1,4 @@
-"""Import of torch on first use, so that scripts without collectives and without a loop run without torch."""
+"""Import of torch on first use, so that scripts without collectives and without training objects run without torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from covey.errors import UsageError
 
 @functools.cache
 def torch_module() -> Any:
-    """Return torch. Raise `UsageError` if it is not installed."""
+    """Return torch, with `torch.distributed` imported. Raise `UsageError` if the import fails (torch is not installed)."""
     try:
         import torch
         import torch.distributed

@@ -8,13 +8,14 @@
         schedule.step()
 
 A step is everything between two step boundaries: forward, backward, optimizer, evaluation, checkpoint. The loop seeds the
-random generators for each micro-batch by (seed, step, micro-batch, rank), numbers the collectives of a step, and commits the
-step at its boundary.
+random generators for each micro-batch by (seed, step, micro-batch, position of this rank in the sample schedule), numbers the
+collectives of a step, and commits the step at its boundary.
 
-A replacement runs the script from the start. Its loop receives the state of a step boundary from another rank, positions the
-data there and runs that step; results of collectives that the other ranks have completed are handed to it. If the other ranks
-had already run the step's optimizer, the donated state is the one after it. The replacement then runs the step with `replaying`
-true, and loads the received state when its own optimizer steps, and again before the first collective with the other ranks.
+A replacement runs the script from the start. Its loop receives the state of a step boundary from another rank, the donor,
+positions the data there and runs that step; results of collectives that the other ranks have completed are handed to it. If the
+donor had already run the step's optimizer, the received state is a later one. The replacement then runs the step with
+`replaying` true. When its own optimizer steps, it loads the state as of right after the donor's optimizer. Before the first
+collective with the other ranks, or at the end of the step, it loads the complete received state.
 """
 
 from __future__ import annotations
@@ -47,7 +48,17 @@ log = logging.getLogger("covey")
 
 
 class Loop:
-    """A training. Iterate over it to receive the micro-batches."""
+    """A training. Iterate over it to receive the micro-batches.
+
+    `data` is a `covey.Data` or a torch DataLoader. `steps` is the number of optimizer steps and replaces `epochs`; it is
+    required with an iterable data set. `accumulate` is the number of micro-batches of a step on each rank, as long as the world
+    has its first size and `Data` has no `limit`. The state that replacements and checkpoints receive includes that of
+    `schedulers` and `scaler`.
+
+    In a replacement the constructor receives the state from another rank; otherwise it resumes from the newest checkpoint, if
+    `checkpoint` is given and there is one. A spare blocks in it until it has a rank. Raise `UsageError` for an argument that
+    cannot be trained, a state that does not fit the model, and a second loop in a process with collectives.
+    """
 
     def __init__(
         self,
@@ -75,7 +86,7 @@ class Loop:
         loop_arguments.check_model_and_optimizer(model, optimizer)
         self.model, self.optimizer = model, optimizer
         self._parameter_ids = {id(parameter) for parameter in model.parameters()}
-        self._optimized_count = sum(len(group["params"]) for group in optimizer.param_groups)  # at the last check
+        self._optimized_count = sum(len(group["params"]) for group in optimizer.param_groups)  # when last checked
         self.data, self.seed = data, seed
         self._group, self._checkpoint = group, checkpoint
         self._cursor = DataCursor(data, epochs=epochs, steps=steps, accumulate=accumulate, seed=seed)
@@ -89,7 +100,7 @@ class Loop:
         if self._sharded is not None and self._served.has_parameters:
             raise UsageError("ShardedOptimizer cannot train served parameters: pass a model without them, or another optimizer")
         follower = start_spare_sync(group.node_interface) if not self._served.has_parameters else None
-        # Nothing above reads the rank or the world size, so a spare has done all of it before it receives its rank here.
+        # Only the client of served parameters has needed the rank so far: a spare blocks here with all of the above done.
         self._collectives = None if self._served.is_independent else group.collectives
         known = follower.stop_and_get_tensors() if follower is not None else NO_TENSORS
         self._cursor.start_at_rank(group, self._collectives)
@@ -110,7 +121,7 @@ class Loop:
         self._begin_training(known)
 
     def _register_parts(self, schedulers: Sequence[Any], scaler: Any) -> None:
-        """Register the state of schedulers, stream and gradient scaler."""
+        """Register the state of the schedulers, and of stream and gradient scaler if there are any."""
         for n, scheduler in enumerate(schedulers):
             self.register(f"scheduler {n}", scheduler.state_dict, scheduler.load_state_dict)
         if (stream := self._cursor.stream) is not None:
@@ -119,7 +130,10 @@ class Loop:
             self.register("scaler", scaler.state_dict, scaler.load_state_dict)
 
     def _begin_training(self, known: ReceiverTensors) -> None:
-        """Receive or load the state and set the first step."""
+        """Create the gradient reducer, receive or load the state, and set and report the first step.
+
+        Raise `UsageError` if this process already has a loop with collectives.
+        """
         if self._collectives is not None:
             if self._collectives.has_loop:
                 raise UsageError("a script has a second Loop, which cannot be healed: use one Loop, or a second script")
@@ -138,48 +152,68 @@ class Loop:
             self._group.node_interface.report_progress(Progress(self.step, "train", first_step=self._first_step))
 
     def register(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
-        """Add plain data and tensors to the state that replacements and checkpoints receive, by a getter and a setter."""
+        """Add a value to the state that replacements and checkpoints receive, by a getter and a setter.
+
+        The value consists of plain data and tensors. If the received or loaded state already has one of this name, it is passed
+        to `put` immediately. Raise `UsageError` if the name is taken, or `get` or `put` is not callable.
+        """
         self._state.register(name, get, put)
 
     def state(self) -> dict[str, Any]:
-        """Return the current state: everything that a replacement or a checkpoint must contain."""
+        """Return the current state: model, optimizer, registered values and position in the data. Tensors are not copied.
+
+        Rows on parameter servers are not included. Of a sharded optimizer, only the slots that this rank holds are.
+        """
         return self._state_manager.current_state()
 
     @property
     def replaying(self) -> bool:
-        """Whether the other ranks have already run this step's optimizer; this rank's results before its own are discarded."""
+        """Whether this rank is a replacement that repeats a step whose optimizer other ranks have already run.
+
+        What it computes before its own optimizer steps is discarded. False again from its first collective with the other ranks
+        on, and from the next step on.
+        """
         return self._state_manager.replaying
 
     @property
     def step(self) -> int:
-        """Number of the current step, from 0."""
+        """Number of the current step, from 0; after the training, the number of steps."""
         return self._cursor.step
 
     @property
     def micro(self) -> int:
-        """Number of the current micro-batch within the step, from 0."""
+        """Number of the current micro-batch within the step, from 0; outside the batches of an epoch it may be stale."""
         return self._cursor.micro
 
     @property
     def steps(self) -> int:
-        """Number of steps of this training. One more than planned for each epoch whose last step the world shrinks in."""
+        """Number of steps of this training.
+
+        It grows by an extra step if ranks leave in the last step of an epoch or of the training and samples remain unused.
+        """
         return self._cursor.schedule_ahead.total_steps
 
     @property
     def steps_per_epoch(self) -> int:
+        """Number of steps of an epoch, without extra steps. A stream is one epoch."""
         return self._cursor.schedule.steps_per_epoch
 
     @property
     def epoch(self) -> int:
+        """Number of the current epoch, from 0."""
         return self._cursor.schedule.locate_step(self.step)[0]
 
     @property
     def step_of_epoch(self) -> int:
+        """Number of the current step within its epoch, from 0."""
         return self._cursor.schedule.locate_step(self.step)[1]
 
     @property
     def ends_epoch(self) -> bool:
-        """Whether this step is the last of its epoch. Final once the step's gradients are reduced."""
+        """Whether this step is the last of its epoch.
+
+        True can still become false until the step's gradients are reduced, if ranks leave and an extra step follows.
+        """
         return self._cursor.ends_epoch
 
     @property
@@ -189,17 +223,20 @@ class Loop:
 
     @property
     def boundary(self) -> bool:
-        """Whether this micro-batch is the last of its step; the optimizer steps after it."""
+        """Whether this micro-batch is the last of its step. The optimizer may step only if it is."""
         return self._cursor.boundary
 
     @property
     def weight(self) -> float:
-        """Share of this micro-batch in this rank's samples of the step; multiply the mean loss by it if a step has several."""
+        """Share of this micro-batch in this rank's samples of the step; multiply the mean loss by it if a step has several.
+
+        Valid only while there is a current micro-batch; after the last batch of an epoch it raises `IndexError`.
+        """
         parts = self._cursor.micro_batches
         return len(parts[self.micro]) / sum(len(part) for part in parts)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the micro-batches from the current step to the end."""
+        """Yield the micro-batches from the current step to the end of the training."""
         for _, batches in self.epochs():
             yield from batches
 
@@ -207,7 +244,9 @@ class Loop:
         """Yield each epoch's number and an iterator of its micro-batches, from the current step on.
 
         Code before the first batch belongs to the epoch's first step, code after the last batch to its last step; both are
-        healed with that step. Raise `UsageError` if the batches of an epoch are not exhausted.
+        healed with that step. A rank that resumes in the middle of an epoch runs the code before the first batch too; what that
+        code changes in buffers, registered values and the optimizer's options is undone. Raise `UsageError` when the next epoch
+        is requested before the batches of this one are exhausted.
         """
         self._cursor.discard_loader()
         self._state_manager.undo_script_changes()
@@ -232,7 +271,8 @@ class Loop:
         self._cursor.seed_outside(self.step)
 
     def _begin_epoch(self) -> None:
-        """Start an epoch. A rank that resumes in its middle runs the script's code before the first batch too; it is undone."""
+        """Start an epoch. If this rank resumes in the middle of one, `_epoch_batches` undoes what the script changes before its
+        first batch."""
         first = self.step - self.step_of_epoch
         self._cursor.begin_step()
         self._cursor.discard_loader(keep_persistent=True)
@@ -245,7 +285,7 @@ class Loop:
             self._state.snapshot_boundary()
 
     def _epoch_batches(self) -> Iterator[Any]:
-        """Yield the micro-batches of the epoch; all steps but the last are committed."""
+        """Yield the micro-batches of the epoch, and commit each of its steps except the last, which `epochs` commits."""
         cursor = self._cursor
         if self._collectives is not None:
             self._collectives.on_first_batch()
@@ -275,8 +315,9 @@ class Loop:
     def retry(self, *kinds: type[Exception], times: int = 3) -> Iterator[None]:
         """Repeat the step in place, from its first micro-batch, if the loop's body raises one of `kinds`.
 
-        Other ranks wait in their collective. The exception is raised if the optimizer has run, if it was raised more than
-        `times` times in one step, or if `retry` is not among the cluster's strategies.
+        Other ranks wait in their collective. The exception is raised if the state at the start of the step cannot be restored
+        (for example because the optimizer has run), if the step was already repeated `times` times, or if `retry` is not among
+        the cluster's strategies. Raise `UsageError` unless `kinds` are exception classes.
         """
         if not kinds or not all(isinstance(kind, type) and issubclass(kind, Exception) for kind in kinds):
             raise UsageError("retry(...) is invalid: expected exception classes, as in loop.retry(ConnectionError)")
@@ -342,8 +383,12 @@ class Loop:
             context.hand_over_rank()
 
     def _before_optimizer_step(self, optimizer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Check the optimizer and push served gradients. Run the closure here, while the state is still that of the boundary,
-        unless the optimizer may call it several times with changed parameters."""
+        """Check the optimizer, run its closure, and push the gradients of served parameters. A hook of the optimizer.
+
+        The closure runs here because the state is still that of the boundary; the returned arguments replace it by its result.
+        Return None if there is no closure, or the optimizer may call it several times with changed parameters. Raise
+        `UsageError` if the optimizer has parameters that are not the model's, or steps before the last micro-batch.
+        """
         if (count := sum(len(group["params"]) for group in optimizer.param_groups)) != self._optimized_count:
             loop_arguments.check_optimizer_parameters(optimizer, self._parameter_ids)
             self._optimized_count = count

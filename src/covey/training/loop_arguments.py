@@ -1,4 +1,4 @@
-"""Conversion and validation of `covey.Loop`'s arguments. An argument that cannot be trained raises `UsageError`."""
+"""Conversion and validation of `covey.Loop`'s arguments. An invalid argument raises `UsageError`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REFUSED_OPTIMIZERS: Final = {
 
 
 def check_numbers(*, epochs: Any, steps: Any, accumulate: Any, seed: Any) -> None:
-    """Raise `UsageError` if an argument is not an integer in its range."""
+    """Raise `UsageError` if an argument is not an integer in its range; `steps` may be None."""
     check_int("Loop", "epochs", epochs, 0)
     check_int("Loop", "steps", 0 if steps is None else steps, 0)
     check_int("Loop", "accumulate", accumulate, 1)
@@ -29,7 +29,8 @@ def check_numbers(*, epochs: Any, steps: Any, accumulate: Any, seed: Any) -> Non
 
 
 def as_covey_data(data: Any) -> Data:
-    """Return `data` as a `covey.Data`; a torch DataLoader is converted."""
+    """Return `data` as a `covey.Data`; convert a torch DataLoader. Raise `UsageError` for any other type, or a DataLoader that
+    cannot be converted."""
     from covey.training.data.torch_dataloader import data_from_dataloader, is_torch_dataloader
 
     found = data_from_dataloader(data) if is_torch_dataloader(data) else data
@@ -39,7 +40,7 @@ def as_covey_data(data: Any) -> Data:
 
 
 def unwrap_model(model: Any, loop: Any) -> Any:
-    """Return the model to train; unwrap covey's DistributedDataParallel and attach `loop` to it."""
+    """Return the model to train: `model`, or the module in covey's DistributedDataParallel, to which `loop` is attached."""
     from covey.training.ddp import DistributedDataParallel
 
     if not isinstance(model, DistributedDataParallel):
@@ -49,7 +50,12 @@ def unwrap_model(model: Any, loop: Any) -> Any:
 
 
 def check_model_and_optimizer(model: Any, optimizer: Any) -> None:
-    """Raise `UsageError` for a model or optimizer that cannot be healed. Types are compared by name, to avoid imports."""
+    """Raise `UsageError` for a model or optimizer that the loop cannot train or heal.
+
+    Refused are lazy and sharded parameters, torch's data-parallel wrappers, an `optimizer` that is not a torch optimizer or is
+    a `ZeroRedundancyOptimizer`, and parameters of the optimizer that are not the model's. Wrappers, sharded parameters and
+    `ZeroRedundancyOptimizer` are recognized by name, to avoid imports.
+    """
     from torch.nn.parameter import is_lazy
     from torch.optim import Optimizer
 
@@ -69,7 +75,7 @@ def check_model_and_optimizer(model: Any, optimizer: Any) -> None:
 
 
 def check_optimizer_parameters(optimizer: Any, known: Set[int]) -> None:
-    """Raise `UsageError` if the optimizer has a parameter that is not in `known`: its gradients would not be averaged."""
+    """Raise `UsageError` if the optimizer has a parameter whose id is not in `known`: its gradients would not be averaged."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) not in known:
@@ -81,8 +87,10 @@ def check_optimizer_parameters(optimizer: Any, known: Set[int]) -> None:
 
 
 def runs_closure_once(optimizer: Any) -> bool:
-    """Return whether the optimizer is known to run its closure once and first, as torch's own do except LBFGS. Others (SAM)
-    may run it with changed parameters."""
+    """Return whether the optimizer is known to call its closure once, before it changes parameters: torch's own except LBFGS.
+
+    False for all others, because some (SAM) call it with changed parameters.
+    """
     from torch.optim import LBFGS
 
     return str(type(optimizer).step.__module__).startswith("torch.optim.") and not isinstance(optimizer, LBFGS)

@@ -3,9 +3,10 @@
     model = covey.Model(net, loss_fn=loss_fn, optimizer=optimizer)
     model.train(10, data, callbacks=[LossMonitor(20), ModelCheckpoint(directory=f"./ckpt_of_rank/{rank}")])
 
-`train` runs a `covey.Loop` and heals like one. Callbacks run inside the step, so their collectives are healed too. A
-replacement that repeats a step also calls them, because other ranks may be blocked in a collective of theirs. Side effects such
-as printing or writing a file must then be skipped: check `loop.replaying`.
+`train` runs a `covey.Loop` and heals like one. Callbacks run inside the step, so their collectives are healed too. If a
+replacement repeats a step whose optimizer other ranks have run, it calls the callbacks again, because other ranks may be
+blocked in a collective of theirs. `loop.replaying` is then true until the first collective with other ranks, and a callback
+should skip side effects such as printing or writing a file.
 """
 
 from __future__ import annotations
@@ -25,14 +26,17 @@ class Callback:
     """Base class of callbacks. `loop.step` is the step that ends, counted from 0."""
 
     def step_end(self, loop: Loop, loss: Any) -> None:
-        """Called after the optimizer step; `loss` is this rank's, a tensor."""
+        """Called after the steps of optimizer and schedulers. `loss` is this rank's, a tensor without autograd history."""
 
     def epoch_end(self, loop: Loop) -> None:
-        """Called after the last step of an epoch."""
+        """Called at the end of an epoch's last step, after `step_end` of all callbacks."""
 
 
 class LossMonitor(Callback):
-    """Prints the loss every `per_print_times` steps; 0: never. Epochs and their steps are counted from 1."""
+    """Prints this rank's loss every `per_print_times` steps, except while `loop.replaying`; 0: never.
+
+    Epochs and their steps are printed counted from 1. Raise `UsageError` for an invalid `per_print_times`.
+    """
 
     def __init__(self, per_print_times: int = 1) -> None:
         if isinstance(per_print_times, bool) or not isinstance(per_print_times, int) or per_print_times < 0:
@@ -47,7 +51,7 @@ class LossMonitor(Callback):
 
 
 class CheckpointConfig:
-    """Interval of checkpoints in steps, and the number of checkpoints to keep."""
+    """Interval of checkpoints in steps, and the number of checkpoints to keep per rank (at least 2)."""
 
     def __init__(self, save_checkpoint_steps: int = 100, keep_checkpoint_max: int = 5) -> None:
         self.save_checkpoint_steps = save_checkpoint_steps
@@ -55,10 +59,10 @@ class CheckpointConfig:
 
 
 class ModelCheckpoint(Callback):
-    """Requests checkpoints and resuming from them. The loop writes them between two steps.
+    """Requests checkpoints, and that the training resumes from them. The loop writes them between two steps.
 
-    `directory` is this rank's own and its last part is the rank. Its siblings are those of the other ranks; a rank can resume
-    from any of them.
+    `directory` is this rank's own, and its last part is the rank; None: `ckpt_of_rank/<rank>`. Its siblings are those of the
+    other ranks; a rank can resume from any of them that it can read. An invalid `prefix` or `config` raises `UsageError`.
     """
 
     def __init__(self, prefix: str = "train", directory: str | None = None, config: CheckpointConfig | None = None) -> None:
@@ -69,7 +73,7 @@ class ModelCheckpoint(Callback):
         self.checkpoint = Checkpoint(**folder, every=every, keep=keep, prefix=prefix)
 
     def check(self, rank: int) -> None:
-        """Raise `UsageError` if `directory` does not end in `rank`, because the ranks' files would be mixed."""
+        """Raise `UsageError` if `directory` is given and does not end in `rank`, because the ranks' files would be mixed."""
         if self.directory is not None and self.directory.name != str(rank):
             raise UsageError(
                 f"ModelCheckpoint(directory={str(self.directory)!r}) is invalid on rank {rank}: the last part of the path must"
@@ -94,10 +98,11 @@ class Model:
         schedulers: Sequence[Any] = (),
         seed: int = 0,
     ) -> Loop:
-        """Train for `epochs` epochs, or the rest of them after a checkpoint, and return the loop.
+        """Train for `epochs` epochs, or the rest of them after a checkpoint, and return the loop. Set the net to training mode.
 
-        `data` is a `covey.Data`, or a map-style data set with a `batch_size` per rank. The last item of a sample is its label.
-        `schedulers` step after each optimizer step.
+        `data` is a map-style data set, with a `batch_size` per rank, or a `covey.Data`, which has its own. The last item of a
+        batch is the labels, the others are the net's inputs. `schedulers` step after each optimizer step. Raise `UsageError`
+        for an invalid argument, such as an iterable data set or two `ModelCheckpoint` callbacks.
         """
         loop = Loop(
             self.net,

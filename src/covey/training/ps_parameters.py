@@ -1,9 +1,11 @@
 """Parameters of a model that parameter servers hold, as seen by the training process.
 
 A parameter marked by `set_param_ps` has a local copy, which is refreshed at every step boundary; an `Embedding` has none. When
-the optimizer steps, the gradients of both go to the servers; the optimizer finds `grad=None` and skips them. In sync mode the
-push is one of the step's collectives: it has a number, it completes when every rank's push has, and it is repeated after a
-failure like any other.
+the optimizer steps, the gradients of both are pushed to the servers, which run their own optimizer; the local optimizer finds
+`grad=None` and skips marked parameters. If it does not step, an empty push ends the step.
+
+In sync mode the push is one of the step's collectives, if the world is or may become larger than 1: it has a number, completes
+when every rank's push has, and is repeated after a failure like any other.
 """
 
 from __future__ import annotations
@@ -31,15 +33,20 @@ from covey.training.embedding import Embedding
 from covey.training.gradient_reducer import SERVED_ATTRIBUTE as MARK
 from covey.training.lazy_torch import torch_module
 
-IN_LOOP_ATTRIBUTE: Final = "covey_in_loop"  # marks a parameter of a created loop, which can no longer become served
-FINAL_SAVE_TIMEOUT_S: Final = 10.0  # limit of the save before the run ends
+IN_LOOP_ATTRIBUTE: Final = "covey_in_loop"  # marks a parameter whose loop exists: it is too late for `set_param_ps`
+FINAL_SAVE_TIMEOUT_S: Final = 10.0  # limit of `save_before_exit`
 TOO_LATE_MESSAGE: Final = "set_param_ps is too late for a model that is in a covey.Loop: call it before Loop(...)"
 
 log = logging.getLogger("covey")
 
 
 def mark_for_server(target: Any, *, recurse: bool, init_in_server: bool, optimizer: OptimizerRule | None) -> None:
-    """Mark a parameter, or all trainable ones of a module, as served. Raise `UsageError` if that is not possible."""
+    """Mark a parameter, or the trainable ones of a module (with `recurse` also of its submodules), as served.
+
+    `init_in_server`: the servers draw the initial values, and each `torch.nn.Embedding` becomes a table on the servers.
+    `optimizer`: the rule of the servers; None: derived from the loop's optimizer. Raise `UsageError` if the target is in a
+    loop, or cannot be served; parts of it may then be marked.
+    """
     torch = torch_module()
     if optimizer is not None:
         check_type("set_param_ps", "optimizer", optimizer, OptimizerRule)
@@ -73,7 +80,10 @@ def _is_in_loop(module: Any) -> bool:
 
 
 def move_embedding_to_servers(module: Any, optimizer: OptimizerRule | None) -> None:
-    """Make a torch.nn.Embedding hold its rows on the servers only. Its weight, which may be on the meta device, is dropped."""
+    """Replace the rows of a torch.nn.Embedding by a table on the servers, with initial values as torch's (normal, scale 1).
+
+    Its weight, which may be on the meta device, is dropped. Raise `UsageError` if it has options that a table does not support.
+    """
     if module.padding_idx is not None or module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         raise UsageError(
             "an Embedding with padding_idx, max_norm, scale_grad_by_freq or sparse cannot be initialized on the servers: remove"
@@ -89,16 +99,16 @@ def is_served(parameter: Any) -> bool:
 
 
 class ServedParameters:
-    """All served parameters of one model."""
+    """All served parameters of one model: marked parameters and tables."""
 
     def __init__(self, model: Any, optimizer: Any, group: Communicator) -> None:
-        self.full_parameters = {name: p for name, p in model.named_parameters() if is_served(p)}
+        self.full_parameters = {name: p for name, p in model.named_parameters() if is_served(p)}  # pulled and pushed completely
         self.tables = {name: m for name, m in model.named_modules() if isinstance(m, Embedding)}
         self.has_local_parameters = any(p.requires_grad and not is_served(p) for p in model.parameters())
         self._optimizer = optimizer
         self._group = group
         self.step = 0
-        self.is_pushed = True
+        self.is_pushed = True  # this step's gradients are pushed, or there is nothing to push
         self._proven_generation = 0  # the newest generation in which a push included an all_reduce of all ranks
         self._caches: dict[str, RowCache] = {}
         self._prefetches: dict[str, Callable[[], Array]] = {}  # by table: requests started in the previous step
@@ -117,13 +127,20 @@ class ServedParameters:
 
     @property
     def is_independent(self) -> bool:
-        """Whether this worker never waits for another: no local parameters to reduce, and not in sync mode."""
+        """Whether the ranks run no common collectives: everything trained is served, and not in sync mode.
+
+        In bounded mode a pull still waits while this worker is too many steps ahead of another.
+        """
         return self.has_parameters and not self.is_sync and not self.has_local_parameters
 
     # -- start of the training -----------------------------------------------------------------------------------------
 
     def declare(self, rank: int) -> None:
-        """Declare all parameters to the servers; rank 0 also sends their initial values."""
+        """Declare all served parameters to the servers. Rank 0 also sends initial values, unless the servers draw them; other
+        ranks block until rank 0 has declared.
+
+        Raise `UsageError` if a dtype or the optimizer is not supported, or a parameter was declared differently.
+        """
         for name, parameter in self.full_parameters.items():
             begin = (
                 InitialValues("normal", seed=zlib.crc32(name.encode()))
@@ -142,8 +159,19 @@ class ServedParameters:
             self.client.declare(spec, None, first=rank == 0)
 
     def align_start_step(self, rank: int, step: int, folder: str, *, has_state: bool) -> int:
-        """Bring servers and this worker to the same step and return it. `has_state`: this worker received its state from
-        another rank. Raise `PeerError` if local parameters are lost."""
+        """Declare all served parameters, bring the servers and this worker to the same step, and return that step.
+
+        `step` is the worker's: of the state received from another rank (`has_state`), of the loaded checkpoint, or 0. `folder`
+        has the checkpoints; "": none.
+
+        - With `has_state` the result is `step`.
+        - An independent worker continues after its last push. If it has none, the servers load the newest complete rows first.
+        - A single worker without local parameters continues at the servers' step if that is later.
+        - Otherwise the result is `step`, and if it is a checkpoint's, rank 0 has the servers load their rows of it.
+
+        Raise `PeerError` if a single worker's local parameters are lost, and `StoreError` if the servers cannot load their
+        rows.
+        """
         self.declare(rank)
         if has_state:
             return step
@@ -167,7 +195,7 @@ class ServedParameters:
     # -- a step ------------------------------------------------------------------------------------------------------
 
     def pull_for_step(self, step: int) -> None:
-        """Refresh the local copies of served parameters for this step."""
+        """Begin a step: pull the values of the marked parameters for it into their local copies."""
         self.step, self.is_pushed = step, False
         if not self.full_parameters:
             return
@@ -179,12 +207,12 @@ class ServedParameters:
                     parameter.copy_(torch_module().from_numpy(flat).view_as(parameter))
 
     def fetch_rows(self, table: Embedding, numbers: Array) -> Array:
-        """Return the rows `numbers` of a table for this step."""
+        """Return the values of some rows of a table for this step. Raise `UsageError` if a row does not exist."""
         name = next(name for name, found in self.tables.items() if found is table)
         if not table.vocab_cache_size:
             return self.client.pull_rows(self.step, name, numbers)
         if (fetched := self._prefetches.pop(name, None)) is not None:
-            fetched()  # fills the cache; rows that changed since are requested below
+            fetched()  # fills the cache, by which the pull below saves transfers
         return self.client.pull_rows_cached(self.step, name, numbers, self._cache_for(name, table))()
 
     def _cache_for(self, name: str, table: Embedding) -> RowCache:
@@ -193,14 +221,20 @@ class ServedParameters:
         return self._caches[name]
 
     def _start_prefetch(self) -> None:
-        """Request the rows that the next step needs. Called only when the step is complete on all servers and this rank has
-        resumed: a request for a step makes the previous one final, and a replacement may still have to repeat it."""
+        """Request the rows that `prefetch` named for the next step. Called only when this step's push is complete.
+
+        In sync mode the servers apply a step when the next one is requested. Earlier, a replacement might still need the values
+        from before the step.
+        """
         for name, table in self.tables.items():
             if (rows := table.take_next_rows()) is not None:
                 self._prefetches[name] = self.client.pull_rows_cached(self.step + 1, name, rows, self._cache_for(name, table))
 
     def take_gradients(self) -> list[GradientToPush]:
-        """Return this step's gradients of served parameters and clear them, so that the optimizer skips these parameters."""
+        """Return this step's gradients of served parameters and clear them, so that the optimizer skips these parameters.
+
+        Parameters and tables without a gradient are left out.
+        """
         found: list[GradientToPush] = []
         for name, parameter in self.full_parameters.items():
             if parameter.grad is not None:
@@ -220,7 +254,7 @@ class ServedParameters:
         return found
 
     def discard_gradients(self) -> None:
-        """Drop this step's gradients, because it is repeated or the optimizer did not step."""
+        """Drop this step's gradients, because the step is repeated or the optimizer did not step. The push is still to come."""
         self.is_pushed = not self.has_parameters
         for parameter in self.full_parameters.values():
             parameter.grad = None
@@ -228,8 +262,11 @@ class ServedParameters:
             table.take_used_rows()
 
     def push(self, collectives: NumberedCollectives | None) -> None:
-        """Push this step's gradients: in sync mode as one of its collectives if there are any. Raise `UsageError` on a second
-        push in a step."""
+        """Push this step's gradients and block until the servers have them; in sync mode, until they have those of all ranks.
+
+        In sync mode with `collectives` the push is one of them. Then start the requests of `Embedding.prefetch`. Raise
+        `UsageError` on a second push in a step, and a `CoveyError` if a server refuses the gradients.
+        """
         if self.is_pushed:  # servers accept gradients once per (step, rank): a second push would be ignored
             raise UsageError(
                 "with served parameters the optimizer may step only once per step of the loop: take the next batch before"
@@ -244,11 +281,14 @@ class ServedParameters:
         self._start_prefetch()
 
     def save(self, step: int, folder: str, keep: int) -> None:
-        """Have the servers write their rows to files; return when they are written."""
+        """Have the servers write their rows at this step to files and keep their `keep` newest; return when they are written.
+
+        Raise `StoreError` if a server cannot write.
+        """
         self.client.save(step, folder, keep)
 
     def save_before_exit(self, step: int, folder: str) -> None:
-        """Like `save`, with a time limit, because a server may be gone."""
+        """Save like `save`, for at most `FINAL_SAVE_TIMEOUT_S`, because a server may be gone. Log a failure."""
         if not self.client.try_save(step, folder, FINAL_SAVE_TIMEOUT_S):
             log.warning(
                 "parameter servers did not save step %d within %g s: the run cannot resume from it", step, FINAL_SAVE_TIMEOUT_S
@@ -259,7 +299,7 @@ class ServedParameters:
         self._group.node_interface.inbox.put(WorkDone(work))
 
     def _claim_proof(self, generation: int) -> bool:
-        """Return whether this push must include an all_reduce of all ranks: true once per generation."""
+        """Return whether the push must include an all_reduce of all ranks: True in the first call of each generation."""
         is_first, self._proven_generation = generation != self._proven_generation, generation
         return is_first
 
@@ -275,7 +315,7 @@ class ServedParameters:
         return first
 
     def _as_flat_array(self, tensor: Any) -> Array:
-        """Return the tensor as a flat array; shares its memory if possible."""
+        """Return the tensor as a flat array. It shares the memory of a contiguous CPU tensor, otherwise it is a copy."""
         found: Array = tensor.detach().cpu().contiguous().view(-1).numpy()
         return found
 
@@ -296,7 +336,7 @@ class PushCollective:
         self._work: RequestBatch | None = None
 
     def issue(self, group: Group) -> list[Work]:
-        """Start the push, or wait for one that was started before; servers identify gradients by (step, rank)."""
+        """Start the push, unless it was started in an earlier generation, and return the works to wait for."""
         if self._work is None:
             self._work = self._client.push(self._step, self._gradients, self._notify_done)
         elif self._work.finished.is_set():
@@ -318,13 +358,16 @@ class PushCollective:
             raise self._work.error
 
     def run_without_group(self) -> None:
-        """Push and wait for the servers only."""
+        """Push and block until the servers have replied. Raise the error of a refused push."""
         self._client.push(self._step, self._gradients, blocking=True)
 
 
 def optimizer_rule_for(optimizer: Any, group: dict[str, Any], *, rows: bool) -> OptimizerRule:
-    """Return the servers' equivalent of the loop's optimizer. For tables Adam becomes LazyAdam, which updates the rows of the
-    batch only. Raise `UsageError` if there is none."""
+    """Return the servers' equivalent of a parameter group of the loop's optimizer; `rows`: for a table.
+
+    For a table, Adam and AdamW become LazyAdam, which updates only the rows of the batch and has no weight decay. Raise
+    `UsageError` if there is no equivalent.
+    """
     kind, lr = type(optimizer).__name__, float(group["lr"])
     decay = float(group.get("weight_decay", 0.0))
     if group.get("maximize") or group.get("amsgrad"):

@@ -1,4 +1,4 @@
-"""Deterministic seeds: a replacement draws the same random numbers as the process it replaces."""
+"""Deterministic seeds, by which a replacement draws the same random numbers as the process it replaces."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ SPLITMIX64_CONSTANTS: Final = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049B
 
 
 def derive_seed(*numbers: int) -> int:
-    """Return a seed derived from `numbers` (splitmix64): equal on all machines, different for adjacent numbers."""
+    """Return a seed from 0 to 2**63 - 1 derived from `numbers` (splitmix64).
+
+    It is the same on all machines, and unrelated to the seeds of similar numbers.
+    """
     value = 0
     for number in numbers:
         value = (value + number + 1) * SPLITMIX64_CONSTANTS[0] & (1 << 64) - 1
@@ -24,7 +27,10 @@ def derive_seed(*numbers: int) -> int:
 
 
 def seed_process(seed: int) -> None:
-    """Seed the generators of Python, numpy and, if it is installed, torch. The first call imports numpy and torch."""
+    """Seed the generators of Python, numpy and, if it is installed, torch. The first call imports numpy and torch.
+
+    Raise `ValueError` unless `seed` is from 0 to 2**32 - 1, numpy's range.
+    """
     import numpy as np
 
     random.seed(seed)
@@ -37,7 +43,10 @@ def seed_process(seed: int) -> None:
 
 
 def seed_all(seed: int) -> None:
-    """Seed the generators of Python, numpy and torch. Runs once per batch, so the functions are looked up once."""
+    """Seed the generators of Python, numpy (by the lowest 32 bits of `seed`) and torch (CUDA's only if CUDA is initialized).
+
+    Called for every batch, so the functions are looked up once. Raise `UsageError` if torch is not installed.
+    """
     for seed_generator in _seed_functions():
         seed_generator(seed)
 

@@ -1,8 +1,8 @@
 """Optimizer whose state is sharded: each rank keeps its part of the state, and replicas of other ranks' parts.
 
 Theory of operation. A *slot* is the optimizer's state of one parameter. Slots are assigned to ranks by size. Rank r has part r
-and replicas of the parts of the ranks before it. Every rank has the complete reduced gradient, so a replica is kept up to date
-by computing the same update: this needs no traffic, and a replica is never behind.
+and replicas of the parts of the `copies` ranks before it. Every rank has the complete reduced gradient, so a replica is kept up
+to date by computing the same update: this needs no traffic, and a replica is never behind.
 
 `step()` is one collective, `ShardedUpdate`. Each rank computes the new values of its slots' parameters in separate memory and
 broadcasts those of its own part. The parameters are written only when all values have arrived. A rank blocked in the collective
@@ -11,6 +11,7 @@ update, and their new values are stored with them. A replacement may receive bot
 uses the stored values of the others.
 
 Slots are sent between ranks when a heal plan requires it: for a replacement, or for any rank after a change of the world size.
+`checkpoint.resume` collects them when a training resumes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ UNSUPPORTED_OPTIMIZERS: Final = (torch.optim.LBFGS,)  # state is not per paramet
 
 
 class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
-    """An optimizer of class `kind` with `options`, its state sharded over the ranks. `copies`: replicas of each part."""
+    """An optimizer of class `kind` with `options`, its state sharded over the ranks. Usable in a `covey.Loop` only.
+
+    `copies` is the number of replicas of each part, limited by the world size; 0: none. Raise `UsageError` if `kind` is not a
+    torch optimizer class with state per parameter, or `copies` is not an integer >= 0.
+    """
 
     def __init__(self, params: Any, kind: Any, *, copies: int = 1, **options: Any) -> None:
         check_int("ShardedOptimizer", "copies", copies, 0)
@@ -55,7 +60,8 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._rank_and_world = (0, 1)
         self._slots_by_rank: list[list[int]] = []
         self._update_count = 0
-        # By slot number: parameter of the inner optimizer; shares the real one's memory or, if ahead, has the new value.
+        # By slot number, of the slots held here: parameter of the inner optimizer. Shares the real one's memory, or has the new
+        # value if the slot is ahead.
         self._inner_parameters: dict[int, Any] = {}
         self._ahead_slots: set[int] = set()
         self._inner_optimizer: Any = None
@@ -65,7 +71,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     # -- script interface --------------------------------------------------------------------------------------------
 
     def step(self, closure: Any = None) -> None:
-        """Update the parameters on all ranks."""
+        """Update the parameters on all ranks: a collective. Raise `UsageError` outside a loop, or if a closure is given."""
         if closure is not None:
             raise UsageError("ShardedOptimizer.step() takes no closure: compute loss and gradients before calling it")
         if self._run_update is None:
@@ -78,7 +84,10 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's format with the slots held here; `ahead`: new values of slots whose parameters are not updated yet."""
+        """Return the state in torch's format, with the slots held here and two more keys.
+
+        `updates` is the number of updates so far. `ahead` has the new values, by slot number, of slots that are ahead.
+        """
         states = {number: dict(self._inner_optimizer.state.get(inner, {})) for number, inner in self._inner_parameters.items()}
         return self.state_without_slots() | {
             "state": states,
@@ -86,9 +95,9 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the slots that this rank needs; also from the state of an unsharded optimizer.
+        """Load the options of the parameter groups, and the slots that this rank needs. Accept an unsharded optimizer's state.
 
-        Raise `ValueError` if the parameter groups differ.
+        A needed slot that the state lacks is unchanged. Raise `ValueError` if the groups differ in number or size.
         """
         groups = state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in self.param_groups]:
@@ -108,18 +117,18 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     # -- loop interface ----------------------------------------------------------------------------------------------
 
     def attach_to_loop(self, run_update: Callable[[ShardedUpdate], None]) -> None:
-        """Set the function that runs an update as a collective of the loop."""
+        """Set the function that runs an update as a collective of the loop. From then on no parameters can be added."""
         self._parameters = [p for group in self.param_groups for p in group["params"]]
         self._run_update = run_update
 
     def set_rank(self, rank: int, world: int) -> None:
-        """Set rank and world size, with empty slots."""
+        """Set rank and world size, and start with empty slots."""
         with self._lock:
             self._rank_and_world = (rank, world)
             self._rebuild_inner_optimizer({}, self._needed_slots(rank, world))
 
     def state_without_slots(self) -> dict[str, Any]:
-        """Return the state without slots, which is equal on all ranks."""
+        """Return the state in the format of `state_dict`, without slots; it is equal on all ranks."""
         numbers, groups = iter(range(len(self._parameters))), []
         for group in self.param_groups:
             plain = {key: value for key, value in group.items() if key != "params"}
@@ -128,7 +137,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     @property
     def parameters_changed(self) -> bool:
-        """Whether the parameters were written to since the last update."""
+        """Whether torch counted a write to a parameter since the last update; writes through `.data` are not counted."""
         return self._version_when_written != self._parameters_version()
 
     # -- slots of a rank (numbered.ShardedState) -----------------------------------------------------------------------
@@ -146,7 +155,10 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return self._needed_slots(*self._rank_and_world) - set(found)
 
     def donate_slots(self, wanted: bytes) -> DonatedState:
-        """Return copies of slots for another rank; copies, because this rank may continue during the transfer."""
+        """Return those of the wanted slots (a bit mask) that this rank holds: state, value and version of each, by number.
+
+        They are copies, because this rank may continue during the transfer.
+        """
         with self._lock:
             slots = {
                 number: {
@@ -159,7 +171,10 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return DonatedState(state=slots)
 
     def fetch_missing_slots(self, holders: list[SlotHolder], rank: int, world: int) -> dict[int, Any]:
-        """Return the slots that `rank` needs and this process lacks. Raise `PeerError` if a holder is gone."""
+        """Return the slots that `rank` needs and this process lacks, by number, as `donate_slots` of the holders returned them.
+
+        Raise `PeerError` if a holder is gone, or no rank holds one of the slots.
+        """
         lacking = self._needed_slots(rank, world) - self._inner_parameters.keys()
         found: dict[int, Any] = {}
         for holder in holders:
@@ -171,7 +186,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return found
 
     def move_to_rank(self, rank: int, world: int, collected: Mapping[int, Any]) -> None:
-        """Change rank and world size and add fetched slots. Unneeded slots stay until all ranks have fetched theirs."""
+        """Change rank and world size and add fetched slots. Unneeded slots stay until `drop_unneeded_slots`."""
         with self._lock:
             self._rank_and_world = (rank, world)
             if collected:
@@ -181,7 +196,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 self._set_ahead_values(self._ahead_values(collected, self._update_count))
 
     def drop_unneeded_slots(self) -> None:
-        """Drop slots that this rank does not need."""
+        """Drop slots that this rank does not need. Called when all ranks have fetched theirs."""
         needed = self._needed_slots(*self._rank_and_world)
         if self._inner_parameters.keys() - needed:
             with self._lock:
@@ -191,7 +206,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 self._rebuild_inner_optimizer(states, set())
 
     def assemble_state(self, frame: dict[str, Any], collected: Mapping[int, Any]) -> dict[str, Any]:
-        """Return the state of a replacement: the donor's state without slots, and the collected slots."""
+        """Return the state of a replacement: `frame`, the donor's state without slots, with the collected slots."""
         states = {number: slot["state"] for number, slot in collected.items()}
         return frame | {"state": states, "ahead": self._ahead_values(collected, frame["updates"])}
 
@@ -203,7 +218,10 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     # -- update ------------------------------------------------------------------------------------------------------
 
     def compute_update(self) -> None:
-        """Compute the update of every slot held here that is not ahead yet, from the gradients."""
+        """Compute the update of every slot held here that is not ahead, from the gradients; all of them are ahead afterwards.
+
+        The parameters are not changed. A slot whose parameter has no gradient is unchanged.
+        """
         with self._lock:
             for group, inner in zip(self.param_groups, self._inner_optimizer.param_groups, strict=True):
                 inner.update({key: value for key, value in group.items() if key != "params"})
@@ -220,22 +238,22 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             self.state = self._state_by_parameter()
 
     def value(self, number: int) -> Any:
-        """Return the parameter's value; the new one if its slot is ahead."""
+        """Return a parameter's value, not copied; the new one if its slot is held here and ahead."""
         return (self._inner_parameters[number] if number in self._ahead_slots else self._parameters[number]).detach()
 
     def updated_numbers(self) -> list[int]:
-        """Return the parameters that this update changes; equal on all ranks, like the gradients."""
+        """Return the numbers of the parameters that this update changes: those with a gradient, equal on all ranks."""
         return [number for number, parameter in enumerate(self._parameters) if parameter.grad is not None]
 
     def dtype_and_device(self, number: int) -> tuple[Any, Any]:
         return self._parameters[number].dtype, self._parameters[number].device
 
     def detached_parameter(self, number: int) -> Any:
-        """Return the parameter, for its shape."""
+        """Return the parameter itself, without autograd; used for its shape."""
         return self._parameters[number].detach()
 
     def write_values(self, values: list[Any]) -> list[Any]:
-        """Write the new values to the parameters and return these."""
+        """Write the new values, in the order of `updated_numbers`, and return the parameters written. No slot is ahead then."""
         destinations = [self._parameters[number].detach() for number in self.updated_numbers()]
         with self._lock, torch.no_grad():
             if destinations:
@@ -253,7 +271,10 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     # -- assignment of slots -----------------------------------------------------------------------------------------
 
     def slots_by_rank(self, world: int) -> list[list[int]]:
-        """Return the slots of each rank: assigned by decreasing size, each to the rank with the least so far."""
+        """Return the slot numbers of each rank's part: by decreasing size, each is assigned to the rank with the least so far.
+
+        A size is the number of elements of the parameter.
+        """
         if len(self._slots_by_rank) != world:
             sizes = [parameter.numel() for parameter in self._parameters]
             loads = [0] * world
@@ -273,7 +294,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return {number: states[inner] for number, inner in self._inner_parameters.items() if states.get(inner)}
 
     def _rebuild_inner_optimizer(self, states: Mapping[int, Any], more: set[int]) -> None:
-        """Create the inner optimizer for the slots held here and `more`, with these states."""
+        """Create the inner optimizer for the slots held here and `more`, with these states; slots without a state are empty."""
         for number in more - self._inner_parameters.keys():
             # `data`, not `detach()`: a write to it must not increase the parameter's version.
             self._inner_parameters[number] = torch.nn.Parameter(self._parameters[number].data, requires_grad=False)
@@ -296,7 +317,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             self._ahead_slots.add(number)
 
     def _state_by_parameter(self) -> Any:
-        """Return the slots by their real parameters, for a script that reads `optimizer.state`."""
+        """Return the non-empty slots held here by their real parameters, for a script that reads `optimizer.state`."""
         return {
             self._parameters[n]: self._inner_optimizer.state[p]
             for n, p in self._inner_parameters.items()
@@ -350,21 +371,21 @@ class ShardedUpdate:
 
     def complete(self, results: list[Any]) -> None:
         # The cached result is the parameters themselves, because a second set would cost the memory that sharding saves. If
-        # the script changes them before all ranks have them, the loop reports the result as invalid.
+        # the script changes them before all ranks have them, this rank's report marks the result as invalid.
         results[:] = self._optimizer.write_values(results)
 
     def run_without_group(self) -> None:
-        """Update in a world of size 1."""
+        """Update without collectives, in a world of size 1 that cannot grow."""
         self._optimizer.compute_update()
         self._optimizer.write_values([self._optimizer.value(number) for number in self._optimizer.updated_numbers()])
 
 
 def encode_mask(numbers: Iterable[int], count: int) -> bytes:
-    """Return a set of numbers below `count` as a bit mask."""
+    """Return different numbers below `count` as a bit mask: bit n % 8 of byte n // 8."""
     return sum(1 << number for number in numbers).to_bytes((count + 7) // 8, "little")
 
 
 def decode_mask(mask: bytes) -> set[int]:
-    """Return the set of numbers in a bit mask."""
+    """Return the numbers in a bit mask of `encode_mask`."""
     bits = int.from_bytes(mask, "little")
     return {number for number in range(bits.bit_length()) if bits >> number & 1}

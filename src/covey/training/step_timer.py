@@ -1,4 +1,4 @@
-"""Duration of a rank's own part of a step, by which stragglers are found."""
+"""Time per step that a rank spends outside collectives. The scheduler finds stragglers by it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ EMA_DECAY = 0.9  # weight of the previous mean at each step
 
 
 class StepTimer:
-    """Exponential moving average of the step time without time in collectives, in seconds."""
+    """Exponential moving average of the step time without time in collectives, in seconds. The first step is ignored."""
 
     def __init__(self) -> None:
         self._step_began_at, self._waited_before_s = time.monotonic(), 0.0
         self._busy_s = -1.0
 
     def record_step(self, waited_s: float) -> float:
-        """Record the end of a step and return the average; 0.0 after the first step. `waited_s`: total time in collectives."""
+        """Record the end of a step and return the average; 0.0 after the first step.
+
+        `waited_s` is the total time in collectives since the start of the process, in seconds.
+        """
         now = time.monotonic()
         busy = max(0.0, now - self._step_began_at - (waited_s - self._waited_before_s))
         self._step_began_at, self._waited_before_s = now, waited_s

@@ -1,14 +1,15 @@
 """Supervision of a script in a container: the first process becomes the supervisor, and the script continues in a child.
 
 For containers that run `python train.py` and must not end when the script dies (COVEY_SUPERVISE=1, the operator's
-recover-in-place). The supervisor also acts as the template: it has imported the script's modules before `covey.init()` and
-never computed, so each child is a fork of it. If the process cannot be forked safely, because a thread or CUDA was started
-before `covey.init()`, it executes a small supervisor that starts the whole script instead.
+recover-in-place). The first process runs the script up to `covey.init()`; each child is a fork of it and continues from there.
+If it cannot be forked safely, because a thread, a process or CUDA was started before `covey.init()`, it executes a small
+supervisor instead, whose children run the whole script.
 
-The supervisor ends with a child that exits with code 0, with one of covey's own codes (the cluster has ended, or refused it),
-or after a signal that requested its exit. After any other exit it starts the next child, which has the same node id. It stops
-after `DEATHS_WITHOUT_PROGRESS_MAX` exits in a row without a finished step. It also stops if a child raises the same exception
-at the same place as the one before, without completing a step, because the script is then in error.
+The supervisor exits with the code of a child that exits with 0, with one of covey's own codes (`ExitCode`: for example, the
+cluster has ended or refused it), or after a signal that requested its exit. After any other exit it starts the next child, with
+the same environment. It gives up, with the child's code, after `DEATHS_WITHOUT_PROGRESS_MAX` exits in a row between which no
+new highest step was reported. It also gives up if a child raises an exception of the same type at the same place as the child
+before, without completing a step, because the script is then in error.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from covey.runtime.child_environment import PROGRESS_FD_VARIABLE
 from covey.template_process.fork_server import fork_blocker
 from covey.template_process.protocol import exit_from_status
 
+# A child writes into a file in memory: its newest step + 1 (STEP_SIZE bytes, little-endian), a digest of the exception that
+# ended it (CAUSE_SIZE bytes; zeros: none), and one byte that is 1 if it had completed a step before the exception.
 STEP_SIZE = 8
-CAUSE_SIZE = (
-    16  # after the step: digest of the exception that ended a child, zeros if none; then a byte, 1 if it completed a step
-)
+CAUSE_SIZE = 16
 FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -48,18 +49,18 @@ class Supervisor:
         self._highest_step = -1
         self._last_error_digest = bytes(CAUSE_SIZE)
         self._original_handlers = {number: signal.getsignal(number) for number in FORWARDED_SIGNALS}
-        signal.pthread_sigmask(
-            signal.SIG_BLOCK, FORWARDED_SIGNALS
-        )  # unblocked only while waiting for a child, so that no signal is lost between two children
+        # Unblocked only while waiting for a child, so that no signal is lost between two children.
+        signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED_SIGNALS)
 
     def restore_signals(self) -> None:
-        """Restore the original signal handlers; called in the child."""
+        """Restore the original handlers of the forwarded signals and unblock them; called in the child."""
         for number, action in self._original_handlers.items():
             signal.signal(number, action if action is not None else signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED_SIGNALS)
 
     def wait_for_child(self, pid: int) -> int | None:
-        """Wait for the exit of a child. Return the code to exit with, or None if the next child is to be started."""
+        """Wait for the exit of a child, forward signals to it meanwhile, and kill the rest of its process group. Return the
+        code to exit with, or None if the next child must be started."""
         self._child_pid = pid
         for number in FORWARDED_SIGNALS:
             signal.signal(number, self._forward_signal)
@@ -99,8 +100,9 @@ class Supervisor:
 
 
 def run_supervised() -> None:
-    """Fork the training process and supervise it. Return in every forked child. The first process returns only if the script is
-    read from stdin, which is not supervised."""
+    """Fork the training process and supervise it. Return in every forked child. The calling process does not return: it exits
+    with the last child's code, or executes another supervisor if it cannot be forked. Only if the script is read from stdin, it
+    returns and is not supervised."""
     if sys.argv[0] in ("", "-"):
         print_message("a program read from standard input cannot be restarted: it is not supervised")
         return
@@ -125,14 +127,16 @@ def run_supervised() -> None:
 
 
 def record_step(step: int) -> None:
-    """Record the newest step of this process for its supervisor, which counts exits without progress; no effect without one."""
+    """Record the newest step of this process for its supervisor, which counts exits without progress. No effect without a
+    supervisor."""
     progress_fd = os.environ.get(PROGRESS_FD_VARIABLE, "")
     if progress_fd.isdigit():
         os.pwrite(int(progress_fd), (step + 1).to_bytes(STEP_SIZE, "little"), 0)
 
 
 def record_error(error: ScriptError) -> None:
-    """Record the exception that ends this process for its supervisor, which detects a repetition; no effect without one."""
+    """Record the exception that ends this process for its supervisor, which detects a repetition. No effect without a
+    supervisor."""
     progress_fd = os.environ.get(PROGRESS_FD_VARIABLE, "")
     if progress_fd.isdigit():
         cause = hashlib.blake2b(repr(error.cause).encode(), digest_size=CAUSE_SIZE).digest()
@@ -150,7 +154,8 @@ def _uses_cuda() -> bool:
 
 
 def _set_up_child(parent: int, progress_fd: int) -> None:
-    """Set up a child: its own process group, killed with its supervisor; its children do not inherit `progress_fd`."""
+    """Make a child the leader of a process group, let the kernel kill it when its supervisor exits, and close `progress_fd` in
+    the programs that it executes."""
     os.setpgid(0, 0)
     os.set_inheritable(progress_fd, False)
     linux.die_with_parent(parent)
@@ -174,7 +179,7 @@ def _exec_supervisor() -> NoReturn:
 
 
 def supervise_by_exec(command: list[str]) -> NoReturn:
-    """Run the supervisor whose children execute the whole script; never returns."""
+    """Supervise children that execute `command`, the interpreter with the whole script; exit with the last one's code."""
     supervisor = Supervisor()
     environ = {**os.environ, PROGRESS_FD_VARIABLE: str(supervisor.progress_fd)}
     while True:

@@ -9,17 +9,17 @@ from covey.runtime.child_environment import AGENT_VARIABLE
 
 
 class Launcher(NamedTuple):
-    """The variables of one launcher."""
+    """The name of a launcher, and the variables that it sets in each process."""
 
     name: str
     rank_variable: str
     world_variable: str
-    local_world_variable: str = ""
-    required_variable: str = ""  # set by this launcher only; if it is missing, the rank is another launcher's
+    local_world_variable: str = ""  # "": it sets none
+    required_variable: str = ""  # set by this launcher only; if it is missing, the rank is another launcher's. "": none
 
 
 class ForeignRank(NamedTuple):
-    """A rank in a world that another launcher started."""
+    """A rank in a world that another launcher started, with its world size and the number of processes on its host."""
 
     launcher: Launcher
     rank: str
@@ -27,8 +27,8 @@ class ForeignRank(NamedTuple):
     local_world: int  # 0: unknown
 
 
-# The first that fits is reported. The count of srun is that of the job step: SLURM_NTASKS is set in a batch script too, where
-# `python train.py` is one process. PMI_* is set by mpirun of MPICH, which may start its proxies with srun.
+# The first that fits is reported. srun's world size is that of the job step, because SLURM_NTASKS is set in a batch script too,
+# where `python train.py` is one process. PMI_* comes before srun's, because MPICH's mpirun may start its proxies with srun.
 LAUNCHERS: Final = (
     Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID"),
     Launcher("mpirun", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -53,7 +53,7 @@ def find_foreign_rank(environ: Mapping[str, str]) -> ForeignRank | None:
 
 
 def describe_refusal(foreign: ForeignRank, script: str) -> str:
-    """Return the message that refuses to train alone with such a rank, with the command to use instead."""
+    """Return the error message for a process that has such a rank but no scheduler to join, with the command to use instead."""
     launcher, script = foreign.launcher, script or "train.py"
     command, where = f"covey run -n {foreign.world} {script}", ""
     if 0 < foreign.local_world < foreign.world:

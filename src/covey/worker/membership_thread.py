@@ -1,8 +1,8 @@
 """A thread beside the training thread that keeps this process a member of its cluster.
 
-The thread runs an event loop with a `NodeRuntime`. It sends heartbeats, so that a busy main thread is not declared dead. It
-receives the end of the cluster and ends the process even if the main thread is blocked in a collective. It also transfers the
-values of the rendezvous store.
+The thread runs an event loop with a `NodeRuntime`. It sends heartbeats, so that a process whose main thread is busy is not
+declared dead. If the membership ends while the program trains, it ends the process even if the main thread is blocked in a
+collective. It also transfers the values of the rendezvous store.
 """
 
 from __future__ import annotations
@@ -58,22 +58,22 @@ from covey.worker import container_supervisor, spare
 from covey.worker.process_exit import ProcessExit, flush_and_exit
 from covey.worker.stack_dump import dump_stacks_on_signal
 
-LEAVE_TIMEOUT_S: Final = 8.0  # for the acknowledgement of a leave
-PEER_FAILURE_WAIT_S: Final = 0.3  # for the end of the cluster, before an own failure is reported
+LEAVE_TIMEOUT_S: Final = 8.0  # wait for the acknowledgement of a leave
+PEER_FAILURE_WAIT_S: Final = 0.3  # wait for the end of the cluster, before this process reports its own failure
 CONFIRM_POLL_S: Final = 0.1  # interval of the checks in `wait_until_confirmed`
 
 
 class GenerationChanged(PeerError):
-    """The requested generation was superseded."""
+    """The requested generation was superseded, or the membership has ended."""
 
 
 class MembershipThread:
-    """The membership of this process. All methods may be called from the program's threads."""
+    """The membership of this process. All methods except `start_leaving` may be called from the program's threads."""
 
     def __init__(
         self, settings: Settings, scheduler: SchedulerAddress, on_program_end: Callable[[], None] = lambda: None
     ) -> None:
-        """`on_program_end` is called before this process leaves, if the program ends without an error."""
+        """`on_program_end` is called before this process leaves, if the program ends with exit code 0."""
         self._settings = settings
         self._scheduler_address = scheduler
         self.on_program_end = on_program_end
@@ -90,16 +90,16 @@ class MembershipThread:
         self._published_values: dict[str, bytes] = {}
         self._rendezvous_values: dict[str, bytes] = {}
         self._requested_keys: set[str] = set()
-        # the newest of each type; resent after a reconnect
+        # the newest of each type; resent after a reconnect in the same generation
         self._last_reports: dict[type, SafePointReport | CollectiveFailed | RankResumed] = {}
         self.is_leaving = False
-        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.waiting_in: CollectiveNumber | None = None  # the collective the program waits in
+        self.inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()  # notifications for the main thread
+        self.waiting_in: CollectiveNumber | None = None  # the collective the program waits in; None: in none
         self.result_cache_max_bytes = settings.keep_bytes
         self.may_grow = max(settings.worker_num, settings.worker_max) > 1
         self.spare_sync_every = settings.spare_every
         self.allows_retry = RecoveryStrategy.RETRY in settings.strategy.split(",")
-        self.leaves_at_step_boundary = False  # the program has a loop, which leaves at a step boundary on request
+        self.leaves_at_step_boundary = False  # the program has a covey.Loop, which leaves at a step boundary after SIGTERM
         self._progress = Progress()
         self._first_step = -1  # first step that the program reported; -1: none
         self._progress_sent_at = 0.0
@@ -108,7 +108,8 @@ class MembershipThread:
     # -- joining and leaving -----------------------------------------------------------------------------------------
 
     def join(self) -> RankAssigned:
-        """Register and block until this node has its rank. Raises `PeerError` with the reason and the exit code."""
+        """Register, block until the cluster has assigned this node's rank, and install the exit hooks. A spare returns with
+        rank -1. Raises `PeerError` with the reason and the exit code if the membership ends before."""
         if self._scheduler_address.relay_path:  # its output goes to a log file
             install_log_streams()
         self._thread.start()
@@ -128,8 +129,9 @@ class MembershipThread:
         return self._assignment
 
     def leave(self, code: int = 0, reason: str = "", error: ScriptError | None = None) -> None:
-        """Leave the cluster and wait for the acknowledgement, at most `LEAVE_TIMEOUT_S`; with recovery and a lost scheduler
-        also for the node timeout. No effect in a forked child."""
+        """Leave the cluster and wait for the acknowledgement, at most `LEAVE_TIMEOUT_S`; with recovery and without a connection
+        also for the node timeout. Without an acknowledgement, log a warning and return. With code 1, first wait at most
+        `PEER_FAILURE_WAIT_S` for the end of the cluster. No effect in a forked child or before `join`."""
         if os.getpid() != self._pid or self._loop is None:
             return
         with self._changed:
@@ -148,7 +150,8 @@ class MembershipThread:
 
     @property
     def assignment(self) -> RankAssigned:
-        """The present rank, world and generation. In a spare this blocks until it is promoted."""
+        """The present rank, world and generation, after `join`. In a spare this blocks until it is promoted, then changes its
+        variables and log to those of the worker."""
         assert self._assignment is not None
         if self._assignment.rank < 0:
             self._wait_for_rank()
@@ -156,7 +159,7 @@ class MembershipThread:
 
     @property
     def has_rank(self) -> bool:
-        """Whether this process has a rank."""
+        """Whether this process has a rank; False before `join`, and in a spare before its promotion."""
         return self._assignment is not None and self._assignment.rank >= 0
 
     @property
@@ -166,7 +169,7 @@ class MembershipThread:
 
     @property
     def world(self) -> int:
-        """Number of workers; available in a spare too."""
+        """Number of workers; in a parameter server, number of servers. Does not block in a spare."""
         assert self._assignment is not None
         return self._assignment.world
 
@@ -186,7 +189,7 @@ class MembershipThread:
 
     @property
     def leave_requested(self) -> bool:
-        """Whether SIGTERM was received: the program must finish its step and leave."""
+        """Whether SIGTERM was received, so that the program must finish its step and leave."""
         return self._process_exit.exit_requested
 
     @property
@@ -201,8 +204,9 @@ class MembershipThread:
         return self._progress
 
     def report_progress(self, progress: Progress) -> None:
-        """Set the program's progress. It is sent with the next heartbeat, or earlier at the interval of
-        `progress_interval_s`."""
+        """Set the program's progress. It is sent now if `progress_interval_s` has passed since the last report, or if a loop
+        has just started, else with the next heartbeat. `steps_completed` is computed here; without a loss, the last one is
+        kept."""
         if self._first_step < 0:
             self._first_step = progress.step
         # step numbers may start over in each epoch
@@ -220,9 +224,8 @@ class MembershipThread:
                 self._update_progress(msgspec.structs.replace(self._progress, step=step))
 
     def _update_progress(self, progress: Progress) -> None:
-        enters_loop = (
-            progress.in_loop and not self._progress.in_loop
-        )  # sent immediately: it changes how the scheduler handles a failure
+        # Sent immediately, because it changes how the scheduler handles a failure.
+        enters_loop = progress.in_loop and not self._progress.in_loop
         self._progress = progress
         now = time.monotonic()
         if enters_loop or now - self._progress_sent_at > progress_interval_s(self.world):
@@ -234,23 +237,26 @@ class MembershipThread:
         return Heartbeat(msgspec.structs.replace(self._progress, waiting_in=str(number) if number is not None else ""))
 
     def set_waiting_in(self, number: CollectiveNumber | None) -> None:
-        """Report this collective with the next heartbeat."""
+        """Set the collective that the program waits in (None: in none); the next heartbeat contains it."""
         self.waiting_in = number
 
     def leave_at_step_boundary(self) -> None:
-        """Let the program run on when it is asked to leave: its loop exits at a step boundary."""
+        """From now on, do not exit the program on SIGTERM: its loop leaves at a step boundary. The process still exits when the
+        grace period is over."""
         self.leaves_at_step_boundary = True
 
     def hand_over_rank(self) -> None:
-        """Leave at a step boundary after SIGTERM, and exit. The scheduler hands the rank over to another process."""
+        """Exit at a step boundary after SIGTERM: send `Draining`, so that the exit is not a failure and another process can
+        take the rank over, and raise `SystemExit` with code 143."""
         reason = "asked to leave (SIGTERM), its step is finished"
         self._send_threadsafe(Draining(reason))
         self._process_exit.exit_program(reason)
 
     def wait_until_confirmed(self) -> None:
-        """Block until the scheduler's host has acknowledged this process within half of the node timeout, so that the rank
-        cannot have been reassigned and a checkpoint is valid. An isolated process waits here until it reconnects or is refused.
-        Half of the timeout, because its agent may be declared dead earlier."""
+        """Block until the scheduler's host has acknowledged this process within the last half of the node timeout. Its rank
+        cannot have been reassigned then, so it may write a checkpoint. An isolated process waits here until it reconnects, or
+        the membership thread ends it. The limit is half of the timeout, because its agent may be declared dead earlier. Return
+        immediately if there is no node timeout or heartbeats are disabled."""
         limit = self._settings.node_timeout_s / 2
         if limit <= 0 or self._settings.disable_heartbeat or self._loop is None or self._runtime is None:
             return
@@ -266,7 +272,8 @@ class MembershipThread:
         return await self._runtime.query_since_last_heard_s()
 
     def send_to_scheduler(self, message: Message) -> None:
-        """Send a message; reports of a heal are resent after a reconnect in the same generation."""
+        """Send a message; drop it if there is no connection. Reports of a heal are sent again after a reconnect in the same
+        generation."""
         if isinstance(message, SafePointReport | CollectiveFailed | RankResumed):
             self._last_reports[type(message)] = message
         self._send_threadsafe(message)
@@ -274,7 +281,8 @@ class MembershipThread:
     # -- rendezvous store --------------------------------------------------------------------------------------------
 
     def put_rendezvous(self, key: str, value: bytes, generation: int) -> None:
-        """Publish a value for the other ranks of this generation. Raises `GenerationChanged` if it was superseded."""
+        """Publish a value for all nodes of this generation; it is sent again after a reconnect. Raises `GenerationChanged` if
+        the generation was superseded or the membership has ended."""
         with self._changed:
             if self._is_stale(generation):
                 raise GenerationChanged(f"generation {generation} was superseded")
@@ -282,9 +290,9 @@ class MembershipThread:
         self._send_threadsafe(RendezvousPut(key, value, generation))
 
     def get_rendezvous(self, key: str, generation: int, timeout_s: float) -> bytes:
-        """Return a value that another rank publishes; wait at most `timeout_s` seconds for it.
+        """Return a value that a node publishes; wait at most `timeout_s` seconds for it.
 
-        Raises `GenerationChanged` if the generation is superseded, and `PeerError` on a timeout.
+        Raises `GenerationChanged` if the generation is superseded or the membership ends, and `PeerError` on a timeout.
         """
         with self._changed:
             if key not in self._rendezvous_values:
@@ -300,7 +308,7 @@ class MembershipThread:
             return self._rendezvous_values[key]
 
     def has_rendezvous(self, key: str) -> bool:
-        """Return whether the value was received already."""
+        """Return whether the value, requested by `get_rendezvous`, was received in the present generation."""
         with self._changed:
             return key in self._rendezvous_values
 
@@ -399,13 +407,13 @@ class MembershipThread:
             self._end_process(end)
 
     def _end_process(self, end: EndMembership) -> None:
-        """Exit because the cluster has ended while the program still runs, perhaps blocked in a collective."""
+        """Exit because the membership has ended while the program still runs, perhaps blocked in a collective."""
         code = exit_code_of(end)
         log.log(40 if code else 20, "this node exits: %s", end.reason)
         flush_and_exit(code)
 
     def start_leaving(self, code: int, reason: str, error: ScriptError | None = None) -> None:
-        """Send the leave request; runs in the thread's event loop. `leave` waits for the acknowledgement."""
+        """Send the leave request, without waiting for the acknowledgement. Must be called in the thread's event loop."""
         assert self._runtime is not None
         self.is_leaving = True
         self._runtime.leave(code, reason, error)
@@ -415,7 +423,7 @@ class MembershipThread:
             self._loop.call_soon_threadsafe(self._runtime.try_send, message)
 
     def _after_fork_in_child(self) -> None:
-        """Close the connection in a forked child (a data loader's worker)."""
+        """Close the connection and restore SIGTERM in a forked child (a data loader's worker)."""
         self._process_exit.after_fork_in_child()
         descriptor = self._runtime.connection_fd() if self._runtime is not None else -1
         if descriptor >= 0:
@@ -424,14 +432,16 @@ class MembershipThread:
 
 
 def exit_code_of(end: EndMembership) -> int:
-    """Return the exit code of this process after its membership has ended: PEER_FAILED if another node failed."""
+    """Return the exit code of this process after its membership has ended: `PEER_FAILED` if a failure ended the cluster, else
+    the code of `end`."""
     failed = isinstance(end.message, ClusterEnded) and end.message.failure is not None
     return ExitCode.PEER_FAILED if failed else end.code
 
 
 def scheduler_address(settings: Settings) -> SchedulerAddress:
-    """Return the scheduler's address with the credentials for it. A child of an agent of this scheduler connects to the agent,
-    which has the credentials. Raises `UsageError` if MS_WORKER_IP is of another IP version than the scheduler."""
+    """Return the scheduler's address with the credentials for it. For the child of an agent of this scheduler, return the path
+    of the agent's relay instead of credentials, which only the agent needs. Raises `UsageError` if MS_WORKER_IP is of another
+    IP version than the scheduler, or the TLS configuration is not usable."""
     (host, port), *others = address.split_list(settings.sched_host, settings.sched_port)
     if settings.worker_ip:
         scheduler_version = address.ip_version(host)
@@ -461,6 +471,7 @@ def _make_fingerprint(settings: Settings) -> dict[str, str]:
 
 
 def wait_until_cluster_ends(node: MembershipThread) -> None:
-    """Block until the cluster ends; for a federated server in a training cluster, which has no work for it."""
+    """Log a warning and block until the membership thread ends the process. For a federated server in a training cluster, which
+    has no work for it."""
     log.warning("this server has no work in a training cluster: for federated rounds call covey.federated.run, not covey.init")
     threading.Event().wait()

@@ -21,7 +21,8 @@ from covey.worker.membership_thread import GenerationChanged, MembershipThread
 
 
 def make_serving_settings(settings: Settings) -> ServingSettings | None:
-    """Return the serving settings of the cluster; None if it has no parameter servers. Raises `UsageError`."""
+    """Return the serving settings of the cluster; None if it has no parameter servers. Raises `UsageError` for more than
+    `SLOTS` servers."""
     if not settings.server_num:
         return None
     if settings.server_num > SLOTS:
@@ -39,7 +40,8 @@ def make_serving_settings(settings: Settings) -> ServingSettings | None:
 
 
 def run_parameter_server(node: MembershipThread, settings: Settings) -> NoReturn:
-    """Serve until the end of the cluster ends this process. Raises `PeerError` if the rows are lost."""
+    """Serve until the membership thread ends this process. Raises `PeerError` if this server was restarted and no server has a
+    replica of its rows."""
     assignment = node.assignment
     serving = make_serving_settings(msgspec.structs.replace(settings, worker_num=assignment.workers))
     assert serving is not None

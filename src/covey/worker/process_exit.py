@@ -1,7 +1,7 @@
-"""Exit of a worker's process: by the end of its program, an exception, a signal, or the end of its cluster.
+"""Exit of a process that has joined a cluster: by the end of its program, an exception, or SIGTERM.
 
-In all cases the process itself reports its exit code to the scheduler. A main thread that is blocked in a collective does not
-prevent the exit.
+In these cases the process itself reports its exit code and the reason to the scheduler before it exits. SIGTERM also ends a
+process whose main thread is blocked in a collective.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from covey.runtime import exception_record
 from covey.worker import container_supervisor
 
 FLUSH_TIMEOUT_S: Final = 0.2  # a blocked thread may hold the lock of stdout
-STUCK_AFTER_S: Final = 1.0  # after SIGTERM, until the main thread counts as blocked
+STUCK_AFTER_S: Final = 1.0  # time after SIGTERM in which a main thread that is not blocked handles it
 SIGTERM_EXIT_CODE: Final = 128 + signal.SIGTERM
 
 _process_exits: list[ProcessExit] = []  # at most one
@@ -34,8 +34,8 @@ class ExitReporter(Protocol):
     """Interface of the membership that `ProcessExit` uses."""
 
     is_leaving: bool
-    leaves_at_step_boundary: bool
-    on_program_end: Callable[[], None]  # called if the program succeeds
+    leaves_at_step_boundary: bool  # the program has a covey.Loop, which leaves at a step boundary after SIGTERM
+    on_program_end: Callable[[], None]  # called if the program ends with code 0, before the leave
 
     @property
     def progress(self) -> Progress: ...
@@ -45,7 +45,8 @@ class ExitReporter(Protocol):
 
 
 class ProcessExit:
-    """Exit code and reason of this process, and whether its exit was requested (SIGTERM)."""
+    """Exit code and reason of this process, and whether its exit was requested (SIGTERM). Reports them when the process exits.
+    `grace_s` is the time in seconds that the process may take to exit after SIGTERM."""
 
     def __init__(self, node: ExitReporter, grace_s: float, agent_folder: str = "") -> None:
         self.exit_requested = False
@@ -61,18 +62,20 @@ class ProcessExit:
         self._signal_mask: set[signal.Signals | int] = set()
 
     def install_hooks(self, loop: AbstractEventLoop) -> None:
-        """Install the signal handler and the exit hooks. `loop` runs in the membership thread."""
+        """Install the SIGTERM handler, and hooks for uncaught exceptions, `sys.exit` and the interpreter's exit. `loop` is the
+        membership thread's."""
         self._loop = loop
         self._install_signal_handler(loop)
         self._install_exit_hooks()
 
     def exit_program(self, reason: str) -> NoReturn:
-        """Exit the program on request (code 143)."""
+        """Raise `SystemExit` with code 143, because the exit was requested."""
         self._exit_code, self._exit_reason = SIGTERM_EXIT_CODE, reason
         sys.exit(self._exit_code)
 
     def record_exit_status(self, status: Any) -> None:
-        """Record the status with which the program exits, as passed to `sys.exit`."""
+        """Record the status with which the program exits, as passed to `sys.exit`: None is code 0, any other object than an
+        integer is code 1."""
         self._exit_code = status if isinstance(status, int) else int(status is not None)
         self._exit_reason = f"exit code {self._exit_code}" if self._exit_code else ""
 
@@ -97,11 +100,13 @@ class ProcessExit:
         atexit.register(self._at_exit)
 
     def describe_error(self, error: BaseException, trace: TracebackType | None) -> ScriptError | None:
-        """Return the description of the exception that ends the program, with the step it was raised in."""
+        """Return the description of the exception that ends the program, with the last reported step; None for `SystemExit` and
+        `KeyboardInterrupt`."""
         return exception_record.describe(error, trace, self._node.progress, loop=self._node.leaves_at_step_boundary)
 
     def _report_error(self, error: ScriptError | None) -> None:
-        """Report the exception: to the agent in a file, or without an agent to the scheduler in the leave request."""
+        """Report the exception to the agent in a file, or without an agent to the scheduler in the leave request; also to the
+        container's supervisor, if there is one. No effect for None, and in a forked child."""
         if error is None or os.getpid() != self._pid:
             return
         container_supervisor.record_error(error)
@@ -122,7 +127,7 @@ class ProcessExit:
 
     def _install_signal_handler(self, loop: AbstractEventLoop) -> None:
         """Handle SIGTERM as a planned leave. The loop's thread is woken even if the main thread is blocked in a collective. No
-        handler is installed outside the main thread, or if the program has its own."""
+        handler is installed outside the main thread, or if the program has its own handler or wakeup descriptor."""
         if threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
@@ -138,14 +143,16 @@ class ProcessExit:
         loop.call_soon_threadsafe(loop.add_reader, reader, self._on_wakeup_fd, reader)
 
     def _on_sigterm(self, *_: object) -> None:
-        """Exit the program; runs in the main thread if it is not blocked. No effect if the program leaves already."""
+        """Raise `SystemExit` in the main thread, once it is not blocked. No effect if the program has ended, or has a loop,
+        which leaves at a step boundary."""
         if not self._node.leaves_at_step_boundary and not self._program_ended:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second signal must not disturb the exit
             self._exit_code, self._exit_reason = SIGTERM_EXIT_CODE, "asked to leave (SIGTERM)"
             raise SystemExit(self._exit_code)
 
     def _on_wakeup_fd(self, reader: socket.socket) -> None:
-        """Handle SIGTERM in the loop's thread."""
+        """Handle the first SIGTERM in the loop's thread. Without a loop in the program, send the leave request and check later
+        whether the main thread is blocked. In any case exit when the grace period is over."""
         if signal.SIGTERM in reader.recv(64) and not self.exit_requested:
             assert self._loop is not None
             self.exit_requested = True
@@ -155,7 +162,7 @@ class ProcessExit:
             self._loop.call_later(self._grace_s, flush_and_exit, SIGTERM_EXIT_CODE)
 
     def _exit_if_stuck(self) -> None:
-        """Exit if the main thread has not handled the signal, because it is blocked in a collective."""
+        """Exit if the main thread has not handled the signal, because it is blocked, for example in a collective."""
         if self._exit_code != SIGTERM_EXIT_CODE:
             flush_and_exit(SIGTERM_EXIT_CODE)
 
@@ -169,7 +176,7 @@ class ProcessExit:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._signal_mask)
 
     def after_fork_in_child(self) -> None:
-        """Restore the default signal handling in the child."""
+        """Restore the default action of SIGTERM in the child, if a handler was installed, and the signal mask."""
         if self._wakeup_sockets is not None:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -177,7 +184,8 @@ class ProcessExit:
 
 
 def install_error_hook() -> None:
-    """Print a `CoveyError` that ends the program as one line, without a traceback, and exit with its code."""
+    """Install a hook that prints a `CoveyError` that ends the program as one line, without a traceback, and exits with its
+    code."""
     previous_hook = sys.excepthook
     codes: list[int] = []
 
@@ -197,18 +205,20 @@ def install_error_hook() -> None:
 
 
 def describe(error: BaseException, trace: TracebackType | None) -> ScriptError | None:
-    """Return the description of the exception that ends this process, even if it has not joined a cluster."""
+    """Return the description of the exception that ends this process; None for `SystemExit` and `KeyboardInterrupt`. Before the
+    process has joined a cluster, the description has no step."""
     return _process_exits[-1].describe_error(error, trace) if _process_exits else exception_record.describe(error, trace)
 
 
 def note_exit(status: Any) -> None:
-    """Record the status of a `SystemExit` that ends the program; called by the code that runs it."""
+    """Record the status of a `SystemExit` that ends the program, if the process has joined a cluster. Called in a forked child
+    by the code that runs the script."""
     for process_exit in _process_exits:
         process_exit.record_exit_status(status)
 
 
 def flush_and_exit(code: int) -> None:
-    """Exit immediately after flushing stdout and stderr, for at most `FLUSH_TIMEOUT_S`."""
+    """Flush stdout and stderr, for at most `FLUSH_TIMEOUT_S`, then end the process without exit handlers."""
 
     def flush() -> None:
         with contextlib.suppress(ValueError, OSError):

@@ -12,12 +12,12 @@ from covey.runtime.child_environment import INCARNATION_VARIABLE, SPARE_STDERR_V
 
 
 def is_spare() -> bool:
-    """Return whether this process was started as a spare."""
+    """Return whether this process was started as a spare; True also after its promotion."""
     return SPARE_VARIABLE in os.environ
 
 
 def calling_script_line() -> str:
-    """Return "file:line" of the innermost frame in the program's own code."""
+    """Return "file:line" of the innermost frame outside covey, with the file's name only; "an unknown line" without one."""
     package_path, frame = str(Path(__file__).parents[1]), _calling_frame()
     while frame is not None and frame.f_code.co_filename.startswith(package_path):
         frame = frame.f_back
@@ -29,8 +29,8 @@ def _calling_frame() -> FrameType | None:
 
 
 def assume_worker_identity(assignment: RankAssigned) -> None:
-    """Set the variables of the assigned worker and redirect stdout and stderr to its log; earlier output stays in the
-    spare's."""
+    """Set the variables of the assigned worker, except GROUP_RANK, and redirect stdout and stderr to its log; earlier output
+    stays in the spare's log. Raises `OSError` if the log cannot be opened."""
     rank, local = str(assignment.rank), str(assignment.local_rank)
     os.environ.update(dict.fromkeys(("RANK", "ROLE_RANK", "RANK_ID"), rank) | dict.fromkeys(("LOCAL_RANK", "DEVICE_ID"), local))
     os.environ.update(dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE", "RANK_SIZE"), str(assignment.world)))

@@ -1,4 +1,4 @@
-"""A signal on which a worker writes the Python stacks of all its threads to its log, even if it hangs."""
+"""A signal on which a process writes the Python stacks of all its threads to stderr, even if it hangs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from covey.runtime.child_environment import STACK_SIGNAL
 
 
 def dump_stacks_on_signal() -> None:
-    """Register the handler, unless the program has set its own for this signal."""
+    """Register the handler for `STACK_SIGNAL`, unless the program has set its own or the process has no stderr."""
     if signal.getsignal(STACK_SIGNAL) is signal.SIG_DFL and sys.__stderr__ is not None:
         faulthandler.register(STACK_SIGNAL, file=sys.__stderr__, all_threads=True, chain=False)

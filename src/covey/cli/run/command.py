@@ -46,13 +46,17 @@ from covey.transport import address
 
 DETACHED_VARIABLE: Final = "COVEY_DETACHED"  # set in the process that --join=False starts in the background
 END_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-DISPLAY_CLOSE_TIMEOUT_S: Final = 5.0
+DISPLAY_CLOSE_TIMEOUT_S: Final = 5.0  # for the display to print the rest before hooks and scheduler are closed
 STANDBY_POLL_S: Final = 0.5  # between two checks whether the joined scheduler is gone
 SCHEDULER_STOP_TIMEOUT_S: Final = 20.0  # for the scheduler to exit after its cluster has ended
 
 
 def run(argv: list[str]) -> int:
-    """Run the command with these arguments and return the exit code. Raise UsageError for an invalid command line."""
+    """Run the command with these arguments and return the exit code; --help, --dry-run and --join=False return 0 immediately.
+
+    Raise UsageError for an invalid command line or setting, a script that cannot be read, or a log directory, address, secret
+    or TLS file that is not usable. If this process is a child of a worker, the worker's variables are removed from os.environ.
+    """
     drop_cluster_variables(os.environ)
     plan = parse_command_line(argv, os.environ, cpu_count=os.cpu_count() or 1, gpu_count=count_gpus())
     if plan.help:
@@ -72,7 +76,10 @@ def run(argv: list[str]) -> int:
 
 
 def prepare_log_dir(plan: RunPlan) -> Path:
-    """Create the log directory if it is missing and return its absolute path. Raise UsageError if it is not usable."""
+    """Create the log directory if it is missing and return its absolute path.
+
+    Raise UsageError if it cannot be created, is not writable, or its path is not UTF-8.
+    """
     try:
         log_dir = Path(plan.log_dir or ".")
         with contextlib.suppress(FileNotFoundError):
@@ -94,11 +101,11 @@ async def _run_plan(plan: RunPlan, log_dir: Path) -> int:
         undo.enter_context(log_in_thread())
         sockets = _bind_sockets(plan)
         if sockets is not None and "," in plan.master_host:
-            choose_lease_store(settings, plan.recovery_path)  # raises for a temporary directory, which other hosts cannot share
+            choose_lease_store(settings, plan.recovery_path)  # raises if the journal would be in a temporary directory
         scheduler, environ, guard = _prepare_scheduler_access(plan, sockets)
         servers = settings.server_num if sockets is not None else 0  # they run on the scheduler's host
         agent = Agent(_make_agent_job(plan, log_dir, servers), settings, scheduler, environ)
-        await agent.prepare()  # first, because the template's imports take longest
+        await agent.prepare()  # before the scheduler, because the template's imports take longest
         host = _SchedulerHost(plan, agent, environ, log_dir)
         if sockets is not None:
             journal_dir = plan.recovery_path or undo.enter_context(contextlib.closing(TempDirectory("run"))).name
@@ -129,7 +136,10 @@ async def _run_plan(plan: RunPlan, log_dir: Path) -> int:
 
 
 class _SchedulerHost:
-    """The scheduler process of a run on this host: started with the run, or after the joined scheduler is gone."""
+    """The scheduler and its standbys, if they run on this host.
+
+    They start with the run if it binds the scheduler's address, or, with --or-join, after the joined scheduler is gone.
+    """
 
     def __init__(self, plan: RunPlan, agent: Agent, environ: Mapping[str, str], log_dir: Path) -> None:
         self._plan = plan
@@ -154,9 +164,10 @@ class _SchedulerHost:
         self._agent.hosts_scheduler = True
 
     async def stand_by(self) -> None:
-        """Wait until the joined scheduler is gone, then start one here from its journal, if this host can bind the address.
+        """Wait until the joined scheduler is gone, then start one here from its journal.
 
-        If several hosts try, the one that binds the address first runs the scheduler.
+        The journal must have this run's job name (--rdzv-id or COVEY_JOB). Of several agents that try, the first one that binds
+        the scheduler's address starts it. An agent that cannot bind it continues to wait.
         """
         journal_dir = Path(self._plan.or_join)
         while True:
@@ -178,23 +189,27 @@ class _SchedulerHost:
 
 
 def _default_job_name(plan: RunPlan) -> str:
-    """Return the command as the name of the job. Arguments that are not UTF-8 are escaped."""
+    """Return the command, which is used as the name of a job that has none. Arguments that are not UTF-8 are escaped."""
     return " ".join(word if is_utf8_text(word) else ascii(word) for word in plan.command)
 
 
 def is_utf8_text(text: str) -> bool:
-    """Whether the text can be encoded as UTF-8; text decoded from other bytes contains surrogates."""
+    """Return whether the text can be encoded as UTF-8; an argument or path that was not UTF-8 contains surrogates."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 
 def _print_message(plan: RunPlan, message: str, **fields: object) -> None:
-    """Print a message of covey; with --json, as a line of JSON together with `fields`."""
+    """Print a message of covey on stdout; with --json, as a line of JSON together with `fields`."""
     as_json = msgspec.json.encode({"message": message, **fields}).decode() if plan.as_json else ""
     write_line(as_json or f"covey: {escape_unprintable(message)}", sys.stdout)
 
 
 def _report_outcome(plan: RunPlan, outcome: RunOutcome, interrupted: list[int], printed: set[tuple[str, str]]) -> int:
-    """Print how the run ended and return its exit code. `printed`: causes of exceptions whose traceback stdout shows."""
+    """Print how the run ended, a failure with its report on stderr, and return the exit code.
+
+    The code is 128 + the first received signal if the run was interrupted and did not succeed, else the outcome's. `printed`
+    has the causes of exceptions whose traceback is on stdout already; it is not repeated if stderr is the same file.
+    """
     code = 128 + interrupted[0] if interrupted and outcome.code else outcome.code
     if outcome.code == 0:
         _print_message(plan, outcome.reason, code=0)
@@ -210,9 +225,11 @@ def _report_outcome(plan: RunPlan, outcome: RunOutcome, interrupted: list[int], 
 
 
 def _bind_sockets(plan: RunPlan) -> ListeningSockets | None:
-    """Return the scheduler's listening sockets if it runs on this host, else None.
+    """Bind and return the scheduler's listening sockets if it runs on this host, else return None; the agent then joins it.
 
-    Raise UsageError if an address of this host cannot be bound; a taken port does so only if no other host can have it.
+    An address of another host, or one whose port is in use, is skipped. If all workers run here and --or-join is not given, the
+    last address raises UsageError instead. UsageError is also raised if an address cannot be used for another reason, such as a
+    name that does not resolve, or if a given REST port is in use.
     """
     if plan.loaded.settings.role is Role.WORKER or not plan.local_workers:
         return None  # MS_ROLE=MS_WORKER: the scheduler is in another pod; or only spares run here
@@ -234,7 +251,12 @@ def _bind_sockets(plan: RunPlan) -> ListeningSockets | None:
 def _prepare_scheduler_access(
     plan: RunPlan, sockets: ListeningSockets | None
 ) -> tuple[SchedulerAddress, dict[str, str], credentials.Credentials]:
-    """Return the scheduler's address with its secret, the environment of child processes, and the credentials."""
+    """Return the scheduler's address with its secret, the environment of child processes, and the credentials.
+
+    Without a configured secret that of the user's secret file is used. If there is no such file, it is created if the address
+    is beyond loopback; else a run on this host only gets a random secret. With --tls, missing passwords are prompted for. Raise
+    UsageError if secret or TLS files are not usable, and StoreError if the secret file cannot be created.
+    """
     settings = msgspec.structs.replace(plan.loaded.settings, tls_config=plan.tls or plan.loaded.settings.tls_config)
     (host, port), *others = address.split_list(plan.master_host, plan.master_port)
     if sockets is not None and not others:
@@ -265,7 +287,7 @@ def _prepare_scheduler_access(
 
 
 def variables_from_options(loaded: LoadedSettings) -> dict[str, str]:
-    """Return the settings that came from the command line as variables for child processes."""
+    """Return the settings given by options, or by torchrun's PET_ variables, as variables for child processes."""
     return {
         TABLE[field].variable: format_value(getattr(loaded.settings, field))
         for field, origin in loaded.origins.items()
@@ -274,7 +296,10 @@ def variables_from_options(loaded: LoadedSettings) -> dict[str, str]:
 
 
 def _prompt_for_passwords(settings: Settings) -> Settings:
-    """Return the settings with the passwords of the p12 files; prompt for missing ones if stdin is a terminal."""
+    """Return the settings with the passwords of the p12 files. Prompt for missing ones if stdin is a terminal.
+
+    Without a terminal they stay "".
+    """
     found = {}
     for side in ("server", "client"):
         value = getattr(settings, f"tls_{side}_password")
@@ -326,10 +351,10 @@ def _expand_log_name(plan: RunPlan) -> str:
 
 
 def guess_imports(plan: RunPlan) -> list[str]:
-    """Return the modules that the template imports before it forks; [] if nothing is forked.
+    """Return the modules that the template shall import before it forks, in addition to --preload; [] if nothing is forked.
 
-    They are modules of covey, and numpy, torch and the module that the first optimizer imports if the script's text contains
-    their names.
+    They are modules of covey; numpy if the script's text contains "numpy" or "torch"; torch if it contains "torch"; and
+    torch._dynamo, which the first optimizer imports, if it also contains "optim". The text of a module (-m) is not read.
     """
     if not plan.is_python or plan.start != "fork":
         return []
@@ -348,7 +373,11 @@ def guess_imports(plan: RunPlan) -> list[str]:
 
 
 def _assign_cores(plan: RunPlan) -> dict[int, list[int]]:
-    """Return the cores of each local rank for --bind_core: equal shares, or the named ones; {} without the option."""
+    """Return the cores of each local rank for --bind_core: equal shares, or the named ones; {} without the option.
+
+    The shares are of the cores that this process may use; if there are more workers than cores, workers share a core. Cores of
+    the scheduler are ignored.
+    """
     if isinstance(plan.bind_core, dict):
         named = {name: cores for name, cores in plan.bind_core.items() if name.startswith("device")}
         return {int(name.removeprefix("device")): cores for name, cores in named.items()}
@@ -360,10 +389,10 @@ def _assign_cores(plan: RunPlan) -> dict[int, list[int]]:
 
 
 def _install_signal_handlers(agent: Agent, display: ThreadedDisplay) -> list[int]:
-    """Install the handlers and return the list to which they append received signals.
+    """Install the handlers of `END_SIGNALS` and return the list to which they append received signals.
 
-    The first SIGINT stops the cluster gracefully, the first SIGTERM or SIGHUP drains this host; the second signal kills all
-    processes.
+    The first signal stops the whole cluster gracefully if it is SIGINT, and drains this host if it is SIGTERM or SIGHUP. Every
+    later signal kills this host's children and ends the run here. A signal that is ignored at the start stays ignored.
     """
     received: list[int] = []
 
@@ -379,13 +408,13 @@ def _install_signal_handlers(agent: Agent, display: ThreadedDisplay) -> list[int
 
     loop = asyncio.get_running_loop()
     for number in END_SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # ignored signals stay ignored, as under nohup
+        if signal.getsignal(number) is not signal.SIG_IGN:  # nohup ignores SIGHUP
             loop.add_signal_handler(number, on, number)
     return received
 
 
 def _install_pause_handler(agent: Agent, host: _SchedulerHost) -> None:
-    """Make Ctrl-Z suspend, and `fg` or `bg` continue, all processes of this command.
+    """Make Ctrl-Z suspend, and `fg` or `bg` continue, this process with its workers, parameter servers and schedulers.
 
     If only this process were suspended, its workers would continue, and the scheduler would declare the host lost.
     """
@@ -430,7 +459,7 @@ def _check_command(plan: RunPlan) -> None:
 
 
 def _run_detached(argv: list[str], log_dir: Path) -> int:
-    """Start the run in the background (--join=False) and return 0. Its output goes to agent.log."""
+    """Start the run in the background (--join=False) and return 0. Its output replaces agent.log in the log directory."""
     import subprocess
 
     path = log_dir / "agent.log"
@@ -448,5 +477,5 @@ def _run_detached(argv: list[str], log_dir: Path) -> int:
 
 
 def count_gpus() -> int:
-    """Return the number of GPUs, counted as /dev/nvidiaN, because importing torch is slow."""
+    """Return the number of NVIDIA GPUs: the files /dev/nvidiaN are counted, because importing torch is slow."""
     return len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()])

@@ -1,4 +1,7 @@
-"""Output of `covey run`: a live table on a terminal, else plain lines, and the echoed output of ranks."""
+"""Output of `covey run` and `covey top`: a live table on a terminal, else plain lines; and the echoed output of ranks.
+
+The node table and the reader of growing files are used by other commands too.
+"""
 
 from __future__ import annotations
 
@@ -25,20 +28,25 @@ if TYPE_CHECKING:
     from rich.console import Group, RenderableType
     from rich.table import Table
 
-POLL_INTERVAL_S: Final = 0.1  # between two reads of a log
-ROWS_MAX: Final = 32
-CHUNK_BYTES_MAX: Final = 1 << 20
+POLL_INTERVAL_S: Final = 0.1  # between two reads of a log, or two attempts to connect to the scheduler
+ROWS_MAX: Final = 32  # nodes in a table
+CHUNK_BYTES_MAX: Final = 1 << 20  # of one read
 
 
 class LineFilter(Protocol):
-    """Decides which lines of a log are printed."""
+    """Filter of a log: `feed` takes a line and returns the lines to print now, `flush` returns the lines still held back."""
 
     def feed(self, line: str) -> list[str]: ...
     def flush(self) -> list[str]: ...
 
 
 class LiveDisplay:
-    """Shows the changes of a cluster until it is closed. A lost scheduler is searched for `reconnect_timeout_s`."""
+    """Display of a cluster's changes, its messages and the echoed logs, from `open` until `close`.
+
+    With `live`, without `as_json` and on a terminal there is a live table below the lines. Connections to a scheduler that is
+    starting or lost are retried for `reconnect_timeout_s` seconds. If that is finite and there is no table, a line that cannot
+    be written raises OSError; else it and all further output are discarded.
+    """
 
     def __init__(
         self, scheduler: SchedulerAddress, *, live: bool, as_json: bool = False, reconnect_timeout_s: float = math.inf
@@ -53,11 +61,11 @@ class LiveDisplay:
         self._node_states: dict[str, str] = {}
         self._last_recovery = 0  # number of the newest incident that was printed
         self._last_full_restart = ""  # description of the newest one that was printed
-        self._last_phase: tuple[str, int, float] = ("", 0, 0)
+        self._last_phase: tuple[str, int, float] = ("", 0, 0)  # phase, generation and refused registrations printed last
         self._closing = False
 
     def open(self) -> None:
-        """Start to follow the cluster, in a task."""
+        """Start the live table, if there is one, and a task that follows the cluster."""
         if self._uses_terminal:
             from rich.live import Live
             from rich.spinner import Spinner
@@ -69,7 +77,10 @@ class LiveDisplay:
         self._follow_task = asyncio.create_task(self._follow_view())
 
     async def follow_until_ended(self) -> None:
-        """Follow a running cluster until it has ended. Raise PeerError if its scheduler stays unreachable."""
+        """Open, follow a running cluster until it has ended, and close.
+
+        Raise PeerError if its scheduler stays unreachable, UsageError if it refuses because too many clients follow the view.
+        """
         self.open()
         assert self._follow_task is not None
         try:
@@ -78,7 +89,7 @@ class LiveDisplay:
             await self.close()
 
     async def close(self) -> None:
-        """Print the rest of the echoed logs and remove the live table."""
+        """Print the rest of the echoed logs, stop following the cluster and remove the live table."""
         self._closing = True
         for tail in self._tail_tasks.values():
             await tail
@@ -89,18 +100,18 @@ class LiveDisplay:
             self._live_table.stop()
 
     def print_message(self, text: str) -> None:
-        """Print a message of covey."""
+        """Print a message of covey, with the prefix "covey: " or, with `as_json`, as a line of JSON."""
         self._print_line(
             msgspec.json.encode({"message": text}).decode() if self._as_json else f"covey: {escape_unprintable(text)}"
         )
 
     def _print_rank_line(self, rank: int, prefix: str, text: str) -> None:
-        """Print a line of a rank's log; of a progress bar, only the text after the last carriage return."""
+        """Print a line of a rank's log, only the text after its last carriage return: the last state of a progress bar."""
         text = text.rpartition("\r")[2]
         self._print_line(msgspec.json.encode({"rank": rank, "line": text}).decode() if self._as_json else prefix + text)
 
     def _print_line(self, text: str) -> None:
-        """Print a line, above the live table if there is one."""
+        """Print a line, above the live table if there is one. See the class for failed writes."""
         if self._live_table is None and self._reconnect_timeout_s < math.inf:
             return print(text, flush=True)  # covey top exits on a broken pipe; a run continues
         if self._live_table is None:
@@ -112,7 +123,7 @@ class LiveDisplay:
         return None
 
     def echo_log(self, path: str, rank: int, prefix: str, offset: int, line_filter: LineFilter) -> None:
-        """Echo a rank's log from this byte offset, as it grows. Do nothing if the log is echoed already."""
+        """Echo a rank's log from this byte offset, as it grows, until `close`. Do nothing if the log is echoed already."""
 
         def echo(lines: list[str]) -> None:
             for line in lines:
@@ -126,7 +137,10 @@ class LiveDisplay:
             self._tail_tasks[path] = asyncio.create_task(follow())
 
     async def _follow_view(self) -> None:
-        """Show views until the cluster has ended. Reconnect to a scheduler that is starting or lost."""
+        """Show views until the cluster has ended. Reconnect to a scheduler that is starting or lost.
+
+        Raise PeerError if none is reached for `reconnect_timeout_s`, UsageError if the scheduler refuses.
+        """
         clock = asyncio.get_running_loop().time
         seen_at = clock()
         while True:
@@ -189,13 +203,13 @@ class ThreadedDisplay:
         self._loop.call_soon_threadsafe(self._display.echo_log, path, rank, prefix, offset, line_filter)
 
     async def close(self) -> None:
-        """Print what is queued, then stop the thread."""
+        """Close the display, which prints what is left, then stop the thread. Does not return while stdout is blocked."""
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._display.close(), self._loop))
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 
 def write_line(text: str, stream: TextIO) -> None:
-    """Print a line. If the stream is a broken pipe or its disk is full, discard this and all further output."""
+    """Print a line. If that fails (a broken pipe, a full disk), discard this and all further output of the stream."""
     try:
         print(text, file=stream, flush=True)
     except OSError:
@@ -203,17 +217,17 @@ def write_line(text: str, stream: TextIO) -> None:
 
 
 def discard_output(stream: TextIO) -> None:
-    """Redirect the stream to /dev/null, also for its unwritten buffer."""
+    """Redirect the stream's file descriptor to /dev/null, so that its unwritten buffer is discarded too."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def cluster_heading(view: ClusterView) -> str:
-    """Return the cluster in one line."""
+    """Return the cluster's id, phase, generation and headline in one line."""
     return f"covey {view.cluster_id} · {view.phase} · generation {view.generation} · {escape_unprintable(view.headline)}"
 
 
 def render_cluster(view: ClusterView, rows: int) -> Group:
-    """Return what a terminal shows of a running cluster: heading, node table and newest recovery."""
+    """Return the live display of a cluster: heading, table of at most `rows` nodes and, if any, the newest recovery."""
     from rich.console import Group
     from rich.text import Text
 
@@ -227,7 +241,10 @@ def render_cluster(view: ClusterView, rows: int) -> Group:
 
 
 def render_node_table(view: ClusterView, rows: int = ROWS_MAX) -> Table:
-    """Return the table of at most `rows` nodes, without the scheduler. Nodes that are not alive are listed with priority."""
+    """Return the table of at most `rows` nodes, without the scheduler, by role and rank.
+
+    If there are more, nodes that are not alive and low ranks are preferred, and the caption has the number of the others.
+    """
     from rich.table import Table
     from rich.text import Text
 
@@ -249,7 +266,7 @@ STATE_STYLES = {"dead": "red", "suspect": "yellow", "waiting": "dim", "left": "d
 
 
 def node_cells(node: NodeView) -> list[str]:
-    """Return the cells of a node for `NODE_COLUMNS`."""
+    """Return the cells of a node for `NODE_COLUMNS`; "-" for a value that is unknown."""
     return [
         str(node.rank) if node.rank >= 0 else "-",
         node.role,
@@ -271,7 +288,11 @@ class LogTail:
         self._partial_line = b""
 
     def read(self, *, end: bool = False) -> list[str]:
-        """Return the complete lines since the last call; at the `end`, also an incomplete last line."""
+        """Return the complete lines since the last call, [] if there is no file; at the `end`, also an incomplete last line.
+
+        A file that has become shorter is read again from its beginning. Bytes that are not UTF-8 are replaced. Raise OSError if
+        the file cannot be read.
+        """
         found: list[bytes] = []
         if self._path.is_file():
             with self._path.open("rb") as file:
@@ -288,7 +309,10 @@ class LogTail:
 
 
 async def follow_file(path: str, line: Callable[[str], None], closing: Callable[[], bool], offset: int = 0) -> None:
-    """Call `line` for each line of a file from this byte offset, as it grows; return after `closing`, with the rest read."""
+    """Call `line` for each line of a file from this byte offset, as it grows.
+
+    When `closing` returns True, read the rest, also an incomplete last line, and return.
+    """
     tail = LogTail(path, offset)
     while True:
         last = closing()

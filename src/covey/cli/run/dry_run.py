@@ -11,7 +11,7 @@ from covey.transport import address
 
 
 def describe_plan(plan: RunPlan) -> str:
-    """Return the description: one section per topic (workers, scheduler, command, logs, environment), empty ones omitted."""
+    """Return the description: one section per topic, such as workers, scheduler, command and logs; empty ones are omitted."""
     sections = [
         ("workers", _describe_workers(plan)),
         ("scheduler", [_describe_scheduler(plan)]),
@@ -35,7 +35,10 @@ def describe_plan(plan: RunPlan) -> str:
 
 
 def worker_variables(plan: RunPlan) -> list[tuple[str, str]]:
-    """Return the variables of this host's workers and their values, as far as they are known before the cluster forms."""
+    """Return the main variables of this host's workers with their values. Variables with the same value share an entry.
+
+    The ranks of several workers are a range such as 0..3. A value that is not known yet is a text in parentheses.
+    """
     ranks = f"{_format_range(plan.first_rank, plan.local_workers)}" if plan.first_rank >= 0 else "(assigned by the scheduler)"
     host = str(plan.node_rank) if plan.node_rank >= 0 else "(assigned by the scheduler)"
     port = str(plan.master_port or "(a free port)")
@@ -101,7 +104,7 @@ def _describe_logs(plan: RunPlan) -> str:
 
 
 def _describe_echo(plan: RunPlan) -> list[str]:
-    """Return one line for each option that selects the echoed output."""
+    """Return a line for each local rank of --tee, one for --tail_worker_log and one for --local-ranks-filter, if given."""
     streams = {1: "stdout", 2: "stderr", 3: "stdout and stderr"}
     lines = [f"{streams[which]} of local rank {rank}" for rank, which in plan.tee.items()]
     if plan.tail_ranks:
@@ -120,7 +123,7 @@ def _describe_cores(plan: RunPlan) -> list[str]:
 
 
 def _describe_settings(plan: RunPlan) -> list[str]:
-    """Return the settings that differ from their defaults, with their origin."""
+    """Return the settings that were given, even if equal to the default, with their origin; "(set)" stands for a secret."""
     return [
         f"{variable}={value} (from {origin})" if origin != variable else f"{variable}={value}"
         for variable, value, origin, _ in settings_table(plan.loaded)

@@ -1,7 +1,7 @@
-"""`covey run --on-event`: sends deaths, recoveries and the exit as JSON to a command or a URL.
+"""`covey run --on-event`: sends deaths, recoveries and the exit as JSON to a command (stdin) or a URL (POST).
 
 The process of `covey run` follows the event log as a client, so a hook cannot delay the scheduler. Events wait in a bounded
-queue. A call that takes longer than `HOOK_TIMEOUT_S` is aborted. Only the first failure is logged.
+queue. A call that takes longer than `HOOK_TIMEOUT_S` is aborted and not repeated. Only the first failure is logged.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from covey.runtime.node_runtime import SchedulerAddress
 
 QUEUE_MAX: Final = 1000  # events; the oldest are dropped
 HOOK_TIMEOUT_S: Final = 10.0  # of one call
-CLOSE_TIMEOUT_S: Final = 15.0  # for the queued events at the end of the run
-KIND_BY_EVENT: Final = {"died": "death", "gone": "death", "recovery": "recovery"}  # by `Event.what`
+CLOSE_TIMEOUT_S: Final = 15.0  # to deliver the queued events at the end of the run
+KIND_BY_EVENT: Final = {"died": "death", "gone": "death", "recovery": "recovery"}  # by `Event.what`; "gone": an agent
 
 
 class HookEvent(msgspec.Struct, frozen=True):
@@ -37,12 +37,12 @@ class HookEvent(msgspec.Struct, frozen=True):
 
     event: str  # death, recovery or exit
     at: float  # wall clock, seconds since 1970
-    job: str
-    cluster: str  # HOST:PORT of the scheduler
-    node: str  # such as worker:2; "cluster" for recoveries and the exit
+    job: str  # name of the job, else the command
+    cluster: str  # HOST:PORT of the scheduler; several, separated by commas, if the scheduler has several hosts
+    node: str  # such as worker:2 or agent:ID; "cluster" for recoveries and the exit
     reason: str
-    code: int | None = None  # exit code; None for other events
-    dropped: int = 0  # events before this one that were dropped from a full queue
+    code: int | None = None  # exit code of the run on this host; None unless the event is the exit
+    dropped: int = 0  # events that were dropped from a full queue since the previous call of the hook
     schema: int = 1
 
 
@@ -61,11 +61,15 @@ class EventHooks:
         self._tasks: list[asyncio.Task[None]] = []
 
     def open(self) -> None:
-        """Start to follow the event log, in tasks."""
+        """Start one task that follows the event log and one that calls the hook."""
         self._tasks = [asyncio.create_task(self._follow_events()), asyncio.create_task(self._deliver_queued())]
 
     async def close(self, outcome: RunOutcome, at: float) -> None:
-        """Deliver the queued events and the exit; stop after `CLOSE_TIMEOUT_S`. `at`: seconds since 1970."""
+        """Deliver the queued events and then the exit, which was `at` (seconds since 1970).
+
+        Wait at most a fifth of `CLOSE_TIMEOUT_S` for the last events of the cluster, then at most `CLOSE_TIMEOUT_S` for the
+        delivery; events that are then left are dropped.
+        """
         follow, deliver = self._tasks
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(follow, return_exceptions=True), CLOSE_TIMEOUT_S / 5)  # the last events

@@ -20,10 +20,11 @@ TRACEBACK_STARTS: Final = ("Traceback (most recent call last):", '  File "', "  
 
 
 class LogEcho:
-    """Starts the echo of the selected logs when the agent starts workers.
+    """Callback of the agent that starts the echo of the selected logs when workers are started.
 
-    Without options that is the log of this host's first rank. If several are echoed, each line has its rank as prefix. After a
-    scale-in another rank may be the first; its log is echoed from its current end.
+    Without --tee, --tail_worker_log and --local-ranks-filter, that is the log of this host's lowest rank; when that worker is
+    not here any more, the log of the then lowest one. The log of a worker that ran before is echoed from its current end. If
+    several logs are selected, each line has as prefix the rank that the worker had when its echo began.
     """
 
     def __init__(self, plan: RunPlan, display: ThreadedDisplay, agent: Agent) -> None:
@@ -58,8 +59,9 @@ class TracebackFilter:
     """Filter that drops the traceback of an uncaught exception whose cause is already in `printed`.
 
     A script that fails again, or on every rank, prints the same traceback each time. `newest` returns the exception that the
-    log's newest process has reported, which it does before it prints it. A traceback that the script itself prints is therefore
-    never dropped. A traceback that is longer than its report (`ERROR_TRACE_MAX`) is not recognised and always printed.
+    log's newest process has reported, else that of the process before it; a process reports an exception before it prints it.
+    Only lines that are equal to the reported traceback are dropped. Other tracebacks are printed, and also one that is longer
+    than its report (`ERROR_TRACE_MAX`).
     """
 
     def __init__(self, newest: Callable[[], ScriptError | None], printed: set[tuple[str, str]]) -> None:
@@ -67,7 +69,7 @@ class TracebackFilter:
         self._held_lines: list[str] = []  # lines that may be the beginning of such a traceback
 
     def feed(self, line: str) -> list[str]:
-        """Add a line and return the lines to print now."""
+        """Add a line and return the lines to print now: none while they may be the beginning of a reported traceback."""
         if not self._held_lines and not line.startswith(TRACEBACK_STARTS):
             return [line]
         error = self._newest_error()
@@ -83,16 +85,17 @@ class TracebackFilter:
         return held
 
     def flush(self) -> list[str]:
-        """Return the held lines at the end of the log."""
+        """Return the lines that are still held, at the end of the log, and forget them."""
         held, self._held_lines = self._held_lines, []
         return held
 
 
 def select_echoed_streams(plan: RunPlan, ranks: Mapping[int, int]) -> dict[int, int]:
-    """Return the streams of each echoed rank: 1 stdout, 2 stderr, 3 both. `ranks` maps ranks to local ranks.
+    """Return the streams of each echoed rank: 1 stdout, 2 stderr, 3 both. `ranks` maps ranks to local ranks; it is not empty.
 
-    --tee selects ranks and streams. Without it, --local-ranks-filter or --tail_worker_log select the ranks, else the first rank
-    is echoed, and --redirects removes streams.
+    --tee selects ranks and streams, of which --local-ranks-filter leaves only its own. Without --tee, --local-ranks-filter or
+    else --tail_worker_log selects the ranks, the lowest one if that selects none, and --redirects removes streams. A rank
+    without a stream is left out.
     """
     both = STDOUT | STDERR
     if plan.tee:

@@ -1,8 +1,9 @@
 """Options of `covey run`: the table, the parser of the command line, and `--help`.
 
-The table is a superset of msrun's and torchrun's options. A long option may be written with dashes or underscores, its
-value after a space or after "=". Options end at the script; later arguments belong to the script. Each of torchrun's options
-can also be set by a variable, as with torchrun (`PET_NNODES` for `--nnodes`): operators of PyTorch jobs set these in pods.
+The table contains all options of msrun and torchrun; a few of torchrun's are refused. A long option may be written with dashes
+or underscores, its value after a space or after "=". Options end at the script; later arguments belong to the script. Each of
+torchrun's options can also be set by a variable, as with torchrun (`PET_NNODES` for `--nnodes`), because Kubernetes operators
+for PyTorch set these variables in pods.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ from covey.transport import address
 __all__ = ["OPTIONS", "RunPlan", "describe_plan", "help_text", "parse_command_line"]
 
 SWITCH_VALUES = {"0": False, "1": True}  # of a switch that is set by a variable
-CORES_MAX = 4096
-RANKS_MAX = 4096  # ranks in the value of one option
+CORES_MAX = 4096  # highest number of a core
+RANKS_MAX = 4096  # commas in a list of ranks
 SIMILARITY_MIN = 0.7  # for the suggestion of a known option
 
 # -- kinds of values of these options ---------------------------------------------------------------------------------
@@ -69,10 +70,10 @@ def _parse_host_range(text: str) -> tuple[int, int]:
 
 
 def _parse_endpoint(text: str) -> tuple[str, int]:
-    """Return host and port; port 0 if none is given. Raise ValueError.
+    """Return host and port of HOST or HOST:PORT; port 0 if none is given. Raise ValueError if the text is malformed.
 
-    An IPv6 address must be in brackets, because its end could be taken for a port. For a list, each entry with a port, return
-    the list as MS_SCHED_HOST has it and the first port.
+    An IPv6 address must be in brackets, because its end could be taken for a port. For a list with commas, in which every entry
+    needs a port, return the list in the form of MS_SCHED_HOST, and the first port.
     """
     if "," in text:
         found_all = [_parse_endpoint(endpoint.strip()) for endpoint in text.split(",")]
@@ -91,7 +92,10 @@ def _parse_bool(text: str) -> bool:
 
 
 def _parse_cores(text: str) -> Cores:
-    """Parse True, False or {"device0": ["0-10", "12"], "scheduler": ["11"]}."""
+    """Parse True, False or {"device0": ["0-10", "12"], "scheduler": ["11"]}: cores by local rank. Raise ValueError.
+
+    The scheduler's cores are accepted, because msrun accepts them, and have no effect.
+    """
     if not text.startswith("{"):
         return _parse_bool(text)
     try:
@@ -112,7 +116,7 @@ def _parse_core_range(text: str) -> range:
 
 
 def _parse_streams(text: str) -> Streams:
-    """Parse "3" for every local rank, or "0:1,1:2" for the named ones."""
+    """Parse "3" (streams of every local rank) or "0:1,1:2" (streams by local rank). Raise ValueError."""
     stream = make_int_parser(0, 3)
     if ":" not in text:
         return {ALL_RANKS: stream(text)}
@@ -188,14 +192,14 @@ NO_SIMULATION = ValueKind(make_int_parser(-1, -1), "-1 (off), because covey cann
 
 
 class Option(NamedTuple):
-    """One option. `field` is a field of `RunOptions`, or of `Settings`, which then determines the kind of the value."""
+    """One option of `covey run`."""
 
-    names: str
+    names: str  # separated by spaces
     metavar: str  # name of the value in the help; "" for a switch, in brackets if the value is optional
-    field: str
-    description: str
-    kind: ValueKind | None = None
-    remark: str = ""  # printed if the option is given: why it has no effect
+    field: str  # of `RunOptions` or of `Settings`; "master": sched_host and sched_port; "help"; "": no effect
+    description: str  # in the help
+    kind: ValueKind | None = None  # None for a switch, and for a setting, whose value `load_settings` parses
+    remark: str = ""  # printed if the option is given: why it has no effect; "": nothing is printed
     refusal: str = ""  # why the option is not supported; "": it is
 
 
@@ -358,7 +362,11 @@ OPTION_BY_VARIABLE: dict[str, Option] = {
 
 
 class OptionReader:
-    """Options read so far: each one as typed, and the parsed values of those that are not settings."""
+    """Options read so far.
+
+    `given_options` has each one as typed, by field; `values` the parsed values of those that are not settings; `remarks` a
+    sentence for each option without effect.
+    """
 
     def __init__(self) -> None:
         self.given_options: dict[str, GivenValue] = {}
@@ -367,7 +375,11 @@ class OptionReader:
         self.help_requested = False
 
     def add_option(self, option: Option, typed: str, text: str) -> None:
-        """Add an option with its value ("" for a switch). Raise UsageError if it is invalid or contradicts another option."""
+        """Add an option with its value ("" for a switch). For --help, only set `help_requested`.
+
+        Raise UsageError if the option is not supported, its value is invalid or it contradicts another one. The value of a
+        setting is not checked here, but by `load_settings`.
+        """
         if option.refusal:
             raise UsageError(f"{typed} is not supported: {option.refusal}.")
         value = self._parse_value(option, typed, text)
@@ -389,7 +401,10 @@ class OptionReader:
             self.values[option.field] = value
 
     def add_variables(self, environ: Mapping[str, str]) -> None:
-        """Add options from torchrun's variables. Call it after all options of the command line, which take precedence."""
+        """Add options from torchrun's variables (PET_...), except those that the command line has given: call it after them.
+
+        Raise UsageError as `add_option`, and for a switch whose variable is not 0 or 1.
+        """
         for variable, option in OPTION_BY_VARIABLE.items():
             text = environ.get(variable, "")
             field = "sched_host" if option.field == "master" else option.field
@@ -426,7 +441,10 @@ def parse_command_line(
     cpu_count: int,
     gpu_count: int,
 ) -> RunPlan:
-    """Return the plan of a command line. Raise UsageError for an unknown option, an invalid value or a contradiction."""
+    """Return the plan of a command line (without "run"). At --help, return `RunPlan(help=True)` and ignore the rest.
+
+    Raise UsageError for an unknown option, an invalid value, a contradiction or a missing script.
+    """
     words = deque(argv)
     reading = OptionReader()
     while words and words[0].startswith("-") and words[0] != "-":
@@ -452,7 +470,7 @@ def parse_command_line(
 
 
 def _split_option(word: str) -> tuple[str, Option, str | None]:
-    """Return the option as typed, the option, and the value after "=" (or after "-n"); None if the word has no value.
+    """Return the option as typed, the option, and the value in the same word (--tee=3, -t3); None if it has no value.
 
     Raise UsageError for an unknown option, or for a switch with a value.
     """
@@ -474,7 +492,10 @@ def _split_option(word: str) -> tuple[str, Option, str | None]:
 
 
 def _take_value(option: Option, typed: str, words: deque[str]) -> str:
-    """Remove the option's value from `words` and return it. Raise UsageError if it is missing."""
+    """Remove the option's value from `words` and return it. Raise UsageError if it is missing.
+
+    Remove nothing and return "" for a switch, and "True" if the value is optional and the next word is not one.
+    """
     if not option.metavar:
         return ""
     if option.metavar.startswith("["):
@@ -485,7 +506,7 @@ def _take_value(option: Option, typed: str, words: deque[str]) -> str:
 
 
 def _is_option_value(option: Option, word: str) -> bool:
-    """Whether a word is a value of an option whose value is optional."""
+    """Return whether a word is a value of an option whose value is optional; also for invalid JSON, to report it as such."""
     if option.kind is None:
         return False
     try:

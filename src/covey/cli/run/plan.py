@@ -1,7 +1,7 @@
 """Plan of `covey run`: number of workers on each host, address of the scheduler, command of the workers.
 
-`make_run_plan` is a pure function of the options, the settings and the environment. It raises UsageError for a contradiction.
-Options that are accepted but have another meaning than elsewhere add a remark to the plan.
+`make_run_plan` is a pure function: the result depends only on its arguments. It raises UsageError for a contradiction. An
+option or variable that is accepted, but ignored, overridden or only passed on to the workers, adds a remark to the plan.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ LOOPBACK = "127.0.0.1"
 DEFAULT_MASTER_PORT = 8118  # scheduler port of several hosts if none is given, as with msrun
 FREE_PORT = 0  # master port: chosen at start
 FREE_MANAGE_PORT = -1  # REST port: chosen at start; there 0 means none
-ALL_RANKS = -1
+ALL_RANKS = -1  # in a list of ranks, or as key of `Streams`
 LOCAL_WORKERS_MAX = 4096  # limit of an agent's registration
 
 PerHost = int | Literal["auto", "cpu", "gpu"]
 Cores = bool | dict[str, list[int]]
-Streams = dict[int, int]  # local rank or ALL_RANKS → 1 stdout, 2 stderr, 3 both
+Streams = dict[int, int]  # local rank or ALL_RANKS → 0 none, 1 stdout, 2 stderr, 3 both
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Parsed options that are not settings; contradictions are not checked yet."""
+    """Parsed options that are not settings; contradictions are not checked yet. `RunPlan` explains the other fields."""
 
-    local: int | None = None
-    per_host: PerHost | None = None
-    nnodes: tuple[int, int] | None = None
-    node_rank: int = -1
+    local: int | None = None  # workers on this host; 0: only spares, None: not given
+    per_host: PerHost | None = None  # --nproc-per-node; None: not given
+    nnodes: tuple[int, int] | None = None  # minimum and maximum number of hosts; None: not given
+    node_rank: int = -1  # index of this host; -1: not given, or chosen by the scheduler
     standalone: bool = False
     or_join: str = ""
     logs: str = ""
@@ -49,7 +49,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     tail_ranks: list[int] = []
     shown_local_ranks: list[int] = []
     worker_log_name: str = "worker"
-    start: Literal["fork", "exec"] | None = None
+    start: Literal["fork", "exec"] | None = None  # None: not given
     preload: list[str] = []
     module: bool = False
     no_python: bool = False
@@ -64,59 +64,59 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """What `covey run` does on this host. A port above 0 is fixed: no other port is tried."""
+    """Plan of `covey run` on this host. A port above 0 is fixed: no other port is tried."""
 
-    world: int = 1
-    local_workers: int = 1  # workers on this host
-    world_max: int = 1  # maximum world size
-    nnodes: int = 1  # minimum number of hosts; 0 if hosts have different numbers of workers and only workers are counted
+    world: int = 1  # initial world size, of all hosts
+    local_workers: int = 1  # workers on this host; 0: only spares
+    world_max: int = 1  # maximum world size, if more hosts join
+    nnodes: int = 1  # minimum number of hosts; 0: unknown, because hosts may have different numbers of workers
     node_rank: int = 0  # index of this host; -1: chosen by the scheduler
     master_host: str = LOOPBACK
     master_port: int = FREE_PORT
     or_join: str = ""  # not "": if the master port is taken, join the scheduler there, whose journal is in this directory
     manage_port: int = FREE_MANAGE_PORT
     start: Literal["fork", "exec"] = "fork"
-    preload: list[str] = []
+    preload: list[str] = []  # modules that the template imports, in addition to those that covey detects
     is_module: bool = False  # command[0] is a module, as after python -m
     is_python: bool = True  # command[0] is a Python script or module, not a program
     command: list[str] = []
-    max_restarts: int = MAX_RESTARTS
-    join: bool = True
+    max_restarts: int = MAX_RESTARTS  # see `core/restart_limits.py`
+    join: bool = True  # False: run in the background
     log_dir: str = ""  # "": the current directory
     worker_log_name: str = "worker"  # prefix of the log's name; "_<rank>.log" follows
     tee: Streams = {}  # streams of each named local rank that are also printed
-    redirects: Streams = {}
-    tail_ranks: list[int] = []  # ranks whose log is echoed; [-1]: all on this host
+    redirects: Streams = {}  # streams of each named local rank that are not echoed, unless `tee` is given
+    tail_ranks: list[int] = []  # ranks whose log is echoed; [ALL_RANKS]: all on this host
     shown_local_ranks: list[int] = []  # the only local ranks whose output is echoed; []: no restriction
-    bind_core: Cores = False  # True: equal shares of the cores; or the cores of "device<local rank>" and "scheduler"
-    topo_timeout_s: float = 1800.0
-    grace_s: float = 10.0
+    bind_core: Cores = False  # True: equal shares of the cores; or cores by "device<local rank>"; "scheduler" has no effect
+    topo_timeout_s: float = 1800.0  # time to wait for all nodes; negative: no limit
+    grace_s: float = 10.0  # time a process may take to exit before SIGKILL
     recovery_path: str = ""  # directory of the journal; "": a temporary one
-    job: str = ""
-    role_name: str = "default"
-    rank_table_file: str = ""
-    tls: str = ""
-    live: bool = True
+    job: str = ""  # name of the job; "": none was given
+    role_name: str = "default"  # ROLE_NAME of the workers
+    rank_table_file: str = ""  # RANK_TABLE_FILE of the workers; "": not set
+    tls: str = ""  # TLS config file that --tls names; "": not given
+    live: bool = True  # show a live table if stdout is a terminal
     as_json: bool = False  # print lines of JSON
-    on_event: str = ""  # command or URL that receives deaths, recoveries and the exit
+    on_event: str = ""  # command or URL that receives deaths, recoveries and the exit; "": none
     dry_run: bool = False
     help: bool = False  # --help was given; the other fields have no meaning
-    remarks: list[str] = []
+    remarks: list[str] = []  # sentences for the user
     loaded: LoadedSettings = load_settings({})  # all settings, including those given by options
 
     @property
     def first_rank(self) -> int:
-        """Rank of this host's first worker if --node-rank or Slurm determines it, else -1."""
+        """Rank of this host's first worker; -1 if the scheduler chooses it, because `node_rank` is -1."""
         return self.node_rank * self.local_workers if self.node_rank >= 0 else -1
 
     @property
     def is_single_host(self) -> bool:
-        """Whether all workers, also those that may join later, run on this host."""
+        """Whether all planned workers, up to `world_max`, run on this host."""
         return self.world_max == self.local_workers
 
 
 class WorldSize(msgspec.Struct, frozen=True):
-    """Number of workers (initial, maximum, on this host) and of hosts, and the index of this host."""
+    """Number of workers (initial, maximum, on this host) and of hosts, and the index of this host, as in `RunPlan`."""
 
     world: int
     world_max: int
@@ -126,17 +126,17 @@ class WorldSize(msgspec.Struct, frozen=True):
 
 
 class PlanInputs(msgspec.Struct, frozen=True):
-    """All inputs of a plan."""
+    """Inputs of the functions that make a plan."""
 
     options: RunOptions
     given_options: Mapping[str, GivenValue]  # given options by field, as typed
     loaded: LoadedSettings
-    slurm_step: slurm.SlurmStep | None
+    slurm_step: slurm.SlurmStep | None  # None: not in a job step, or its variables are ignored
     cpu_count: int
     gpu_count: int
 
     def describe_option(self, field: str) -> str:
-        """Return an option as typed, for a message."""
+        """Return a given option as typed, with its value, for a message."""
         return f"{self.given_options[field].origin} {printable(str(self.given_options[field].value))}"
 
     def is_given(self, field: str) -> bool:
@@ -153,7 +153,10 @@ def make_run_plan(
     cpu_count: int,
     gpu_count: int,
 ) -> RunPlan:
-    """Return the plan. Raise UsageError if options, settings and environment contradict each other."""
+    """Return the plan. Raise UsageError if options, settings and environment contradict each other, or without a script.
+
+    Slurm's variables are ignored with --standalone, with a given scheduler host, and if --nnodes has another number of hosts.
+    """
     is_independent = options.standalone or loaded.origins["sched_host"] != "default"
     step = None if is_independent else slurm.read_slurm_step(environ)
     if step and options.nnodes and options.nnodes[0] != step.agents:
@@ -209,7 +212,11 @@ def make_run_plan(
 
 
 def _plan_world_size(request: PlanInputs) -> WorldSize:
-    """Return the sizes: two of world size, local workers and hosts determine the third. Raise UsageError if they disagree."""
+    """Return the sizes: two of world size, local workers and hosts determine the third; by default there is one host.
+
+    Without world size and local workers, a host has one worker, or those of the Slurm step. Raise UsageError if the given
+    numbers disagree or exceed the limits.
+    """
     world, local, nnodes = _given_world_size(request), _given_local_workers(request), _given_hosts(request)
     if request.options.local == 0:
         if not (world and request.loaded.settings.spares):
@@ -243,7 +250,10 @@ def _plan_world_size(request: PlanInputs) -> WorldSize:
 
 
 def _max_world_size(request: PlanInputs, world: int, local: int) -> int:
-    """Return the maximum world size, from the range of --nnodes or from COVEY_WORKER_MAX."""
+    """Return the maximum world size: by the range of --nnodes, else COVEY_WORKER_MAX if that is not 0, else `world`.
+
+    Raise UsageError if COVEY_WORKER_MAX is less than `world`.
+    """
     hosts = request.options.nnodes or (1, 1)
     if hosts[1] > hosts[0]:
         return world + (hosts[1] - hosts[0]) * local
@@ -254,14 +264,17 @@ def _max_world_size(request: PlanInputs, world: int, local: int) -> int:
 
 
 def _given_world_size(request: PlanInputs) -> int:
-    """Return the given world size, else 0. --nproc-per-node takes precedence over MS_WORKER_NUM."""
+    """Return the given world size, else 0. --nproc-per-node takes precedence over MS_WORKER_NUM, but not over -n."""
     if request.options.per_host is not None and "worker_num" not in request.given_options:
         return 0
     return request.loaded.settings.worker_num
 
 
 def _given_local_workers(request: PlanInputs) -> int:
-    """Return the given number of workers on this host, else 0."""
+    """Return the number of workers on this host that an option or MS_LOCAL_WORKER gives, else 0.
+
+    Raise UsageError if --nproc-per-node contradicts --local, or is gpu and this host has none.
+    """
     options = request.options
     if options.per_host is None:
         return options.local or request.loaded.settings.local_worker
@@ -278,7 +291,7 @@ def _given_local_workers(request: PlanInputs) -> int:
 
 
 def _given_hosts(request: PlanInputs) -> int:
-    """Return the given number of hosts, else 0."""
+    """Return the minimum number of hosts by --nnodes, --standalone (1) or the Slurm step; 0 if none of them is given."""
     if request.options.nnodes is not None:
         return request.options.nnodes[0]
     if request.options.standalone:
@@ -355,7 +368,11 @@ def _check_spares(request: PlanInputs) -> None:
 
 
 def _resolve_command(command: list[str], options: RunOptions) -> tuple[list[str], bool, bool]:
-    """Return the command, whether it is a module, and whether it is Python."""
+    """Return the command, whether it is a module, and whether it is Python (else a program).
+
+    With --framework, that is covey's launcher module with the script as argument. Raise UsageError if there is no command, or
+    if the options contradict it.
+    """
     words, module, python = _unwrap_interpreter(command, module=options.module, no_python=options.no_python)
     if not options.framework:
         return words, module, python
@@ -365,9 +382,11 @@ def _resolve_command(command: list[str], options: RunOptions) -> tuple[list[str]
 
 
 def _unwrap_interpreter(words: list[str], *, module: bool, no_python: bool) -> tuple[list[str], bool, bool]:
-    """Return the script or module that "python" or "pytest" runs; see `_resolve_command` for the values.
+    """Return the command without a leading "python" or "python3"; the other results are those of `_resolve_command`.
 
-    Another interpreter, or options of the interpreter, are run as a program. Raise UsageError without a script.
+    "pytest" is run as a module. Another interpreter, such as python3.12 or one with a path, is run as a program, and so is
+    "python" without a script or with an option other than -m. Any other word is a Python script. With -m or --no-python the
+    command is returned unchanged. Raise UsageError if it is empty, or if both options are given.
     """
     if not words:
         raise UsageError("No script is given: use covey run [options] train.py [its arguments].", ExitCode.BAD_SCRIPT)

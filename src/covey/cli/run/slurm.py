@@ -1,6 +1,6 @@
 """Number of hosts, index of this host and address of the scheduler in a Slurm job step (`srun covey run`).
 
-Slurm's variables are ignored outside a job step: a batch script has several hosts too, but covey is started on one only.
+Outside a job step they are not taken from Slurm: a batch script has several hosts too, but covey is started on one only.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ import msgspec
 from covey.errors import UsageError
 from covey.settings import NODES_MAX, make_int_parser, printable
 
-HOSTS_MAX = 100_000
+HOSTS_MAX = 100_000  # in a node list
 JOB_ID_MAX = 2**32 - 1
 PORT_RANGE = range(10_000, 30_000)  # below the ephemeral ports (Linux: from 32768)
 
 
 class SlurmStep(msgspec.Struct, frozen=True):
-    """A job step as seen by one of its tasks. Every task runs an agent."""
+    """A job step as seen by one of its tasks. Every task is a `covey run`, and so an agent."""
 
-    agents: int
-    agent_index: int
-    master_host: str
-    master_port: int
-    workers_per_agent: int = 1
+    agents: int  # one per host, or one per task if there are more tasks than hosts
+    agent_index: int  # of this task, from 0
+    master_host: str  # the first host of the step, on which the scheduler runs
+    master_port: int  # derived from the ids of job and step
+    workers_per_agent: int = 1  # used if the options give no number of workers
     remarks: list[str] = []
 
 
 def read_slurm_step(environ: Mapping[str, str]) -> SlurmStep | None:
-    """Return the job step of this process, or None. Raise UsageError if its variables are invalid."""
+    """Return the job step of this process; None outside a step. Raise UsageError if a variable is missing or invalid."""
     if not is_in_step(environ):
         return None
     nodes = _read_number(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", low=1, default=1)
@@ -52,7 +52,7 @@ def is_in_step(environ: Mapping[str, str]) -> bool:
 
 
 def missing_srun_remark(environ: Mapping[str, str]) -> str:
-    """Return a remark if this is an allocation of several hosts outside `srun`, else ""."""
+    """Return a remark if this process runs in an allocation of several hosts, but outside `srun`; else ""."""
     hosts = environ.get("SLURM_NNODES", "")
     if not environ.get("SLURM_JOB_ID") or is_in_step(environ) or hosts in ("", "1"):
         return ""
@@ -60,7 +60,10 @@ def missing_srun_remark(environ: Mapping[str, str]) -> str:
 
 
 def expand_nodelist(nodelist: str) -> list[str]:
-    """Return the hosts of a list such as "node[01-03,7],login". Raise UsageError if it is malformed."""
+    """Return the hosts of a list such as "node[01-03,7],login".
+
+    Raise UsageError if it is malformed, empty or has more than `HOSTS_MAX` hosts.
+    """
     try:
         hosts = [host for part in _split_nodelist(nodelist) for host in _expand_part(part)]
     except ValueError:
@@ -71,7 +74,7 @@ def expand_nodelist(nodelist: str) -> list[str]:
 
 
 def _split_nodelist(nodelist: str) -> list[str]:
-    """Split at the commas outside brackets."""
+    """Return the parts between commas outside brackets. Raise ValueError if a part is empty or a bracket is not closed."""
     parts = re.findall(r"(?:[^][,]|\[[^][]*\])+", nodelist)
     if ",".join(parts) != nodelist:
         raise ValueError(nodelist)
@@ -91,7 +94,7 @@ def _expand_part(part: str) -> list[str]:
 
 
 def _expand_numbers(inside: str) -> list[str]:
-    """Return 01, 02, 03 and 7 for "01-03,7": leading zeros are kept. Raise ValueError."""
+    """Return 01, 02, 03 and 7 for "01-03,7": leading zeros are kept. Raise ValueError for another form or an invalid range."""
     numbers: list[str] = []
     for item in inside.split(","):
         found = re.fullmatch(r"([0-9]{1,9})(?:-([0-9]{1,9}))?", item)
@@ -106,7 +109,7 @@ def _expand_numbers(inside: str) -> list[str]:
 
 
 def _first_set_variable(environ: Mapping[str, str], *variables: str) -> tuple[str, str]:
-    """Return the first variable that is set, and its value. Raise UsageError if none is."""
+    """Return the first variable that is set and not empty, and its value. Raise UsageError if there is none."""
     for variable in variables:
         if environ.get(variable):
             return variable, environ[variable]

@@ -1,18 +1,18 @@
 """The state machines of a training cluster: the scheduler's and a node's, and the pure functions that they use.
 
-The scheduler's machine is a composition of parts. Each part owns its fields and has the decisions about them in its module;
-`scheduler_machine` constructs the parts in the order in which they may call each other.
+The scheduler's machine is composed of parts. Each part owns its fields, and its module has the decisions about them.
+`scheduler_machine` constructs the parts; a part may call those constructed before it.
 
     `scheduler_machine`   step(event, now): dispatches events, messages, requests and ticks; restores from the journal
     `state`               Step, Outbox (effects in order), Lifecycle (phase, generation), ClusterState (what decisions read)
     `members`             members, agents, connections, heartbeats; ranks and the layout of ranks on hosts
-    `incident_log`        every recovery and resize: its stages, durations and outcome
-    `heal_barrier`        the safe point of a generation, the plan made of its reports, the rendezvous of the ranks
+    `incident_log`        recoveries and resizes: their stages, durations and outcomes
+    `heal_barrier`        the safe point of a generation, the heal plans made from its reports, the rendezvous store
     `resize`              scale-out, scale-in, shrink and rollback of the number of workers
-    `resharding`          scaling of the parameter servers, in two phases
+    `resharding`          scaling of the parameter servers
     `shutdown`            the final dump, the end, and its delivery to all members
     `recovery`            a recovery from "a process died" to "all ranks resumed", with spares
-    `failure_detector`    members that are silent or stuck, checked on every tick
+    `failure_detector`    members that are silent or stuck, checked on ticks
     `registration`        admission of nodes and agents, and the formation
     `formation`           whether the cluster is complete, and the ranks
     `view`                read-only snapshot for clients

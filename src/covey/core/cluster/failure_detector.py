@@ -1,7 +1,8 @@
-"""Timeouts of members: silent and stuck members are declared dead. Time in which the scheduler was suspended is not counted.
+"""Detection of silent and stuck members. Time in which the scheduler was suspended is not counted.
 
-A member is suspect after half the node timeout without a heartbeat, and dead after the full node timeout. A member that sends
-heartbeats but makes no progress, while all other ranks wait for it in one collective, is stuck and declared dead.
+A member is suspect after half the node timeout without a heartbeat, and dead after the full node timeout. An agent that is
+silent for the full node timeout is dead, and its children with it. A rank that computes without progress while other ranks wait
+in a collective is stuck after `stuck_s`, and declared dead.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from covey.core.effects import Level
 from covey.core.types import Member, NodeState, Role
 from covey.errors import ExitCode
 
-SUSPENSION_S = 1.0  # ticks come several times a second; a longer gap means that this process was suspended
+SUSPENSION_S = 1.0  # ticks come several times a second; a longer gap between two means that this process was suspended
 
 
 class FailureDetector:
-    """Checks heartbeats and progress at each tick. Owns the time of the last tick."""
+    """Checks of heartbeats and progress, made on ticks. Owns the time of the last tick."""
 
     def __init__(self, base: BaseParts, barrier: HealBarrier, shutdown: Shutdown, recovery: Recovery, now: float) -> None:
         self._settings, self._lifecycle = base.settings, base.lifecycle
@@ -27,7 +28,10 @@ class FailureDetector:
         self._last_tick_at = now
 
     def take_suspension_s(self, step: Step) -> float:
-        """Return for how many seconds this process was suspended since the last tick (0 if it was not), and reset that time."""
+        """Return the seconds since the last tick if they exceed `SUSPENSION_S`: this process was suspended. Otherwise return 0.
+
+        Record the time of this tick, and publish a suspension.
+        """
         gap, self._last_tick_at = step.now - self._last_tick_at, step.now
         if gap <= SUSPENSION_S:
             return 0.0
@@ -35,7 +39,11 @@ class FailureDetector:
         return gap
 
     def check_heartbeats(self, step: Step) -> None:
-        """Declare silent agents dead with their children, and silent members suspect, then dead."""
+        """Declare silent agents dead with their children, and silent members suspect, then dead.
+
+        Skip members whose agent is checked in their place (`_is_judged_with_agent`). Do nothing if heartbeats are disabled or
+        the node timeout is unlimited.
+        """
         if not self._settings.checks_heartbeats:
             return
         limit = self._settings.node_timeout_s
@@ -48,7 +56,7 @@ class FailureDetector:
         for known in [m for m in members if self._heartbeats.last_heartbeat_at(m) < suspect_since]:
             if self._lifecycle.has_ended:
                 return
-            if not self._members.contains(known):  # the death of another one rolled a growth back
+            if not self._members.contains(known):  # removed, because the death of another member rolled a scale-out back
                 continue
             member, heard_at = self._members.current(known), self._heartbeats.last_heartbeat_at(known)
             if not member.is_present or self._is_judged_with_agent(member):
@@ -61,12 +69,17 @@ class FailureDetector:
                 step.out.publish(member.name, "suspect", f"no heartbeat for {step.now - heard_at:.1f} s", Level.WARNING)
 
     def _is_judged_with_agent(self, member: Member) -> bool:
-        """Return whether the heartbeats of a child's agent decide about the child: it has not registered, or the agent is
-        disconnected."""
+        """Return whether the heartbeats of an agent decide about this member: it is a child whose process has not registered or
+        has left, or whose agent is disconnected."""
         return bool(member.agent) and (not member.instance_id or not self._members.agents[member.agent].connection)
 
     def check_blocked_collectives(self, step: Step) -> None:
-        """End a run whose ranks wait without end, and declare a rank dead if all others have waited `stuck_s` for it."""
+        """Dump or end a run in which ranks wait for one that finished or left; declare stuck ranks dead.
+
+        A rank is stuck if it is connected, is not in a collective and has made no progress for over `stuck_s`, while every
+        other present rank has waited in a collective for over `stuck_s`, or is connected and not in a collective. At least one
+        rank must wait. Before these checks, ranks that left are counted as resumed or finished (`count_left_ranks`).
+        """
         if self._barrier.count_left_ranks(step):
             self._recovery.on_rank_resumed(step)
         limit, workers = self._settings.stuck_s, self._members.members_in_role(Role.WORKER)
@@ -79,7 +92,7 @@ class FailureDetector:
         late = [m for m in workers if not progress(m).waiting_in and m.is_present and m.connection] if waiting else []
         if len(waiting) + len(late) == sum(m.is_present for m in workers):
             for member in late:
-                stuck_since = changed_at(member)  # read now: after a death another may have a new process, or be removed
+                stuck_since = changed_at(member)  # not read earlier: the death of one may restart or remove another
                 if self._members.contains(member) and stuck_since < since:
                     step.out.count("stuck")
                     self._recovery.declare_dead(step, member, f"stuck: all other ranks wait for it {where}", since=stuck_since)

@@ -1,8 +1,10 @@
 """Schedule of the faults that `covey chaos` injects, and the summary of the recoveries that followed.
 
-The next fault is a pure function of the seed, the allowed faults, the faults so far and the view of the cluster. Every chosen
-fault can be survived: the last ranks that hold the training state are spared, and no process is killed so often that covey
-stops restarting it. A run that ends under these faults has a defect, or lacks a strategy for them.
+The next fault is a pure function of the seed, the allowed faults, the view of the cluster, the faults so far and the time.
+Faults that may kill a worker leave the training state on at least one other, and on half of the workers. The scheduler and the
+template are not killed so often that covey stops restarting them. A run that ends under these faults has a defect, or its
+settings lack a strategy or a sufficient restart limit, or its script reports no steps: a rank that dies repeatedly without a
+step in between is no longer replaced.
 """
 
 from __future__ import annotations
@@ -23,60 +25,64 @@ from covey.core.types import NodeState, Phase, Role
 class Fault(StrEnum):
     """Kinds of faults, as a user types them."""
 
-    KILL = "kill"  # SIGKILL to a node
+    KILL = "kill"  # SIGKILL to a node: a worker or a server
     STOP = "stop"  # a node is suspended for some time
     SLOW = "slow"  # a node gets only a part of its CPU time for some time
-    CUT = "cut"  # the connections of a node break
-    DISK = "disk"  # writes to the log directory's disk fail for some time
-    CLOCK = "clock"  # the wall clock jumps, and back
+    CUT = "cut"  # the TCP connections of a node break
+    DISK = "disk"  # the file system of the log directory is full for some time
+    CLOCK = "clock"  # the run's wall clock jumps, and later back
     SCHEDULER = "scheduler"  # SIGKILL to the scheduler
     TEMPLATE = "template"  # SIGKILL to the template from which workers are forked
 
 
-DURATION_RANGE_S: Mapping[Fault, tuple[float, float]] = {  # minimum and maximum
+DURATION_RANGE_S: Mapping[Fault, tuple[float, float]] = {  # minimum and maximum; other faults have no duration
     Fault.STOP: (0.2, 8.0),
     Fault.SLOW: (1.0, 3.0),
     Fault.DISK: (0.5, 2.0),
     Fault.CLOCK: (0.5, 2.0),
 }
-# A process that dies again sooner counts as one that cannot run, and is no longer restarted after a few deaths.
+# Seconds between two faults of this kind. A process that dies sooner after its start is restarted only a few times.
 MIN_INTERVAL_S: Mapping[Fault, float] = {
     Fault.SCHEDULER: 61.0,
     Fault.TEMPLATE: 31.0,
 }
 NODE_FAULTS = (Fault.KILL, Fault.STOP, Fault.SLOW, Fault.CUT)
-DEADLY_FAULTS = (Fault.KILL, Fault.STOP)  # to a node
-AFTERMATH_S = 1.0  # until the view shows that a suspended node runs again
+DEADLY_FAULTS = (Fault.KILL, Fault.STOP)  # after these the node may have to be replaced
+AFTERMATH_S = 1.0  # seconds until the view shows that a suspended node runs again
 
 
 class PlannedFault(msgspec.Struct, frozen=True):
-    """One fault. Times are seconds since the start of `covey chaos`."""
+    """One fault that `choose_fault` chose."""
 
     number: int  # from 1
-    at_s: float
+    at_s: float  # seconds since the start of `covey chaos`
     fault: Fault
     node: str = ""  # "worker:2"; "" if the fault does not concern one node
-    pid: int = 0
-    incarnation: int = 0
-    for_s: float = 0.0
+    pid: int = 0  # of the node's process; 0 without a node
+    incarnation: int = 0  # of the node; 0 without a node
+    for_s: float = 0.0  # duration in seconds; 0: none
 
 
 class ObservedRecovery(msgspec.Struct, frozen=True):
-    """A recovery, and when it was first seen."""
+    """A recovery or resize, and when `covey chaos` first saw it."""
 
-    incident: Incident
-    at_s: float
+    incident: Incident  # in its newest version
+    at_s: float  # seconds since the start of `covey chaos`
 
 
 class FaultSummary(msgspec.Struct, frozen=True):
-    """Recoveries after one kind of fault. The keys of `rungs` are strategies, with the outcome unless it is "resumed"."""
+    """Recoveries after one kind of fault.
+
+    The keys of `rungs` are strategies, with the outcome unless it is "resumed", and "started again" for a scheduler or template
+    that was killed; the values count them.
+    """
 
     fault: Fault
-    times: int
+    times: int  # number of faults
     rungs: dict[str, int]
-    unnoticed: int  # faults without a recovery
-    median_ms: float = 0.0  # of the recoveries; 0 if there was none
-    worst_ms: float = 0.0
+    unnoticed: int  # faults without a recovery or restart
+    median_ms: float = 0.0  # of the closed recoveries and the restarts; 0 if there was none
+    worst_ms: float = 0.0  # as `median_ms`, the longest
 
 
 def pause_s(seed: int, number: int, every_s: float) -> float:
@@ -87,7 +93,11 @@ def pause_s(seed: int, number: int, every_s: float) -> float:
 def choose_fault(
     seed: int, faults: Sequence[Fault], view: ClusterView, done: Sequence[PlannedFault], at_s: float
 ) -> tuple[PlannedFault | None, str]:
-    """Return the next fault and its description, or None and the reason. Equal arguments give equal results."""
+    """Return the next fault and its description; or None and the reason if no fault can be injected now.
+
+    `done` has the faults so far, oldest first, and `at_s` is the time since the start of `covey chaos`. Equal arguments give
+    equal results.
+    """
     number = len(done) + 1
     possible = [fault for fault in faults if not _is_too_soon(fault, done, at_s)]
     hit = {
@@ -116,10 +126,11 @@ def clock_jump_s(seed: int, number: int) -> float:
 def summarize_faults(
     done: Sequence[PlannedFault], seen: Sequence[ObservedRecovery], back_ms: Mapping[int, float]
 ) -> list[FaultSummary]:
-    """Return one summary for each kind of fault that was injected.
+    """Return one summary for each kind of fault that was injected, in the order of `Fault`.
 
-    A recovery belongs to the newest earlier fault at its node, or to the newest earlier fault of all if its node had none.
-    `back_ms` has, by number of fault, the time until a killed scheduler or template ran again; these have no incidents.
+    A recovery belongs to the newest earlier fault at its node, or to the newest earlier fault of all if its node had none. A
+    recovery before the first fault is left out. `back_ms` has, by number of fault, the milliseconds until a killed scheduler or
+    template ran again; these have no incidents.
     """
     owner = {found.incident.number: _find_causing_fault(found, done) for found in seen}
     rows = []
@@ -168,7 +179,11 @@ def _has_ended(planned: PlannedFault, at_s: float) -> bool:
 
 
 def _list_targets(fault: Fault, view: ClusterView, hit: Collection[tuple[str, int, int]]) -> list[NodeView]:
-    """Return the nodes that the fault may hit, in an order that does not depend on the view's."""
+    """Return the nodes that the fault may hit, sorted by role, rank and node id.
+
+    A deadly fault hits a worker only if at least one other, and half of the workers (rounded down), keep the training state.
+    Servers are hit only while the cluster is READY and all servers run, and a single server only by faults that are not deadly.
+    """
     if fault is Fault.SCHEDULER:
         return [node for node in view.nodes if node.role is Role.SCHEDULER and node.pid]
     workers = [node for node in view.nodes if node.role is Role.WORKER]
@@ -176,14 +191,14 @@ def _list_targets(fault: Fault, view: ClusterView, hit: Collection[tuple[str, in
     found = _workers_with_state(workers, hit)
     if fault in DEADLY_FAULTS and len(found) - 1 < max(1, len(workers) // 2):
         found = []
-    calm = view.phase is Phase.READY and all(_is_up(node) for node in servers)  # each row is on two servers: never fail both
+    calm = view.phase is Phase.READY and all(_is_up(node) for node in servers)  # a row may be on two servers: never fail both
     found += servers if calm and (len(servers) > 1 or fault not in DEADLY_FAULTS) else []
     return sorted(found, key=lambda node: (node.role, node.rank, node.node_id))
 
 
 def _workers_with_state(workers: Sequence[NodeView], hit: Collection[tuple[str, int, int]]) -> list[NodeView]:
-    """Return the running workers that hold the training state: not hit in this incarnation, and with a step if any worker
-    has."""
+    """Return the running workers that are assumed to hold the training state: their process is not in `hit`, and they have
+    reported a step if any worker has."""
     steps = any(node.step >= 0 for node in workers)
     return [
         node

@@ -11,7 +11,7 @@ COUNTED_ROLES = (Role.WORKER, Role.PSERVER)  # federated servers are counted as 
 
 
 def decide_formation(cluster: ClusterState) -> tuple[dict[str, int] | None, str]:
-    """Return the rank of every member by name, or None if a role has fewer members than required; and the reason."""
+    """Return the rank of every worker and server by name, or None if a role has too few members; and the reason."""
     missing = [f"{count_noun(short, role)} missing" for role in COUNTED_ROLES if (short := _count_missing(cluster, role)) > 0]
     if missing:
         return None, ", ".join(missing) + _describe_refusal(cluster)
@@ -22,7 +22,10 @@ def decide_formation(cluster: ClusterState) -> tuple[dict[str, int] | None, str]
 
 
 def describe_missing(cluster: ClusterState) -> str:
-    """Return a sentence with the number of missing nodes and the names of those that registered."""
+    """Return how many nodes each incomplete role lacks and which have registered, and the last refusal, if any.
+
+    Return "" if no role is incomplete and no node was refused.
+    """
     found = (
         f"{count_noun(short, role)} missing, registered: {describe_members(cluster.members_in_role(role))}"
         for role in COUNTED_ROLES

@@ -1,14 +1,14 @@
 """The heal barrier: the reports of all ranks of a generation, the heal plans computed from them, and the rendezvous store.
 
-Every rank reports at a safe point which collective it completed last. The plans bring all ranks to the highest of these. A rank
-that completed it can hand over its result. A rank that did not is blocked in exactly that collective, because the result
-depends on every rank. A replacement receives the full state. Ranks are never more than one collective apart; a report that says
-otherwise is a bug in the script or in covey, and the plan fails. All workers then restart from the newest checkpoint, if they
-can. The state of a sharded optimizer has one slot for each parameter, and no rank holds all slots: every plan lists which rank
-holds which slots, and each slot must have a holder.
+In every generation after the first, the ranks report at a safe point (inside a collective, or at the end of the script) which
+collective they completed last. The plans bring all ranks to the highest of these. A rank that completed it can hand over its
+result. A rank that did not is blocked in exactly that collective, because the result depends on every rank; if it is blocked in
+another one, the script or covey has a bug, and the plans fail. A replacement or joining rank receives the full state. The state
+of a sharded optimizer has one slot for each parameter, distributed over the ranks: the plans list which rank holds which slots,
+and fail if a slot has no holder. If the plans fail, all workers restart from the newest checkpoint, or the run ends.
 
-Ranks find each other through the rendezvous store: each sets its address and gets those of its peers. A new generation clears
-it.
+Ranks and parameter servers find each other through the rendezvous store: each sets its address and gets those of its peers. The
+store is emptied when a generation after the first begins.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from covey.core.messages import (
 )
 from covey.core.types import Member, MemberRecord, NodeState, Phase, Role
 
-COLLECTIVE_RETRIES_MAX = 5  # retries of a failed collective until all ranks have resumed
+COLLECTIVE_RETRIES_MAX = 5  # retries in a row, counted until all ranks have resumed
 DEATH_REPORT_S = 0.2  # wait for the report of a death that explains a failed collective
-BYTES_MAX = 256 * 1024 * 1024  # total size of the rendezvous values of a generation
-KEYS_MAX = 1_000_000
+BYTES_MAX = 256 * 1024 * 1024  # total size of the rendezvous values of a generation, without the keys
+KEYS_MAX = 1_000_000  # keys of a generation; also the limit of requests that wait for a value
 
 
 # -- the plan ------------------------------------------------------------------------------------------------------------
@@ -46,8 +46,9 @@ def make_heal_plans(
 ) -> dict[int, HealPlan]:
     """Return the heal plan of each rank; `reports` has one report of each rank.
 
-    If all ranks have finished, every plan is `done`. If the ranks cannot resume, every plan has the same `failure`. Finished
-    ranks can be donors.
+    If all ranks have finished, every plan is `done`. If the ranks cannot resume, every plan has the same `failure`. Otherwise
+    the ranks that need the state or are behind get a donor, which may be a finished rank. If every rank needs the state, no
+    plan has a donor.
     """
     if all(report.finished for report in reports.values()):
         return dict.fromkeys(reports, HealPlan(generation, done=True))
@@ -93,7 +94,7 @@ def _number_sort_key(number: CollectiveNumber | None) -> tuple[int, int]:
 
 
 def _divergence_blocker(reports: Mapping[int, SafePointReport], highest: tuple[int, int]) -> str:
-    """Return why these ranks cannot resume together; "" if they can."""
+    """Return which rank has not completed the highest collective and waits in another one, as a sentence; "" if none does."""
     for rank, report in sorted(reports.items()):
         behind = not report.needs_state and _number_sort_key(report.completed) < highest
         if behind and report.waiting_in is not None and _number_sort_key(report.waiting_in) != highest:
@@ -106,8 +107,11 @@ def _divergence_blocker(reports: Mapping[int, SafePointReport], highest: tuple[i
 
 
 def find_wait_beyond_end(reports: Mapping[int, SafePointReport], waits: Mapping[int, CollectiveNumber]) -> str:
-    """Return which rank waits for one that has finished its script, and thus takes part in no further collective; "" if
-    none."""
+    """Return which rank waits for one that has finished its script, as a sentence; "" if none does.
+
+    A finished rank takes part in no collective after the one that it completed last. `waits` has the collective in which each
+    waiting rank is blocked.
+    """
     ends = {rank: _number_sort_key(report.completed) for rank, report in reports.items() if report.finished}
     if not ends or not waits:
         return ""
@@ -134,7 +138,7 @@ def _missing_slots_blocker(reports: Mapping[int, SafePointReport]) -> str:
 
 
 def _choose_donor(rank: int, donors: list[int], addresses: Mapping[int, str], turn: int) -> int:
-    """Return a donor rank, on the same host if there is one; requests rotate over the candidates."""
+    """Return a donor for this rank, with the same address if there is one. `turn` counts the calls, to rotate over donors."""
     near = [donor for donor in donors if addresses[donor] == addresses[rank]] or donors
     return near[turn % len(near)]
 
@@ -143,7 +147,7 @@ def _choose_donor(rank: int, donors: list[int], addresses: Mapping[int, str], tu
 
 
 class RendezvousStore:
-    """Rendezvous values of one generation and the connections that wait for them, with limits on keys and bytes."""
+    """Rendezvous values of one generation and the connections that wait for them, with limits on keys, bytes and waiters."""
 
     def __init__(self, *, bytes_max: int = BYTES_MAX, keys_max: int = KEYS_MAX) -> None:
         self._bytes_max, self._keys_max = bytes_max, keys_max
@@ -153,7 +157,7 @@ class RendezvousStore:
         self._waiter_count = 0
 
     def put(self, key: str, value: bytes) -> list[int] | None:
-        """Set a value. Return the connections that wait for it, or None if the store is full and nothing was set."""
+        """Set a value. Return the connections that waited for it, or None if the store is full and nothing was set."""
         size = self.bytes_used + len(value) - len(self.values.get(key, b""))
         if size > self._bytes_max or (key not in self.values and len(self.values) >= self._keys_max):
             return None
@@ -164,7 +168,7 @@ class RendezvousStore:
         return waited
 
     def add_waiter(self, key: str, connection: int) -> bool:
-        """Add a connection that waits for a value. Return False if too many wait."""
+        """Add a connection that waits for a value. Return False, and do not add it, if too many wait."""
         if self._waiter_count >= self._keys_max:
             return False
         self._waiter_count += 1
@@ -176,18 +180,19 @@ class RendezvousStore:
 
 
 class SafePoint:
-    """Barrier of one generation: it collects one report per rank, then has the plans, and is done once all ranks have finished.
+    """Barrier of one generation: it collects the newest report of each rank, then has the plans. It is done once all ranks have
+    finished their scripts or left.
 
     Owns the reports, the plans computed from them, the ranks that resumed, and whether a collective of this generation failed.
     """
 
     def __init__(self, generation: int) -> None:
         self.generation = generation
-        self.reports: dict[int, SafePointReport] = {}
-        self.resumed: set[int] = set()
-        self.failed_at = NEVER  # time of the first failed collective
-        self.failure_reason = ""
-        self.done = False  # every rank has finished its script
+        self.reports: dict[int, SafePointReport] = {}  # by rank
+        self.resumed: set[int] = set()  # ranks that sent `RankResumed`, or left and count as resumed
+        self.failed_at = NEVER  # time of the first failed collective; NEVER: none failed
+        self.failure_reason = ""  # of the last failed collective
+        self.done = False  # every rank has finished its script, or left
         self._plans: dict[int, HealPlan] = {}
 
     def add_report(
@@ -195,9 +200,9 @@ class SafePoint:
     ) -> dict[int, HealPlan]:
         """Add a rank's report; return the plans to send, by rank.
 
-        These are {} until all ranks have reported, then all plans, and all plans again when every rank has finished. A repeated
-        report returns that rank's plan, which may have been lost with its connection. `addresses` is called only when all
-        reports are in, which keeps a heal O(N).
+        Return {} until all ranks have reported, then all plans. For a later report, return only that rank's plan, which may
+        have been lost with its connection; once every rank has finished, return all plans, which are `done`. If the plans fail
+        although some ranks have resumed, return {}. `addresses` is called only to make plans, which keeps a heal O(N).
         """
         self.reports[rank] = report
         complete = len(self.reports) == world
@@ -206,7 +211,7 @@ class SafePoint:
             return {rank: self._plans[rank]}
         if complete:
             plans = make_heal_plans(self.generation, self.reports, addresses())
-            # some ranks have resumed under a previous scheduler's plan, so failures derived from older reports are stale
+            # some ranks have resumed under a previous scheduler's plan, so a failure derived from older reports is stale
             held = self.resumed and not self.done
             self._plans = {} if held and any(plan.failure for plan in plans.values()) else plans
         return self._plans
@@ -231,26 +236,27 @@ class SafePoint:
 class HealBarrier:
     """Owns the barrier and the rendezvous values of the current generation.
 
-    A rank gets a plan only after every rank of this generation has reported.
+    A rank gets a plan only after every rank of this generation has reported. One exception: if all remaining ranks have
+    finished, they get `done` plans without the reports of ranks that left.
     """
 
     def __init__(self, base: BaseParts) -> None:
         self._lifecycle, self._heartbeats, self._members = base.lifecycle, base.heartbeats, base.members
         self.safe_point = SafePoint(0)
         self._rendezvous = RendezvousStore()
-        self.is_pending = False  # the cluster becomes READY only when all ranks have resumed
-        self.has_group_met = False  # the rendezvous was used; only then do ranks send RankResumed
+        self.is_pending = False  # a rank was replaced or the world resized: READY waits until all ranks have resumed
+        self.has_group_met = False  # a rendezvous value was set; without one READY does not wait, because no rank will resume
         self._retries = 0  # retries of a failed collective since all ranks last resumed
-        self._resume_deadline = NEVER
+        self._resume_deadline = NEVER  # for ranks to resume without those that left; NEVER: none is awaited
 
     # -- generations -------------------------------------------------------------------------------------------------
 
     def open_generation(self, generation: int) -> None:
-        """Open the barrier of this generation. Rendezvous values that were set before formation are kept."""
+        """Open the barrier of this generation, at formation or after a restart of the scheduler; keep the rendezvous values."""
         self.safe_point = SafePoint(generation)
 
     def start_generation(self, step: Step, *changed: Member) -> None:
-        """Start a generation: persist the cluster, then the changed members."""
+        """Start the next generation, without reports and rendezvous values: persist the cluster, then the changed members."""
         generation = self._lifecycle.advance_generation()
         self._rendezvous = RendezvousStore()
         self.safe_point = SafePoint(generation)
@@ -259,8 +265,8 @@ class HealBarrier:
             step.out.persist(MemberRecord.from_member(self._members.current(member)))
 
     def regroup(self, step: Step, reason: str, *changed: Member) -> None:
-        """Start a generation: persist the cluster, then the changed members, then send `NewGeneration` to all reachable
-        members."""
+        """Start the next generation: persist the cluster, then the changed members, then send `NewGeneration` to all members
+        that are present and connected."""
         self.start_generation(step, *changed)
         message = NewGeneration(self._lifecycle.generation, reason)
         for member in self._members.reachable():
@@ -269,18 +275,18 @@ class HealBarrier:
     # -- agreement ---------------------------------------------------------------------------------------------------
 
     def require_agreement(self) -> None:
-        """Require all ranks to resume before READY, because a rank was replaced or the world size changed."""
+        """Make READY wait for all ranks to resume, if any use the rendezvous: a rank was replaced or the world size changed."""
         self.is_pending = True
 
     def require_all_to_resume(self) -> None:
-        """Require all ranks to resume in a new generation before READY, because it is unknown which ones have."""
+        """Require all ranks to resume before READY, because it is unknown which ones have. The caller starts a generation."""
         self.is_pending = self.has_group_met = True
 
     def finish_agreement(self) -> None:
         self.is_pending = False
 
     def resume(self, is_pending: bool) -> None:
-        """After a restart of the scheduler: whether all ranks must say again that they resumed."""
+        """Set, after a restart of the scheduler, whether all ranks must send `RankResumed` again before READY."""
         self.is_pending = self.has_group_met = is_pending
 
     @property
@@ -289,7 +295,7 @@ class HealBarrier:
 
     @property
     def is_agreeing(self) -> bool:
-        """Whether some ranks have yet to resume, in a cluster that uses the rendezvous."""
+        """Whether READY must wait for ranks that have yet to resume; False if the rendezvous was never used."""
         return self.is_pending and self.has_group_met and not self.all_resumed
 
     # -- rendezvous --------------------------------------------------------------------------------------------------
@@ -328,7 +334,10 @@ class HealBarrier:
         self.safe_point.add_resumed([rank])
 
     def is_state_lost(self) -> bool:
-        """Return whether every rank has reported that it needs the training state, and none has resumed."""
+        """Return whether every rank has reported that it needs the training state, none has resumed, and not all have finished.
+
+        Call this only after all ranks have reported.
+        """
         point = self.safe_point
         return not point.resumed and not point.done and all(report.needs_state for report in point.reports.values())
 
@@ -337,7 +346,8 @@ class HealBarrier:
             self.safe_point.note_failure(step.now, failed.reason)
 
     def has_unexplained_failure(self, now: float) -> bool:
-        """Return whether a collective failed and no death was reported within `DEATH_REPORT_S` that explains it."""
+        """Return whether a collective of this generation failed over `DEATH_REPORT_S` ago. The recovery from a death that
+        explains it would have started another generation."""
         return now - self.safe_point.failed_at > DEATH_REPORT_S
 
     def count_retry(self) -> bool:
@@ -351,9 +361,11 @@ class HealBarrier:
     # -- waits that cannot end ---------------------------------------------------------------------------------------
 
     def count_left_ranks(self, step: Step) -> bool:
-        """Stop waiting for ranks that left: if all remaining ranks have finished, or all have resumed, so had they.
+        """Stop waiting for ranks that left.
 
-        Return whether ranks that left were marked as resumed now.
+        If some of them have not reported, and all reports are of finished ranks and include all remaining ones, send the
+        remaining ranks `done` plans. If all of them have reported and all remaining ranks have resumed, count them as resumed
+        and return True. Otherwise return False.
         """
         workers, point = self._members.members_in_role(Role.WORKER), self.safe_point
         left = {m.rank for m in workers if m.state is NodeState.LEFT}
@@ -371,9 +383,10 @@ class HealBarrier:
         return False
 
     def find_endless_wait(self, step: Step, waiting: int, where: str, limit_s: float) -> str:
-        """Return why some ranks would wait without end; "" if none would.
+        """Return why some ranks would wait without end, as a sentence; "" if no such wait is found.
 
-        `waiting` is the number of ranks that have waited in a collective for longer than the limit, which `where` describes.
+        `waiting` is the number of ranks that have waited in a collective for over `limit_s` seconds (negative: no limit), and
+        `where` names the collective and the limit.
         """
         return (
             self._find_wait_on_finished_rank()
@@ -382,8 +395,10 @@ class HealBarrier:
         )
 
     def _find_wait_on_finished_rank(self) -> str:
-        """Return which rank waits for a finished one; needs no timeout, because a finished rank has reported its last
-        collective."""
+        """Return which rank waits for a finished one; "" if none does, or the cluster is not READY.
+
+        This needs no timeout, because a finished rank has reported its last collective.
+        """
         reports = self.safe_point.reports
         if self._lifecycle.phase is not Phase.READY or not any(report.finished for report in reports.values()):
             return ""
@@ -396,7 +411,8 @@ class HealBarrier:
         return find_wait_beyond_end(reports, waits)
 
     def _find_wait_on_left_rank(self, waiting: int, where: str) -> str:
-        """Return which ranks left without a report while all others have reported, or wait in a collective; "" if none did."""
+        """Return which ranks left without a report while all others have reported, or left while all others wait in a
+        collective; "" if none did."""
         workers, point = self._members.members_in_role(Role.WORKER), self.safe_point
         left = [m for m in workers if m.state is NodeState.LEFT]
         unreported = [m for m in left if m.rank not in point.reports]
@@ -407,9 +423,10 @@ class HealBarrier:
         return ""
 
     def _find_wait_to_resume(self, step: Step, limit_s: float) -> str:
-        """Return which ranks left without `RankResumed` if the others did not resume within the limit; "" otherwise.
+        """Return which ranks left without `RankResumed`, if the others have not resumed within the limit; "" otherwise.
 
-        If the others resume, the ranks that left had resumed as well.
+        The limit is counted from the first call that finds such ranks. If the others resume in time, the ranks that left count
+        as resumed (`count_left_ranks`).
         """
         workers, point = self._members.members_in_role(Role.WORKER), self.safe_point
         left = [m for m in workers if m.state is NodeState.LEFT and m.rank not in point.resumed]

@@ -1,7 +1,8 @@
-"""Log of incidents: every recovery and resize, open until all ranks have resumed or the run has ended.
+"""Log of incidents: recoveries and resizes, each open until all ranks have resumed, all workers restart, a scale-out is rolled
+back, or the run ends.
 
 A fault during a recovery opens a further incident. All open incidents reach the later stages together, because the ranks resume
-together.
+together. Incidents that add or remove parameter servers are closed separately.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class IncidentTimes:
-    """Times at which an open incident reached its stages, on the machine's clock."""
+    """Times at which an open incident reached its stages, in seconds on the machine's clock."""
 
     def __init__(self, began_at: float, stage_times: dict[Stage, float]) -> None:
         self.began_at = began_at  # first sign of the fault
@@ -28,7 +29,7 @@ class IncidentTimes:
         self._stage_times[stage] = now
 
     def stage_durations_ms(self) -> dict[Stage, float]:
-        """Return the duration of each stage that was reached, in milliseconds."""
+        """Return the duration of each stage reached, in milliseconds: since the stage before it, or `began_at`; at least 0."""
         times, reached = {}, self.began_at
         for stage in Stage:
             if stage in self._stage_times:
@@ -38,19 +39,20 @@ class IncidentTimes:
 
 
 class IncidentLog:
-    """Owns the incidents of a cluster, open and closed. An incident is open in the journal as long as it is open here.
+    """Owns the incidents of a cluster, open and closed. Each is persisted when it is opened and when it is closed.
 
     `wall_zero` is the wall-clock time at which the machine's clock was 0.
     """
 
     def __init__(self, wall_zero: float) -> None:
-        self.records: list[Incident] = []
-        self.totals: dict[tuple[str, Outcome], Total] = {}
+        self.records: list[Incident] = []  # the newest `INCIDENTS_MAX`, by number
+        self.totals: dict[tuple[str, Outcome], Total] = {}  # of closed incidents, by strategy and outcome
         self._wall_zero = wall_zero
         self._open_times: dict[int, IncidentTimes] = {}  # by number
 
     def restore(self, records: list[Incident]) -> None:
-        """Restore the incidents of the journal. A recovery that was under way continues."""
+        """Restore the incidents of the journal. Open ones stay open, with only the stages DETECTED and DECIDED, both at the
+        time when the scheduler learned of the fault."""
         self.records = sorted(records, key=lambda incident: incident.number)
         for incident in self.records:
             if incident.outcome is Outcome.OPEN:
@@ -74,7 +76,8 @@ class IncidentLog:
     ) -> int:
         """Open and persist an incident that is decided now; return its number.
 
-        `since` is the time of the first sign of the fault, `known` the time when the scheduler learned of it. Default: now.
+        `since` is the time of the first sign of the fault, `known` the time when the scheduler learned of it; both default to
+        now. `member` is the failed member; without one, `node` says what the incident is about.
         """
         since, known = step.now if since is None else since, step.now if known is None else known
         node, rank = (member.name, member.rank) if member is not None else (node, -1)
@@ -87,7 +90,7 @@ class IncidentLog:
         return number
 
     def mark_stage(self, stage: Stage, now: float) -> None:
-        """Record that all open incidents reach this stage now. A later call, after a further fault, replaces the time."""
+        """Record that all open incidents reach this stage now. A later call for the same stage replaces the time."""
         for times in self._open_times.values():
             times.mark(stage, now)
 
@@ -98,11 +101,11 @@ class IncidentLog:
         return any(i.outcome is Outcome.OPEN and i.strategy in changes and i.node != SERVERS_NODE for i in self.records)
 
     def close(self, step: Step, outcome: Outcome, node: str = "", reason: str = "") -> None:
-        """Close the open incidents, persist and publish them.
+        """Close open incidents, persist and publish them.
 
-        Until the run ends, incidents of the parameter servers (node SERVERS_NODE) are closed apart from the others. A scale-in
-        that still has members to release stays open when the ranks resume or restart. ROLLED_BACK closes only scale-outs and
-        appends `reason` to theirs; a death in the same time stays open.
+        ENDED and FINISHED close all. Otherwise only those of the parameter servers are closed if `node` is SERVERS_NODE, and
+        only the others if it is not. Scale-ins stay open when the ranks resume or restart while members have yet to leave.
+        ROLLED_BACK closes only scale-outs, and appends `reason` to their reason; a death in the same time stays open.
         """
         closing = [incident for incident in self.records if incident.number in self._open_times]
         if outcome not in (Outcome.ENDED, Outcome.FINISHED):
@@ -121,8 +124,8 @@ class IncidentLog:
             step.out.publish("cluster", "recovery", str(incident), outcome=incident.outcome)
 
     def close_if_resumed(self, step: Step) -> None:
-        """Close the incidents as resumed, unless a rank that ended with an exception has made no progress since: its script may
-        raise the exception again."""
+        """Close the incidents as resumed; the caller has checked that the recovery is complete. Do nothing if a worker whose
+        last process ended with an exception has made no progress since, because its script may raise the exception again."""
         if all(member.error is None for member in step.cluster.members_in_role(Role.WORKER)):
             self.close(step, Outcome.RESUMED)
 

@@ -1,11 +1,13 @@
 """The members of the cluster, their agents, connections, heartbeats and ranks.
 
-Ranks. A node id of digits claims that rank. The other nodes get the free ranks, sorted by the lowest address of their host,
-host id, then node id. Ranks are therefore contiguous per host and the same at every start.
+Ranks at formation. A node id of digits claims that rank; an agent with --node-rank claims ranks for its workers. The other
+members get the free ranks in order of their hosts (lowest address, then host id) and node ids. Without claims, the ranks of a
+host are therefore contiguous.
 
-Ownership. Only `Members` replaces the frozen records `Member` and `AgentInfo`. A record that was read earlier may be stale: a
-method takes any version of it, reads the current one, and returns the new one. `uid` identifies a record, because role, node id
-and rank of a member may change. The order of `members` is that of joining; a change of rank moves a member to the end.
+Ownership. Only `Members` replaces the frozen records `Member` and `AgentInfo`. A record that was read earlier may be stale:
+methods that change a member or agent take any version of its record and read the current one. `uid` identifies a record,
+because role, node id and rank of a member may change. The order of `members` is that of joining (after a restart of the
+scheduler, that of the journal); a new rank in a resize, or a next incarnation without an agent, moves a member to the end.
 """
 
 from __future__ import annotations
@@ -38,9 +40,9 @@ if TYPE_CHECKING:
     from covey.core.cluster.state import ClusterState, Outbox, Step
 
 MemberKey = tuple[Role, str]  # role and node id
-FIRST_PROGRESS_S = 30.0  # a new process (imports, model, state) is not stuck before this time
+FIRST_PROGRESS_S = 30.0  # a new process without progress (imports, model, state) is not stuck before this time
 NO_PROGRESS = Progress()
-GONE_HOSTS_MAX = 4096  # remembered host instances that are gone
+GONE_HOSTS_MAX = 4096  # remembered host instances that are gone; older ones are forgotten
 replace = msgspec.structs.replace
 
 
@@ -53,9 +55,10 @@ def parse_rank_claim(node_id: str) -> int | None:
 
 
 def assign_ranks(members: Iterable[Member], world: int) -> dict[str, int]:
-    """Return the rank of each member, by name. The rank of a member, if it has one, is its claim; claims are distinct.
+    """Return the rank of each member, by name. The rank of a member, if it is not -1, is its claim.
 
-    A claim of `world` or above is ignored: fewer members registered than were allowed.
+    There are at most `world` members, and their claims are distinct. A claim of `world` or above is ignored: fewer members
+    registered than were allowed.
     """
     known = list(members)
     claims = {m.name: m.rank for m in known if 0 <= m.rank < world}
@@ -105,7 +108,7 @@ def natural_sort_key(text: str) -> list[tuple[int, int, str]]:
 
 
 def describe_members(members: Iterable[Member]) -> str:
-    """Return the names of these members in natural order, at most `NAMES_MAX` of them; "none" if there are none."""
+    """Return the names of these members in natural order, the first `NAMES_MAX` and how many more; "none" without members."""
     sorted_names = sorted((member.name for member in members), key=natural_sort_key)
     shown = ", ".join(sorted_names[:NAMES_MAX])
     more = len(sorted_names) - NAMES_MAX
@@ -116,7 +119,7 @@ def describe_members(members: Iterable[Member]) -> str:
 
 
 class Heartbeats:
-    """Owns the time of the last heartbeat and the progress of every member and agent, by uid.
+    """Owns the time of the last heartbeat of every member and agent, and the progress of every member, by uid.
 
     They are kept apart from the records, so that a heartbeat does not copy a record.
     """
@@ -128,13 +131,16 @@ class Heartbeats:
         self._progress_changed_at: dict[int, float] = {}
 
     def last_heartbeat_at(self, node: Member | AgentInfo) -> float:
-        """Return the time of the last heartbeat; 0 if there was none."""
+        """Return the time of the last heartbeat, or of a later event that counts as one, such as a registration or a restart of
+        the scheduler; 0 if there was none."""
         return self._last_heartbeat_at.get(node.uid, 0.0)
 
     def progress(self, member: Member) -> Progress:
         return self._progress.get(member.uid, NO_PROGRESS)
 
     def progress_changed_at(self, member: Member) -> float:
+        """Return the time from which missing progress is measured: that of the last change, or a later one for a new process; 0
+        if there is none."""
         return self._progress_changed_at.get(member.uid, 0.0)
 
     def add(self, node: Member | AgentInfo, now: float) -> None:
@@ -149,19 +155,19 @@ class Heartbeats:
             self._progress[member.uid], self._progress_changed_at[member.uid] = progress, now
 
     def note_resumed(self, member: Member, step: int, now: float) -> None:
-        """Set the step at which a rank resumed. The time that it waited in a collective before counts no longer."""
+        """Set the step at which a rank resumed. Its time without progress is measured from now at the earliest."""
         self._progress[member.uid] = replace(self.progress(member), step=step)
         self._progress_changed_at[member.uid] = max(self.progress_changed_at(member), now)
 
     def begin_life(self, member: Member, now: float) -> None:
-        """Reset the progress for a new process, which has at least `FIRST_PROGRESS_S` to make some."""
+        """Reset the progress for a new process. Before its first progress it is not stuck for at least `FIRST_PROGRESS_S`."""
         self._progress[member.uid], self._progress_changed_at[member.uid] = NO_PROGRESS, now + self._first_progress_s
 
     def clear_progress(self, member: Member) -> None:
         self._progress[member.uid] = NO_PROGRESS
 
     def discount_suspension(self, slept_s: float, now: float) -> None:
-        """Move all times by the time in which the scheduler was suspended and could not receive."""
+        """Move all times forward, at most to now, by the seconds in which the scheduler was suspended and could not receive."""
         for uid, at in self._last_heartbeat_at.items():
             self._last_heartbeat_at[uid] = min(at + slept_s, now)
         for uid, at in self._progress_changed_at.items():
@@ -176,7 +182,7 @@ class Heartbeats:
 
 
 class HostLayout:
-    """Layout of the members on their hosts. Built once per change of membership, so that sending all ranks costs O(N)."""
+    """Layout of the members on their hosts. Reused until the membership changes, so that sending all ranks costs O(N)."""
 
     def __init__(self, cluster: ClusterState) -> None:
         self._cluster = cluster
@@ -210,7 +216,7 @@ class HostLayout:
         return RankAssigned(cluster.generation, *ranks, world if is_server else 0, self._sharding_for(member), *promoted)
 
     def _sharding_for(self, member: Member) -> Sharding | None:
-        """Return the sharding for a member. A joining server, which has no rows yet, gets the ring that includes it."""
+        """Return the sharding for a member; None: the initial one. For a joining server, the ring includes all joining ones."""
         cluster = self._cluster
         if member.role is Role.PSERVER and member.rank in cluster.joining_servers:
             sharding = cluster.current_sharding
@@ -218,7 +224,7 @@ class HostLayout:
         return cluster.sharding
 
     def make_desired_children(self, agent: AgentInfo) -> DesiredChildren:
-        """Return the message with the processes that an agent must run."""
+        """Return the message with the processes that an agent must run: its children that are present."""
         cluster, first = self._cluster, self._cluster.current(self._workers[0])
         children = (cluster.current(m) for m in self._children_by_agent.get(agent.id, ()))
         return DesiredChildren(
@@ -242,7 +248,8 @@ class HostLayout:
 class Members:
     """Owns the records of members and agents, their connections, and the indexes over them.
 
-    A connection belongs to one member or agent; a rank and a (role, node id) belong to one member.
+    A connection belongs to at most one member or agent. A (role, node id), and a rank among workers, servers or spares, belongs
+    to at most one member.
     """
 
     def __init__(self, settings: ClusterSettings, heartbeats: Heartbeats) -> None:
@@ -258,7 +265,7 @@ class Members:
         self._by_rank: dict[tuple[Role, int], int] = {}  # uid
         self._role_sizes: dict[Role, int] = {}
         self._children_by_agent: dict[str, list[int]] = {}  # uids
-        self._layout: HostLayout | None = None
+        self._layout: HostLayout | None = None  # None: to be built, because the membership changed
 
     # -- queries -----------------------------------------------------------------------------------------------------
 
@@ -271,7 +278,7 @@ class Members:
         return member.uid in self._keys
 
     def members_in_role(self, role: Role) -> list[Member]:
-        """Return the members that are counted under this role's group."""
+        """Return the members of this role, in any state. Parameter servers and federated servers are one role here."""
         return [member for member in self.members.values() if member.role.group is role.group]
 
     def members_without_spares(self) -> list[Member]:
@@ -301,7 +308,7 @@ class Members:
         return self.agents[name] if name is not None else None
 
     def is_connected(self, connection: int) -> bool:
-        """Return whether the connection belongs to a member or agent."""
+        """Return whether messages on this connection are those of a member or agent; False for an ignored connection."""
         return connection in self._by_connection
 
     def connections(self) -> list[int]:
@@ -338,14 +345,14 @@ class Members:
     # -- members -----------------------------------------------------------------------------------------------------
 
     def add(self, member: Member, heartbeat_at: float = 0.0) -> Member:
-        """Add a new member under its id and its rank, if it has one; return it with its uid."""
+        """Add a new member under its id and its rank, if it has one; return it with its uid. `heartbeat_at` 0: none yet."""
         self._last_uid += 1
         member = self._index(replace(member, uid=self._last_uid))
         self._heartbeats.add(member, heartbeat_at)
         return member
 
     def remove(self, member: Member) -> Member:
-        """Remove a member; return its last record."""
+        """Remove a member; return its last record. The caller closes or ignores its connection."""
         member = self._unindex(member)
         self._heartbeats.forget(member)
         return member
@@ -391,7 +398,10 @@ class Members:
         return changed
 
     def set_ranks(self, ranks: Mapping[str, int]) -> None:
-        """Set the rank of every member, by name, and its local rank. The node id of a child becomes its rank."""
+        """Set the rank of every member at formation, by name, and its local rank; the members are alive from now on.
+
+        The rank is also the member index and, for a child, the node id.
+        """
         ranked = []
         for member in list(self.members.values()):
             member, rank = self._unindex(member), ranks[member.name]
@@ -409,18 +419,20 @@ class Members:
         return self._index(replace(self._unindex(member), rank=rank))
 
     def admit_node(self, registration: Register, node_id: str, now: float) -> Member:
-        """Add a node without an agent that registered while the cluster forms."""
+        """Add a node without an agent that registered while the cluster forms, with the rank that its id claims, if any."""
         claim = parse_rank_claim(registration.node_id)
         member = self.add(_make_member(registration, node_id, rank=claim if claim is not None else -1))
         self._heartbeats.begin_life(member, now)
         return member
 
     def admit_joining_node(self, registration: Register, node_id: str, generation: int) -> Member:
-        """Add a worker without an agent that registered after formation, with the last rank of this generation."""
+        """Add a worker without an agent that registered after formation, as the highest rank of `generation`, which the caller
+        starts."""
         return self._add_last_worker(_make_member(registration, node_id), generation, 0.0)
 
     def admit_joining_child(self, agent: str, generation: int, now: float) -> Member:
-        """Add a worker that an agent must start, with the last rank of this generation; its node id is its member index."""
+        """Add a worker that an agent must start, as the highest rank of `generation`, which the caller starts. Its node id is
+        its member index."""
         member = Member(Role.WORKER, str(self._free_member_index()), "", self.agents[agent].host, agent=agent)
         return self._add_last_worker(member, generation, now)
 
@@ -440,7 +452,7 @@ class Members:
         return index
 
     def admit_server(self, agent: str, number: int, generation: int, now: float) -> Member:
-        """Add a parameter server that an agent must start."""
+        """Add a parameter server that an agent must start; `number` is its rank and its node id."""
         host = self.agents[agent].host
         local_rank = find_free_local_rank(self.members_in_role(Role.PSERVER), host)
         member = Member(
@@ -457,15 +469,15 @@ class Members:
         return self.add(replace(member, state=NodeState.ALIVE), now)
 
     def admit_children(self, agent: AgentInfo) -> None:
-        """Add the workers and servers of an agent that registers while the cluster forms. At formation their ids become
-        ranks."""
+        """Add the workers and servers of an agent that registers while the cluster forms. Its workers claim the ranks from its
+        `first_rank` on, if it has one. At formation the ranks become their node ids."""
         for role, count in ((Role.WORKER, agent.slots), (Role.PSERVER, agent.servers)):
             for slot in range(count):
                 rank = agent.first_rank + slot if role is Role.WORKER and agent.first_rank >= 0 else -1
                 self.add(Member(role, f"{agent.id}/{slot}", "", agent.host, agent=agent.id, rank=rank))
 
     def move_to_agent(self, member: Member, agent: AgentInfo) -> Member:
-        """Make the member a child of this agent, on the agent's host."""
+        """Move a child to this agent and its host, with a local rank that is free there."""
         member = self.current(member)
         others = (m for m in self.members_in_role(member.role) if m.uid != member.uid)
         local_rank = find_free_local_rank(others, agent.host)
@@ -475,7 +487,7 @@ class Members:
         return self._change(member, local_rank=local_rank, agent=agent.id, host=agent.host)
 
     def admit_next_incarnation(self, member: Member, registration: Register, node_id: str, now: float) -> Member:
-        """Replace the process of a dead member by a node without an agent that registered for it."""
+        """Make a node that registered the next incarnation of a dead member without an agent."""
         old = self._unindex(member)
         local_rank = old.local_rank
         if registration.host.id != old.host.id:
@@ -499,7 +511,7 @@ class Members:
     # -- agents ------------------------------------------------------------------------------------------------------
 
     def add_agent(self, registration: RegisterAgent) -> AgentInfo:
-        """Add an agent; it replaces an earlier one with the same name."""
+        """Add an agent; it replaces an earlier one with the same name, and has that one's children."""
         if (earlier := self.agents.get(registration.agent)) is not None:
             self._forget_agent(earlier)
         self._last_uid += 1
@@ -539,12 +551,15 @@ class Members:
         self._change_agent(agent, is_leaving=True)
 
     def limit_slots(self, agent: AgentInfo) -> AgentInfo:
-        """Limit the agent's slots to its present workers, so that a member that was given up is not started again."""
+        """Reduce the agent's slots to the number of its workers, so that no worker is started in place of a removed one."""
         workers = sum(m.role is Role.WORKER for m in self.children(agent.id))
         return self._change_agent(agent, slots=min(self._current_agent(agent).slots, workers))
 
     def mark_children_alive(self, agent: AgentInfo, now: float) -> None:
-        """Mark the suspect children of a re-attached agent as alive; the agent reports those that exited in between."""
+        """Mark the suspect children of a re-attached agent as alive, except connected ones, which send heartbeats themselves.
+
+        The agent reports those that have exited.
+        """
         for member in self.children(agent.id):
             if member.state is NodeState.SUSPECT and not member.connection:
                 self._change(member, state=NodeState.ALIVE)
@@ -556,7 +571,10 @@ class Members:
     # -- processes ---------------------------------------------------------------------------------------------------
 
     def prepare_next_incarnation(self, member: Member, now: float) -> Member:
-        """Advance a child to its next incarnation, whose process has not started yet. The agent ends the old process."""
+        """Advance a child to its next incarnation, whose process has not started yet, and ignore messages of the old process.
+
+        The child's agent is registered. It ends the old process when it receives `DesiredChildren`.
+        """
         old = self.current(member)
         self._by_connection.pop(old.connection, None)
         is_agent_connected = self.agents[old.agent].connection
@@ -571,12 +589,12 @@ class Members:
             pid=0,
             leave_reason="",
             promoted_from="",
-            state=NodeState.ALIVE if is_agent_connected else NodeState.SUSPECT,  # until its agent re-attaches
+            state=NodeState.ALIVE if is_agent_connected else NodeState.SUSPECT,  # SUSPECT until the agent re-attaches
         )
 
     def reset_for_restart(self, member: Member, now: float) -> Member:
-        """Advance a child to its next incarnation for a full restart: reset its counts, and set its member index to its
-        rank."""
+        """Advance a child to its next incarnation for a full restart. Reset its deaths, ended processes and exception, and set
+        its member index to its rank; `restarts` is not reset."""
         old = self.current(member)
         self.prepare_next_incarnation(old, now)
         return self._change(
@@ -590,8 +608,8 @@ class Members:
         )
 
     def promote_spare(self, spare: Member, member: Member) -> int:
-        """Make the process of a spare the process of this member. Return its connection, which the caller attaches after the
-        change was persisted."""
+        """Make the process of a spare the process of this member, and mark the spare as left. Return the connection of the
+        process, which the caller attaches to the member after the change was persisted."""
         spare = self.current(spare)
         self._change(member, promoted_from=f"{spare.name}.{spare.incarnation}", instance_id=spare.instance_id, pid=spare.pid)
         self._change(spare, handovers=spare.handovers + 1)
@@ -621,7 +639,7 @@ class Members:
         return self._change(member, deaths_without_progress=count)
 
     def count_failure(self, member: Member, highest_step: int) -> Member:
-        """Count a death without progress; start over at 1 if `highest_step` increased since the last death."""
+        """Count a death of the member; start over at 1 if `highest_step` is above that of its last death."""
         member = self.current(member)
         deaths = member.deaths_without_progress + 1 if highest_step <= member.died_at_step else 1
         return self._change(member, deaths_without_progress=deaths, died_at_step=highest_step)
@@ -632,28 +650,28 @@ class Members:
     # -- connections -------------------------------------------------------------------------------------------------
 
     def attach_member(self, connection: int, member: Member, now: float) -> Member:
-        """Make this the connection of the member."""
+        """Make this the connection of the member. This counts as a heartbeat."""
         self._by_connection[connection] = member.uid
         self._heartbeats.note_heartbeat(member, now)
         return self._change(member, connection=connection)
 
     def attach_agent(self, connection: int, agent: AgentInfo, now: float) -> AgentInfo:
-        """Make this the connection of the agent."""
+        """Make this the connection of the agent. This counts as a heartbeat."""
         self._by_connection[connection] = agent.uid
         self._heartbeats.note_heartbeat(agent, now)
         return self._change_agent(agent, connection=connection)
 
     def identify(self, member: Member, registration: Register) -> Member:
-        """Set the instance id, process id and host address of a member from its registration; the host stays the same."""
+        """Set the instance id, process id and host address of a member from its registration; keep the host's other fields."""
         host = replace(self.current(member).host, address=registration.host.address)
         return self._change(member, instance_id=registration.instance_id, pid=registration.pid, host=host)
 
     def forget_instance(self, member: Member) -> None:
-        """Clear the instance id of a child that left; its agent will report the exit."""
+        """Clear the instance id of a child that sent `Leave`; its agent will report the exit."""
         self._change(member, instance_id="")
 
     def detach(self, connection: int) -> Member | AgentInfo | None:
-        """Remove a lost connection; return the member or agent that had it, None if none had."""
+        """Remove a connection; return the new record of the member or agent that had it, or None if none had."""
         member, agent = self.member_at(connection), self.agent_at(connection)
         self._by_connection.pop(connection, None)
         if member is not None:
@@ -665,7 +683,7 @@ class Members:
         return self._change(member, connection=0)
 
     def ignore_connection(self, member: Member) -> None:
-        """Ignore further messages of the member. Messages can still be sent to it."""
+        """Ignore further messages on the member's connection. Messages can still be sent on it."""
         self._by_connection.pop(self.current(member).connection, None)
 
     def close_connection(self, connection: int, out: Outbox) -> None:
@@ -687,9 +705,11 @@ class Members:
     # -- the journal -------------------------------------------------------------------------------------------------
 
     def restore_members(self, records: Sequence[Record], cluster: ClusterRecord, servers: Iterable[int], now: float) -> None:
-        """Restore members and agents from the journal. Members that were present are suspect until they re-attach.
+        """Restore members and agents from the journal. Members that were present are suspect until they, or their agents,
+        re-attach.
 
-        Workers beyond the recorded world size, and parameter servers that are not in `servers`, had left and are ignored.
+        Workers beyond the world size after the last resize, and parameter servers whose rank is not in `servers`, are ignored:
+        they had left, or their scale-out was not recorded.
         """
         known_servers = set(servers)
         for record in records:

@@ -1,15 +1,19 @@
-"""State machine of a node: how a worker or an agent joins its cluster, stays in it and leaves.
+"""State machine of a node: how a worker, parameter server, spare or agent joins its cluster, stays in it and leaves.
 
 A node has one connection to its scheduler and registers on every new one. The first registration contains what the node
 requests, later ones what it has (cluster, incarnation, generation, rank), so that a restarted scheduler can re-attach it. When
-a member loses its connection, the script continues and the node reconnects, first after 50 ms, then with exponential backoff.
-If standbys are configured, a node that receives no message for `silence_s` seconds connects to another scheduler.
+a member loses its connection, the script continues and the node reconnects, first after at most 50 ms, then with exponential
+backoff. Without recovery, the membership ends after `node_timeout_s` without a scheduler. If standbys are configured, a node
+that receives no message for `silence_s` seconds connects to another scheduler.
 
-    CONNECTING → REGISTERING → WAITING → MEMBER → LEAVING → OVER
+    CONNECTING → REGISTERING → WAITING → MEMBER → LEAVING → ENDED
          ↑____________↓___________↓________↓  (connection lost)
 
-`due_at` is the time of the next `Tick`; only `step` changes the state. The caller passes the source of jitter, a function that
-returns numbers between 0 and 1, so that the machine is deterministic.
+A member that registers again is MEMBER without WAITING. A request to leave leads to LEAVING from every stage before it, or
+directly to ENDED. A refusal that is not a deferral, the end of the cluster, or an expired deadline leads to ENDED.
+
+`due_at` is the time by which the runtime must pass the next `Tick`; only `step` changes the state. The caller passes the source
+of jitter, a function that returns numbers between 0 and 1, so that the machine is deterministic.
 """
 
 from __future__ import annotations
@@ -38,32 +42,32 @@ from covey.core.messages import (
 from covey.core.types import Role
 from covey.errors import ExitCode
 
-FIRST_RETRY_S = 0.05
+FIRST_RETRY_S = 0.05  # longest wait before the first attempt to reconnect
 MEMBER_RETRY_MAX_S = 0.5  # longest wait of a member between two attempts to reconnect
 FORMATION_SLACK_S = 5.0  # extra wait for the scheduler's own message about a failed formation, which names the missing nodes
-LEAVE_WAIT_S = 5.0
+LEAVE_WAIT_S = 5.0  # longest wait for the acknowledgement of one `Leave`
 NEVER = float("inf")
 
 
 class NodeStage(StrEnum):
-    CONNECTING = "connecting"
-    REGISTERING = "registering"
-    WAITING = "waiting"
+    CONNECTING = "connecting"  # no connection
+    REGISTERING = "registering"  # connected; the registration has not been accepted yet
+    WAITING = "waiting"  # registered; the cluster has not formed
     MEMBER = "member"
     LEAVING = "leaving"
     ENDED = "over"
 
 
 class NodeSettings(msgspec.Struct, frozen=True):
-    """The settings that a node uses. Times are in seconds; a negative limit means no limit."""
+    """The settings that a node uses. Times are in seconds; a negative timeout (topo, node): no limit."""
 
     address: str  # of the scheduler, for messages
-    topo_timeout_s: float = 1800.0
-    node_timeout_s: float = 30.0
-    receive_timeout_s: float = 300.0
-    retry_lower_s: float = 3.0
-    retry_upper_s: float = 5.0
-    recovery: bool = False
+    topo_timeout_s: float = 1800.0  # until a registration is accepted; then again until the cluster has formed
+    node_timeout_s: float = 30.0  # of a member without a scheduler
+    receive_timeout_s: float = 300.0  # for the reply to a registration or `Leave`; then the node reconnects
+    retry_lower_s: float = 3.0  # shortest time between two heartbeats
+    retry_upper_s: float = 5.0  # longest time between two heartbeats, connection attempts or deferred registrations
+    recovery: bool = False  # the scheduler may be restarted or replaced: a member waits without a limit
     heartbeats_enabled: bool = True
 
 
@@ -84,7 +88,7 @@ class NodeMachine:
         self._deadline = _deadline_after(now, settings.topo_timeout_s)
         self._reply_deadline = NEVER
         self._next_heartbeat_at = NEVER
-        self._silence_limit_s = -1.0  # seconds without a message, after which another scheduler is tried; from the greeting
+        self._silence_limit_s = -1.0  # seconds without a message until another scheduler is tried; negative: no limit
         self._silence_deadline = NEVER
         self._connect_at = now
         self._was_member = False
@@ -93,7 +97,7 @@ class NodeMachine:
         self._pending_registered = Registered("")
 
     def step(self, event: NodeEvent, now: float) -> list[NodeEffect]:
-        """Handle one event; return the effects, in order."""
+        """Handle one event; return the effects, in order. Return [] for every event after the end of the membership."""
         if self.stage is NodeStage.ENDED:
             return []
         if isinstance(event, Connected):
@@ -197,7 +201,7 @@ class NodeMachine:
         return out
 
     def _on_generation(self, message: RankAssigned | DesiredChildren | NewGeneration) -> list[NodeEffect]:
-        """Handle a message of a generation; ignore it if it is older than the newest one."""
+        """Handle a message of a generation; ignore it if the node has received one of a newer generation."""
         if message.generation < self._generation:
             return []
         self._generation = message.generation
@@ -268,7 +272,7 @@ class NodeMachine:
 
     @property
     def _must_deliver_leave(self) -> bool:
-        """Whether the leave must be delivered even if the node has to reconnect for it: a restarted scheduler needs it."""
+        """Whether the node reconnects if necessary to deliver its `Leave`, because a restarted scheduler would wait for it."""
         return self._was_member and self._settings.recovery
 
     def _end_overdue(self) -> list[NodeEffect]:

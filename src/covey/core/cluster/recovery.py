@@ -1,8 +1,10 @@
 """Recovery: from the exit of a process until all ranks have resumed.
 
-The ladder of strategies is ordered: retry, recover-in-place, recover, elastic-training, dump, exit. `choose_action` takes the
-first one that is enabled, possible with the remaining members and hosts, and within its limit. Scripts that never call
-`covey.init()` cannot be healed: all workers restart, up to --max-restarts times, as with torchrun.
+The ladder of strategies is ordered: retry, recover-in-place, recover, elastic-training, dump, exit. `retry` is for a collective
+that failed without a death. After a death, `choose_action` takes the first of the others that is enabled, possible with the
+remaining members and hosts, and within its limit, with two exceptions: a ready spare (`recover`) precedes `recover-in-place`,
+and depending on the settings the cluster first waits for a lost host or a process without an agent to return. If no process
+has called `covey.init()`, no worker can be replaced alone: all workers restart, up to --max-restarts times, as with torchrun.
 
 `Recovery` carries the action out. Its sections follow one recovery in order: (1) a process ended, (2) the action after a death,
 (3) hosts that join or do not join in time, (4) the ranks report and resume.
@@ -43,26 +45,29 @@ UNRECOVERABLE_CODES = frozenset(
     {ExitCode.BAD_SETTING, ExitCode.BAD_SCRIPT}
 )  # errors of the script or settings: a restart repeats them
 REPORTED_OTHERS_MAX = 64  # other members that a failure report describes
-ROWS_LOST_RESTARTS_MAX = 3  # restarts of all because the rows of a server were lost
+ROWS_LOST_RESTARTS_MAX = 3  # full restarts of any cause after which lost rows end the run, unless --max-restarts is higher
 
 
 # -- decisions -----------------------------------------------------------------------------------------------------------
 
 
 class RecoveryAction(StrEnum):
-    WAIT = "wait"
+    WAIT = "wait"  # for the member to be restarted by hand, or for a host to join
     REPLACE = "recover-in-place"
     MOVE = "recover"
     PROMOTE = "promote"  # strategy `recover`, with a spare
     SHRINK = "elastic-training"
     RESTART_ALL = "restart all"
-    END = "end"
+    END = "end"  # after a dump, if that is enabled and possible
 
 
 def choose_action(
     cluster: ClusterState, dead: Member, code: int = 0, error: ScriptError | None = None
 ) -> tuple[RecoveryAction, str]:
-    """Return the action after the death of a member, and the reason. `code` is its exit code, `error` its exception, if any."""
+    """Return the action after the death of a member, and the reason.
+
+    `code` is its exit code, `error` its uncaught exception, if known. `dead.error` is still that of its previous process.
+    """
     if code in UNRECOVERABLE_CODES:
         return RecoveryAction.END, f"{dead.name} exited with code {code}: a restart does not fix that"
     if reason := _script_error_blocker(cluster, dead, error):
@@ -79,10 +84,11 @@ def choose_action(
 
 
 def _script_error_blocker(cluster: ClusterState, dead: Member, error: ScriptError | None) -> str:
-    """Return why an exception is an error of the script, which no replacement repairs; "" if it may be transient.
+    """Return why an exception is an error of the script, which no replacement repairs; "" if it may be transient, or if there
+    is none.
 
-    Without covey.init() no rank is replaced, and only --max-restarts limits the full restarts. A process without an agent is
-    restarted by a user, who may have corrected the script.
+    Return "" also in three cases. Without covey.init() no rank is replaced, and only --max-restarts limits the full restarts. A
+    process without an agent is restarted by a user, who may have corrected the script. Servers are not checked.
     """
     if error is None or not cluster.heals or not dead.agent or dead.role is not Role.WORKER:
         return ""
@@ -96,7 +102,7 @@ def _script_error_blocker(cluster: ClusterState, dead: Member, error: ScriptErro
 
 
 def _choose_without_shrink(cluster: ClusterState, dead: Member) -> tuple[RecoveryAction, str]:
-    """Choose among the actions that keep the world size."""
+    """Return an action that keeps the world size, or END if none is possible; and the reason."""
     settings = cluster.settings
     if dead.role is Role.PSERVER and not cluster.rows_survive_death and (dead.agent or settings.copies == 0):
         return _choose_after_rows_lost(cluster, dead, f"the rows of {dead.name} were lost with it because they had no replica")
@@ -120,25 +126,29 @@ def _choose_without_shrink(cluster: ClusterState, dead: Member) -> tuple[Recover
 
 
 def can_replace(cluster: ClusterState) -> bool:
-    """Return whether script and settings allow to replace a single worker of an agent, or to continue without it."""
+    """Return whether script and settings allow to replace a single child of an agent, or to continue without it: a process has
+    called covey.init(), and recover-in-place, recover or elastic-training is enabled."""
     return cluster.heals and bool(
         {RecoveryStrategy.IN_PLACE, RecoveryStrategy.RECOVER, RecoveryStrategy.ELASTIC} & set(cluster.settings.strategies)
     )
 
 
 def can_restart_all(cluster: ClusterState) -> bool:
-    """Return whether every worker, and every server of an agent, has an agent that can restart it."""
+    """Return whether every worker, and every server that an agent runs, has an agent that is neither lost nor leaving."""
     agents = [cluster.agents.get(m.agent) for m in cluster.members_without_spares() if m.agent or m.role is Role.WORKER]
     return all(agent is not None and not agent.is_leaving for agent in agents)
 
 
 def restart_limit(agent: AgentInfo | None, limit: int) -> int:
-    """Return the limit of restarts: the agent's own limit if it has a lower one."""
+    """Return `limit`, or the agent's own limit if it has a lower one."""
     return min(limit, agent.max_restarts) if agent is not None and agent.max_restarts >= 0 else limit
 
 
 def _choose_after_rows_lost(cluster: ClusterState, dead: Member, lost: str) -> tuple[RecoveryAction, str]:
-    """Choose the action after rows of parameters were lost, and with them the progress since the last checkpoint."""
+    """Return RESTART_ALL if all workers can and may restart from the last checkpoint, else END; and the reason.
+
+    `lost` says which rows were lost; with them the progress since the last checkpoint is lost.
+    """
     settings = cluster.settings
     if not cluster.heals or dead.agent not in cluster.agents or not can_restart_all(cluster):
         return RecoveryAction.END, f"{lost}: start the cluster again, it resumes from its last checkpoint"
@@ -150,7 +160,8 @@ def _choose_after_rows_lost(cluster: ClusterState, dead: Member, lost: str) -> t
 
 
 def _choose_replacement(cluster: ClusterState, dead: Member) -> tuple[RecoveryAction, str]:
-    """Choose among the actions that replace one worker while the other ranks wait in their step."""
+    """Return how a child of an agent is replaced: PROMOTE, REPLACE, MOVE, WAIT for a host, or END if it is not; and the
+    reason."""
     settings = cluster.settings
     if not {RecoveryStrategy.IN_PLACE, RecoveryStrategy.RECOVER} & set(settings.strategies):
         return RecoveryAction.END, "neither recover-in-place nor recover is enabled (COVEY_STRATEGY)"
@@ -179,19 +190,19 @@ def _choose_replacement(cluster: ClusterState, dead: Member) -> tuple[RecoveryAc
 
 
 def _waits_for_return(cluster: ClusterState, dead: Member) -> bool:
-    """Return whether the cluster waits for the dead member's return: recovery is on, and the world does not shrink instead."""
+    """Return whether the cluster waits for the dead member's return: recovery is on, and the world does not shrink at once."""
     at_once = RecoveryStrategy.ELASTIC in cluster.settings.strategies and not waits_before_shrink(cluster.settings)
     return cluster.settings.recovery and not (at_once and plan_shrink(cluster, dead)[0] is not None)
 
 
 def waits_before_shrink(settings: ClusterSettings) -> bool:
-    """Return whether the cluster waits `shrink_after_s` for a host before the world shrinks."""
+    """Return whether the cluster waits `shrink_after_s` for a host before the world shrinks; False if it never shrinks."""
     return RecoveryStrategy.ELASTIC in settings.strategies and settings.shrink_after_s > 0
 
 
 def replacement_hosts(cluster: ClusterState) -> list[tuple[Member, AgentInfo]]:
-    """Return pairs of a dead child and an agent with a free slot for it. The successor of the child's own agent has
-    priority."""
+    """Return pairs of a dead child and an agent with a free slot for it, for as many dead children as possible. The successor
+    of the child's own agent has priority."""
     lost = sorted((m for m in cluster.members.values() if m.agent and m.state is NodeState.DEAD), key=lambda m: m.rank)
     found = []
     for role in (Role.WORKER, Role.PSERVER):
@@ -208,14 +219,16 @@ def replacement_hosts(cluster: ClusterState) -> list[tuple[Member, AgentInfo]]:
 
 
 def _is_successor_agent(agent: AgentInfo, lost: Member) -> bool:
-    """Return whether the agent succeeds the one that had this member: by its --node-rank if given, else by its host id."""
+    """Return whether the agent succeeds the one that had this member. An agent that claims ranks (--node-rank) does if they
+    include the member's node id, any other agent if it has the same host id."""
     number = parse_rank_claim(lost.node_id)
     claimed = range(agent.first_rank, agent.first_rank + agent.slots) if agent.first_rank >= 0 else range(0)
     return number in claimed if claimed else agent.host.id == lost.host.id
 
 
 def host_with_capacity(cluster: ClusterState, dead: Member) -> AgentInfo | None:
-    """Return the connected agent with the fewest extra ranks, if it is below `extra_ranks`; None if there is none."""
+    """Return the agent with the fewest extra members, among connected agents other than the dead member's that are not leaving;
+    None if none has fewer than `extra_ranks`."""
     others = (
         agent for agent in cluster.agents.values() if agent.id != dead.agent and agent.connection and not agent.is_leaving
     )
@@ -227,7 +240,11 @@ def host_with_capacity(cluster: ClusterState, dead: Member) -> AgentInfo | None:
 
 
 def choose_spare(cluster: ClusterState, dead: Member) -> Member | None:
-    """Return a ready spare for a dead worker: on the same host if possible, else on the host with the fewest extra ranks."""
+    """Return a ready spare for a dead worker: of the same agent if possible, else of the one with the fewest extra members.
+
+    The spare of another agent is used only if that agent has fewer than `extra_ranks` extra members. Return None if there is no
+    such spare, or the dead member is not a worker.
+    """
     found: list[tuple[bool, int, int, Member]] = []
     for spare in cluster.members_in_role(Role.SPARE):
         agent = cluster.agents.get(spare.agent)
@@ -240,25 +257,26 @@ def choose_spare(cluster: ClusterState, dead: Member) -> Member | None:
 
 
 def can_refill_spare(cluster: ClusterState, spare: Member) -> bool:
-    """Return whether another process may be started for a spare, within the limits."""
+    """Return whether another process may be started for a spare: the limits of its deaths before it was ready, and of replaced
+    processes of its agent, are not reached."""
     limit = restart_limit(cluster.agents.get(spare.agent), cluster.settings.replacements_max)
     return spare.deaths_without_progress < DEATHS_WITHOUT_PROGRESS_MAX and _count_replacements(cluster, spare) < limit
 
 
 def _count_replacements(cluster: ClusterState, member: Member) -> int:
-    """Return the number of replaced processes on the member's host, without handovers."""
+    """Return the number of replaced processes of all children that the member's agent has now, without handovers."""
     return sum(m.restarts - m.handovers for m in cluster.children(member.agent))
 
 
 def _count_extra_members(cluster: ClusterState, agent: AgentInfo) -> int:
-    """Return the number of members that an agent runs beyond those it registered for."""
+    """Return how many workers and servers an agent has beyond its slots for them; negative if it has fewer."""
     return sum(m.role is not Role.SPARE for m in cluster.children(agent.id)) - agent.slots - agent.servers
 
 
 def build_failure(
     cluster: ClusterState, dead: Member, code: int, reason: str, tail: list[str], log: str, error: ScriptError | None = None
 ) -> Failure:
-    """Return the failure report of a member, with the state of the other members of its role."""
+    """Return the failure report of a member, with the state of the first `REPORTED_OTHERS_MAX` other members of its role."""
     cause = reason or f"exit code {code}"
     others = sorted((m for m in cluster.members_in_role(dead.role) if m.uid != dead.uid), key=lambda m: m.rank)
     return Failure(
@@ -291,18 +309,18 @@ def _describe_activity(cluster: ClusterState, member: Member) -> str:
 class Spares:
     """Starts spares, promotes one, and handles their exits. It has no state of its own.
 
-    A spare has run the script up to the line that needs a rank. It is a member of the role `spare`, outside the world; its rank
-    only numbers it among the spares. Spares are started after a covey.Loop has finished a step, because only then the script is
-    known to be healable, and the first start is not slowed down. Missing spares are started while the cluster is READY. The
-    death of a spare is not a failure of the run. It is restarted within the limit of workers, unless it dies repeatedly before
-    it is ready.
+    A spare runs the script up to the line that needs a rank, and is ready when it waits there. It is a member of the role
+    `spare`, outside the world; its rank only numbers it among the spares. Missing spares are started while the cluster is
+    READY, after a covey.Loop has finished a step: only then the script is known to be healable, and the first start is not
+    slowed down. The death of a spare is not a failure of the run. It is restarted within the limit of replaced processes of its
+    host, unless its script exits with code 0, or it dies repeatedly before it is ready.
     """
 
     def __init__(self, heartbeats: Heartbeats, members: Members) -> None:
         self._heartbeats, self._members = heartbeats, members
 
     def fill(self, step: Step) -> None:
-        """Start the missing spares of every agent that is connected."""
+        """Start the missing spares of every agent that is connected and not leaving, except those that may not be restarted."""
         for agent in list(self._members.agents.values()):
             if agent.spares and agent.connection and not agent.is_leaving:
                 self._fill_agent(step, agent)
@@ -318,14 +336,17 @@ class Spares:
             self._members.send_desired_children(step, {agent.id})
 
     def promote(self, step: Step, spare: Member, member: Member) -> int:
-        """Make the process of a spare the process of a worker. Return its connection, which the caller attaches after the
-        change was persisted. The agent starts no other process, because the record names this one."""
+        """Make the process of a spare the process of a worker. Return its connection, which the caller attaches to the worker
+        after the change was persisted. The agent starts no other process, because the worker's record names this one."""
         step.out.publish(spare.name, "promoted", f"its process is {member.name} now")
         step.out.count("promotions")
         return self._members.promote_spare(spare, member)
 
     def on_exit(self, step: Step, spare: Member, code: int, reason: str) -> None:
-        """Handle the exit of a spare: count it and mark the spare as left."""
+        """Mark a spare whose process exited as left, and persist it.
+
+        It is not started again if the code is 0, or after `DEATHS_WITHOUT_PROGRESS_MAX` deaths in a row before it was ready.
+        """
         is_ready = self._heartbeats.progress(spare).is_spare_ready
         deaths = 0 if is_ready else spare.deaths_without_progress + 1
         if code == 0:  # another process would exit in the same way
@@ -344,9 +365,9 @@ class Spares:
 class Recovery:
     """Recovery of a cluster, from the exit of a process until all ranks have resumed.
 
-    READY means that no member is dead or suspect, and that all ranks have resumed. Each death has one action with one reason.
-    Two rules make a crash of the scheduler harmless at any time. A new generation is durable before its incarnations. A death
-    that restarts all workers is not durable before the restart, so that the agent reports it again.
+    The cluster enters READY when no member is dead or suspect, and all ranks have resumed if they have to
+    (`HealBarrier.is_agreeing`). Two rules let a restarted scheduler continue from any point. A new generation is durable before
+    its incarnations. A death that restarts all workers is not durable before the restart, so that the agent reports it again.
     """
 
     def __init__(
@@ -356,22 +377,22 @@ class Recovery:
         self._members, self._incidents = base.members, base.incidents
         self._barrier, self._resize, self._resharding = barrier, resize, resharding
         self._shutdown, self._spares = shutdown, Spares(base.heartbeats, base.members)
-        self.first_failure: Failure | None = None  # since the cluster was last READY
+        self.first_failure: Failure | None = None  # since the cluster was last READY, or the one that ends the run; None: none
         self._last_rollback_step = -2  # highest step at the last rollback to a checkpoint; -2: there was none
-        self._shrink_deadline = NEVER  # time by which a host must join for the lost ranks
-        self._unfinished_worker: Member | None = None  # a worker that had not left, so that N leaves do not cost O(N²)
-        self._suspect_member: Member | None = None  # a member that was suspect, for the same reason
+        self._shrink_deadline = NEVER  # time by which a host must join for the lost ranks, before the world shrinks
+        self._unfinished_worker: Member | None = None  # a worker that had not left, kept so that N leaves do not cost O(N²)
+        self._suspect_member: Member | None = None  # a member that was suspect, kept for the same reason
 
     # -- 1. a process ended ------------------------------------------------------------------------------------------
 
     def on_child_exited(self, step: Step, connection: int, report: ChildExited) -> None:
-        """Handle the exit of a child that its agent reports."""
+        """Handle the exit of a child that its agent reports; ignore it if the member has another incarnation by now."""
         member = self.find_child(connection, report)
         if member is not None:
             self._on_exit(step, member, report.code, report.reason, report.tail, report.log, error=report.error)
 
     def find_child(self, connection: int, report: ChildStarted | ChildExited) -> Member | None:
-        """Return the child in the report of an agent; None if it is not the agent's child or another incarnation."""
+        """Return the child that an agent reports about; None if the agent has no such child, or it has another incarnation."""
         agent = self._members.agent_at(connection)
         member = self._members.members.get((report.role, report.node_id))
         if agent is None or member is None or member.agent != agent.id or member.incarnation != report.incarnation:
@@ -379,8 +400,11 @@ class Recovery:
         return member
 
     def on_connection_lost(self, step: Step, connection: int, reason: str) -> None:
-        """Handle a lost connection. A node without an agent is dead. A child is not: its agent reports the exit. An agent has
-        the node timeout to reconnect if the settings allow it; otherwise its children are dead."""
+        """Handle a lost connection.
+
+        A node without an agent is dead. A child is not: its agent reports the exit. If the cluster has formed and the settings
+        allow it (`waits_for_agents`), an agent has the node timeout to reconnect; otherwise its children are dead.
+        """
         lost = self._members.detach(connection)
         if isinstance(lost, Member):
             if not lost.agent:
@@ -392,7 +416,11 @@ class Recovery:
             self._on_agent_lost(step, lost, ExitCode.PEER_FAILED, reason)
 
     def on_leave(self, step: Step, connection: int, leave: Leave) -> None:
-        """Handle the leave of a node or an agent. For a child, the agent reports the exit and its code."""
+        """Handle the leave of a node or an agent, and acknowledge it.
+
+        A node without an agent has left if the code is 0, else it is dead; the same applies to all children of an agent that
+        leaves. If a child leaves, only its agent's report of the exit decides.
+        """
         left = self._members.detach(connection)
         if isinstance(left, AgentInfo):
             for child in self._members.children(left.id):  # the agent ends them, with a grace period
@@ -405,7 +433,7 @@ class Recovery:
         step.out.send(connection, LeaveAcknowledged())
 
     def on_host_gone(self, step: Step, host_life: str, reason: str) -> None:
-        """Declare the nodes of a host instance dead, and refuse further registrations from it."""
+        """Declare the nodes of a host instance dead, and refuse its further registrations. Ignore a repeated call for it."""
         if host_life in self._members.gone_hosts:
             return
         self._members.mark_host_gone(host_life)
@@ -420,17 +448,22 @@ class Recovery:
         self._on_agent_lost(step, agent, ExitCode.PEER_FAILED, reason, since)
 
     def declare_dead(self, step: Step, member: Member, reason: str, since: float | None = None) -> None:
-        """Declare a member dead and close its connection after the messages about it, which its process may still receive."""
+        """Declare a member dead, then close its connection. The process may still receive messages that this causes, such as
+        `ClusterEnded`."""
         connection = self._members.current(member).connection
         self._on_exit(step, member, ExitCode.PEER_FAILED, reason, since=since)
         self._members.close_member(member, connection, step.out)
 
     def _on_agent_lost(self, step: Step, agent: AgentInfo, code: int, reason: str, since: float | None = None) -> None:
-        """Remove a lost agent and declare its children dead. Nothing happens if all of them had ended before."""
+        """Remove a lost agent and handle the exit of its children: they have left if the code is 0, else they are dead.
+
+        Choose the action again for its dead members if the agent was leaving. Do nothing if the cluster has ended, or if all
+        workers and servers of the agent had ended before.
+        """
         children = self._members.children(agent.id)
         placed = [m for m in children if m.role is not Role.SPARE]
         is_dumping = self._shutdown.state is ShutdownState.DUMPING
-        # dead members of a leaving host, for which no other host was available: decide again without the agent
+        # dead members of a leaving host that no other host could take over: decide again without the agent
         undecided = [m for m in placed if m.state is NodeState.DEAD] if agent.is_leaving and not is_dumping else []
         is_forming = self._lifecycle.phase is Phase.FORMING
         is_done = placed and not undecided and not any(m.is_present for m in placed) and not is_forming
@@ -457,7 +490,11 @@ class Recovery:
         since: float | None = None,
         error: ScriptError | None = None,
     ) -> None:
-        """Handle the exit of a process: it left (code 0) or died. `since` is the time of the first sign of it; None: now."""
+        """Handle the exit of a process: it left (code 0) or died. `since` is the time of the first sign of it; None: now.
+
+        After all ranks have finished, every exit counts as code 0. While the cluster forms, the member is removed. A spare only
+        leaves. Do nothing if the member is not present, or the cluster has ended.
+        """
         member = self._members.current(member)
         # the member may have been removed by the rollback of a scale-out
         if not self._members.contains(member) or not member.is_present or self._lifecycle.has_ended:
@@ -485,7 +522,10 @@ class Recovery:
     # -- 2. the action after a death ---------------------------------------------------------------------------------
 
     def _on_death(self, step: Step, member: Member, failure: Failure, since: float) -> None:
-        """Choose the action after a death, open an incident, and carry the action out."""
+        """Choose the action after a death, open an incident, and carry the action out.
+
+        A death during a dump is only recorded. The death of a joining member rolls its scale-out back, if possible.
+        """
         member = self._members.current(member)
         if self._shutdown.state is ShutdownState.DUMPING:
             return self._shutdown.note_death(step, member)
@@ -517,11 +557,14 @@ class Recovery:
         return None
 
     def _replace(self, step: Step, member: Member, failure: Failure, reason: str, action: RecoveryAction) -> None:
-        """Replace the process of one rank, on its host, on another, or by a spare; the other ranks wait inside their step."""
+        """Replace the process of a worker or server on its host, on another, or by a spare; other ranks wait in their step.
+
+        In a world of one worker this is a full restart, because no other rank has the state.
+        """
         if not member.leave_reason:
             self.first_failure = self.first_failure or failure
         step.out.count("replacements")
-        if member.role is Role.WORKER:  # workers need not resume together after a server's return
+        if member.role is Role.WORKER:  # after the replacement of a server, workers need not resume together
             self._barrier.require_agreement()
         self._lifecycle.begin_healing(reason, step.now)
         if member.leave_reason:
@@ -536,7 +579,7 @@ class Recovery:
             if agent.id != before:
                 member = self._move(step, member, agent, reason)
         cause = _describe_death(member, failure)
-        if member.role is Role.WORKER and self._members.size(Role.WORKER) == 1:  # no other rank has the state
+        if member.role is Role.WORKER and self._members.size(Role.WORKER) == 1:
             self._lifecycle.note_full_restart(cause)
             step.out.publish("cluster", "state lost", str(self._lifecycle.full_restart), Level.WARNING)
             self._incidents.close(step, Outcome.RESTARTED)
@@ -552,21 +595,25 @@ class Recovery:
         self._members.send_desired_children(step, {before, member.agent})  # the former agent may have to end the old process
 
     def _move(self, step: Step, member: Member, agent: AgentInfo, reason: str) -> Member:
-        """Move a member to another agent. Refuse the old process directly, because its agent may be gone."""
+        """Move a member to another agent; return its new record. If its old process is connected, refuse it directly, because
+        its agent may be gone."""
         if member.connection:
             step.out.send(member.connection, Refused(f"this process was superseded: {reason}"))
             step.out.close(member.connection)
         return self._members.move_to_agent(member, agent)
 
     def _wait_for_host(self, step: Step, member: Member, failure: Failure, reason: str) -> None:
-        """Wait until the member registers again, or a host joins that can run it."""
+        """Start a generation and wait until the member registers again, or a host joins that can run it."""
         self.first_failure = self.first_failure or failure
         self._lifecycle.begin_healing(reason, step.now)
         self._set_shrink_deadline(step)
         self._barrier.regroup(step, _describe_death(member, failure), member)
 
     def _restart_all(self, step: Step, reason: str, cause: str = "") -> None:
-        """Restart all workers and servers that agents run, in a new generation. `cause` is recorded; default: `reason`."""
+        """Restart all workers and servers that agents run, in a new generation.
+
+        `reason` is sent to the members. `cause` is recorded as the cause of the full restart; "": `reason`.
+        """
         self._lifecycle.reset_for_restart(cause or reason)
         step.out.count("restarts")
         self._incidents.close(step, Outcome.RESTARTED)
@@ -582,7 +629,8 @@ class Recovery:
     def _roll_back_to_checkpoint(self, step: Step, reason: str) -> None:
         """Restart all workers from the newest checkpoint, because the ranks cannot resume from their present state.
 
-        Dump or end instead if not all workers have an agent, or if no step was completed since the last such restart.
+        Dump or end instead if not all workers can restart, or if no rank has reached a higher step than before the last such
+        restart.
         """
         highest_step = self._lifecycle.highest_step
         if not can_restart_all(step.cluster) or highest_step <= self._last_rollback_step:
@@ -594,26 +642,30 @@ class Recovery:
         return self._restart_all(step, reason, cause)
 
     def _end(self, step: Step, member: Member, failure: Failure, reason: str) -> None:
-        """Dump, if enabled, and end: no other strategy is possible. While the host leaves, its agent's exit ends the
-        cluster."""
+        """End the cluster, after a dump if that is enabled and possible.
+
+        If the member's host is leaving and a dump is not enabled or not possible, do nothing: the action is chosen again when
+        the agent has left.
+        """
         agent = self._members.agents.get(member.agent)
         if agent is None or not agent.is_leaving:
             self.first_failure = failure
             why = f"; not recovered: {reason}" if can_replace(step.cluster) else ""
             text = f"{member.name} on {failure.host}: {failure.reason}{why}"
             self._shutdown.dump_or_end(step, failure.code, text, failure)
-        elif self._shutdown.dumpable_ranks(step):  # else the agent leaves after all of its workers have exited
+        elif self._shutdown.dumpable_ranks(step):  # else wait: the agent leaves after its workers have exited
             self._shutdown.dump_or_end(step, failure.code, f"{failure.host} was asked to leave, and {reason}")
 
     # -- 3. hosts that join, or do not join in time ------------------------------------------------------------------
 
     def _set_shrink_deadline(self, step: Step) -> None:
-        """Limit the wait for a host that can run the lost members, if the world may shrink instead."""
+        """Limit the wait for a host that can run the lost members, if the world may shrink instead; keep an earlier limit."""
         if waits_before_shrink(self._settings):
             self._shrink_deadline = min(self._shrink_deadline, step.now + self._settings.shrink_after_s)
 
     def use_new_hosts(self, step: Step) -> None:
-        """Restart lost members on hosts that joined; if none is lost, grow on free slots."""
+        """While HEALING, restart lost members on hosts with free slots. If there are none to restart, let the world grow on
+        free slots, up to the target."""
         if self._lifecycle.phase is Phase.HEALING and self._shutdown.state is ShutdownState.RUNNING:
             pairs = replacement_hosts(step.cluster)
             if pairs:
@@ -634,7 +686,10 @@ class Recovery:
         self._members.send_desired_children(step, {agent.id for _, agent in pairs})
 
     def act_on_deadlines(self, step: Step) -> bool:
-        """Act on the first deadline that has passed; return whether one had."""
+        """Act on the first deadline that has passed; return whether one had.
+
+        During a dump, only check whether it is complete or overdue, and return True.
+        """
         phase = self._lifecycle.phase
         if self._shutdown.state is ShutdownState.DUMPING:
             self._shutdown.end_if_dumped(step)
@@ -657,13 +712,17 @@ class Recovery:
         return True
 
     def _absent_members(self) -> list[Member]:
-        """Return the members that are dead or suspect, and replacements that have not registered."""
+        """Return the members that are dead or suspect, without spares. While all ranks have to resume, also those that are
+        present but not connected, such as replacements that have not registered."""
         absent, is_pending = (NodeState.DEAD, NodeState.SUSPECT), self._barrier.is_pending
         members = self._members.members_without_spares()
         return [m for m in members if m.state in absent or (is_pending and m.is_present and not m.connection)]
 
     def _shrink_to_survivors(self, step: Step) -> None:
-        """Continue without the lost members, for which no host joined in time; dump or end if that is not possible."""
+        """Continue without the lost members, for which no host joined in time.
+
+        If that is not possible, dump or end; if MS_ENABLE_RECOVERY is set, keep waiting.
+        """
         self._shrink_deadline = NEVER
         workers = self._members.members_in_role(Role.WORKER)
         lost = [m for m in workers if m.state is NodeState.DEAD]
@@ -679,7 +738,10 @@ class Recovery:
             self._shutdown.dump_or_end(step, code, f"{cause}, and {reason}", failure)
 
     def _retry_collective(self, step: Step) -> None:
-        """Retry the step in a new generation after a collective failed without a death; dump or end if that is not allowed."""
+        """Retry the step in a new generation after a collective failed without a death.
+
+        Dump or end if `retry` is not enabled, or its limit is reached.
+        """
         failed_at, cause = self._barrier.safe_point.failed_at, self._barrier.safe_point.failure_reason
         reason = f"a collective failed ({cause}) and all processes are alive"
         if RecoveryStrategy.RETRY not in self._settings.strategies:
@@ -696,7 +758,11 @@ class Recovery:
     # -- 4. the ranks report and resume ------------------------------------------------------------------------------
 
     def on_report(self, step: Step, connection: int, report: SafePointReport) -> None:
-        """Handle the report of a rank at a safe point; when all ranks have reported, send each its heal plan."""
+        """Handle the report of a rank at a safe point; ignore it if it is not of the current generation.
+
+        When all ranks have reported, send each its heal plan; after a repeated report, send that rank's plan again. If the
+        plans fail, restart all workers from the newest checkpoint.
+        """
         member = self._members.member_at(connection)
         if member is None or member.role is not Role.WORKER or report.generation != self._lifecycle.generation:
             return None
@@ -725,7 +791,7 @@ class Recovery:
             self._incidents.mark_stage(Stage.RESTORED, step.now)
 
     def on_resumed(self, step: Step, connection: int, report: RankResumed) -> None:
-        """Handle `RankResumed` of a rank, or of a parameter server that has its rows again."""
+        """Handle `RankResumed` of a rank, or of a parameter server that has its rows again; ignore an older generation's."""
         member = self._members.member_at(connection)
         if member is None or report.generation != self._lifecycle.generation:
             return
@@ -739,7 +805,8 @@ class Recovery:
             self._incidents.close_if_resumed(step)
 
     def on_rank_resumed(self, step: Step) -> None:
-        """Complete the recovery or resize if all ranks have resumed."""
+        """If all ranks have resumed, complete the recovery or resize, or release the next members of a scale-in. In any case,
+        check whether the cluster is READY."""
         if self._barrier.all_resumed:
             self._barrier.reset_retries()
             if self._lifecycle.note_restart_resumed():
@@ -754,8 +821,11 @@ class Recovery:
         self.update_readiness(step, "all ranks resumed")
 
     def update_readiness(self, step: Step, reason: str) -> None:
-        """Enter READY if no member is dead or suspect and all ranks have resumed; go from RETURNING to HEALING if only dead
-        members are missing."""
+        """Enter READY from HEALING or RETURNING if no member is dead or suspect and no rank has yet to resume.
+
+        Go from RETURNING to HEALING if no member is suspect, but members are dead or ranks have yet to resume. Persist and
+        publish the change. Do nothing in other phases or during a dump.
+        """
         phase, is_agreeing = self._lifecycle.phase, self._barrier.is_agreeing
         if self._shutdown.state is not ShutdownState.RUNNING or phase not in (Phase.HEALING, Phase.RETURNING):
             return
@@ -803,7 +873,10 @@ class Recovery:
             self.update_readiness(step, "all members are reachable again")
 
     def on_draining(self, step: Step, connection: int, drain: Draining) -> None:
-        """Handle the drain of a member, or of a host with all its members."""
+        """Handle the drain of a member, whose exit is then not a failure, or of a host, which then gets no further processes.
+
+        If the scheduler leaves with the host, end the cluster after a dump, if one is possible.
+        """
         member, agent = self._members.member_at(connection), self._members.agent_at(connection)
         if member is not None:
             self._members.set_leave_reason(member, drain.reason)
@@ -814,7 +887,8 @@ class Recovery:
                 self._shutdown.dump_or_end(step, ExitCode.STOPPED, drain.reason)
 
     def run_idle_work(self, step: Step) -> None:
-        """Release the next members of a scale-in, or start missing spares, if the cluster is READY and trains."""
+        """Release the next members of a scale-in, or start missing spares, if the cluster is READY and a covey.Loop has
+        finished a step since the last full restart."""
         if self._lifecycle.phase is Phase.READY and self._lifecycle.trains and not self._resize.release_next_leavers(step):
             self._spares.fill(step)
 

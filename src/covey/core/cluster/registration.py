@@ -1,9 +1,11 @@
 """Registration of nodes and agents, and the formation of the cluster.
 
-A node id names a member, an *instance id* its process, and the *incarnation* counts the processes of the member. A registration
-is admitted if the member does not exist yet, re-attached if it comes from the known process, and admitted as the next
-incarnation if the previous process is known to be dead. If that is not known, the registration is deferred until it is, so that
-two processes are never the same member. Only a refusal closes the connection.
+A node id names a member, an *instance id* its process, and the *incarnation* counts the processes of the member. A node is
+admitted as a new member while there is room. It is re-attached to an existing member if it is the known process, or the one
+that the member's agent started. A new process is admitted as the next incarnation if the known one is dead, the member has no
+agent and recovery is enabled. If there may be room later, or if the known process is not known to be dead yet, the registration
+is deferred: the node repeats it. Otherwise it is refused. Two processes are therefore never the same member at the same time.
+Only a refusal closes the connection.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ from covey.core.plurals import count_noun
 from covey.core.types import AgentRecord, Member, MemberRecord, NodeState, Phase, Role
 from covey.errors import ExitCode
 
-DEFER_S = 0.5  # time after which a deferred node registers again
-DEFERRED_INSTANCES_MAX = 1000  # remembered deferred instances, of which each is published once
+DEFER_S = 0.5  # time after which a deferred node or agent registers again, at the latest
+DEFERRED_INSTANCES_MAX = 1000  # remembered deferred instances, each published once; further ones are not published
 
 
 # -- decisions -----------------------------------------------------------------------------------------------------------
@@ -41,7 +43,7 @@ class Admission(StrEnum):
 
 
 class AdmissionDecision(msgspec.Struct, frozen=True):
-    """Decision about a registration, its reason, and the existing member it concerns, if any."""
+    """Decision about a registration and its reason. `member_key` is the member to re-attach or replace; None: there is none."""
 
     admission: Admission
     reason: str
@@ -49,7 +51,7 @@ class AdmissionDecision(msgspec.Struct, frozen=True):
 
 
 def decide_node_admission(cluster: ClusterState, request: Register) -> AdmissionDecision:
-    """Decide about the registration of a node."""
+    """Return the decision about the registration of a worker, server or spare."""
     if reason := _registration_blocker(cluster, request) or _claim_blocker(cluster, request):
         return AdmissionDecision(Admission.REFUSE, reason)
     if promoted := _decide_promoted_spare(cluster, request):
@@ -66,14 +68,14 @@ def decide_node_admission(cluster: ClusterState, request: Register) -> Admission
 
 
 def choose_node_id(request: Register) -> str:
-    """Return the id that a node requests, or one made of its instance id that does not claim a rank."""
+    """Return the id that a node requests; if it requests none, one made of its instance id that does not claim a rank."""
     return request.node_id or (
         request.instance_id if parse_rank_claim(request.instance_id) is None else f"n{request.instance_id}"
     )
 
 
 def decide_agent_admission(cluster: ClusterState, request: RegisterAgent) -> AdmissionDecision:
-    """Decide about the registration of an agent with its workers, servers and spares."""
+    """Return the decision about the registration of an agent with its workers, servers and spares."""
     if reason := _registration_blocker(cluster, request):
         return AdmissionDecision(Admission.REFUSE, reason)
     known = cluster.agents.get(request.agent)
@@ -114,7 +116,8 @@ def decide_agent_admission(cluster: ClusterState, request: RegisterAgent) -> Adm
 
 
 def _decide_late_agent(cluster: ClusterState, request: RegisterAgent) -> AdmissionDecision:
-    """Decide about an agent that registers after formation: it may run lost members, or let the world grow."""
+    """Return the decision about an agent that registers after formation. It is admitted if it may run lost members or let the
+    world grow, deferred if the children of an unreachable agent may become free, and otherwise refused."""
     brings, world = f"{request.host.name} brings {count_noun(request.slots, 'worker')}", cluster.size(Role.WORKER)
     if lost := [m for m in cluster.members.values() if m.agent and m.state is NodeState.DEAD]:
         return AdmissionDecision(Admission.ADMIT, f"{brings}, and {describe_members(lost)} can be restarted")
@@ -131,8 +134,8 @@ def _decide_late_agent(cluster: ClusterState, request: RegisterAgent) -> Admissi
 
 
 def _registration_blocker(cluster: ClusterState, request: Register | RegisterAgent) -> str:
-    """Return why a registration must be refused: the cluster has ended, the node belongs to another cluster or to a host that
-    is gone, or its settings differ. Return "" if none of these is true."""
+    """Return why a registration must be refused: the cluster has ended, the node or agent belongs to another cluster or to a
+    host that is gone, or its settings differ. Return "" if none of these is true."""
     if cluster.has_ended:
         return f"the cluster has ended: {cluster.reason}"
     if request.cluster_id and request.cluster_id != cluster.cluster_id:
@@ -149,7 +152,8 @@ def _registration_blocker(cluster: ClusterState, request: Register | RegisterAge
 
 
 def _claim_blocker(cluster: ClusterState, request: Register) -> str:
-    """Return why no member can exist for this registration (role, rank or generation); "" if one can."""
+    """Return why no member can exist for this registration: the cluster has none of its role, its id claims a rank that does
+    not exist, or its generation is newer than the cluster's. Return "" if none of these is true."""
     world = cluster.target_workers if request.role is Role.WORKER else cluster.settings.required_count(request.role)
     if world == 0 and request.role is not Role.SPARE:
         count = "MS_WORKER_NUM" if request.role is Role.WORKER else "MS_SERVER_NUM"
@@ -183,14 +187,17 @@ def _decide_promoted_spare(cluster: ClusterState, request: Register) -> Admissio
 
 
 def _find_holder(cluster: ClusterState, request: Register) -> Member | None:
-    """Return the member that this registration requests, by id or by the rank that the id claims; None if there is none."""
+    """Return the member that this registration requests, by id or by the rank that the id claims; None if there is none.
+
+    After formation, only the id is used if the registration has an incarnation, or if the world was or may be resized.
+    """
     if (member := cluster.members.get((request.role, choose_node_id(request)))) is not None:
         return member
     rank = parse_rank_claim(request.node_id)
     if cluster.phase is not Phase.FORMING and (
         request.incarnation or cluster.resized_generation or cluster.settings.worker_max
     ):
-        return None  # it was removed, or it is new in a world that was resized, where ranks do not follow from ids
+        return None  # it was removed, or it is new in a world that may be resized, where ranks do not follow from ids
     return cluster.member_at_rank(request.role, rank) if rank is not None else None
 
 
@@ -223,7 +230,8 @@ def _decide_new_node(cluster: ClusterState, request: Register) -> AdmissionDecis
 
 
 def _decide_child(member: Member, request: Register, key: MemberKey) -> AdmissionDecision:
-    """Decide about a child of an agent: only the incarnation that the agent was told to start may register."""
+    """Return the decision about a registration for a member that an agent runs: re-attach the process of its current
+    incarnation, refuse any other."""
     if request.incarnation == 0:
         rank = parse_rank_claim(request.node_id)
         return AdmissionDecision(
@@ -240,7 +248,7 @@ def _decide_child(member: Member, request: Register, key: MemberKey) -> Admissio
 
 
 def _decide_other_instance(cluster: ClusterState, member: Member, request: Register, key: MemberKey) -> AdmissionDecision:
-    process = f" (process {member.pid})" if member.pid else ""  # not stored in the journal
+    process = f" (process {member.pid})" if member.pid else ""  # not in the journal
     where = f"{member.name} on {member.host.name}{process}"
     if request.incarnation:
         return AdmissionDecision(Admission.REFUSE, f"rank {member.rank} was reassigned to {where}: this process must exit")
@@ -261,7 +269,7 @@ def _decide_other_instance(cluster: ClusterState, member: Member, request: Regis
 
 
 class Registration:
-    """Admits nodes and agents and forms the cluster. Two processes are never the same member.
+    """Admission of nodes and agents, and the formation. Two processes are never the same member at the same time.
 
     Owns the deferred instances, the deadlines of the formation, and the last refusal while the cluster forms.
     """
@@ -272,13 +280,13 @@ class Registration:
         self._settings, self._lifecycle = base.settings, base.lifecycle
         self._heartbeats, self._members = base.heartbeats, base.members
         self._barrier, self._resize, self._shutdown, self._recovery = barrier, resize, shutdown, recovery
-        self.last_refusal = ""  # the last one while FORMING; shown because the cluster may be waiting for that node
+        self.last_refusal = ""  # the last one while FORMING, "": none; shown because the cluster may be waiting for that node
         self._deferred: set[str] = set()  # instance ids
         self._forming_since = now
         self._last_call_deadline = NEVER  # until then the formation waits for more workers than required
 
     def forget_deferred(self) -> None:
-        """Forget the deferred instances, so that a node that is deferred from now on is published again."""
+        """Forget the deferred instances, so that an instance that is deferred again is published again."""
         self._deferred.clear()
 
     def postpone(self, by_s: float) -> None:
@@ -288,7 +296,8 @@ class Registration:
     # -- formation ---------------------------------------------------------------------------------------------------
 
     def form_or_give_up(self, step: Step) -> bool:
-        """Form the cluster if it is complete; end it and return True if the time limit has passed. Called on ticks."""
+        """Form the cluster if it is complete and no more workers are awaited. If it has not formed within `topo_timeout_s`
+        (negative: no limit), end it and return True; else return False."""
         self._form_if_complete(step)
         limit = self._settings.topo_timeout_s
         if self._lifecycle.phase is not Phase.FORMING or not 0 <= limit < step.now - self._forming_since:
@@ -354,7 +363,11 @@ class Registration:
         step.out.send(connection, Registered(self._lifecycle.cluster_id, member.node_id, member.incarnation))
 
     def _reattach(self, step: Step, connection: int, member: Member, request: Register) -> None:
-        """Attach a known process to a new connection. It keeps its rank and is sent again what it may have missed."""
+        """Attach a process to a connection: the known process of the member, or the one that its agent started for it.
+
+        The member keeps its rank, and is alive again if it was suspect or dead. Send `Registered`, and unless the member waits
+        for the formation or has left, its rank, and the request of a dump in progress.
+        """
         if member.connection != connection:
             self._members.close_connection(member.connection, step.out)
         is_known = member.instance_id != ""
@@ -380,7 +393,7 @@ class Registration:
         self._recovery.update_readiness(step, "all members re-attached")
 
     def _admit_next_incarnation(self, step: Step, connection: int, dead: Member, request: Register, reason: str) -> None:
-        """Admit a node as the next incarnation of a dead member, in a new generation."""
+        """Admit a node as the next incarnation of a dead member without an agent, in a new generation."""
         member = self._members.admit_next_incarnation(dead, request, choose_node_id(request), step.now)
         step.out.count("returns")
         self._barrier.regroup(step, f"{member.name} returned", member)
@@ -393,7 +406,11 @@ class Registration:
     # -- agents ------------------------------------------------------------------------------------------------------
 
     def on_register_agent(self, step: Step, connection: int, request: RegisterAgent) -> None:
-        """Admit an agent with its children, re-attach, defer or refuse it."""
+        """Admit, re-attach, defer or refuse an agent.
+
+        While the cluster forms, its children are admitted with it. Later, lost members may be restarted there, or the world may
+        grow.
+        """
         decision = decide_agent_admission(step.cluster, request)
         name = f"agent:{request.agent}"
         if self._refuse_or_defer(step, connection, request, name, decision):
@@ -426,8 +443,12 @@ class Registration:
     def _refuse_or_defer(
         self, step: Step, connection: int, request: Register | RegisterAgent, name: str, decision: AdmissionDecision
     ) -> bool:
-        """Refuse or defer the request if that is the decision; return whether it was. A member that missed the end of this
-        cluster is sent `ClusterEnded` instead of a refusal."""
+        """Refuse or defer the request if that is the decision; return whether it was refused or deferred.
+
+        It is also refused if its connection belongs to another process. A refusal closes the connection, which is then lost for
+        the node or agent that had it. If the cluster has ended and the request is of one of its nodes, `ClusterEnded` is sent
+        in place of `Refused`.
+        """
         known = self._members.member_at(connection) or self._members.agent_at(connection)
         reason = decision.reason
         if known is not None and known.instance_id != request.instance_id:

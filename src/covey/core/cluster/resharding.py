@@ -1,10 +1,12 @@
 """Scaling of the parameter servers during training.
 
-STABLE → ARRIVING: a scale-out starts new servers, each with a holder for its replica. No row has moved, and a new server that
-dies or is late rolls the scale-out back (→ STABLE). ARRIVING → MOVING: all servers have reported that they are in sync, and the
-scheduler persists and sends the new sharding. From here there is no rollback: servers move slots, across restarts, until every
-slot is at its owner. A scale-in begins with MOVING. MOVING → STABLE: all servers are in sync again, and those without slots
-leave. The generation does not change, because the workers' group is not affected.
+Rows of parameters are grouped into slots; the *sharding* has the owner of each slot, and the servers that hold replicas.
+
+STABLE → ARRIVING: a scale-out starts new servers. No row has moved, and a new server that dies, servers that are not in sync in
+time, or a request roll the scale-out back (→ STABLE). ARRIVING → MOVING: all servers, old and new, have reported that they are
+in sync, and the scheduler persists and sends the new sharding. From here there is no rollback: servers move slots, across
+restarts, until every slot is at its owner. A scale-in begins with MOVING. MOVING → STABLE: all servers are in sync again, and
+the departing ones leave. The generation does not change, because the workers' group is not affected.
 """
 
 from __future__ import annotations
@@ -37,13 +39,19 @@ TRANSITIONS: dict[ReshardingState, frozenset[ReshardingState]] = {
 
 
 def is_server_request(cluster: ClusterState, request: ScaleRequest) -> bool:
-    """Return whether a request is about servers. In a cluster with servers, node ids name servers: the world size is fixed."""
+    """Return whether a request is about parameter servers.
+
+    In a cluster with servers, node ids name servers, because the number of workers is fixed there.
+    """
     named = bool(request.node_ids) and cluster.size(Role.PSERVER) > 0
     return request.servers >= 0 or request.more_servers != 0 or named
 
 
 def plan_server_resize(cluster: ClusterState, in_sync: set[int], request: ScaleRequest) -> tuple[ResizePlan | None, str]:
-    """Return the plan for a requested number of servers, or None; and the reason. `in_sync`: ranks of the servers in sync."""
+    """Return the plan for a request about servers, or None if it is not possible now; and the reason.
+
+    `in_sync` has the ranks of the servers that are in sync.
+    """
     servers = sorted(cluster.members_in_role(Role.PSERVER), key=lambda m: m.rank)
     count = len(servers)
     if cluster.phase is not Phase.READY:
@@ -79,7 +87,7 @@ def plan_server_resize(cluster: ClusterState, in_sync: set[int], request: ScaleR
 
 
 class Resharding:
-    """Owns the sharding of the rows over the parameter servers, and its changes.
+    """Sharding of the rows over the parameter servers, and its changes.
 
     A sharding is sent only after it was persisted. New servers own no rows until all servers are in sync.
     """
@@ -89,8 +97,8 @@ class Resharding:
         self._members, self._incidents = base.members, base.incidents
         self.state = ReshardingState.STABLE
         self.sharding: Sharding | None = None  # None: the initial sharding
-        self.joining_servers: ServerRanks = ()  # while ARRIVING: ranks of the new servers
-        self.has_row_copies: bool | None = None  # whether rows have a replica; None: no server was added or removed
+        self.joining_servers: ServerRanks = ()  # while ARRIVING: ranks of the new servers; else ()
+        self.has_row_copies: bool | None = None  # whether rows have a replica; None: as configured, no slot was ever moved
         self.next_server_number = -1  # rank of the next new server; -1: none was added since formation
         self._in_sync: set[int] = set()  # ranks of the servers that are in sync with the current sharding
         self._join_deadline = NEVER
@@ -102,7 +110,7 @@ class Resharding:
 
     @property
     def rows_in_place(self) -> bool:
-        """Whether no rows are moving: every row is at its owner."""
+        """Whether the state is not MOVING: no slots move to other servers."""
         return self.state is not ReshardingState.MOVING
 
     @property
@@ -111,13 +119,13 @@ class Resharding:
 
     @property
     def rows_survive_death(self) -> bool:
-        """Whether the rows of a parameter server survive its death. A single server has no replica."""
+        """Whether rows have a replica, so that they survive the death of one parameter server. A single server has none."""
         if self.has_row_copies is None:
             return self._settings.copies > 0 and self._settings.server_num > 1
         return self.has_row_copies
 
     def server_ranks(self) -> set[int]:
-        """Return the ranks of all servers of the cluster, including joining ones."""
+        """Return the ranks of all servers of the cluster, including joining and departing ones; an empty set if it has none."""
         if self.sharding is None and not self._settings.server_num:
             return set()
         return {*self.current_sharding.servers, *self.joining_servers}
@@ -129,7 +137,7 @@ class Resharding:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def request(self, step: Step, request: ScaleRequest) -> ScaleAccepted | Refused:
-        """Start a scale-out or scale-in of the parameter servers, if that is possible now."""
+        """Start a scale-out or scale-in of the parameter servers; return the reply, `Refused` if that is not possible now."""
         plan, reason = plan_server_resize(step.cluster, self._in_sync, request)
         if plan is None:
             return Refused(reason)
@@ -140,7 +148,8 @@ class Resharding:
             self._start_scale_out(step, plan.agents)
         else:
             self._start_moving(step, tuple(m.rank for m in plan.departing))
-        # an incident is opened after its change was persisted, and closed before
+        # opened after the change was persisted, and closed before its end is: a restarted scheduler finds no open incident
+        # without a change, which it would never close
         return ScaleAccepted(self._incidents.open(step, kind, reason, "requested", node=SERVERS_NODE), reason)
 
     def request_roll_back(self, step: Step) -> ScaleAccepted:
@@ -163,7 +172,10 @@ class Resharding:
         self._members.send_desired_children(step, set(agents))
 
     def note_in_sync(self, step: Step, member: Member, report: ServerInSync) -> None:
-        """Record that a server is in sync; when all servers are, continue the change."""
+        """Record that a server is in sync; when all servers are, start to move rows (ARRIVING) or finish the change (MOVING).
+
+        A report about another sharding than the current one is ignored.
+        """
         if report.sharding_version != self.current_sharding.version:
             return
         self._in_sync.add(member.rank)
@@ -175,7 +187,7 @@ class Resharding:
             self._finish(step)
 
     def _start_moving(self, step: Step, departing: ServerRanks) -> None:
-        """Assign the rows to all servers except the departing ones, and send the new sharding."""
+        """Enter MOVING: assign the slots to all servers except the departing ones, then persist and send the new sharding."""
         self._set_state(ReshardingState.MOVING)
         ring = tuple(sorted(m.rank for m in self._members.members_in_role(Role.PSERVER) if m.rank not in departing))
         sharding = self.current_sharding
@@ -188,7 +200,10 @@ class Resharding:
         self._send_sharding(step, self.sharding)
 
     def _finish(self, step: Step) -> None:
-        """Complete the change: every row is at its owner, and the departing servers leave."""
+        """Enter STABLE: remove the departing servers, close the incident, then persist and send the sharding without them.
+
+        A departing server that is connected is sent `ClusterEnded`.
+        """
         self._set_state(ReshardingState.STABLE)
         sharding = self.current_sharding
         departing = [m for m in self._members.members_in_role(Role.PSERVER) if m.rank in sharding.leaving]
@@ -208,7 +223,8 @@ class Resharding:
                 )
 
     def _send_sharding(self, step: Step, sharding: Sharding) -> None:
-        """Persist the sharding, then send it: a restarted scheduler must know every sharding that a server has received."""
+        """Persist the sharding, then send it to all reachable members, because a restarted scheduler must know every sharding
+        that a server has received."""
         step.out.persist_cluster()
         for member in self._members.reachable():
             step.out.send(member.connection, ShardingAssigned(sharding))
@@ -216,7 +232,8 @@ class Resharding:
     # -- deaths ------------------------------------------------------------------------------------------------------
 
     def roll_back_if_joining(self, step: Step, member: Member, reason: str) -> bool:
-        """Roll the scale-out back if the dead server was part of it; return whether it was."""
+        """Record that a dead server is not in sync. Roll the scale-out back if the server was part of one; return whether it
+        was."""
         self._in_sync.discard(member.rank)
         if member.rank not in self.joining_servers:
             return False
@@ -224,14 +241,17 @@ class Resharding:
         return True
 
     def roll_back_if_overdue(self, step: Step) -> bool:
-        """Roll the scale-out back if not all new servers are in sync in time; return whether it was."""
+        """Roll the scale-out back if not all servers are in sync within `JOIN_TIMEOUT_S`; return whether that happened."""
         if self.state is not ReshardingState.ARRIVING or step.now <= self._join_deadline:
             return False
         self._roll_back(step, f"not all joined within {JOIN_TIMEOUT_S:g} s")
         return True
 
     def _roll_back(self, step: Step, reason: str) -> None:
-        """Remove the new servers; the sharding has not changed."""
+        """Enter STABLE: remove the new servers, close the incident, and let the agents end their processes.
+
+        The sharding has not changed.
+        """
         self._set_state(ReshardingState.STABLE)
         joining = [m for m in self._members.members_in_role(Role.PSERVER) if m.rank in self.joining_servers]
         for member in joining:

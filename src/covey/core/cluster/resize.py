@@ -1,11 +1,13 @@
-"""Resizing of the world: on request, when a worker or a host joins, or when a dead worker is not replaced.
+"""Resizing of the world (all workers): on request, when a worker or a host joins, or when a dead worker is not replaced.
 
-A *member index* is constant for the whole run: replacements keep it and no other member ever gets it. The *rank* is the
+A *member index* is constant until all workers restart: replacements keep it, and no other member gets it. The *rank* is the
 position in the world of the current generation. Ranks are contiguous: when a rank leaves, the member with the highest rank
 takes it over, and all others keep theirs. Inside a step, ranks compute from the indexes which ranks left and which samples were
 not used.
 
-Every resize starts one generation, in which each member receives its rank. A scale-out succeeds or is rolled back as a whole.
+Every change of the world size starts a generation, in which each reachable member receives its rank. A scale-in may take
+several, because with a sharded optimizer its workers leave in batches. A scale-out completes or is rolled back as a whole; if
+it can no longer be rolled back (`can_roll_back`), its workers are treated as all others.
 """
 
 from __future__ import annotations
@@ -21,22 +23,22 @@ from covey.core.messages import ClusterEnded, MemberIndexes, Refused, ScaleAccep
 from covey.core.plurals import count_noun, is_or_are
 from covey.core.types import AgentRecord, ClusterRecord, Member, NodeState, Phase, Role
 
-WORLD_MAX = 4096  # workers
-JOIN_TIMEOUT_S = 300.0  # time for the new workers or servers of a scale-out to join, before it is rolled back
+WORLD_MAX = 4096  # largest world size if `worker_max` is not set
+JOIN_TIMEOUT_S = 300.0  # seconds for the new workers or servers of a scale-out to join, before it is rolled back
 
 
 # -- decisions ----------------------------------------------------------------------------------------------------------
 
 
 class ShrinkPlan(msgspec.Struct, frozen=True):
-    """Removal of one member; `filler` takes its rank (None: it has the highest rank)."""
+    """Removal of one member. `filler` takes over its rank; None: `departing` has the highest rank, so no rank changes."""
 
     departing: Member
     filler: Member | None
 
 
 def plan_shrink(cluster: ClusterState, gone: Member) -> tuple[ShrinkPlan | None, str]:
-    """Return the plan to continue without this member, or None; and the reason."""
+    """Return the plan to continue without this member, or None if the world cannot shrink; and the reason."""
     workers = cluster.members_in_role(Role.WORKER)
     others = [m for m in workers if m.uid != gone.uid]
     if gone.role is not Role.WORKER:
@@ -56,25 +58,26 @@ def plan_shrink(cluster: ClusterState, gone: Member) -> tuple[ShrinkPlan | None,
 
 
 def remaining_departing(cluster: ClusterState) -> list[Member]:
-    """Return the workers that are still to leave on request. If no others are left, the one with the lowest rank stays."""
+    """Return the workers that are still to leave on request, by rank. If there are no others, the lowest rank stays."""
     workers = sorted(cluster.members_in_role(Role.WORKER), key=lambda m: m.rank)
     departing = [m for m in workers if m.node_id in cluster.departing_ids]
     return departing if len(departing) < len(workers) else departing[1:]
 
 
 def has_left_worker(cluster: ClusterState) -> bool:
-    """Return whether a worker has finished before the others: then the remaining ranks can no longer be resized."""
+    """Return whether a worker has left, usually because its script finished: then the world size can no longer change."""
     return any(m.state is NodeState.LEFT for m in cluster.members_in_role(Role.WORKER))
 
 
 def can_roll_back(cluster: ClusterState) -> bool:
-    """Return whether a scale-out is in progress and can be rolled back: an earlier worker is present and holds the state."""
+    """Return whether a scale-out is in progress and can be rolled back: an earlier worker is present, which holds the training
+    state, and no worker has left."""
     before = [m for m in cluster.members_in_role(Role.WORKER) if m.node_id not in cluster.joining_ids]
     return bool(cluster.joining_ids) and cluster.trains and any(m.is_present for m in before) and not has_left_worker(cluster)
 
 
 class ResizePlan(msgspec.Struct, frozen=True):
-    """Plan of a resize: the agents that start the new members, one entry per member, or the members that leave."""
+    """Plan of a resize: the ids of the agents that start the new members, one entry per member, or the members that leave."""
 
     agents: list[str]
     departing: list[Member]
@@ -95,7 +98,7 @@ def resize_blocker(cluster: ClusterState) -> str:
 
 
 def plan_resize(cluster: ClusterState, request: ScaleRequest) -> tuple[ResizePlan | None, str]:
-    """Return the plan for a requested world size, or None; and the reason."""
+    """Return the plan for a request about workers, or None if it is not possible now; and the reason."""
     workers = sorted(cluster.members_in_role(Role.WORKER), key=lambda m: m.rank)
     world = len(workers)
     if reason := resize_blocker(cluster):
@@ -123,8 +126,10 @@ def plan_resize(cluster: ClusterState, request: ScaleRequest) -> tuple[ResizePla
 
 
 def least_loaded_agents(cluster: ClusterState, count: int) -> list[str]:
-    """Return `count` agents for new members, each the one with the fewest children at that point; [] if no agent is
-    available."""
+    """Return the ids of `count` agents for new members, each time the one with the fewest children so far, whatever its slots.
+
+    Return [] if no agent is connected, or all are leaving.
+    """
     load = {
         agent.id: len(cluster.children(agent.id))
         for agent in cluster.agents.values()
@@ -138,7 +143,7 @@ def least_loaded_agents(cluster: ClusterState, count: int) -> list[str]:
 
 
 def target_with_extra(cluster: ClusterState, more: int) -> tuple[int | None, str]:
-    """Return the target if `more` workers may join by themselves, or None; and the reason."""
+    """Return the world size plus `more`, or None if that cannot be the new target now; and the reason."""
     if reason := resize_blocker(cluster):
         return None, reason
     wanted = cluster.size(Role.WORKER) + more
@@ -156,8 +161,8 @@ def _world_size_blocker(cluster: ClusterState, wanted: int) -> str:
 def select_departing(
     node_ids: list[str], role: Role, known: dict[str, Member], what: str, listed: str
 ) -> tuple[list[Member], str]:
-    """Return the members with these ids ("2" or "worker:2"); [] and the reason if an id is unknown or no member would
-    remain."""
+    """Return the members with these ids ("2" or "worker:2") and ""; [] and the reason if an id is unknown or no member would
+    remain. `known` has all members by id; `what` and `listed` are parts of the reason."""
     ids = {node_id.removeprefix(f"{role}:") for node_id in node_ids}
     if unknown := sorted(ids - known.keys()):
         return [], f"The node id:{unknown[0]} is illegal. The {what} are {listed}"
@@ -167,7 +172,11 @@ def select_departing(
 
 
 def plan_growth(cluster: ClusterState) -> tuple[ResizePlan | None, str]:
-    """Return the plan to grow on free slots of hosts whose templates are ready, up to the target, or None; and the reason."""
+    """Return the plan to grow up to the target on free slots of hosts whose templates are not importing; and the reason.
+
+    The plan is None if the target is reached, the world size cannot change now, or no slot is free; in the last case the text
+    is not a reason.
+    """
     world = cluster.size(Role.WORKER)
     if world >= cluster.target_workers:
         return None, f"all {world} requested workers are present"
@@ -195,25 +204,27 @@ def make_member_indexes(cluster: ClusterState) -> MemberIndexes:
 
 
 class Resize:
-    """Owns the resize of the world in progress.
+    """Target size of the world, and the resizes in progress.
 
-    A scale-out is in progress while `joining_ids` is not empty: it ends when all ranks have resumed, or is rolled back. A
-    scale-in is in progress while `departing_ids` is not empty: its members leave in batches. Both can be in progress together.
+    A scale-out is in progress while `joining_ids` is not empty: until all ranks have resumed, it is rolled back, or all workers
+    restart. A scale-in has further batches of workers to release while `departing_ids` is not empty. Both can be in progress
+    together.
     """
 
     def __init__(self, base: BaseParts, barrier: HealBarrier) -> None:
         self._settings, self._lifecycle, self._heartbeats = base.settings, base.lifecycle, base.heartbeats
         self._members, self._incidents = base.members, base.incidents
         self._barrier = barrier
-        self.requested_workers = 0  # the last requested world size; 0: none was requested
+        self.requested_workers = 0  # the last requested world size, lowered by a rollback; 0: none was requested
         self.joining_ids: tuple[str, ...] = ()  # node ids of the new workers of a scale-out
-        self.departing_ids: tuple[str, ...] = ()  # node ids that leave in the next batch, once all ranks have resumed
+        self.departing_ids: tuple[str, ...] = ()  # node ids that leave in later batches, once all ranks have resumed
         self._join_deadline = NEVER
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def request(self, step: Step, request: ScaleRequest) -> ScaleAccepted | Refused:
-        """Start a scale-out or scale-in of the workers, or roll a scale-out back, if that is possible now."""
+        """Start a scale-out or scale-in of the workers, roll a scale-out back, or only set the target (`start_processes` is
+        false). Return the reply, `Refused` if that is not possible now."""
         if request.roll_back:
             if not can_roll_back(step.cluster):
                 return Refused("no scale-out is in progress that could be rolled back")
@@ -234,7 +245,10 @@ class Resize:
         return ScaleAccepted(number, reason)
 
     def _raise_target(self, step: Step, more: int) -> ScaleAccepted | Refused:
-        """Raise the target by `more` workers, which are admitted when they register by themselves."""
+        """Set the target to the world size plus `more`: workers that register by themselves are admitted up to it.
+
+        Also start a scale-out on hosts that have free slots. Return the reply.
+        """
         wanted, reason = target_with_extra(step.cluster, more)
         if wanted is None:
             return Refused(reason)
@@ -247,7 +261,7 @@ class Resize:
     # -- growing -----------------------------------------------------------------------------------------------------
 
     def grow_on_free_slots(self, step: Step) -> None:
-        """Start a scale-out on hosts with free slots, up to the target."""
+        """Start a scale-out on hosts with free slots, up to the target, if there are any and the world size can change now."""
         plan, reason = plan_growth(step.cluster)
         if plan is not None:
             self._grow_on_agents(step, plan.agents, reason, "a host joined")
@@ -260,8 +274,10 @@ class Resize:
         return number
 
     def grow_by(self, step: Step, joining: list[Member], reason: str, cause: str) -> int:
-        """Start a generation with these members, which are admitted already; return the number of the incident. The other ranks
-        wait for them inside their step."""
+        """Start a scale-out: a generation with these members, which are admitted already. Return the number of its incident.
+
+        The other ranks wait for them inside their step.
+        """
         step.out.count("scale_out")
         number = self._incidents.open(step, "scale-out", reason, cause)
         self.joining_ids = tuple(m.node_id for m in joining)
@@ -272,14 +288,13 @@ class Resize:
         return number
 
     def finish_growth(self) -> None:
-        """Mark the scale-out as complete, because all ranks have resumed or all workers restart."""
+        """Record that no scale-out is in progress, because all ranks have resumed, all workers restart, or the cluster ends."""
         self.joining_ids = ()
 
     def roll_back_if_joining(self, step: Step, member: Member, reason: str) -> bool:
-        """Roll the scale-out back if the dead member was part of it; return whether it was.
+        """Roll the scale-out back if the dead member was part of it; return whether that happened.
 
-        If no earlier member holds the state, the scale-out cannot be rolled back, and the joining members are treated as all
-        others.
+        If the scale-out can no longer be rolled back (`can_roll_back`), its members are treated as all others from now on.
         """
         if not can_roll_back(step.cluster):
             self.joining_ids = ()
@@ -289,14 +304,18 @@ class Resize:
         return True
 
     def roll_back_if_overdue(self, step: Step) -> bool:
-        """Roll the scale-out back if the ranks have not resumed in time; return whether it was."""
+        """Roll the scale-out back if the ranks have not resumed within `JOIN_TIMEOUT_S` and `can_roll_back` allows it; return
+        whether that happened."""
         if step.now <= self._join_deadline or not can_roll_back(step.cluster):
             return False
         self.roll_back(step, f"not all joined within {JOIN_TIMEOUT_S:g} s")
         return True
 
     def roll_back(self, step: Step, reason: str) -> int:
-        """Remove all new members of the scale-out; return the number of the incident."""
+        """Remove all new members of the scale-out in a new generation; return the number of the incident opened for that.
+
+        The agents' slots are limited to their remaining workers, so that the removed ones are not started again.
+        """
         joining = [m for m in self._members.members_in_role(Role.WORKER) if m.node_id in self.joining_ids]
         self.joining_ids = ()
         reason = f"{reason}; the scale-out is rolled back"
@@ -314,23 +333,27 @@ class Resize:
     # -- shrinking ---------------------------------------------------------------------------------------------------
 
     def give_up_member(self, step: Step, member: Member, what: str, reason: str) -> None:
-        """Continue without a dead member, in the current step of the remaining ranks."""
+        """Continue without a dead member: start a generation in which the remaining ranks resume their current step.
+
+        The agent's slots are limited, so that the member is not started again.
+        """
         step.out.count("shrinks")
         self._start_generation(step, reason, what, self._remove(step, [member]))
         self._limit_slots(step, [member])
         self._members.send_desired_children(step, {member.agent})  # to end what may be left of its process
 
     def shrink_to_survivors(self, step: Step, lost: list[Member], cause: str) -> None:
-        """Continue without the lost members, for which no host joined."""
+        """Continue without the lost members, for which no host joined: open an incident and start a generation."""
         reason = f"{cause}: the other ranks continue in a world of {self._members.size(Role.WORKER) - len(lost)}"
         step.out.count("shrinks")
         self._incidents.open(step, "elastic-training", reason, cause)
         self._start_generation(step, reason, cause, self._remove(step, lost))
 
     def _release(self, step: Step, departing: list[Member], reason: str) -> None:
-        """Remove the highest-ranked departing members, at most as many as the optimizer's replicas allow (`departing_max`).
+        """Remove departing members, highest ranks first, in a new generation, and send the connected ones `ClusterEnded`.
 
-        The rest leave after all remaining ranks have resumed.
+        With a sharded optimizer, at most as many leave as its replicas allow (the lowest `departing_max`). The rest leave after
+        all remaining ranks have resumed.
         """
         at_once = [n for m in self._members.members_in_role(Role.WORKER) if (n := self._heartbeats.progress(m).departing_max)]
         departing = sorted(departing, key=lambda m: -m.rank)
@@ -342,8 +365,9 @@ class Resize:
                 step.out.send(member.connection, ClusterEnded(f"{member.name} leaves: {reason}"))
 
     def release_next_leavers(self, step: Step) -> bool:
-        """Release the next batch of departing members; return whether there was one.
+        """Release the next batch of departing members; return whether a generation was started.
 
+        If it is unknown whether all ranks have resumed, the new generation only makes them resume, and no member leaves yet.
         Return False if no member is to leave, or if the world size cannot change now. In the second case the scale-in waits:
         after a full restart for the first step, near the end of the script for the end of the run.
         """
@@ -384,7 +408,10 @@ class Resize:
     # -- generations and the journal ---------------------------------------------------------------------------------
 
     def _start_generation(self, step: Step, reason: str, what: str, changed: list[Member]) -> None:
-        """Start a generation with another world size and send every reachable member its rank."""
+        """Enter HEALING, start a generation with another world size, and send every reachable member its rank.
+
+        `changed` are the members to persist; `what` is the text of the published event.
+        """
         self._barrier.require_agreement()
         self._lifecycle.begin_healing(reason, step.now)
         self._lifecycle.set_reason(reason)  # also if the cluster was already HEALING
@@ -407,8 +434,10 @@ class Resize:
         )
 
     def resume(self, step: Step) -> None:
-        """Continue a resize after a restart of the scheduler: it is complete when all ranks have sent `RankResumed` again. New
-        members have `JOIN_TIMEOUT_S` from now to join."""
+        """Continue a resize after a restart of the scheduler, if one was in progress.
+
+        The resize is complete when all ranks have sent `RankResumed` again; new members have `JOIN_TIMEOUT_S` from now to join.
+        """
         is_pending = self._lifecycle.trains and self._incidents.is_resizing
         self._barrier.resume(is_pending)
         if not is_pending:

@@ -1,15 +1,17 @@
-"""The scheduler's state machine: all changes of a cluster's state are made here.
+"""The scheduler's state machine: every change of a cluster's state is made by its `step`.
 
 `step(event, now)` takes an event and returns effects. Their order is a contract: records that must be durable come before the
 messages that depend on them, and a scheduler that dies between any two effects leaves a journal from which the next one can
-continue. Formation, deaths, returns and the end are journalled; registrations and heartbeats are not.
+continue. The formation, later changes of membership and ranks, and the end are journalled; heartbeats, and registrations before
+the formation, are not.
 
-The machine is composed of parts. Each part owns its fields and alone writes them. The order of construction in `__init__` is
-the order in which parts may call each other. They share `Step`: the time, the readable state and the effects so far.
+The machine is composed of parts. Each part owns its fields and alone writes them. A part calls only parts that `__init__`
+constructs before it. All handlers get a `Step`: the time, the readable state and the outbox for effects.
 
-A connection belongs to one member or agent. A node without an agent is dead when its connection is lost. The exit of a child is
-reported by its agent; a lost connection of the child alone has no consequence. When the connection of an agent is lost, its
-children are dead. With recovery, the agent has the node timeout to reconnect.
+A connection belongs to at most one member or agent. A node without an agent is dead when its connection is lost, unless all
+ranks have finished. The exit of a child is reported by its agent; a lost connection of the child alone has no consequence. When
+the connection of an agent is lost, its children are dead; with recovery, the agent first has the node timeout to reconnect (see
+`ClusterSettings.waits_for_agents`). Nodes that are lost while the cluster forms are removed.
 """
 
 from __future__ import annotations
@@ -62,12 +64,13 @@ from covey.core.plurals import count_noun
 from covey.core.types import ClusterRecord, ClusterSettings, Member, NodeState, Phase, Record, Role
 from covey.errors import ExitCode
 
+# messages that are still answered after the cluster has ended; all others are ignored
 HANDLED_AFTER_END = (Register, RegisterAgent, Leave, StopRequest, ScaleRequest, KillRequest)
 Handler = Callable[[Step, int, Any], None]
 
 
 def find_kill_target(cluster: ClusterState, name: str) -> tuple[Member | None, str]:
-    """Return the member to kill and what will be done, or None and the reason why its process cannot be killed."""
+    """Return the member with this name and what will be done, or None and the reason why its process cannot be killed."""
     member = next((m for m in cluster.members.values() if m.name == name), None)
     if cluster.has_ended:
         return None, f"the cluster has ended: {cluster.reason}"
@@ -85,7 +88,10 @@ def find_kill_target(cluster: ClusterState, name: str) -> tuple[Member | None, s
 
 
 class SchedulerMachine:
-    """State machine of one cluster. Only the scheduler process calls `step`; other callers only read."""
+    """State machine of one training cluster. The runtime passes each event to `step`; other code only reads.
+
+    `now` is the time on the machine's clock, `wall` the wall-clock time at that moment, both in seconds.
+    """
 
     def __init__(self, settings: ClusterSettings, *, cluster_id: str, job: str, now: float, wall: float = 0.0) -> None:
         self._lifecycle = lifecycle = Lifecycle(cluster_id, settings)
@@ -138,11 +144,15 @@ class SchedulerMachine:
         return self._shutdown.state is ShutdownState.DUMPING
 
     def list_connections(self) -> list[int]:
-        """Return the connections of all members and agents."""
+        """Return the ids of the connections of all members and agents, members first."""
         return self._members.connections()
 
     def step(self, event: SchedulerEvent, now: float) -> list[SchedulerEffect]:
-        """Handle one event; return the effects to carry out, in order."""
+        """Handle one event; return the effects to carry out, in order.
+
+        After the end of the cluster, only messages of `HANDLED_AFTER_END` are handled; any other event only checks whether the
+        time for the delivery of the end has passed.
+        """
         step, phase = Step(now, self.cluster, self._out), self._lifecycle.phase
         if phase is Phase.ENDED and not (isinstance(event, MessageReceived) and isinstance(event.message, HANDLED_AFTER_END)):
             self._shutdown.tick_after_end(step)
@@ -180,7 +190,7 @@ class SchedulerMachine:
         self._recovery.run_idle_work(step)
 
     def _discount_suspension(self, step: Step, suspended_s: float) -> None:
-        """Move all deadlines by the time in which the scheduler was suspended and could not receive."""
+        """Extend all deadlines and timeouts by the time in which the scheduler was suspended and could not receive."""
         for part in (self._registration, self._lifecycle, self._resize, self._resharding, self._recovery):
             part.postpone(suspended_s)
         for timed in (self._barrier, self._shutdown, self._heartbeats):
@@ -238,7 +248,7 @@ class SchedulerMachine:
     def _on_mindspore_detected(self, step: Step, worker: str) -> None:
         """End the run of a MindSpore script, because its workers would wait for a MindSpore scheduler that does not exist.
 
-        Do nothing if a worker has called covey.init(), because that script trains with covey's scheduler.
+        Do nothing if a child of an agent has called covey.init(), because that script trains with covey's scheduler.
         """
         if not self._lifecycle.heals:
             reason = f"{worker} runs a MindSpore script, which needs MindSpore's own scheduler: add --framework mindspore"
@@ -266,7 +276,7 @@ class SchedulerMachine:
         return step.out.send(connection, LeaveAcknowledged())
 
     def _on_kill_request(self, step: Step, connection: int, request: KillRequest) -> None:
-        """Send the agent the request to kill a process; the recovery begins when the agent reports the exit."""
+        """Refuse the request, or send `KillChild` to the node's agent; the recovery begins when the agent reports the exit."""
         member, reason = find_kill_target(self.cluster, request.node)
         if member is None:
             return step.out.send(connection, Refused(reason))
@@ -279,7 +289,12 @@ class SchedulerMachine:
     # -- the journal -------------------------------------------------------------------------------------------------
 
     def _restore(self, step: Step, records: tuple[Record, ...]) -> None:
-        """Continue from the journal. Members have one node timeout to re-attach before they are declared dead."""
+        """Continue from the journal. If heartbeats are checked, members have one node timeout to re-attach before they are
+        declared dead.
+
+        Without a record of the cluster, persist the first one. If the cluster had not formed, its members are not restored. If
+        it had ended, continue the delivery of the end.
+        """
         record = next((r for r in records if isinstance(r, ClusterRecord)), None)
         if record is None:
             return step.out.persist_cluster()

@@ -1,11 +1,12 @@
-"""The end of the cluster: an optional final dump, the delivery of the end to all members, and the end of the scheduler.
+"""The end of the cluster: an optional final dump, the delivery of the outcome to all members, and the end of the scheduler.
 
 RUNNING → DUMPING: the ranks in a covey.Loop dump their state; the planned outcome is in the journal.
-DUMPING → TELLING: all dumps are written, or the time limit has passed; the outcome is in the journal.
-DUMPING → DUMPING: a further reason to end; the dump starts again with it.
-RUNNING → TELLING: there is nothing to dump.
-TELLING → OVER: the outcome was sent to every member that may reconnect, or the time limit has passed. `EndCluster` is emitted
-with this transition.
+DUMPING → DUMPING: there is a further reason to end; the dump starts again with it.
+DUMPING → TELLING: every awaited rank has replied or died, the time limit has passed, or the cluster ends for another reason,
+such as a request to stop. The outcome is in the journal and was sent to all connected members and agents.
+RUNNING → TELLING: the cluster ends without a dump.
+TELLING → OVER: no disconnected member is awaited any more, the time limit has passed, or a stop is requested after the end.
+`EndCluster` is emitted with this transition.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from covey.core.strategy_ladder import RecoveryStrategy
 from covey.core.types import ClusterRecord, Ended, Failure, Member, MemberRecord, NodeState, Phase, Role
 from covey.errors import ExitCode
 
-END_DELIVERY_S = 30.0  # wait for disconnected members to receive the outcome, if MS_NODE_TIMEOUT is unlimited
+END_DELIVERY_S = 30.0  # seconds to wait for disconnected members to receive the outcome, if MS_NODE_TIMEOUT is unlimited
 
 
 class ShutdownState(StrEnum):
@@ -42,7 +43,7 @@ TRANSITIONS: dict[ShutdownState, frozenset[ShutdownState]] = {
 
 
 def dumpable_ranks(cluster: ClusterState) -> tuple[set[int], str]:
-    """Return the ranks that can dump their state and "", or an empty set and the reason."""
+    """Return the ranks that can dump their state and "", or an empty set and the reason why none can."""
     if cluster.has_ended:
         return set(), f"the cluster has ended: {cluster.reason}"
     workers = cluster.members_in_role(Role.WORKER)
@@ -51,19 +52,19 @@ def dumpable_ranks(cluster: ClusterState) -> tuple[set[int], str]:
 
 
 class Shutdown:
-    """Owns the outcome of the cluster, the dump in progress, and the processes that have yet to receive the outcome."""
+    """Outcome of the cluster, the dump in progress, and the processes that have yet to receive the outcome."""
 
     def __init__(self, base: BaseParts, resize: Resize) -> None:
         self._settings, self._lifecycle, self._heartbeats = base.settings, base.lifecycle, base.heartbeats
         self._members, self._incidents = base.members, base.incidents
         self._resize = resize
         self.state = ShutdownState.RUNNING
-        self.planned_end: Ended | None = None  # outcome after the dump in progress
+        self.planned_end: Ended | None = None  # outcome after the newest dump; None: none was started
         self.ended: Ended | None = None  # outcome; None while the cluster runs
-        self._dumping_ranks: set[int] = set()  # ranks that have not confirmed their dump
+        self._dumping_ranks: set[int] = set()  # ranks whose `DumpWritten` is awaited
         self._dump_deadline = NEVER
-        self._newest_dump = (-1, "")  # the highest dumped step and its path; -1: none
-        self._untold: set[str] = set()  # instance ids that have not received the outcome
+        self._newest_dump = (-1, "")  # the highest dumped step and its path; (-1, ""): none
+        self._untold: set[str] = set()  # disconnected instances that have not received the outcome, by instance id
         self._tell_deadline = NEVER
 
     def _set_state(self, state: ShutdownState) -> None:
@@ -73,18 +74,21 @@ class Shutdown:
     # -- the dump ----------------------------------------------------------------------------------------------------
 
     def dumpable_ranks(self, step: Step) -> set[int]:
-        """Return the ranks that dump their state before the end; none if the strategy `dump` is not enabled."""
+        """Return the ranks that can dump their state before the end; none if the strategy `dump` is not enabled."""
         return dumpable_ranks(step.cluster)[0] if RecoveryStrategy.DUMP in self._settings.strategies else set()
 
     def dump_or_end(self, step: Step, code: int, reason: str, failure: Failure | None = None) -> None:
-        """End the cluster, after a dump of the remaining ranks if it is enabled and possible."""
+        """End the cluster, after a dump of the ranks that can dump if the strategy `dump` is enabled."""
         if survivors := self.dumpable_ranks(step):
             self._start_dump(step, Ended(code, reason, failure), survivors)
         else:
             self.end(step, code, reason, failure)
 
     def request_dump(self, step: Step, reason: str) -> RequestAccepted | Refused:
-        """Start a requested dump, after which the cluster ends with `STOPPED`; refuse if no rank can dump."""
+        """Start a requested dump, after which the cluster ends with `STOPPED`; return the reply.
+
+        The reply is `Refused` if no rank can dump or a dump is in progress. The strategy `dump` need not be enabled.
+        """
         ranks, refusal = dumpable_ranks(step.cluster)
         if self.state is ShutdownState.DUMPING:
             refusal = "a dump is already in progress"
@@ -105,7 +109,8 @@ class Shutdown:
                 step.out.send(member.connection, DumpRequest(reason))
 
     def repeat_dump_request(self, step: Step, member: Member) -> None:
-        """Send the dump request to a re-attached member again, because the request or its reply may be lost."""
+        """Send the dump request again to a re-attached member whose dump is awaited, because the request or its reply may be
+        lost."""
         if self._is_awaited(member):
             assert self.planned_end is not None
             step.out.send(self._members.current(member).connection, DumpRequest(self.planned_end.reason))
@@ -122,14 +127,17 @@ class Shutdown:
             self.end_if_dumped(step)
 
     def note_death(self, step: Step, member: Member) -> None:
-        """Handle a death during the dump: do not wait for the member. Its record is persisted, so that a restarted scheduler
-        does not wait for it either."""
+        """Handle a death during the dump: do not wait for the member, and end the cluster if no other is awaited.
+
+        Its record is persisted, so that a restarted scheduler does not wait for it either.
+        """
         if self._is_awaited(member):
             self._dumping_ranks.discard(member.rank)
         step.out.persist(MemberRecord.from_member(member))
         self.end_if_dumped(step)
 
     def end_if_dumped(self, step: Step) -> None:
+        """End the cluster with the planned outcome if no dump is awaited any more, or the time limit has passed."""
         is_over = not self._dumping_ranks or step.now > self._dump_deadline
         if self.state is not ShutdownState.DUMPING or self.planned_end is None or not is_over:
             return
@@ -140,7 +148,11 @@ class Shutdown:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def end(self, step: Step, code: int, reason: str, failure: Failure | None = None) -> None:
-        """End the cluster: persist the outcome and send it to every member and agent."""
+        """End the cluster: close the incidents, persist the outcome and send it to every connected member and agent.
+
+        The newest full restart, if there was one, is appended to the reason.
+        `EndCluster` is emitted when those that lost their connection recently have received it too, or after `_tell_s` seconds.
+        """
         if self._lifecycle.full_restart is not None:
             reason = f"{reason}; {self._lifecycle.full_restart}"
         self._incidents.close(step, Outcome.ENDED if code else Outcome.FINISHED)
@@ -162,7 +174,11 @@ class Shutdown:
         return limit if limit >= 0 else END_DELIVERY_S
 
     def _list_unreachable(self, now: float) -> Iterator[tuple[str, bool]]:
-        """Yield the instance ids whose connections were lost recently, each with whether it has a running process."""
+        """Yield the instance ids of disconnected agents and of members without an agent that were heard within `_tell_s`.
+
+        Members must be present, and agents must have a child that is not dead. The flag is False for an agent without a child
+        that is present.
+        """
         since = now - self._tell_s
         for member in self._members.members.values():
             is_lost = member.is_present and not member.agent and not member.connection
@@ -175,16 +191,21 @@ class Shutdown:
                 yield agent.instance_id, any(child.is_present for child in children)
 
     def _start_telling(self, step: Step, untold: set[str]) -> None:
-        """Wait for the disconnected instances `untold` to reconnect and receive the outcome, within a time limit."""
+        """Enter TELLING: wait for the disconnected instances `untold` to reconnect and receive the outcome, at most `_tell_s`.
+
+        If there are none, emit `EndCluster` immediately.
+        """
         self._set_state(ShutdownState.TELLING)
         self._untold, self._tell_deadline = untold, step.now + self._tell_s
         if not untold:
             self.stop_telling(step)
 
     def tell_if_missed(self, step: Step, connection: int, instance_id: str, cluster_id: str) -> bool:
-        """Send the outcome to a node that registers after the end, if it belongs to this cluster; return whether it does.
+        """Send the outcome to a node or agent that registers after the end, if it belongs to this cluster; return whether it
+        was sent.
 
-        A node without a cluster id was waiting for a formation that failed.
+        One without a cluster id may have waited for a formation that failed; it is sent the outcome while any instance is
+        awaited. When none is awaited any more, `EndCluster` is emitted.
         """
         is_ours = cluster_id == self._lifecycle.cluster_id or (self._untold and not cluster_id)
         if self.ended is None or not is_ours:
@@ -196,7 +217,7 @@ class Shutdown:
         return True
 
     def stop_telling(self, step: Step) -> None:
-        """Emit `EndCluster`; do nothing if that was done before."""
+        """Enter OVER and emit `EndCluster`; do nothing unless the state is TELLING."""
         if self.state is ShutdownState.TELLING and self.ended is not None:
             self._set_state(ShutdownState.OVER)
             self._untold = set()
@@ -216,8 +237,11 @@ class Shutdown:
         self.planned_end = record.planned_end
 
     def resume_end(self, step: Step, ended: Ended) -> None:
-        """Continue the delivery of the outcome after a restart of the scheduler: members receive it when they reconnect. Nodes
-        that waited for a failed formation are not in the journal."""
+        """Continue the delivery of the outcome after a restart of the scheduler: members receive it when they reconnect.
+
+        Nodes that waited for a failed formation are not in the journal, so the whole time limit is waited for them. If the
+        outcome was delivered before (`told`), `EndCluster` is emitted immediately.
+        """
         self.ended = ended
         self._lifecycle.set_phase(Phase.ENDED, ended.reason)
         has_formed = self._lifecycle.generation > 0
@@ -229,7 +253,8 @@ class Shutdown:
         self._start_telling(step, set() if ended.told else untold)
 
     def resume_dump(self, step: Step) -> None:
-        """Continue the dump after a restart of the scheduler: ranks receive the request again when they re-attach."""
+        """Continue the dump, if one was in progress, after a restart of the scheduler: all present ranks are awaited, and get
+        the request again when they re-attach."""
         if self.planned_end is not None:
             self._set_state(ShutdownState.DUMPING)
             workers = self._members.members_in_role(Role.WORKER)

@@ -1,8 +1,8 @@
-"""State shared by the parts of the scheduler's machine.
+"""State shared by the parts of the scheduler's state machine.
 
-`Step` has the time, the readable state and the outbox of one event. `Outbox` collects the effects of the event in order.
-`Lifecycle` owns the phase and the generation. `ClusterState` reads all parts and writes none: the pure functions that decide
-take it as an argument.
+`Step` is one step of the machine, not of the training: the time, the readable state and the outbox for one event. `Outbox`
+collects the effects of the event in order. `Lifecycle` owns the phase and the generation. `ClusterState` is the read-only view
+of the parts that the pure functions take as an argument when they decide.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ PHASE_TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 
 
 class Outbox:
-    """The effects of the current step, in order, and the counters for metrics.
+    """The effects of the event that is being handled, in order, and the counters for metrics since the machine was created.
 
-    `persist_cluster` makes the record when it is called, so it has the state of that moment.
+    `persist_cluster` makes the record when it is called, so the record has the state of that moment.
     """
 
     def __init__(self, make_cluster_record: Callable[[], ClusterRecord]) -> None:
@@ -80,7 +80,7 @@ class Outbox:
         self.counters[name] = self.counters.get(name, 0) + 1
 
     def take_effects(self) -> list[SchedulerEffect]:
-        """Return the effects of the step and clear them."""
+        """Return the effects collected since the last call, and clear them."""
         effects, self._effects = self._effects, []
         return effects
 
@@ -88,13 +88,13 @@ class Outbox:
 class Step(msgspec.Struct, frozen=True):
     """Argument of every handler: the time, the state it may read, and the outbox for its effects."""
 
-    now: float
+    now: float  # seconds on the machine's clock
     cluster: ClusterState
     out: Outbox
 
 
 class BaseParts(msgspec.Struct, frozen=True):
-    """The parts that every part above them may call."""
+    """The settings, and the parts that all parts constructed later may call."""
 
     settings: ClusterSettings
     lifecycle: Lifecycle
@@ -104,9 +104,9 @@ class BaseParts(msgspec.Struct, frozen=True):
 
 
 class Lifecycle:
-    """Owns the phase with its reason, the generation, the full restarts, and the known capabilities of the script.
+    """Phase of the cluster with its reason, generation, full restarts, and what is known about the script.
 
-    The phase changes only as in `PHASE_TRANSITIONS`; the generation only increases.
+    The phase changes only as in `PHASE_TRANSITIONS`; the generation only increases. `note_...` methods record facts.
     """
 
     def __init__(self, cluster_id: str, settings: ClusterSettings) -> None:
@@ -114,14 +114,14 @@ class Lifecycle:
         self.cluster_id = cluster_id
         self.phase = Phase.FORMING
         self.reason = "waiting for the first node"
-        self.generation = 0
+        self.generation = 0  # 0: the cluster has not formed
         self.resized_generation = 0  # the generation in which the world size last changed; 0: never
         self.restarts = 0  # full restarts by the agents
         self.full_restart: FullRestart | None = None  # the newest one; None: there was none
-        self.heals = False  # a worker has called covey.init(), so a single worker can be replaced
-        self.trains = False  # a covey.Loop has finished a step since the last full restart; required for a resize
-        self.highest_step = -1  # highest step reported by any rank
-        self.heal_deadline = NEVER  # time by which HEALING or RETURNING must end
+        self.heals = False  # a child of an agent has called covey.init(), so a single worker of an agent can be replaced
+        self.trains = False  # a covey.Loop has finished a step since this was last reset; required for a resize
+        self.highest_step = -1  # highest step reported to this scheduler since the agents last restarted all workers; -1: none
+        self.heal_deadline = NEVER  # time after which members that are still absent in HEALING or RETURNING end the cluster
 
     @property
     def has_ended(self) -> bool:
@@ -129,7 +129,7 @@ class Lifecycle:
 
     @property
     def is_restarting(self) -> bool:
-        """Whether not all ranks have resumed since the newest full restart."""
+        """Whether there was a full restart since which not all ranks have resumed."""
         return self.full_restart is not None and not self.full_restart.resumed
 
     def set_phase(self, phase: Phase, reason: str) -> None:
@@ -140,7 +140,10 @@ class Lifecycle:
         self.reason = reason
 
     def begin_healing(self, reason: str, now: float) -> None:
-        """Enter HEALING, or stay in it with its reason, and reset its deadline to `topo_timeout_s` from now."""
+        """Enter HEALING for `reason`, and set its deadline to `topo_timeout_s` from now (`NEVER` if that is negative).
+
+        If the cluster is HEALING already, only the deadline changes.
+        """
         self.renew_heal_deadline(now)
         if self.phase is not Phase.HEALING:
             self.set_phase(Phase.HEALING, reason)
@@ -158,12 +161,12 @@ class Lifecycle:
         self.resized_generation = self.generation + 1
 
     def note_init(self) -> bool:
-        """Record that a worker called covey.init(); return whether it is the first call."""
+        """Record that a child of an agent called covey.init(); return whether that was not known before."""
         is_first, self.heals = not self.heals, True
         return is_first
 
     def note_loop(self) -> bool:
-        """Record that a covey.Loop finished a step; return whether it is the first since the last full restart."""
+        """Record that a covey.Loop has finished a step; return whether `trains` was false before."""
         is_first, self.trains = not self.trains, True
         return is_first
 
@@ -176,7 +179,10 @@ class Lifecycle:
         self.full_restart = FullRestart(before.count + 1 if before else 1, cause[:CAUSE_MAX])
 
     def note_restart_step(self, step: int) -> bool:
-        """Record the step from which the loops started after a full restart (-1: unknown); return whether that changed it."""
+        """Record the step from which the loops started after the newest full restart; return whether it was recorded.
+
+        Return False if there was no full restart, its step is recorded already, or `step` is negative (not known).
+        """
         if self.full_restart is None or not self.full_restart.step < 0 <= step:
             return False
         self.full_restart = msgspec.structs.replace(self.full_restart, step=step)
@@ -190,12 +196,13 @@ class Lifecycle:
         return True
 
     def note_state_lost(self, cause: str) -> None:
-        """Record that no rank holds the training state. The world size is fixed until a loop has finished a step again."""
+        """Record a full restart because no rank holds the training state. The world size is fixed until a covey.Loop has
+        finished a step again. The caller persists the cluster."""
         self.trains = False
         self.note_full_restart(cause)
 
     def reset_for_restart(self, cause: str) -> None:
-        """Record a full restart by the agents and reset what was known of the progress."""
+        """Record a full restart by the agents and reset `trains` and `highest_step`. The caller persists the cluster."""
         self.note_full_restart(cause)
         self.restarts += 1
         self.trains, self.highest_step = False, -1
@@ -204,14 +211,17 @@ class Lifecycle:
         self.heal_deadline += by_s
 
     def restore(self, record: ClusterRecord) -> None:
-        """Restore all fields except the phase, which the machine sets."""
+        """Restore the fields that the journal stores, except the phase, which the machine sets."""
         self.cluster_id, self.generation, self.restarts = record.cluster_id, record.generation, record.restarts
         self.resized_generation, self.heals, self.trains = record.resized_generation, record.heals, record.trains
         self.full_restart = record.full_restart
 
 
 class ClusterState:
-    """Read-only view of all parts for decisions. It has no state of its own."""
+    """Read-only view, for decisions, of Lifecycle, Members, Heartbeats, Registration, Resize, Resharding and Shutdown.
+
+    It has no state of its own.
+    """
 
     def __init__(
         self, base: BaseParts, job: str, resize: Resize, resharding: Resharding, shutdown: Shutdown, registration: Registration
@@ -284,8 +294,10 @@ class ClusterState:
         return self._members.next_member_index
 
     def free_slots_by_agent(self, role: Role) -> dict[str, int]:
-        """Return the number of free slots of each connected agent for a role; agents without one, or that are leaving, are
-        omitted."""
+        """Return the number of free slots for workers (role WORKER) or parameter servers (any other role), by agent id.
+
+        Agents that have none, are leaving or are not connected are omitted. Every child that is not dead occupies a slot.
+        """
         found = {}
         for agent in self.agents.values():
             slots = agent.slots if role is Role.WORKER else agent.servers
@@ -317,7 +329,7 @@ class ClusterState:
 
     @property
     def target_workers(self) -> int:
-        """The requested world size, or the configured one if none was requested."""
+        """The requested world size, as lowered by a rolled-back scale-out; the configured one if none was requested."""
         return self.requested_workers or self.settings.default_target_workers
 
     # -- of Resharding -----------------------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""Read-only snapshot of a cluster for clients: CLI, REST, console and metrics."""
+"""Read-only snapshot (view) of a cluster, for commands, REST, the web console, metrics and the operator.
+
+Schedulers of training clusters and of federated learning use the same types.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,17 @@ from covey.core.incidents import Incident, Total
 from covey.core.types import FullRestart, Member, Phase, Role
 
 RECOVERIES_SHOWN_MAX = 20  # newest recoveries in a view
-STRAGGLER_MIN_WORKERS = 3  # with fewer workers no straggler is reported
-STRAGGLER_RATIO = 1.5
-STRAGGLER_MARGIN_S = 0.005
+STRAGGLER_MIN_WORKERS = 3  # if fewer workers have reported their computation per step, no straggler is reported
+STRAGGLER_RATIO = 1.5  # a straggler's computation per step exceeds the median by this factor
+STRAGGLER_MARGIN_S = 0.005  # and by this time, in seconds
 
 
 class NodeView(msgspec.Struct, frozen=True):
-    """One node. `beat_age_s` is the age of its last heartbeat in seconds; negative: it has sent none."""
+    """One node: the scheduler, or a member of the cluster.
+
+    `beat_age_s` is the time in seconds since the node's last heartbeat or registration (its agent's, while the node has not
+    registered), at most since the scheduler started; negative: not known.
+    """
 
     @property
     def name(self) -> str:
@@ -32,58 +39,58 @@ class NodeView(msgspec.Struct, frozen=True):
     rank: int
     host: str
     address: str
-    state: str
-    alive: bool
-    step: int = -1
-    phase: str = ""
+    state: str  # a value of `NodeState`
+    alive: bool  # in a training cluster: neither dead nor left
+    step: int = -1  # last reported step, of a federated server the iteration; -1: none
+    phase: str = ""  # what the node reports about its progress, for display
     beat_age_s: float = -1.0
-    restarts: int = 0
+    restarts: int = 0  # processes of this member that were replaced
     incarnation: int = 1
-    pid: int = 0
-    agent: str = ""
-    log: str = ""
-    busy_s: float = 0.0  # seconds of computation per step, without waiting for others
+    pid: int = 0  # 0: not known
+    agent: str = ""  # id of the agent that starts its processes; "": started by hand
+    log: str = ""  # path of its log on its host; "": not known
+    busy_s: float = 0.0  # seconds of computation per step, without waiting for others; 0: not reported
     straggles: float = 0.0  # ratio of `busy_s` to the median of the workers, if it is a straggler; else 0
-    loss: float | None = None
-    host_id: str = ""  # identity of the host; COVEY_HOST_ID if that is set
-    host_life: str = ""  # COVEY_HOST_LIFE
+    loss: float | None = None  # as last reported by the script; None: not reported
+    host_id: str = ""  # identity of the host; COVEY_HOST_ID if that is set; "": not known
+    host_life: str = ""  # COVEY_HOST_LIFE; "": not set
 
 
 class ClusterView(msgspec.Struct, frozen=True):
-    """The whole cluster, with the scheduler as a node."""
+    """The whole cluster at one time; the first node is the scheduler."""
 
     cluster_id: str
     phase: Phase
     reason: str
     generation: int
-    worker_num: int
-    server_num: int
-    started_at: float  # wall clock, seconds since 1970
-    now: float
+    worker_num: int  # as configured
+    server_num: int  # present number of servers; before formation, and of federated servers, the required one
+    started_at: float  # when the scheduler process started; wall clock, seconds since 1970
+    now: float  # time of the view; wall clock, seconds since 1970
     nodes: list[NodeView]
-    restarts: int = 0
+    restarts: int = 0  # restarts of all workers by the agents
     address: str = ""
     manage_port: int = 0
     log_dir: str = ""
     counters: dict[str, float] = {}
-    gauges: dict[str, float] = {}  # gauges for metrics
-    recoveries: list[Incident] = []  # the newest; GET /recoveries returns all that are stored
+    gauges: dict[str, float] = {}
+    recoveries: list[Incident] = []  # the newest `RECOVERIES_SHOWN_MAX`; GET /recoveries returns all that are stored
     recovery_totals: list[Total] = []
     resizable: bool = False  # the world size can change now
     goal: int = 0  # target number of workers
-    heals: bool = False  # a worker has called covey.init(), so a single worker can be replaced
+    heals: bool = False  # a child of an agent has called covey.init(), so a single worker of an agent can be replaced
     job: str = ""  # name of the job; "" if it has none
-    trains: bool = False  # a covey.Loop has finished a step, so the world can be resized
-    full_restart: FullRestart | None = None  # the newest start of all ranks from a checkpoint or from step 0
+    trains: bool = False  # a covey.Loop has finished a step; required for a resize
+    full_restart: FullRestart | None = None  # the newest restart of all ranks from a checkpoint or from step 0; None: none
 
     @property
     def headline(self) -> str:
-        """The reason of the phase, and the newest full restart."""
+        """The reason of the phase, and the newest full restart if there was one."""
         restart = str(self.full_restart or "")
         return self.reason if restart in self.reason else f"{self.reason}; {restart}"
 
 
-# MindSpore's names of the phases, as GET /state returns them
+# MindSpore's names of the phases, as GET /state returns them unless a resize is in progress
 MINDSPORE_STATES: dict[Phase, str] = {
     Phase.FORMING: "CLUSTER_STARTING",
     Phase.READY: "CLUSTER_READY",
@@ -103,7 +110,10 @@ def make_cluster_view(
     incidents: IncidentLog | None = None,
     **more: Any,
 ) -> ClusterView:
-    """Return the view of a cluster at `now` (the machine's clock); `wall` and `started_at` are wall-clock times."""
+    """Return the view of a cluster at `now` (the machine's clock); `wall` and `started_at` are wall-clock times.
+
+    `scheduler` becomes the first node, and `more` has further fields of the view. Without `incidents` there are no recoveries.
+    """
     present = (m for m in cluster.members_in_role(Role.WORKER) if m.is_present)
     median = median_step_s(cluster.progress(member).busy_s for member in present)
     nodes = [
@@ -138,13 +148,16 @@ def _node_sort_key(member: Member) -> tuple[str, int, str]:
 
 
 def median_step_s(busy_s: Iterable[float]) -> float:
-    """Return the median of the workers' computation per step; 0 if fewer than `STRAGGLER_MIN_WORKERS` have reported it."""
+    """Return the median of the workers' computation per step, in seconds, without those that are 0 (not reported).
+
+    Return 0 if fewer than `STRAGGLER_MIN_WORKERS` have reported it.
+    """
     busy = [seconds for seconds in busy_s if seconds > 0]
     return statistics.median(busy) if len(busy) >= STRAGGLER_MIN_WORKERS else 0.0
 
 
 def straggler_ratio(busy_s: float, usual_s: float) -> float:
-    """Return the ratio of `busy_s` to `usual_s` if the rank is a straggler, else 0."""
+    """Return the ratio of `busy_s` to the median `usual_s` if it shows a straggler; else, or if `usual_s` is 0, return 0."""
     notable = usual_s > 0 and busy_s > STRAGGLER_RATIO * usual_s and busy_s - usual_s > STRAGGLER_MARGIN_S
     return busy_s / usual_s if notable else 0.0
 

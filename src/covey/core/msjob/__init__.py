@@ -1,6 +1,9 @@
 """Parsing and planning of MSJobs: pure functions on plain dicts, as the API server sends them.
 
-    plan_job(job, observed, now) -> actions, status, requeue_after, reason
+An MSJob is a Kubernetes custom resource that describes a training job. The operator reconciles each one in passes: it observes
+the job, computes a plan, writes the status and carries out the actions.
+
+    plan_job(job, observed, now) -> ReconcilePlan: actions, status, requeue_after, reason
 
 `covey.kubernetes` calls the API server and builds the pods (`pod_builder`).
 

@@ -1,4 +1,4 @@
-"""Actions of a reconcile plan. Each is idempotent."""
+"""Actions of a reconcile plan, carried out by `covey.kubernetes.controller`. Repeating one does no harm."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class CreateService(msgspec.Struct, frozen=True, tag=True):
 
 
 class CreateSecret(msgspec.Struct, frozen=True, tag=True):
-    """Create the secret with which the job's processes join its cluster; nothing is done if it exists."""
+    """Create the secret with which the job's processes join its cluster; no effect if it exists."""
 
 
 class CreatePod(msgspec.Struct, frozen=True, tag=True):
@@ -27,7 +27,7 @@ class CreatePod(msgspec.Struct, frozen=True, tag=True):
 class DeletePod(msgspec.Struct, frozen=True, tag=True):
     name: str
     uid: str
-    grace_period_s: int | None = None  # None: the pod's own
+    grace_period_s: int | None = None  # seconds; 0: delete immediately; None: the pod's own
 
 
 class TerminatePod(msgspec.Struct, frozen=True, tag=True):
@@ -41,7 +41,7 @@ class DeleteService(msgspec.Struct, frozen=True, tag=True):
 
 
 class AdoptOrphan(msgspec.Struct, frozen=True, tag=True):
-    """Make the job the owner of an object that has its labels and no controller."""
+    """Make the job the owner of an object that has the job's labels and no controller."""
 
     kind: str  # Pod or Service
     name: str
@@ -49,10 +49,10 @@ class AdoptOrphan(msgspec.Struct, frozen=True, tag=True):
 
 
 class CreatePodGroup(msgspec.Struct, frozen=True, tag=True):
-    """Create a Volcano PodGroup."""
+    """Create a PodGroup, by which the gang scheduler Volcano schedules the job's pods together."""
 
-    min_members: int
-    scheduling_policy: dict[str, Any]
+    min_members: int  # pods that must be schedulable before any is started
+    scheduling_policy: dict[str, Any]  # runPolicy.schedulingPolicy
 
 
 class DeletePodGroup(msgspec.Struct, frozen=True, tag=True):
@@ -76,19 +76,21 @@ class AnnounceWorkers(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReportPodGone(msgspec.Struct, frozen=True, tag=True):
-    """Report to the job's scheduler that a pod is gone: it declares the pod's processes dead and refuses their return."""
+    """Report to the job's scheduler that a pod is gone, so that it declares the pod's nodes dead and refuses their return."""
 
     name: str
     uid: str
 
 
 class SetLabel(msgspec.Struct, frozen=True, tag=True):
+    """Set a label of the job."""
+
     key: str
     value: str
 
 
 class RecordEvent(msgspec.Struct, frozen=True, tag=True):
-    """Record a Kubernetes event; a repetition with the same reason and message increases its count."""
+    """Record a Kubernetes event of the job; a repetition with the same reason and message increases its count."""
 
     event_type: str  # Normal or Warning
     reason: str

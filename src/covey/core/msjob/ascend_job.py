@@ -1,7 +1,8 @@
-"""Conversion of an AscendJob into an MSJob.
+"""Conversion of an AscendJob, MindCluster's job resource, into an MSJob.
 
-Differences: the container is `ascend` instead of `mindspore`, the port is `ascendjob-port`, and the roles are Master, Scheduler
-and Worker. The fields for success, TTL and deadline have an effect, unlike in MindCluster, which documents them as ignored.
+Differences of an AscendJob: the container is `ascend` instead of `mindspore`, the port is `ascendjob-port`, the field of the
+roles is `replicaSpecs`, a role Master is allowed, the default successPolicy is AllWorkers, and a backoffLimit of 0 or less
+means no limit. The fields for success, TTL and deadline have an effect, unlike in MindCluster, which documents them as ignored.
 """
 
 from __future__ import annotations

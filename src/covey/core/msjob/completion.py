@@ -1,4 +1,7 @@
-"""Steps that end a job, clean up after it by its cleanPodPolicy and delete it when its TTL expires."""
+"""Steps of a reconcile pass that end a job, clean up after it by its cleanPodPolicy and delete it when its TTL expires.
+
+A step that ends the pass returns the reason, its verdict; otherwise it returns "" or None.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ from covey.core.msjob.status import FAILED, SUCCEEDED, JobStatus
 
 
 def check_success(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> str:
-    """End the job as Succeeded if enough workers succeeded.
+    """End the job as Succeeded, and return the verdict, if enough workers succeeded; otherwise return "".
 
-    All workers must have succeeded; worker 0 is sufficient unless successPolicy is AllWorkers. With dynamic workers one success
-    is sufficient if all other workers failed.
+    Enough are all workers; or worker 0, unless successPolicy is AllWorkers; or, with dynamic workers, at least one if all
+    others failed.
     """
     job, pods, finished = context.job, context.pods, status.finished_pods
     workers = context.expected_workers(status.world)
@@ -27,7 +30,7 @@ def check_success(context: ReconcileContext, status: JobStatus, out: PlanBuilder
 
 
 def check_deadline(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> str:
-    """End the job as Failed if it was active for longer than activeDeadlineSeconds."""
+    """End the job as Failed, and return the verdict, if activeDeadlineSeconds have passed since it started or resumed."""
     started, deadline_s = status.read_time("startTime"), context.job.deadline_s
     if deadline_s is None or started is None:
         return ""
@@ -39,7 +42,8 @@ def check_deadline(context: ReconcileContext, status: JobStatus, out: PlanBuilde
 
 
 def end_job(context: ReconcileContext, status: JobStatus, out: PlanBuilder, condition: str, reason: str, message: str) -> str:
-    """Set the final condition, Succeeded or Failed, and clean up. Return `message`, the verdict of the calling step."""
+    """Record an event, set the final condition, Succeeded or Failed, and clean up. Return `message`, the verdict of the
+    calling step."""
     out.record_event(reason, message, warn=condition == FAILED)
     status.set_condition(condition, reason, message)
     apply_clean_policy(context, status, out)
@@ -48,9 +52,10 @@ def end_job(context: ReconcileContext, status: JobStatus, out: PlanBuilder, cond
 
 
 def apply_clean_policy(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """Delete the pods and services that cleanPodPolicy names, and the PodGroup.
+    """Delete pods by the job's cleanPodPolicy, with their services, and the PodGroup.
 
-    With the policy None the pods of a failed job are terminated; their objects stay.
+    All: every pod; Running: those that have not ended. With both, services without a pod are deleted too. With None no pod is
+    deleted, but the processes of a failed job are ended.
     """
     policy = context.job.clean_policy
     for pod in context.pods.values():
@@ -76,7 +81,7 @@ def apply_clean_policy(context: ReconcileContext, status: JobStatus, out: PlanBu
 def force_deletions(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
     """Force-delete pods that are still terminating FORCE_DELETE_AFTER_S after their deletion was due.
 
-    If the pod's node is lost, the limit is the job's node-lost timeout.
+    If the pod's node is gone or not ready, the limit is the job's node-lost timeout instead.
     """
     for pod in context.pods.values():
         if pod.deletion_due_at is None:
@@ -91,7 +96,7 @@ def force_deletions(context: ReconcileContext, status: JobStatus, out: PlanBuild
 
 
 def check_ttl(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> str:
-    """Delete the job when ttlSecondsAfterFinished has expired."""
+    """Delete the job, and return the verdict, if ttlSecondsAfterFinished have passed since its end."""
     ended, ttl_s = status.read_time("completionTime"), context.job.ttl_s
     if ttl_s is None or ended is None:
         return ""
@@ -108,14 +113,15 @@ def report_finished(context: ReconcileContext, status: JobStatus, out: PlanBuild
 
 
 def count_restarts(context: ReconcileContext, status: JobStatus) -> int:
-    """Return the number of restarts so far: replaced pods, and the kubelet's restarts in pods that exist."""
+    """Return the number of restarts so far: replacements of one or all pods after a failure, and container restarts by the
+    kubelet."""
     replaced = {note["uid"] for note in status.replacements.values()}
     kubelet = sum(pod.kubelet_restarts for pod in context.pods.values() if pod.uid not in replaced)
     return status.read_count("restarts") + kubelet
 
 
 def update_counters(context: ReconcileContext, status: JobStatus) -> None:
-    """Set the counters that `kubectl get` and the scale subresource show."""
+    """Set the counters of the status; `kubectl get` and the scale subresource show some of them."""
     job, world = context.job, status.world or context.job.desired_replicas
     statuses: dict[str, dict[str, int]] = {}
     for role in job.roles:

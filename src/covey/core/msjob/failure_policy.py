@@ -1,14 +1,15 @@
 """Decision about a failed pod: ignore it, replace it, restart all pods, or fail the job.
 
-MindCluster's labels are applied first, if `fault-scheduling` is grace or force:
+If `fault-scheduling` is grace or force, MindCluster's labels are applied first, in this order:
 
-    recover-strategy: recover            replace the pod on another node while the other pods wait
-    recover-strategy: elastic-training   replace the pod while the other workers continue without it
+    fault-retry-times                    number of failures of the program that are followed by a restart; then the job fails
+    recover-strategy: recover            replace the pod on another node while the other pods wait; restart all pods if they
+                                         cannot wait: the scheduler's journal is lost, or healing is not known to be possible
+    recover-strategy: elastic-training   replace a worker's pod while the other workers continue without it, if they can
     pod-rescheduling: on                 replace the pod; otherwise all pods restart
-    fault-retry-times                    number of failures of the program that are followed by a restart
 
-The last two apply to failures of the program only if fault-retry-times is set. If no label applies, the role's restartPolicy
-decides. backoffLimit limits all restarts.
+The last line applies to failures of the program only if fault-retry-times is set. If no label applies, the role's restartPolicy
+decides; with Never the job fails, except that enableDynamicWorker ignores a failed worker. backoffLimit limits all restarts.
 """
 
 from __future__ import annotations
@@ -40,10 +41,11 @@ def decide_pod_failure(
     node_problem: str,
     scheduler_status: SchedulerStatus | None = None,
 ) -> tuple[PodFailureAction, str, str]:
-    """Return the action, a CamelCase reason and a message.
+    """Return the action, and a CamelCase reason and a message for the event.
 
-    `restarts` and `faults` are the counts before this failure. `node_problem` says why the pod must leave its node, such as
-    "on the lost node n"; "" if it can stay. `scheduler_status` is None if it is unknown or the scheduler runs in this pod.
+    `restarts` (of any kind) and `faults` (failures of the program) are the counts before this failure. `node_problem` says why
+    the pod must leave its node, such as "on the lost node n"; "" if it can stay. `scheduler_status` is None if it is unknown or
+    the scheduler runs in this pod.
     """
     where = node_problem and f" {node_problem}"
     what = f"{pod.name}{where} failed with {pod.end_reason}" if pod.failed else f"{pod.name} is{where}"
@@ -56,7 +58,7 @@ def decide_pod_failure(
         what += " (recover-in-place was not possible: no supervisor, covey run or covey.init(), was left in the container)"
     is_fault = not (pod.disrupted or node_problem)
     if is_fault and (pod.exit_code or 0) <= SIGNAL_EXIT_BASE:
-        scheduler_status = None  # the program itself failed, so its cluster ended with it
+        scheduler_status = None  # the program itself failed: its cluster may have ended with it
     action, reason, why = _choose_action(job, role, pod, faults=faults, is_fault=is_fault, scheduler_status=scheduler_status)
     if action in (PodFailureAction.IGNORE, PodFailureAction.FAIL):
         return action, reason, f"{what}: {why}"

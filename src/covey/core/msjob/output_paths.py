@@ -1,4 +1,7 @@
-"""Warnings about relative output paths in a pod's command or environment: outside every mount they are lost with the pod."""
+"""Warnings about output that is lost with its pod: relative paths in a command or environment, outside every mount.
+
+The paths are guessed from the names of options and variables, and from redirections.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,10 @@ PATH_CHARS_MAX = 60
 
 
 def output_path_remarks(key: str, template: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a warning for each relative output path of the role `key` whose directory is not on a mount."""
+    """Yield a warning for each relative output path of the role `key` if the container's directory is not on a mount.
+
+    The directory is that of the last `cd` with an absolute path in the command, otherwise workingDir, otherwise "/".
+    """
     for container in template.get("spec", {}).get("containers") or []:
         mounts = [str(mount.get("mountPath", "")) for mount in container.get("volumeMounts") or []]
         command_line = " ".join(str(word) for word in [*(container.get("command") or []), *(container.get("args") or [])])

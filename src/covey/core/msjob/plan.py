@@ -1,13 +1,14 @@
 """The reconciler: `plan_job` returns the actions and the status that a job needs now.
 
-A plan is a function of the job, its pods, services and nodes, the status of its scheduler, and the time. All state is in the
-job's status, so another process can compute the plan again at any time, also after a crash. Two rules make that safe. First,
-the status is written before the actions are carried out: a pod to be replaced is recorded with its UID, so that the next pass
-deletes it without counting it twice. Second, every action names its object (a name, a UID), so that repeating it has no effect.
+A plan is a function of the job, its observed objects (pods, services, nodes, PodGroup), the status of its scheduler, and the
+time. All state is in the job's status, so another process can compute the plan again at any time, also after a crash. Two rules
+make that safe. First, the status is written before the actions are carried out: a pod to be replaced is recorded with its UID,
+so that the next pass deletes it without counting it twice. Second, repeating an action does no harm; the deletion of a pod, for
+example, contains its UID.
 
 A pass is a list of steps. A step reads the context and the status, changes the status and adds actions. If it returns a
-verdict, the pass ends with that reason. The order of `ACTIVE_STEPS` is the contract: steps that end the job come first, then
-failures, then the creation of missing pods.
+verdict, the pass ends with that reason. The order of `ACTIVE_STEPS` is the contract: success and deadline are checked before
+failed and late pods, and missing pods are created after both.
 """
 
 from __future__ import annotations
@@ -43,15 +44,18 @@ from covey.core.msjob.resize import scale_workers
 from covey.core.msjob.spec import InvalidJob, parse_job, pod_name
 from covey.core.msjob.status import CREATED, FAILED, RUNNING, SUSPENDED, JobStatus
 
-Step = Callable[[ReconcileContext, JobStatus, PlanBuilder], str | None]
+Step = Callable[[ReconcileContext, JobStatus, PlanBuilder], str | None]  # returns the verdict; "" or None: continue
 
 AVOIDED_NODES_MAX = 50  # unhealthy nodes that a new pod's affinity excludes
-NAME_RETRY_S = 5.0  # interval of attempts to create a pod whose name is taken
-RESYNC_INTERVAL_S = 600.0  # maximum time between two passes of an active job
+NAME_RETRY_S = 5.0  # seconds between attempts to create a pod whose name is taken
+RESYNC_INTERVAL_S = 600.0  # maximum seconds between two passes of a job that has started
 
 
 def plan_job(job: Mapping[str, Any], observed: Observed, now: float) -> ReconcilePlan:
-    """Return the plan for an MSJob at the time `now`, in seconds since 1970. `job` is not modified."""
+    """Return the plan for an MSJob at the time `now`, in seconds since 1970. `job` is not modified.
+
+    The plan for a job that is being deleted has no actions. An invalid job fails; one that has started is left as it is.
+    """
     status, out = JobStatus(job, now), PlanBuilder(now)
     if job.get("metadata", {}).get("deletionTimestamp"):
         return out.build(None, "the job is being deleted: Kubernetes deletes the objects it owns")
@@ -65,7 +69,8 @@ def plan_job(job: Mapping[str, Any], observed: Observed, now: float) -> Reconcil
 
 
 def _plan_invalid_job(status: JobStatus, out: PlanBuilder, message: str) -> ReconcilePlan:
-    """Fail a job that has not started. A started job keeps running, without further actions until its spec is valid again."""
+    """Fail a job that has not started or is suspended. A started job keeps running, without further actions until its spec is
+    valid again. An event is recorded for each new message; a finished job does not change."""
     if status.final_condition or (status.world and not status.report_text("refused", message)):
         return out.build(None, message)
     out.record_event("InvalidSpec", message, warn=True)
@@ -76,7 +81,10 @@ def _plan_invalid_job(status: JobStatus, out: PlanBuilder, message: str) -> Reco
 
 
 def record_remarks(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """Record an event for each remark about the spec, in the first pass of a job, and label jobs with a recovery strategy."""
+    """Record an event for each remark about the spec, unless the job has the condition Created already.
+
+    Set the label process-recover-enable to on if the job has recovery strategies and the label is missing.
+    """
     if context.job.recovery.strategies and "process-recover-enable" not in context.labels:
         out.add(SetLabel("process-recover-enable", "on"))
     if not status.has_condition(CREATED):
@@ -102,7 +110,7 @@ def adopt_orphans(context: ReconcileContext, status: JobStatus, out: PlanBuilder
 
 
 def suspend_job(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> str:
-    """Delete all pods if runPolicy.suspend is set, and end the pass."""
+    """Delete all pods if runPolicy.suspend is set, set the condition Suspended and return the verdict; otherwise return ""."""
     if not context.job.suspend:
         return ""
     for pod in context.pods.values():
@@ -117,7 +125,7 @@ def suspend_job(context: ReconcileContext, status: JobStatus, out: PlanBuilder) 
 
 
 def start_job(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """Start a job that is new or was suspended."""
+    """Record the start of a job that is new or was suspended: the number of its pods, and the time. No effect on others."""
     if status.has_condition(SUSPENDED):
         message = "runPolicy.suspend is no longer set: the job's pods are created again"
         status.clear_condition(SUSPENDED, "MSJobResumed", message)
@@ -139,7 +147,11 @@ def delete_extra_pods(context: ReconcileContext, status: JobStatus, out: PlanBui
 
 
 def create_missing(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """Create the service, the PodGroup and the pods that are missing; pods only once the service has an address."""
+    """Create the service, the PodGroup, the secret and the pods that are missing.
+
+    If the job needs a service, pods are created only once it has an address. If another owner's pod has the name of a pod, that
+    pod is retried every `NAME_RETRY_S`, with one event.
+    """
     finished, foreign = status.finished_pods, context.foreign_pods
     missing = [pod for pod in context.expected_pods(status.world) if pod[2] not in context.pods and pod[2] not in finished]
     for _, _, name in missing:
@@ -158,7 +170,7 @@ def create_missing(context: ReconcileContext, status: JobStatus, out: PlanBuilde
     possible = [pod for pod in missing if pod[2] not in foreign]
     if not possible or (first is not None and not (service or {}).get("spec", {}).get("clusterIP")):
         return
-    out.add(CreateSecret())  # always: the operator may not read secrets, and the action ignores one that exists
+    out.add(CreateSecret())  # even if it exists: the operator may not read secrets, and the action ignores an existing one
     unhealthy = unhealthy_nodes(context)[:AVOIDED_NODES_MAX]
     for role, index, name in possible:
         node = status.replacements.get(name, {}).get("node")

@@ -1,4 +1,4 @@
-"""Result of a reconcile pass, and the builder with which its steps make it."""
+"""Result of a reconcile pass, and the builder that the steps of the pass fill."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ class PlanBuilder:
         self._actions.append(RecordEvent("Warning" if warn else "Normal", reason, message))
 
     def delete_pod(self, pod: PodState, *, grace: int | None = None) -> None:
-        """Delete a pod unless it is terminating; `grace` 0 deletes it immediately in any case. `grace` None: the pod's own."""
+        """Delete a pod unless it is terminating; with `grace` 0, delete it immediately in any case.
+
+        `grace` is the grace period in seconds; None: the pod's own.
+        """
         if not pod.is_terminating or grace == 0:
             self._actions.append(DeletePod(pod.name, pod.uid, grace))
 

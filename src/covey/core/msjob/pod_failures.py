@@ -1,6 +1,7 @@
-"""Steps for failed, lost and overdue pods and their replacements.
+"""Steps of a reconcile pass for failed, lost and overdue pods and their replacements.
 
-`failure_policy` decides about one pod. The steps here find the pods, record the decision in the status and add its actions.
+`failure_policy` decides about one pod. The steps here find the pods, record the decision in the status and add its actions. A
+step that ends the job returns the reason, its verdict; otherwise it returns "" or None.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from covey.core.msjob.status import FAILED, RESTARTING, JobStatus
 from covey.core.msjob.timestamps import parse_timestamp
 from covey.core.types import Phase
 
-LATE_REPLACEMENT = "late"
+LATE_REPLACEMENT = "late"  # node problem of a replacement that did not run in time
 
 
 def drop_finished_replacements(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """Drop replacements that run or succeeded, and those of pods that the job no longer has."""
+    """Drop the notes about replacements that run or succeeded, and about pods that the job no longer has.
+
+    Record an event if the other workers had trained without the pod.
+    """
     names = {name for _, _, name in context.expected_pods(status.world)}
     for name, note in list(status.replacements.items()):
         pod = context.pods.get(name)
@@ -34,15 +38,21 @@ def drop_finished_replacements(context: ReconcileContext, status: JobStatus, out
 
 
 def record_finished_pods(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """Record pods that succeeded: their objects may be garbage-collected, and they must not run again."""
+    """Record the expected pods that succeeded, because their objects may be garbage-collected and they must not run again.
+
+    Pods whose outcome is ignored (`is_abandoned`) are left out.
+    """
     existing = [context.pods[name] for _, _, name in context.expected_pods(status.world) if name in context.pods]
     status.add_finished_pods({pod.name for pod in existing if pod.succeeded and not is_abandoned(status, pod)})
 
 
 def handle_failed_pods(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> str:
-    """Decide about every expected pod that failed or must leave its node, and replace, ignore or fail accordingly.
+    """Decide about each expected pod that failed or must leave its node: replace it, restart all pods, ignore it or fail the
+    job. Return the verdict if the job failed, else "".
 
-    Also delete pods whose replacement an earlier pass recorded. A restart of all pods ends the loop.
+    Pods that a scale-in releases are skipped, and the first failed pod of a scale-out rolls the scale-out back. Pods whose
+    replacement was recorded earlier are deleted. After a decision to restart all pods, the remaining pods are not considered.
+    If all workers failed and are ignored, the job fails.
     """
     job, ignored = context.job, []
     for role, _, name in context.expected_pods(status.world):
@@ -86,9 +96,10 @@ def handle_failed_pods(context: ReconcileContext, status: JobStatus, out: PlanBu
 
 
 def check_overdue_replacements(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> str:
-    """Restart all pods if a replacement does not run within wait-reschedule-timeout.
+    """Restart all pods if a replacement does not run within wait-reschedule-timeout, in jobs with fault-scheduling.
 
-    Fail the job if that replacement belongs to a restart of all pods already, or if backoffLimit allows no further restart.
+    Fail the job, and return the verdict, if that replacement belongs to a restart of all pods already, or if backoffLimit
+    allows no further restart. There is no limit while the other workers train without the pod.
     """
     job, recovery = context.job, context.job.recovery
     if not recovery.is_enabled:
@@ -118,7 +129,10 @@ def check_overdue_replacements(context: ReconcileContext, status: JobStatus, out
 
 
 def check_kubelet_restarts(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> str:
-    """Fail the job if the kubelet's restarts make the total exceed backoffLimit; record an event for new ones."""
+    """Fail the job, and return the verdict, if all restarts, including those by the kubelet, exceed backoffLimit.
+
+    Otherwise record an event if their number has increased and includes restarts by the kubelet.
+    """
     total, limit = count_restarts(context, status), context.job.backoff_limit
     if limit is not None and total > limit:
         message = f"{total} restarts exceed backoffLimit {limit}"
@@ -131,9 +145,10 @@ def check_kubelet_restarts(context: ReconcileContext, status: JobStatus, out: Pl
 
 
 def check_pending_pods(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> str:
-    """Fail the job if a pod is Pending or missing for longer than pendingTimeoutSeconds; the message says why.
+    """Fail the job, and return the verdict, if a pod is Pending or missing for pendingTimeoutSeconds; the message says why.
 
-    If the pod belongs to a scale-out, only the scale-out is rolled back.
+    If the pod belongs to a scale-out, only the scale-out is rolled back. There is no limit for a replacement while the other
+    workers train without it.
     """
     timeout_s = context.job.pending_timeout_s
     if timeout_s is None:
@@ -160,7 +175,10 @@ def check_pending_pods(context: ReconcileContext, status: JobStatus, out: PlanBu
 
 
 def report_gone_pods(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """Report replaced pods to the job's scheduler while it lists them, so that it need not wait for their node timeout."""
+    """Report replaced pods to the job's scheduler while it lists them, so that it need not wait for their node timeout.
+
+    Pods that may still run, and those of a restart of all pods, are not reported.
+    """
     scheduler = context.observed.scheduler_status
     expected = scheduler.pod_uids if scheduler is not None else frozenset()
     for name, note in status.replacements.items():
@@ -172,7 +190,10 @@ def report_gone_pods(context: ReconcileContext, status: JobStatus, out: PlanBuil
 
 
 def trains_without_replaced(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> bool:
-    """Return whether the other workers train without all of the replaced pods; record one event for each of these."""
+    """Return whether the other workers train without every replaced pod; True if there is none.
+
+    Record one event for each pod without which they train, up to the first without which they do not.
+    """
     for name, note in status.replacements.items():
         if not _can_train_without(context, name):
             return False
@@ -184,28 +205,34 @@ def trains_without_replaced(context: ReconcileContext, status: JobStatus, out: P
 
 
 def unhealthy_nodes(context: ReconcileContext) -> list[str]:
-    """Return the names of unhealthy nodes, on which no pod of the job is started; [] without a subHealthyStrategy."""
+    """Return the sorted names of unhealthy nodes, which new pods should avoid.
+
+    Return [] without a subHealthyStrategy, or if the operator may not list nodes.
+    """
     if not context.job.recovery.subhealthy_strategy:
         return []
     return sorted(name for name, node in (context.observed.nodes or {}).items() if describe_node_problems(node))
 
 
 def is_abandoned(status: JobStatus, pod: PodState) -> bool:
-    """Return whether a pod's outcome is ignored: it is being replaced, or terminates since before a suspension ended."""
+    """Return whether a pod's outcome is ignored: it is being replaced, or it terminates and was created before the job last
+    started or resumed."""
     started = status.read_time("startTime") or 0.0
     is_from_earlier_start = pod.is_terminating and pod.created_at is not None and pod.created_at < started
     return is_from_earlier_start or status.replacements.get(pod.name, {}).get("uid") == pod.uid
 
 
 def _scheduler_status_outside(context: ReconcileContext, status: JobStatus, name: str) -> SchedulerStatus | None:
-    """Return the status of the job's scheduler; None if it is unknown or the scheduler runs in this pod."""
+    """Return the status of the job's scheduler; None if it is unknown, the scheduler runs in this pod, or pods do not connect
+    to each other."""
     first = context.address_role(status.world)
     is_outside = first is not None and name != pod_name(context.job.name, first.key, 0)
     return context.observed.scheduler_status if is_outside else None
 
 
 def _can_train_without(context: ReconcileContext, name: str) -> bool:
-    """Return whether the other workers train in a world without this pod, so that its replacement has no deadline."""
+    """Return whether the other workers train in a world without this pod, by elastic-training, so that its replacement has no
+    deadline."""
     scheduler = context.observed.scheduler_status
     return (
         context.job.recovery.is_elastic
@@ -216,7 +243,10 @@ def _can_train_without(context: ReconcileContext, name: str) -> bool:
 
 
 def _describe_node_problem(context: ReconcileContext, out: PlanBuilder, pod: PodState) -> str:
-    """Return why a pod must leave its node, such as "on the lost node n"; "" if it can stay."""
+    """Return why a pod must leave its node, such as "on the lost node n"; "" if it can stay.
+
+    A node that is ready but unhealthy is a reason only with a subHealthyStrategy, and not for a terminating or failed pod.
+    """
     if _is_node_lost(context, out, pod):
         return f"on the lost node {pod.node_name}"
     if not context.job.recovery.subhealthy_strategy or pod.is_terminating or pod.failed:
@@ -226,7 +256,10 @@ def _describe_node_problem(context: ReconcileContext, out: PlanBuilder, pod: Pod
 
 
 def _is_node_lost(context: ReconcileContext, out: PlanBuilder, pod: PodState) -> bool:
-    """Return whether a pod's node has not been ready for the job's node-lost timeout; before that, requeue for its end."""
+    """Return whether a pod's node has not been ready for the job's node-lost timeout; False if the pod has ended.
+
+    If the node is not ready, but not yet for that time, requeue for its end.
+    """
     since = pod.node_lost_since(context.observed.nodes)
     if since is None or pod.succeeded or pod.failed:
         return False
@@ -251,9 +284,10 @@ def _replace_pods(
     *,
     node_problem: str,
 ) -> None:
-    """Record and delete a pod for replacement, or all unfinished pods for RESTART_ALL.
+    """Record and delete a pod for replacement, or for RESTART_ALL all pods that have not succeeded.
 
-    If `node_problem` is not empty, all replaced pods of that node avoid it.
+    Count one restart, and a fault if the program failed; set the condition Restarting. A replacement avoids the node of its
+    predecessor if the action is MOVE; if there is a `node_problem`, so do all replaced pods of that node.
     """
     job, restarts_all = context.job, action is PodFailureAction.RESTART_ALL
     is_lost = node_problem == LATE_REPLACEMENT or _is_node_lost(context, out, pod)

@@ -1,4 +1,4 @@
-"""Interpretation of a pod's state: its progress, its exit, the reason why it is pending, and the state of its node."""
+"""Interpretation of a pod's state: its phase, its exit, the reason why it is pending, and the state of its node."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Pod = Mapping[str, Any]
 
 
 class PodState:
-    """One observed pod."""
+    """One observed pod. Times are in seconds since 1970."""
 
     def __init__(self, pod: Pod, main_container: str) -> None:
         self.pod = pod
@@ -31,8 +31,8 @@ class PodState:
         labels = metadata.get("labels") or {}
         self.replica_type = str(labels.get(TYPE_LABEL, ""))
         text = str(labels.get(INDEX_LABEL, ""))
-        self.index = int(text) if text.isdigit() and len(text) < 7 else -1
-        self.node_name = str(pod.get("spec", {}).get("nodeName") or "")
+        self.index = int(text) if text.isdigit() and len(text) < 7 else -1  # -1: the label is missing or invalid
+        self.node_name = str(pod.get("spec", {}).get("nodeName") or "")  # "": not scheduled yet
         self._status: Mapping[str, Any] = pod.get("status") or {}
         self.phase = str(self._status.get("phase") or "Pending")
 
@@ -47,7 +47,7 @@ class PodState:
 
     @property
     def deletion_due_at(self) -> float | None:
-        """Time by which a deleted pod must be gone; None if it is not deleted. deletionTimestamp includes the grace period."""
+        """Time by which a terminating pod must be gone, grace period included; None if it is not being deleted."""
         return parse_timestamp(self.pod["metadata"].get("deletionTimestamp"))
 
     @property
@@ -74,7 +74,7 @@ class PodState:
 
     @property
     def termination_requested(self) -> bool:
-        """Whether `actions.TerminatePod` set a deadline that ends the pod's processes."""
+        """Whether the pod has the deadline of 1 s by which `actions.TerminatePod` ends its processes."""
         return bool(self.pod.get("spec", {}).get("activeDeadlineSeconds") == 1)
 
     @property
@@ -85,7 +85,7 @@ class PodState:
 
     @property
     def exit_code(self) -> int | None:
-        """Exit code of the main container; None if it has not terminated or the code is unknown (evicted, node lost)."""
+        """Exit code of the main container; None if it has not terminated, or its status is missing (evicted, node lost)."""
         for status in self._status.get("containerStatuses") or []:
             ended = (status.get("state") or {}).get("terminated")
             if status.get("name") == self._main_container and ended:
@@ -94,11 +94,13 @@ class PodState:
 
     @property
     def disrupted(self) -> bool:
-        """Whether the pod failed for a reason other than the program: evicted, preempted, deleted, or its node was lost."""
+        """Whether the pod failed, and not because of its program: its main container has no exit code (evicted, preempted,
+        node lost), or the pod is being deleted."""
         return self.failed and (self.exit_code is None or self.is_terminating)
 
     @property
     def end_reason(self) -> str:
+        """Exit code of the main container, or the pod's reason and message if it has none, for a message."""
         if self.exit_code is not None:
             signal = f" (signal {self.exit_code - 128})" if 128 < self.exit_code < 160 else ""
             return f"exit code {self.exit_code}{signal}"
@@ -107,7 +109,10 @@ class PodState:
 
     @property
     def pending_reason(self) -> str:
-        """Reason why the pod is Pending: unschedulable, an image, a volume. "" if it is not Pending or gives no reason."""
+        """Reason why the pod is Pending, such as an image that cannot be pulled, or no node with enough resources.
+
+        "" if it is not Pending or gives no reason.
+        """
         if self.phase != "Pending":
             return ""
         for status in [*(self._status.get("initContainerStatuses") or []), *(self._status.get("containerStatuses") or [])]:
@@ -120,7 +125,10 @@ class PodState:
         return ""
 
     def node_lost_since(self, nodes: Mapping[str, Mapping[str, Any]] | None) -> float | None:
-        """Return since when the pod's node is not ready: 0 if the node does not exist, None if it is ready or unknown."""
+        """Return since when the pod's node is not ready; 0 if the node does not exist, or the time is unknown.
+
+        None if the node is ready or does not report it, if the pod has no node yet, or if `nodes` is None (not known).
+        """
         if not self.node_name or nodes is None:
             return None
         node = nodes.get(self.node_name)
@@ -133,7 +141,7 @@ class PodState:
 
 
 def describe_node_problems(node: Mapping[str, Any]) -> str:
-    """Return the types of a node's true conditions other than Ready, such as MemoryPressure; "" if there are none."""
+    """Return the types of a node's true conditions other than Ready, such as "DiskPressure, MemoryPressure"; "" if none."""
     others = [c for c in (node.get("status") or {}).get("conditions") or [] if c.get("type") != "Ready"]
     return ", ".join(sorted(str(c.get("type")) for c in others if c.get("status") == "True"))
 

@@ -13,20 +13,20 @@ from covey.core.msjob.spec import Job, ReplicaDuty, ReplicaSpec, pod_name
 
 
 class Observed(msgspec.Struct, frozen=True, kw_only=True):
-    """Observed objects of a job."""
+    """Observed objects of a job, and all nodes of the Kubernetes cluster."""
 
-    pods: Sequence[Mapping[str, Any]] = ()
-    services: Sequence[Mapping[str, Any]] = ()
+    pods: Sequence[Mapping[str, Any]] = ()  # with the job's labels, whatever their owner
+    services: Sequence[Mapping[str, Any]] = ()  # as `pods`
     nodes: Mapping[str, Mapping[str, Any]] | None = None  # by name; None: the operator may not list nodes
     uses_pod_groups: bool = False  # pods are scheduled together, by a PodGroup
-    pod_group: Mapping[str, Any] | None = None
-    scheduler_status: SchedulerStatus | None = None  # None: the job's scheduler has not answered
+    pod_group: Mapping[str, Any] | None = None  # with the job's name; None: there is none
+    scheduler_status: SchedulerStatus | None = None  # None: unknown, for example because no covey scheduler answers
 
 
 class ReconcileContext(msgspec.Struct, frozen=True, kw_only=True):
     """The job, its observed objects, and the time.
 
-    Methods that need the number of pods take `world`, because a pass can change it in the status.
+    Methods that need the number of pods of each role take it as `world`, because a pass can change it in the status.
     """
 
     job: Job
@@ -39,7 +39,7 @@ class ReconcileContext(msgspec.Struct, frozen=True, kw_only=True):
     has_pod_group: bool
 
     def expected_pods(self, world: Mapping[str, int]) -> list[tuple[ReplicaSpec, int, str]]:
-        """Return role, index and name of every pod in a world of this size, in the order in which they are created."""
+        """Return role, index and name of every pod in a world of this size, sorted by role and index."""
         return [
             (role, index, pod_name(self.job.name, role.key, index))
             for role in self.job.roles
@@ -56,7 +56,8 @@ class ReconcileContext(msgspec.Struct, frozen=True, kw_only=True):
     def address_role(self, world: Mapping[str, int]) -> ReplicaSpec | None:
         """Return the role whose first pod the other pods connect to: Scheduler or, if the job has none, the first worker role.
 
-        Return None if pods do not connect to each other: without a Scheduler, if there is one worker or workers are dynamic.
+        Return None if pods do not connect to each other: without a Scheduler, if there is at most one worker pod, or if workers
+        are dynamic.
         """
         for role in self.job.roles_with_duty(ReplicaDuty.SCHEDULER):
             return role

@@ -3,13 +3,13 @@
 There are four ways, tried in this order; each records an event:
 
 1. Jobs with dynamic workers, and jobs of which no pod has started, take the new number immediately.
-2. If covey's scheduler answers and its world is resizable, the job is resized without a restart. To scale out, new pods are
-   created and their workers join the world. To scale in, the scheduler releases the workers of the last pods, which are then
-   deleted.
-3. Otherwise, if the job's policies allow restarts, all pods restart with the new number.
+2. If only the number of Worker pods changes, covey's scheduler answers and its world is resizable, the job is resized without a
+   restart. To scale out, new pods are created and their workers join the world; if one of them fails, the scale-out is rolled
+   back and not tried again. To scale in, the scheduler releases the workers of the last pods, which are then deleted.
+3. Otherwise, after a wait for the scheduler, all pods restart with the new number, if the job's policies allow restarts.
 4. Otherwise the job keeps its size.
 
-`scaling` has the states of a resize.
+`scaling_status` has the states of a resize.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from covey.core.msjob.status import RESTARTING, JobStatus
 from covey.core.plurals import count_noun
 
 WORKER_ROLE = "Worker"
-REQUEST_RETRY_S = 5.0  # interval at which a request to the job's scheduler is repeated until it takes effect
-NO_SCHEDULER_AFTER_S = 30.0  # running time without a scheduler status after which the job counts as one without a scheduler
-RESIZABLE_TIMEOUT_S = 90.0  # limit for a scheduler that answers to become resizable
+REQUEST_RETRY_S = 5.0  # seconds after which a request to the job's scheduler is repeated until it takes effect
+NO_SCHEDULER_AFTER_S = 30.0  # seconds in Running without an answer of a scheduler, after which the job counts as one without it
+RESIZABLE_TIMEOUT_S = 90.0  # seconds for a scheduler that has answered to become resizable
 
 
 def scale_workers(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """Advance the resize to the number of pods in the spec by one step, if they differ."""
+    """Advance the resize by one step if the job's number of pods differs from the spec's; otherwise complete it."""
     world, wanted, scaling = status.world, context.job.desired_replicas, status.scaling
     if scaling.target not in (None, wanted.get(WORKER_ROLE)):
         scaling.reset()  # the spec changed after the resize began
@@ -68,13 +68,16 @@ def is_joining(context: ReconcileContext, status: JobStatus, name: str) -> bool:
 
 
 def is_leaving(context: ReconcileContext, status: JobStatus, name: str) -> bool:
-    """Return whether the scheduler was requested to release the workers of this pod."""
+    """Return whether this pod belongs to a scale-in for which the scheduler was requested to release workers."""
     scaling = status.scaling
     return scaling.state is ScalingState.SHRINKING and name in _worker_pods_from(context, status, scaling.target or 0)
 
 
 def roll_back_growth(context: ReconcileContext, status: JobStatus, out: PlanBuilder, why: str) -> None:
-    """Roll a scale-out back to the previous number of pods. It is not retried until the spec has another number."""
+    """Roll the scale-out in progress back to the previous number of Worker pods; a later step deletes the new ones.
+
+    The scale-out is not retried until the spec has another number.
+    """
     previous, target = status.scaling.previous, status.scaling.target
     for name in _worker_pods_from(context, status, previous):
         status.drop_replacement(name)
@@ -84,24 +87,30 @@ def roll_back_growth(context: ReconcileContext, status: JobStatus, out: PlanBuil
 
 
 def _worker_pods_from(context: ReconcileContext, status: JobStatus, number: int) -> set[str]:
-    """Return the names of existing and expected Worker pods with an index of `number` or above."""
+    """Return the names of Worker pods from the index `number` to the highest index of any expected Worker or existing pod.
+
+    Some of these pods may not exist.
+    """
     last = max(status.world.get(WORKER_ROLE, 0), 1 + max((pod.index for pod in context.pods.values()), default=0))
     return {pod_name(context.job.name, WORKER_ROLE, index) for index in range(number, last)}
 
 
 def _apply_new_size(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """Change to the new numbers immediately: no pod has started, or workers are dynamic and train alone."""
+    """Change to the new numbers immediately, because no pod has started, or workers are dynamic.
+
+    Unless workers are dynamic, all pods are deleted, to be created again.
+    """
     world, wanted = status.world, context.job.desired_replicas
     status.drop_formed_world()
     status.resize(wanted)
-    if not context.job.has_dynamic_workers:  # pods contain the numbers, so all are created again
+    if not context.job.has_dynamic_workers:  # the variables of pods contain the numbers
         for pod in context.pods.values():
             out.delete_pod(pod)
     out.record_event("MSJobScaled", f"the job was resized from {describe_world(world)} to {describe_world(wanted)}")
 
 
 def _await_scheduler(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """Requeue until the job's scheduler answers and its world is resizable; after the timeout restart or keep the size."""
+    """Requeue until the end of the wait for a scheduler that answers and is resizable; after it restart or keep the size."""
     late_at = (status.running_since or context.now) + NO_SCHEDULER_AFTER_S
     why = "the job has no covey scheduler that answers"
     if status.has_progress:
@@ -113,7 +122,10 @@ def _await_scheduler(context: ReconcileContext, status: JobStatus, out: PlanBuil
 
 
 def _restart_or_keep_size(context: ReconcileContext, status: JobStatus, out: PlanBuilder, why: str) -> None:
-    """Restart all pods with the new numbers if the job's policies allow it; otherwise warn that the job keeps its size."""
+    """Restart all pods with the new numbers if the job's policies allow it and no pod is being replaced.
+
+    Otherwise the job keeps its size, and an event says so once.
+    """
     job, wanted = context.job, describe_world(context.job.desired_replicas) or "no pod"
     request = f"cannot resize the running job from {describe_world(status.world)} to {wanted}: {why}"
     may_restart = (
@@ -129,7 +141,10 @@ def _restart_or_keep_size(context: ReconcileContext, status: JobStatus, out: Pla
 
 
 def _restart_all(context: ReconcileContext, status: JobStatus, out: PlanBuilder, message: str) -> None:
-    """Restart all pods. A requested restart counts against no limit; the kubelet's restarts so far remain counted."""
+    """Record a restart of all pods with the numbers in the spec; later steps delete and create them.
+
+    A requested restart counts against no limit; the kubelet's restarts so far remain counted.
+    """
     status.count_restarts(sum(pod.kubelet_restarts for pod in context.pods.values()))
     status.restart(context.job.desired_replicas)
     names = {name for _, _, name in context.expected_pods(status.world)}
@@ -141,7 +156,8 @@ def _restart_all(context: ReconcileContext, status: JobStatus, out: PlanBuilder,
 
 
 def _start_growth(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """Begin a scale-out: add pods, which a later step creates. They get the numbers with which the cluster formed."""
+    """Begin a scale-out: add pods, which a later step creates. They get the numbers with which the cluster formed, and the
+    scheduler gets the number of workers that may join."""
     wanted, previous = context.job.desired_replicas, status.world[WORKER_ROLE]
     status.keep_formed_world()
     status.resize(wanted)
@@ -155,7 +171,10 @@ def _start_growth(context: ReconcileContext, status: JobStatus, out: PlanBuilder
 
 
 def _finish_growth_if_joined(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """End a scale-out when every new pod has a worker in the world."""
+    """Repeat the announcement if it is needed, and end a scale-out when every new pod has a worker in the world.
+
+    In other states than GROWING, the resize is forgotten once no announcement is pending.
+    """
     scaling, scheduler = status.scaling, context.observed.scheduler_status
     _announce_workers(context, status, out)
     if scaling.state is not ScalingState.GROWING:
@@ -171,7 +190,8 @@ def _finish_growth_if_joined(context: ReconcileContext, status: JobStatus, out: 
 def _announce_workers(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
     """Send the scheduler the number of workers that may join: the workers of all expected pods minus the world size.
 
-    Repeat it until the scheduler's target has this value.
+    Repeat it every `REQUEST_RETRY_S` until the scheduler's target is the number of workers of all expected pods. Nothing is
+    sent while the scheduler does not answer, its world is not resizable, or its world is larger than that number.
     """
     scaling, scheduler = status.scaling, context.observed.scheduler_status
     workers = context.count_workers(status.world) * context.job.processes_per_pod
@@ -190,7 +210,10 @@ def _announce_workers(context: ReconcileContext, status: JobStatus, out: PlanBui
 
 
 def _shrink_workers(context: ReconcileContext, status: JobStatus, out: PlanBuilder, scheduler: SchedulerStatus) -> None:
-    """Request that the scheduler releases the workers of the last pods; when they have left, change to the new numbers."""
+    """Request that the scheduler releases the workers of the last pods, and repeat that every `REQUEST_RETRY_S`.
+
+    When they have left, change to the new numbers; a later step deletes the pods.
+    """
     world, wanted, scaling = status.world, context.job.desired_replicas, status.scaling
     leaving = _worker_pods_from(context, status, wanted[WORKER_ROLE])
     workers = scheduler.workers_in_pods(leaving)

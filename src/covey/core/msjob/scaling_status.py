@@ -1,7 +1,7 @@
 """States of the resize of a running job, stored in `status.scaling`.
 
     NONE       no resize is in progress
-    WAITING    since the time `since` the spec has `to` Worker pods; no action has been taken yet
+    WAITING    since the time `since` a resize to `to` Worker pods is wanted; no action has been taken yet
     GROWING    scale-out from `from` Worker pods: the workers of the new pods have not all joined
     SHRINKING  scale-in: at the time `asked` the scheduler was last requested to release the workers of the last pods
     FAILED     the scale-out was rolled back, with the reason in `failed`; a different number starts a new resize
@@ -42,7 +42,7 @@ TRANSITIONS = {  # besides `reset`, which leads from every state to NONE
 
 
 class Scaling:
-    """Only writer of `status.scaling`. `fields` is that dictionary and is changed in place."""
+    """Only writer of `status.scaling`. `fields` is that dictionary and is changed in place; `now` is in seconds since 1970."""
 
     def __init__(self, fields: dict[str, Any], now: float) -> None:
         self._fields = fields
@@ -54,13 +54,13 @@ class Scaling:
 
     @property
     def target(self) -> int | None:
-        """Number of Worker pods that the resize aims at; None if no resize was begun."""
+        """Number of Worker pods in the spec when the resize or the last announcement began; None if there was neither."""
         target: int | None = self._fields.get("to")
         return target
 
     @property
     def previous(self) -> int:
-        """Number of Worker pods before the scale-out; valid only in GROWING."""
+        """Number of Worker pods before the scale-out. Raise `KeyError` in other states than GROWING."""
         return int(self._fields["from"])
 
     def read_time(self, field: str) -> float | None:
@@ -84,7 +84,8 @@ class Scaling:
         self._fields.clear()
 
     def announce(self, target: int | None) -> None:
-        """Record the time at which the scheduler is sent the number of additional workers."""
+        """Record the time at which the scheduler is sent the number of additional workers, and the number of Worker pods in
+        the spec (None: it has no such role)."""
         self._fields |= {"to": target, "said": format_timestamp(self._now)}
 
     def end_announcement(self) -> None:

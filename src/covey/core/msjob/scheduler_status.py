@@ -15,19 +15,19 @@ from covey.core.types import Phase, Role
 
 
 class SchedulerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """Snapshot of a running cluster."""
+    """Snapshot of a running cluster, made from the scheduler's view."""
 
     phase: Phase
     generation: int = 0
-    restarts: int = 0  # restarts of workers inside the pods, of any kind
+    restarts: int = 0  # replaced processes of all present workers
     step: int = -1  # of the most advanced worker; -1: unknown
-    resizable: bool = False
+    resizable: bool = False  # the world size can change now
     target_workers: int = 0  # number of workers that the scheduler admits
-    workers: dict[str, str] = {}  # pod name by node id, of the workers in the present world
-    pod_uids: frozenset[str] = frozenset()  # UIDs of the pods whose nodes are neither dead nor left
-    supports_healing: bool = False  # the remaining workers wait for a restarted one
-    has_finished_step: bool = False  # the remaining workers can continue without a lost one
-    last_recovery: str = ""  # summary of the newest closed incident
+    workers: dict[str, str] = {}  # pod name by node id, of all workers in the present world, also dead ones
+    pod_uids: frozenset[str] = frozenset()  # UIDs of the pods in which a node is neither dead nor left
+    supports_healing: bool = False  # the remaining workers wait for a restarted one (`ClusterView.heals`)
+    has_finished_step: bool = False  # a covey.Loop has finished a step, so the world can shrink (`ClusterView.trains`)
+    last_recovery: str = ""  # summary of the newest closed incident; "": none
 
     @property
     def world_size(self) -> int:
@@ -38,7 +38,7 @@ class SchedulerStatus(msgspec.Struct, frozen=True, kw_only=True):
         return sorted(node for node, pod in self.workers.items() if pod in pods)
 
     def progress_fields(self) -> dict[str, Any]:
-        """Return the fields of `status.progress`."""
+        """Return the fields of `status.progress`; `step` and `recovery` only if they are known."""
         fields: dict[str, Any] = {
             "phase": str(self.phase),
             "world": self.world_size,
@@ -53,7 +53,7 @@ class SchedulerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def scheduler_status_from_view(view: ClusterView) -> SchedulerStatus:
-    """Extract the fields that a plan needs from a scheduler's view.
+    """Return the part of a scheduler's view that a plan needs.
 
     Under the operator, a node's `host_id` is its pod's name and its `host_life` the pod's UID.
     """

@@ -1,7 +1,8 @@
 """Parser and validator of MSJobs; every error has the path of its field.
 
-The schema of the custom resource checks the types of fields. This module checks the rest: letter case of roles, names that
-become parts of pod names, labels and annotations. `covey submit` and the operator both use it and report the same errors.
+The schema of the custom resource checks the types of most fields. This module checks the rest: roles (in any letter case),
+names that become parts of pod names, pod templates, labels and annotations. `covey submit` and the operator both use it and
+report the same errors.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ PORT_NAME_MAX = 15
 PROCESSES_ANNOTATION = "covey/processes-per-pod"
 PENDING_TIMEOUT_ANNOTATION = "covey/pending-timeout-seconds"
 NODE_LOST_ANNOTATION = "covey/node-lost-seconds"
-NODE_LOST_TIMEOUT_S = 60.0
-RESCHEDULE_TIMEOUT_S = 270.0  # wait-reschedule-timeout
-FORCE_DELETE_AFTER_S = 900.0  # limit of a graceful deletion, after its grace period
+NODE_LOST_TIMEOUT_S = 60.0  # default of `covey/node-lost-seconds`
+RESCHEDULE_TIMEOUT_S = 270.0  # default of wait-reschedule-timeout, in seconds
+FORCE_DELETE_AFTER_S = 900.0  # seconds after the grace period of a deletion until it is forced
 SUBHEALTHY_STRATEGIES = ("ignore", "graceExit", "forceExit", "hotSwitch")
-PROCESSES_MAX = 4096
+PROCESSES_MAX = 4096  # processes per pod
 
 _LABEL_PATTERN = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _NAME_PATTERN = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
@@ -75,7 +76,7 @@ Word = TypeVar("Word", bound=StrEnum)
 class ReplicaSpec(msgspec.Struct, frozen=True):
     """One entry of msReplicaSpecs."""
 
-    key: str
+    key: str  # the role, a key of `DUTY_BY_ROLE`
     replicas: int
     restart_policy: RestartPolicy
     template: dict[str, Any]
@@ -86,7 +87,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
 
     @property
     def command_line(self) -> str:
-        """Commands and arguments of all containers, joined by spaces."""
+        """Commands and arguments of all containers except init containers, joined by spaces."""
         return " ".join(
             str(word)
             for container in self.template["spec"]["containers"]
@@ -95,7 +96,7 @@ class ReplicaSpec(msgspec.Struct, frozen=True):
 
     @property
     def keeps_recovery_files(self) -> bool:
-        """Whether the template sets MS_RECOVERY_PATH, so that the recovery files may outlive the pod."""
+        """Whether a container of the template sets MS_RECOVERY_PATH, so that the scheduler's journal may outlive the pod."""
         containers = self.template["spec"]["containers"]
         return any(entry.get("name") == "MS_RECOVERY_PATH" for c in containers for entry in c.get("env") or [])
 
@@ -114,12 +115,13 @@ class RecoveryOptions(msgspec.Struct, frozen=True):
     """Recovery options from the job's labels and annotations."""
 
     fault_scheduling: str = ""  # fault-scheduling: grace, force or "" (off)
-    strategies: tuple[str, ...] = ()  # recover-strategy in the ladder's order; () unless fault-scheduling enables it
+    # recover-strategy in the ladder's order; () unless fault-scheduling is grace or force and process-recover-enable is on
+    strategies: tuple[str, ...] = ()
     pod_rescheduling: bool = False  # pod-rescheduling: on
-    fault_retry_limit: int | None = None  # fault-retry-times
-    reschedule_timeout_s: float = RESCHEDULE_TIMEOUT_S
-    subhealthy_strategy: str = ""  # subHealthyStrategy: graceExit, forceExit or "" (ignore)
-    remarks: tuple[str, ...] = ()  # a sentence for each option that has no effect or another one
+    fault_retry_limit: int | None = None  # fault-retry-times; None: not set, or 0
+    reschedule_timeout_s: float = RESCHEDULE_TIMEOUT_S  # wait-reschedule-timeout, limited to 30 to 270 s
+    subhealthy_strategy: str = ""  # subHealthyStrategy: graceExit, forceExit or "" (ignore, or fault-scheduling is off)
+    remarks: tuple[str, ...] = ()  # warnings about options that have no effect or another one
 
     @property
     def is_enabled(self) -> bool:
@@ -131,27 +133,27 @@ class RecoveryOptions(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """A parsed MSJob: normalized names, defaults filled in."""
+    """A parsed and valid MSJob: role names in their usual letter case, defaults filled in. Times are in seconds."""
 
     name: str
     namespace: str
     uid: str
     roles: tuple[ReplicaSpec, ...]
     clean_policy: CleanPodPolicy = CleanPodPolicy.RUNNING
-    ttl_s: float | None = None  # None: never deleted
-    deadline_s: float | None = None  # None: no limit
-    pending_timeout_s: float | None = None  # None: no limit
-    node_lost_timeout_s: float = NODE_LOST_TIMEOUT_S
-    backoff_limit: int | None = None  # None: no limit
+    ttl_s: float | None = None  # ttlSecondsAfterFinished; None: never deleted
+    deadline_s: float | None = None  # activeDeadlineSeconds; None: no limit
+    pending_timeout_s: float | None = None  # pendingTimeoutSeconds, or its annotation; None: no limit
+    node_lost_timeout_s: float = NODE_LOST_TIMEOUT_S  # a node that is not ready for this time is lost
+    backoff_limit: int | None = None  # backoffLimit: number of restarts; None: no limit
     suspend: bool = False
     scheduling_policy: dict[str, Any] | None = None
     needs_all_workers: bool = False  # successPolicy: AllWorkers
-    has_dynamic_workers: bool = False  # enableDynamicWorker
+    has_dynamic_workers: bool = False  # enableDynamicWorker: workers may be added, removed or lost without a restart
     processes_per_pod: int = 1  # training processes that covey run starts in each worker pod
     recovery: RecoveryOptions = RecoveryOptions()
     main_container: str = DEFAULT_CONTAINER
-    port_name: str = DEFAULT_PORT_NAME
-    remarks: tuple[str, ...] = ()
+    port_name: str = DEFAULT_PORT_NAME  # name of the container port of the scheduler
+    remarks: tuple[str, ...] = ()  # warnings about the spec, including those of `recovery`
 
     def roles_with_duty(self, duty: ReplicaDuty) -> list[ReplicaSpec]:
         return [role for role in self.roles if role.duty is duty]
@@ -188,7 +190,10 @@ def pod_name(job: str, key: str, index: int) -> str:
 
 
 def parse_job(job: Mapping[str, Any]) -> Job:
-    """Return the job that an MSJob object describes. Raise `InvalidJob` with all invalid fields."""
+    """Return the job that an MSJob object describes. Raise `InvalidJob` with the invalid fields.
+
+    Of each pod template, only the first field of a wrong type is included.
+    """
     problems: list[FieldError] = []
     metadata, spec = job.get("metadata", {}), job.get("spec") or {}
     name = str(metadata.get("name", ""))

@@ -3,7 +3,7 @@
 `JobStatus` is the only writer of the status. Its part `Scaling` owns the field `scaling`. The other fields:
 
     conditions state completionTime   `set_condition`, `clear_condition`
-    world startTime formed            number of pods since the job started or resumed: `start`, `resize`, `restart`
+    world startTime formed            number of pods of each role; time of the start or resumption; number at the formation
     replacing restarts faults         replaced pods, by name; restarts so far; failures of the program itself
     finished                          names of pods that succeeded
     progress                          last status of the job's scheduler
@@ -43,7 +43,7 @@ class JobStatus:
 
     @property
     def content(self) -> dict[str, Any]:
-        """The status to write, without empty bookkeeping fields."""
+        """The status to write, without the fields of `OMITTED_IF_EMPTY` that are empty."""
         return {field: value for field, value in self._content.items() if value or field not in OMITTED_IF_EMPTY}
 
     def finish(self) -> dict[str, Any] | None:
@@ -69,15 +69,15 @@ class JobStatus:
 
     @property
     def running_since(self) -> float | None:
-        """Time at which Running last became true or false; None if the job never ran."""
+        """Time at which Running last became true or false, in seconds since 1970; None if the job never ran."""
         conditions = self._content.get("conditions", [])
         return parse_timestamp(next((c["lastTransitionTime"] for c in conditions if c["type"] == RUNNING), None))
 
     def set_condition(self, kind: str, reason: str, message: str) -> bool:
         """Set a condition to true, and conditions that exclude it to false. Return whether it was not true before.
 
-        A condition that becomes true is moved to the end of the list. A final condition also sets completionTime
-        and drops the replacements.
+        A condition that becomes true is moved to the end of the list, and `state` is set to it. A final condition also sets
+        completionTime, if it is not set, and drops the replacements.
         """
         was_false = not self.has_condition(kind)
         self._put_condition(kind, "True", reason, message)
@@ -93,7 +93,7 @@ class JobStatus:
         return was_false
 
     def clear_condition(self, kind: str, reason: str, message: str) -> None:
-        """Set a condition to false if it is true."""
+        """Set a condition to false if it is true; `state` is then the last condition in the list."""
         if self.has_condition(kind):
             self._put_condition(kind, "False", reason, message)
             self._content["state"] = self._content["conditions"][-1]["type"]
@@ -124,12 +124,13 @@ class JobStatus:
 
     @property
     def world(self) -> dict[str, int]:
-        """Number of pods of each role; {} if the job has not started."""
+        """Number of pods of each role; {} if the job has not started or is suspended."""
         return dict(self._content.get("world") or {})
 
     @property
     def formed_world(self) -> dict[str, int]:
-        """Number of pods of each role when the cluster formed. Every new pod gets these numbers, also after a resize."""
+        """Number of pods of each role when the cluster formed. Every new pod gets these numbers, also after a resize without a
+        restart."""
         return dict(self._content.get("formed") or self.world)
 
     def start(self, world: dict[str, int]) -> None:
@@ -147,13 +148,13 @@ class JobStatus:
         self._content.pop("formed", None)
 
     def restart(self, world: dict[str, int]) -> None:
-        """Record a restart of all pods with these numbers: drop the fields of the cluster that they had formed."""
+        """Record a restart of all pods with these numbers: drop the formed numbers, the finished pods and the resize."""
         self._drop("formed", "finished")
         self.scaling.reset()
         self._content["world"] = world
 
     def suspend(self) -> None:
-        """Record that all pods are deleted: drop every field that describes them."""
+        """Record that all pods are deleted: drop their numbers and start time, replaced and finished pods, progress, resize."""
         self._drop("world", "formed", "startTime", "replacing", "finished", "progress")
         self.scaling.reset()
 
@@ -168,7 +169,7 @@ class JobStatus:
         """Pods whose replacement does not run yet, by name.
 
         `uid`: UID of the replaced pod; `at`: time of the decision; `all`: part of a restart of all pods; `node`: node that the
-        replacement avoids; `without`: an event was recorded that the other workers train without it.
+        replacement avoids, if any; `without`: an event was recorded that the other workers train without it.
         """
         found: Mapping[str, Mapping[str, Any]] = self._content.get("replacing") or {}
         return found
@@ -208,7 +209,7 @@ class JobStatus:
         return "progress" in self._content
 
     def update_progress(self, progress: Mapping[str, Any]) -> None:
-        """Record the scheduler's progress, with the time, if it differs from the last one."""
+        """Record the progress that the job's scheduler reported, with the time, if it differs from the last one."""
         recorded = self._content.get("progress") or {}
         if {key: value for key, value in recorded.items() if key != "updated"} != progress:
             self._content["progress"] = {**progress, "updated": format_timestamp(self._now)}

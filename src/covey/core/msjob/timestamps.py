@@ -7,19 +7,20 @@ from datetime import UTC, datetime
 
 
 def format_timestamp(now: float) -> str:
-    """Return a time as RFC 3339 with whole seconds, like `metav1.Time`."""
+    """Return a time, given in seconds since 1970, as RFC 3339 in UTC with whole seconds, like `metav1.Time`."""
     return datetime.fromtimestamp(int(now), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def parse_timestamp(text: str | None) -> float | None:
-    """Return an RFC 3339 time as seconds since 1970; None if `text` is empty or None."""
+    """Return an RFC 3339 time as seconds since 1970; None if `text` is empty or None. Raise `ValueError` for other text."""
     if not text:
         return None
     return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()
 
 
 def parse_seconds(text: str) -> float | None:
-    """Return a number of seconds >= 0; None if `text` is not such a number."""
+    """Return a number of seconds >= 0; None if `text` is not a decimal number with at most 9 digits before the point and 6
+    after it."""
     if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,6})?", text.strip()):
         return None
     return float(text)

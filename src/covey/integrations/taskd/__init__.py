@@ -1,12 +1,13 @@
-"""TaskD's API on covey (docs/taskd.md).
+"""The API of TaskD, MindCluster's process-level rescheduling, on covey (docs/taskd.md).
 
     from covey.integrations.taskd import init_taskd_manager, start_taskd_manager
 
     init_taskd_manager({"job_id": "mnist", "node_nums": 2, "proc_per_node": 4})
     start_taskd_manager()      # returns when the job has ended
 
-The manager is a covey scheduler on port 9601, or monitors one that is already running. None of these calls raises: an error is
-logged in one line, and the call returns False.
+The manager is a covey scheduler on port 9601 (COVEY_TASKD_PORT), or monitors one that is already running. These calls do not
+raise `CoveyError`: they log it in one line and return False, else True. `start_taskd_agent` returns what torch's agent returns,
+or None, and raises what that agent raises.
 
     `manager_api`      init_taskd_manager, start_taskd_manager
     `agent_api`        the calls for agent, worker and proxy

@@ -1,7 +1,9 @@
 """TaskD's agent, worker and proxy calls.
 
-covey's own agent starts and monitors the workers, and every node connects to the scheduler itself. These calls only validate
-their arguments and check that a scheduler is reachable.
+covey's own agent starts and monitors the workers, and every node connects to the scheduler itself. So most of these calls only
+validate their arguments. `start_taskd_agent` runs torch's elastic agent; `start_taskd_worker` checks that a scheduler is
+reachable and sets the variables by which `covey.init()` joins it. All but `start_taskd_agent` log a `CoveyError` and return
+False, else True.
 """
 
 from __future__ import annotations
@@ -38,11 +40,11 @@ LISTEN_CHECKS: Final = {"ListenAddr": check_text, "ListenPort": check_text}
 
 
 class _InitializedRoles:
-    """Roles that were initialized in this process."""
+    """TaskD roles that were initialized in this process."""
 
     def __init__(self) -> None:
         self.agent: list[Any] = []  # torch's elastic agent, or None for another framework; empty: not initialized
-        self.rank = -1
+        self.rank = -1  # of the worker; -1: not initialized
         self.has_proxy = False
 
 
@@ -51,7 +53,8 @@ _initialized_roles = _InitializedRoles()
 
 @false_on_error
 def init_taskd_agent(config: dict[str, Any] | None = None, cls: Any = None) -> None:
-    """Register torch's elastic agent (`cls`); None for another framework."""
+    """Register torch's elastic agent (`cls`) for `start_taskd_agent`; None for another framework. Return False if the config or
+    the agent is invalid."""
     found = check_config({} if config is None else config, {"Framework": _check_framework} | UPSTREAM_CHECKS)
     load_taskd_settings()
     if found.get("Framework") == "PyTorch" and not callable(getattr(cls, "run", None)):
@@ -60,7 +63,8 @@ def init_taskd_agent(config: dict[str, Any] | None = None, cls: Any = None) -> N
 
 
 def start_taskd_agent() -> Any:
-    """Return what the elastic agent's run() returns. Without an agent log an error and return None."""
+    """Run the registered elastic agent and return what its run() returns; a second call needs another `init_taskd_agent`.
+    Without an agent, log an error and return None."""
     ensure_logging()
     if not _initialized_roles.agent:
         log.error("start_taskd_agent: the agent is not initialized: call init_taskd_agent first and check that it returns True")
@@ -74,7 +78,8 @@ def start_taskd_agent() -> Any:
 
 @false_on_error
 def register_func(operator: str, func: Callable[..., Any]) -> None:
-    """Validate a process management function. It is never called, because covey's agent manages the processes."""
+    """Validate a process management function. It is never called, because covey's agent manages the processes. Return False if
+    an argument is invalid or the agent is not initialized."""
     if operator not in OPERATORS:
         raise UsageError(f"the operator {operator!r} is unknown: expected one of {', '.join(OPERATORS)}")
     if not callable(func):
@@ -85,7 +90,8 @@ def register_func(operator: str, func: Callable[..., Any]) -> None:
 
 @false_on_error
 def init_taskd_worker(rank_id: int, upper_limit_of_disk_in_mb: int = 5000, framework: str = "pt") -> None:
-    """Set the rank of this process. The disk limit has no effect: covey writes no profile."""
+    """Validate the arguments, for `start_taskd_worker`. They have no other effect: `covey.init()` does not use `rank_id`, and
+    covey writes no profile. Return False if one is invalid."""
     for name, value in (("rank_id", rank_id), ("upper_limit_of_disk_in_mb", upper_limit_of_disk_in_mb)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise UsageError(f"{name}={value!r} is invalid: expected an integer >= 0")
@@ -97,7 +103,8 @@ def init_taskd_worker(rank_id: int, upper_limit_of_disk_in_mb: int = 5000, frame
 
 @false_on_error
 def start_taskd_worker() -> None:
-    """Check that the scheduler accepts connections; `covey.init()` joins it later."""
+    """Check that a process listens at the scheduler's address, and set the variables by which `covey.init()` joins it later
+    (`set_join_variables`). Return False if none listens or the worker is not initialized."""
     if _initialized_roles.rank < 0:
         raise UsageError("the worker is not initialized: call init_taskd_worker first and check that it returns True")
     settings = load_taskd_settings().settings
@@ -114,7 +121,7 @@ def start_taskd_worker() -> None:
 
 @false_on_error
 def destroy_taskd_worker() -> None:
-    """Reset what init_taskd_worker set. A worker leaves the cluster when its process exits."""
+    """Undo `init_taskd_worker`; return False if it was not called. A worker leaves the cluster when its process exits."""
     if _initialized_roles.rank < 0:
         raise UsageError("the worker is not initialized: call init_taskd_worker first")
     _initialized_roles.rank = -1
@@ -122,7 +129,8 @@ def destroy_taskd_worker() -> None:
 
 @false_on_error
 def init_taskd_proxy(config: dict[str, Any]) -> None:
-    """Validate a proxy's config. No proxy is started, because every node connects to the scheduler itself."""
+    """Validate a proxy's config; return False if it is invalid. No proxy is started, because every node connects to the
+    scheduler itself."""
     check_config(config, UPSTREAM_CHECKS | LISTEN_CHECKS)
     load_taskd_settings()
     _initialized_roles.has_proxy = True
@@ -130,14 +138,18 @@ def init_taskd_proxy(config: dict[str, Any]) -> None:
 
 @false_on_error
 def destroy_taskd_proxy() -> None:
-    """Reset what init_taskd_proxy set."""
+    """Undo `init_taskd_proxy`; return False if it was not called."""
     if not _initialized_roles.has_proxy:
         raise UsageError("the proxy is not initialized: call init_taskd_proxy first")
     _initialized_roles.has_proxy = False
 
 
 def set_join_variables() -> None:
-    """Set the MS_* variables by which `covey.init()` of a torchrun worker joins the manager, from RANK and WORLD_SIZE."""
+    """Set the MS_* variables by which `covey.init()` of a torchrun worker joins the manager, from RANK and WORLD_SIZE.
+
+    Do nothing in a worker that covey started, if MS_ROLE is set, or if RANK or WORLD_SIZE is not a number. Raise `UsageError`
+    if a setting is invalid or TaskD is switched off.
+    """
     if INCARNATION_VARIABLE in os.environ or "MS_ROLE" in os.environ:
         return  # set by covey's agent or by the script
     rank, world = os.environ.get("RANK", ""), os.environ.get("WORLD_SIZE", "")

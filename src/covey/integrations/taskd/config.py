@@ -24,7 +24,8 @@ Given = ParamSpec("Given")
 
 
 def false_on_error(call: Callable[Given, None]) -> Callable[Given, bool]:
-    """Return a function that returns True, or logs a `CoveyError` and returns False, as TaskD's calls do."""
+    """Return a function that runs `call` and returns True, or logs a `CoveyError` and returns False, as TaskD's calls do. Other
+    exceptions are raised."""
 
     @functools.wraps(call)
     def wrapper(*args: Given.args, **options: Given.kwargs) -> bool:
@@ -40,14 +41,14 @@ def false_on_error(call: Callable[Given, None]) -> Callable[Given, bool]:
 
 
 def ensure_logging() -> None:
-    """Configure covey's log if the script has not."""
+    """Configure covey's log unless it has a handler."""
     if not log.handlers:
         configure_logging(Settings(), "taskd")
 
 
 def check_config(config: object, checks: Mapping[str, Callable[[object], str]]) -> dict[str, Any]:
-    """Return the config. Raise `UsageError` unless it is a dict of known keys with valid values. A check returns "" or what
-    is expected."""
+    """Return the config. Raise `UsageError` unless it is a dict of known keys with valid values. `checks` has a function for
+    each key, which returns "" for a valid value, else what is expected."""
     if not isinstance(config, dict):
         raise UsageError(f"the config is of type {type(config).__name__}: expected a dict")
     for key, value in config.items():
@@ -72,7 +73,8 @@ def check_switch(value: object) -> str:
 
 
 def check_cluster_infos(value: object) -> str:
-    """Return "" for an address or a list of addresses, each a dict with ip, port, name and role; else what is expected."""
+    """Return "" for a dict, or a list of dicts, of strings with no other keys than ip, port, name and role; else what is
+    expected."""
     listed = value if isinstance(value, list) else [value]
     keys = {"ip", "port", "name", "role"}
     fits = all(isinstance(one, dict) and one.keys() <= keys and all(isinstance(v, str) for v in one.values()) for one in listed)
@@ -80,7 +82,7 @@ def check_cluster_infos(value: object) -> str:
 
 
 def load_taskd_settings() -> LoadedSettings:
-    """Return the settings. Raise `UsageError` if TaskD is switched off."""
+    """Return the settings of the environment. Raise `UsageError` if one is invalid, or if TaskD is switched off."""
     found = load_settings(os.environ)
     if found.settings.taskd == "off":
         raise UsageError("TASKD_PROCESS_ENABLE=off disables TaskD: set it to on")
@@ -88,11 +90,12 @@ def load_taskd_settings() -> LoadedSettings:
 
 
 class ManagerAddress(NamedTuple):
-    """Address of the job's scheduler and where it comes from. One from MS_SCHED_HOST and MS_SCHED_PORT is started elsewhere."""
+    """Address of the job's scheduler. If it comes from MS_SCHED_HOST and MS_SCHED_PORT, the scheduler is external: it is
+    started elsewhere, and no manager takes its place."""
 
     host: str
     port: int
-    source: str
+    source: str  # the variable or option that the host comes from; or "default"
     standbys: tuple[tuple[str, int], ...] = ()  # addresses of standby schedulers
 
     @property
@@ -107,8 +110,8 @@ class ManagerAddress(NamedTuple):
 def find_manager_address(settings: Settings, environ: Mapping[str, str], endpoint: str = "") -> ManagerAddress:
     """Return the address of the manager. `endpoint`: host of a launcher's option; ignored if it is a loopback address.
 
-    Precedence: MS_SCHED_HOST and MS_SCHED_PORT, `endpoint`, MASTER_ADDR, POD_IP, 127.0.0.1. Raise `UsageError` for an invalid
-    variable.
+    Precedence: MS_SCHED_HOST with MS_SCHED_PORT, `endpoint`, MASTER_ADDR, POD_IP, 127.0.0.1. All but the first have the port
+    COVEY_TASKD_PORT. Raise `UsageError` for an invalid variable.
     """
     if settings.sched_host and settings.sched_port:
         (host, port), *others = address.split_list(settings.sched_host, settings.sched_port)
@@ -129,7 +132,7 @@ def log_folder(environ: Mapping[str, str]) -> Path:
 
 
 def journal_folder(settings: Settings, environ: Mapping[str, str]) -> Path:
-    """Return the directory of the manager's journal of this job."""
+    """Return the directory of the job's journal: MS_RECOVERY_PATH, else the job's directory in the log directory."""
     return Path(settings.recovery_path) if settings.recovery_path else log_folder(environ) / settings.job
 
 

@@ -1,7 +1,8 @@
 """TaskD's manager: a covey scheduler in this process, or a monitor of the scheduler that is already running.
 
-The process that binds the port first is the scheduler. The journal is in TASKD_LOG_PATH (./taskd_log), so a manager that was
-killed continues from it after a restart; its workers continue to train in between.
+The process that binds the port first is the scheduler, unless MS_SCHED_HOST and MS_SCHED_PORT name one that is started
+elsewhere. The journal is in the directory MS_RECOVERY_PATH, else in the job's directory below TASKD_LOG_PATH (./taskd_log). A
+manager that was killed continues from it after a restart; its workers continue to train in between.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from covey.transport.connection import Connection, NoListenerError, connect
 from covey.transport.handshake import SecretNotRequired
 
 SETTINGS_SOURCE: Final = "init_taskd_manager"  # origin of these settings, in messages and `covey env`
-RETRY_INTERVAL_S: Final = 0.5  # between two connections to a scheduler that does not answer
+RETRY_INTERVAL_S: Final = 0.5  # between two connections to the scheduler
 
 CONFIG_CHECKS: Final = {
     "job_id": check_text,
@@ -59,19 +60,20 @@ IGNORED_KEYS: Final = {
     "plugin_dir": "recovery is configured by strategies, not plugins",
     "cluster_infos": "covey does not use ClusterD",
 }
-_initialized_settings: list[LoadedSettings] = []  # of init_taskd_manager; at most one
+_initialized_settings: list[LoadedSettings] = []  # of init_taskd_manager, until start_taskd_manager; at most one
 
 
 @false_on_error
 def init_taskd_manager(config: dict[str, Any]) -> None:
-    """Set the job's name and size, for `start_taskd_manager`."""
+    """Set the job's name and size, for the next `start_taskd_manager`. Return False if `config` or a setting is invalid."""
     _initialized_settings.clear()
     _initialized_settings.append(settings_from_config(config))
 
 
 @false_on_error
 def start_taskd_manager() -> None:
-    """Run or monitor the job's scheduler until the job has ended. Return False if the job failed or there is no scheduler."""
+    """Run or monitor the job's scheduler until the job has ended. Return False if the job failed, no scheduler answers, or
+    `init_taskd_manager` has not returned True since the last call."""
     if not _initialized_settings:
         raise UsageError("the manager is not initialized: call init_taskd_manager first and check that it returns True")
     wanted = _initialized_settings.pop()
@@ -88,7 +90,8 @@ def start_taskd_manager() -> None:
 
 
 def _try_bind(wanted: LoadedSettings, where: ManagerAddress) -> tuple[ListeningSockets | None, str]:
-    """Return the manager's sockets; or None and the reason why another process is the scheduler."""
+    """Return the manager's sockets and ""; or, if another process is the scheduler, None and how that is known. Raise
+    `UsageError` if the address cannot be bound for another reason."""
     if where.is_external:
         return None, "MS_SCHED_HOST and MS_SCHED_PORT name its address"
     try:
@@ -101,7 +104,8 @@ def _try_bind(wanted: LoadedSettings, where: ManagerAddress) -> tuple[ListeningS
 
 
 def settings_from_config(config: dict[str, Any]) -> LoadedSettings:
-    """Return the settings of the scheduler for a config. Raise `UsageError` if the config is invalid."""
+    """Return the settings of the scheduler for a config. Raise `UsageError` if the config or a variable is invalid, or if TaskD
+    is switched off."""
     if isinstance(config, dict) and config.get("job_id", "") is None:
         raise UsageError("job_id is None: pass the job's name; if it is read from MINDX_TASK_ID, set MINDX_TASK_ID")
     check_config(config, CONFIG_CHECKS)
@@ -122,7 +126,7 @@ def settings_from_config(config: dict[str, Any]) -> LoadedSettings:
 
 
 def _run_scheduler(wanted: LoadedSettings, where: ManagerAddress, sockets: ListeningSockets) -> None:
-    # Workers restarted by torchrun may rejoin; agents only if MS_ENABLE_RECOVERY is set.
+    # Workers that torchrun restarts may rejoin. A disconnected agent is waited for only if MS_ENABLE_RECOVERY is set.
     settings = msgspec.structs.replace(with_scheduler_at(wanted.settings, where), recovery=True)
     handoff = SchedulerHandoff(
         socket_fds=([], []),
@@ -140,7 +144,12 @@ def _run_scheduler(wanted: LoadedSettings, where: ManagerAddress, sockets: Liste
 
 async def _watch_scheduler(where: ManagerAddress, settings: Settings, reason: str) -> bool:
     """Monitor the scheduler until the job has ended, and return True. Return False if the scheduler is gone and left its
-    journal and port, so that this process can take over. Raise `PeerError` if the job failed or no scheduler answers."""
+    journal and port, so that this process can take over.
+
+    Raise `PeerError` if the job failed or no scheduler answers, and `UsageError` if it is the scheduler of another job. For its
+    first answer an external scheduler has `topo_timeout_s`, and another one a single attempt. After a lost connection the limit
+    is `node_timeout_s`. `reason` is part of the error message.
+    """
     loop = asyncio.get_running_loop()
     was_connected, attempt = False, 0
     limit = loop.time() + (_timeout_or_infinite(settings.topo_timeout_s) if where.is_external else 0)
@@ -177,7 +186,8 @@ def _timeout_or_infinite(seconds: float) -> float:
 
 
 def _scheduler_address(where: ManagerAddress, settings: Settings) -> SchedulerAddress:
-    """Return address and credentials: from the registry of this user's clusters on this host, else from the settings."""
+    """Return the scheduler's address with credentials. If the registry of this user's clusters on this host has the address,
+    its secret and TLS file take precedence over those of the settings."""
     known = next((entry for entry in cluster_registry.running_clusters() if entry.address == where.host_port), None)
     if known is not None:
         settings = msgspec.structs.replace(
@@ -188,13 +198,14 @@ def _scheduler_address(where: ManagerAddress, settings: Settings) -> SchedulerAd
 
 
 async def _follow_view(scheduler: SchedulerAddress, attempt: int, job: str, *, first: bool) -> ClusterView:
-    """Return the last view before the connection ended. Attempts rotate over the scheduler and its standbys.
+    """Connect to the scheduler, receive views of the cluster, and return the last one when the connection has ended.
 
-    Raise `PeerError` if no view was received, `UsageError` if it is the scheduler of another job.
+    Attempts rotate over the scheduler and its standbys. `job` is the expected job; "": any. Raise `PeerError` if no view was
+    received, and `UsageError` if it is the scheduler of another job.
     """
     host, port = scheduler.addresses[attempt % len(scheduler.addresses)]
     closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    views: list[ClusterView] = []  # the last one
+    views: list[ClusterView] = []  # only the last one
 
     def on_message(connection: Connection, message: Any) -> None:
         if isinstance(message, ViewReply):

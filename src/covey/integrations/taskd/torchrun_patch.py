@@ -1,9 +1,10 @@
 """`import taskd.python.adaptor.patch`: runs torchrun's workers under covey.
 
 A job for MindCluster has that line in torch/distributed/run.py, so it runs in the launcher, before any worker exists. There it
-replaces torchrun's last step, which would start an elastic agent: the process execs `covey run` with the equivalent options. It
-joins the manager's scheduler, or starts one if there is no manager yet. covey then replaces a worker that dies, or restarts all
-if the script does not call `covey.init()`.
+replaces torchrun's last step, which would start an elastic agent: the process execs `covey run` with the equivalent options.
+`covey run` joins the manager's scheduler, or starts one if there is no manager yet. covey then replaces a worker that dies, or
+restarts all if the script does not call `covey.init()`. If covey does not support an option, a warning is logged and torchrun
+runs the workers itself.
 
 In a worker that torchrun itself started, the same line lets `covey.init()` join the manager. torchrun still ends all workers
 when one dies; this is logged.
@@ -37,11 +38,16 @@ OFF: Final = "off"
 
 
 class UnsupportedByCovey(CoveyError):
-    """An option of torchrun that covey does not support."""
+    """covey cannot run the workers of this launcher: an option or the kind of program is not supported."""
 
 
 def patch() -> None:
-    """In a launcher, replace its last step. In a worker of torchrun, let `covey.init()` find the manager."""
+    """In a worker of torchrun, set the variables by which `covey.init()` joins the manager. In any other process replace the
+    last step of torch's launcher, if torch is installed.
+
+    Do nothing in a worker of covey or if TASKD_PROCESS_ENABLE is off. Raise `UsageError` in a worker of torchrun if a setting
+    is invalid.
+    """
     if INCARNATION_VARIABLE in os.environ or os.environ.get("TASKD_PROCESS_ENABLE") == OFF:
         return
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -78,7 +84,7 @@ def _patch_launch_agent() -> None:
 
 
 def _exec_covey_run(arguments: list[str]) -> NoReturn:
-    """Exec `covey run`, which keeps the process id."""
+    """Replace this process by `covey run`, which keeps the process id. torchrun's PET_* variables are not passed on."""
     sys.stdout.flush()
     sys.stderr.flush()
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}  # are in `arguments`
@@ -86,7 +92,8 @@ def _exec_covey_run(arguments: list[str]) -> NoReturn:
 
 
 def covey_run_arguments(config: Any, entrypoint: Any, args: list[Any], environ: Mapping[str, str]) -> list[str]:
-    """Return the arguments of `covey run` that are equivalent to torchrun's. Raise `UnsupportedByCovey` if there are none."""
+    """Return the arguments of `covey run` that are equivalent to torchrun's. Raise `UnsupportedByCovey` if there are none, and
+    `UsageError` if a setting is invalid."""
     for option in ("virtual_local_rank", "duplicate_stdout_filters", "duplicate_stderr_filters"):
         if getattr(config, option, None):
             raise UnsupportedByCovey(f"covey does not support {option}")
@@ -116,7 +123,8 @@ def covey_run_arguments(config: Any, entrypoint: Any, args: list[Any], environ: 
 
 
 def _log_arguments(specs: Any, environ: Mapping[str, str]) -> list[Any]:
-    """Return the options for output. By default torchrun shows all ranks, so this does too."""
+    """Return the options for logs and output. If torchrun's have no filter or redirection, the output of all ranks is shown, as
+    torchrun does."""
     own = str(specs.root_log_dir or "")
     temporary = Path(own).name.startswith("torchelastic_")  # torch's default directory
     arguments: list[Any] = ["--log-dir", log_folder(environ) if temporary or not own else own]
@@ -135,7 +143,10 @@ def _stream_argument(streams: Any) -> str:
 
 
 def _program_arguments(entrypoint: Any, args: list[Any]) -> list[str]:
-    """Return the script, module or program with its arguments, after options that say which of them it is."""
+    """Return the script, module or program with its arguments, preceded by the option -m or --no-python if needed.
+
+    Raise `UnsupportedByCovey` for a function, and for a script that expects --local-rank.
+    """
     if any(LOCAL_RANK_MACRO in str(word) for word in args):
         raise UnsupportedByCovey("the script expects --local-rank; covey only sets LOCAL_RANK in the environment")
     if getattr(entrypoint, "__name__", "") == "run_script_path":

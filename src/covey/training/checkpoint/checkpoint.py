@@ -1,12 +1,13 @@
-"""Checkpoint directories, from which a training resumes if all workers are lost.
+"""Checkpoint directories, from which a training resumes if no worker has its state.
 
 Every rank writes into its own directory, because ranks may use different disks. In data-parallel training all ranks hold the
 same state, so any rank's copy replaces a lost or damaged one, also in a world of another size. (With a sharded optimizer each
 rank writes the slots it has, and `resume` assembles them.)
 
 A checkpoint exists if its manifest does, and is used only if all of it verifies (`files`). A checkpoint is never removed
-because ranks disagree or because it cannot be read. Only those older than the `keep` newest are removed, after the new one is
-durable. Dumps are counted separately.
+because ranks disagree or because it cannot be read. A new checkpoint replaces one of the same step. When it is durable, the
+rank removes its own checkpoints that are older than the `keep` newest. Dumps, which are checkpoints written before a cluster
+ends, are counted separately.
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ log = logging.getLogger("covey")
 
 
 class Checkpoint:
-    """Directory of checkpoints, interval in steps, and number of checkpoints kept per rank."""
+    """Directory of checkpoints, interval in steps, and number of checkpoints kept per rank.
+
+    Rank r writes to `folder/r`. `prefix` identifies the job, because several may share a directory. Raise `UsageError` for an
+    invalid argument.
+    """
 
     def __init__(
         self, folder: str | os.PathLike[str] = "ckpt_of_rank", *, every: int = 100, keep: int = 5, prefix: str = "train"
@@ -57,17 +62,18 @@ class Checkpoint:
         self.before_commit: Callable[[], None] = lambda: None
 
     def set_before_commit(self, wait: Callable[[], None]) -> None:
-        """Set a function that is called before a checkpoint is renamed into place. It blocks while that is not allowed."""
+        """Set a function to call before a checkpoint or dump is renamed into place; it blocks while that is forbidden."""
         self.before_commit = wait
 
     def due(self, step: int) -> bool:
-        """Return whether a checkpoint is due after `step` committed steps."""
+        """Return whether a checkpoint is due after `step` committed steps; never after 0."""
         return step > 0 and step % self.every == 0
 
     def save(self, step: int, state: Any, *, rank: int, world: int, generation: int) -> Path:
         """Write a state durably, then remove this rank's checkpoints beyond `keep`. Return the manifest's path.
 
-        Raise `StoreError` if it cannot be written.
+        Raise `StoreError` if the state cannot be written, and `UsageError` if it has a type or size that cannot be stored. Log
+        if old checkpoints cannot be removed.
         """
         path = self._write(self.prefix, step, state, rank, world, generation)
         try:
@@ -77,9 +83,9 @@ class Checkpoint:
         return path
 
     def dump(self, step: int, state: Any, *, rank: int, world: int, generation: int) -> Path:
-        """Write a state between two regular checkpoints, before the cluster ends; a restart resumes from it too.
+        """Write a state between two regular checkpoints, before the process ends; a restart resumes from it too.
 
-        Remove this job's dumps beyond `keep`. Return the manifest's path. Raise `StoreError` if it cannot be written.
+        Then remove this rank's older dumps of this job beyond `keep`. Results and exceptions are those of `save`.
         """
         path = self._write(DUMP_PREFIX, step, state, rank, world, generation)
         own = sorted(
@@ -94,7 +100,10 @@ class Checkpoint:
         return path
 
     def available(self) -> list[int]:
-        """Return the steps of which any rank has a checkpoint or a dump, newest first; not verified."""
+        """Return the steps of which this process sees a checkpoint or dump of any rank, newest first; not verified.
+
+        Dumps of other jobs are included. Raise `StoreError` if `folder` cannot be read; a missing one is empty.
+        """
         found: set[int] = set()
         for folder in self._rank_folders():
             for prefix in (self.prefix, DUMP_PREFIX):
@@ -102,7 +111,10 @@ class Checkpoint:
         return sorted(found, reverse=True)
 
     def newest_step(self) -> int | None:
-        """Return the newest step with a copy whose manifest and file size are valid, without reading tensors; or None."""
+        """Return the newest step of which a copy has a valid manifest and file size; None if there is none.
+
+        Tensors are not read. Raise `StoreError` as `available` does.
+        """
         for step in self.available():
             for path in self._manifest_paths(step, rank=0):
                 with contextlib.suppress(UnusableCheckpointError, OSError):
@@ -112,11 +124,17 @@ class Checkpoint:
         return None
 
     def load(self, step: int, *, rank: int) -> Any | None:
-        """Return the state of a step from this rank's copy if it verifies, else from any other rank's, else None."""
+        """Return the state of a step from the first copy that verifies, this rank's first; None if none does.
+
+        Log copies that do not verify. Raise `StoreError` as `available` does.
+        """
         return next(self.copies(step, rank=rank), None)
 
     def copies(self, step: int, *, rank: int) -> Iterator[Any]:
-        """Yield the state of a step from each rank's copy that verifies, this rank's first; log those that do not."""
+        """Yield the state of a step from each copy that verifies (checkpoints and dumps), this rank's first.
+
+        Log copies that do not verify. Raise `StoreError` as `available` does.
+        """
         for manifest in self._manifest_paths(step, rank):
             try:
                 yield self._read_state(manifest, step)
@@ -124,7 +142,10 @@ class Checkpoint:
                 log.warning("a checkpoint of step %d is skipped: %s", step, unusable)
 
     def newest(self, *, rank: int, before: int | None = None) -> tuple[int, Any] | None:
-        """Return the newest step, below `before` if given, of which a copy verifies, and its state; None if there is none."""
+        """Return the newest step, below `before` if given, of which a copy verifies, and its state; None if there is none.
+
+        Log copies that do not verify. Raise `StoreError` as `available` does.
+        """
         for step in self.available():
             if before is None or step < before:
                 state = self.load(step, rank=rank)
@@ -147,13 +168,16 @@ class Checkpoint:
                 "disk or make it writable"
             ) from None
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)  # left-overs are removed after a later checkpoint
+            shutil.rmtree(temporary, ignore_errors=True)  # `_prune` removes what is left of it
 
     def _prune(self, folder: Path, step: int) -> None:
-        """Remove checkpoints older than the `keep` newest up to `step`, and temporary files of killed processes."""
+        """Remove checkpoints older than the `keep` newest up to `step`, and temporary directories of this job.
+
+        Remove no checkpoint if there are fewer than `keep` up to `step`.
+        """
         for entry in folder.iterdir():
             if re.fullmatch(rf"\.{re.escape(self.prefix)}-\d+\.\d+", entry.name):
-                shutil.rmtree(entry, ignore_errors=True)  # an isolated writer may still run and remove it concurrently
+                shutil.rmtree(entry, ignore_errors=True)  # of a killed process, or of an isolated one that still runs
         newest = sorted((s for s in list_steps(folder, self.prefix) if s <= step), reverse=True)[: self.keep]
         if len(newest) < self.keep:
             return
@@ -163,7 +187,7 @@ class Checkpoint:
                     (folder / f"{self.prefix}-{old}{ending}").unlink(missing_ok=True)
 
     def _is_own_dump(self, folder: Path, step: int) -> bool:
-        """Return whether a dump belongs to this job."""
+        """Return whether a dump belongs to this job; False if its manifest cannot be read."""
         try:
             return read_manifest(folder / f"{DUMP_PREFIX}-{step}.json").prefix == self.prefix
         except UnusableCheckpointError:
@@ -180,7 +204,7 @@ class Checkpoint:
             raise StoreError(f"the checkpoints in {self.folder} cannot be read: {describe_error(error)}") from None
 
     def _manifest_paths(self, step: int, rank: int) -> Iterator[Path]:
-        """Yield the path of every manifest of a step, this rank's first."""
+        """Yield the path of every manifest of a step, of checkpoints and dumps, this rank's first."""
         for folder in sorted(self._rank_folders(), key=lambda folder: folder.name != str(rank)):
             for prefix in (self.prefix, DUMP_PREFIX):
                 if step in list_steps(folder, prefix):

@@ -1,8 +1,8 @@
 """Files of one checkpoint.
 
-`train-k.safetensors` holds the tensors of step k (k steps are committed), under names that any reader of the format
-understands. `train-k.json`, the manifest, holds everything else, with the size and checksum of the tensors and a checksum of
-itself. Both are written to a temporary directory, synced and renamed, the manifest last; the checkpoint exists from then on.
+`train-k.safetensors` holds the tensors after k steps, under their paths in the state. `train-k.json`, the manifest, holds
+everything else, with the size and checksum of the tensor file and a checksum of itself. (`train` is the job's prefix, or
+`dump`.) Both are written to a temporary directory, synced and renamed, the manifest last; the checkpoint exists from then on.
 Nothing is unpickled. `checkpoint` decides which checkpoints are written and removed.
 """
 
@@ -37,24 +37,27 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: int
     prefix: str  # of the job, also in a dump, because two jobs may share a directory
     step: int
-    world: int
+    world: int  # in which it was written, like `generation`
     generation: int
     covey: str  # version of covey that wrote it
     size: int  # of the tensor file, in bytes
-    sha256: str
-    tensors: list[str]  # names, in the order of the skeleton
-    skeleton: Any
+    sha256: str  # of the tensor file
+    tensors: list[str]  # names in the tensor file; the skeleton refers to them by position
+    skeleton: Any  # the state without tensors, as `pytree.pack` returns it, as JSON
 
 
 class UnusableCheckpointError(Exception):
-    """A file is not part of a complete checkpoint; the message has the path and the reason."""
+    """A checkpoint file is missing, unreadable, damaged, or not the expected one; the message has the path and the reason."""
 
     def __init__(self, path: Path, reason: object) -> None:
         super().__init__(f"{path}: {reason}")
 
 
 def write_temporary_files(folder: Path, state: Any, *, prefix: str, step: int, world: int, generation: int) -> None:
-    """Write both files durably into a temporary directory, for `commit_files`. Raise `OSError`."""
+    """Create a temporary directory and write both files into it, synced, for `commit_files`.
+
+    Raise `OSError` if they cannot be written, and `UsageError` if the state has a type or size that cannot be stored.
+    """
     skeleton, tensors = pytree.pack(state)
     names, encoded = _to_json_skeleton(skeleton, len(tensors))
     make_durable_directory(folder)
@@ -64,7 +67,10 @@ def write_temporary_files(folder: Path, state: Any, *, prefix: str, step: int, w
 
 
 def read_state(manifest: Manifest, path: Path) -> Any:
-    """Return the state of the manifest at this path. Raise `UnusableCheckpointError` if the tensors do not match it."""
+    """Return the state of the manifest, which is at this path.
+
+    Raise `UnusableCheckpointError` if the tensor file cannot be read or does not match the manifest.
+    """
     return pytree.unpack(_from_json_skeleton(manifest.skeleton), _read_tensors(path.with_suffix(".safetensors"), manifest))
 
 
@@ -72,7 +78,7 @@ def read_state(manifest: Manifest, path: Path) -> Any:
 
 
 def _to_json_skeleton(skeleton: pytree.Skeleton, count: int) -> tuple[list[str], pytree.Skeleton]:
-    """Return a name for each of `count` tensors, from its path in the state, and the skeleton as strict JSON."""
+    """Return a unique name for each of `count` tensors, from its path in the state, and the skeleton as strict JSON."""
     paths = [""] * count
     encoded = _to_json_node(skeleton, "", paths)
     names: list[str] = []
@@ -118,7 +124,10 @@ def _from_json_skeleton(encoded: pytree.Skeleton) -> pytree.Skeleton:
 
 
 def _write_tensors(path: Path, tensors: dict[str, Any]) -> tuple[int, str]:
-    """Write the tensors durably and return the file's size and checksum."""
+    """Write and sync a tensor file and return its size in bytes and its SHA-256.
+
+    Raise `OSError`, or `UsageError` for a dtype that the format does not support.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
@@ -137,7 +146,7 @@ def _write_tensors(path: Path, tensors: dict[str, Any]) -> tuple[int, str]:
 
 
 def _to_storable(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Return the tensors dense, on the CPU, contiguous and without shared memory, which safetensors refuses."""
+    """Return the tensors on the CPU, contiguous and without memory shared between two, which safetensors refuses."""
     seen = set()
     found = {}
     for name, tensor in tensors.items():
@@ -160,14 +169,14 @@ def _read_tensors(path: Path, manifest: Manifest) -> list[Any]:
             if hashlib.file_digest(file, "sha256").hexdigest() != manifest.sha256:
                 raise UnusableCheckpointError(path, "its checksum differs from the one in its manifest: it is damaged")
         loaded = load_file(path)
-        # Cloned, because the library returns views of the mapped file, on which the training must not depend.
+        # Cloned, because the library may return views of the mapped file, on which the training must not depend.
         return [loaded.pop(name).clone() for name in manifest.tensors]
     except (OSError, SafetensorError) as error:
         raise UnusableCheckpointError(path, describe_error(error)) from None
 
 
 def _encode_manifest(manifest: Manifest) -> bytes:
-    """Return the manifest as JSON, with a checksum (`seal`) of all other fields."""
+    """Return the manifest as JSON, with a checksum (`seal`) of all other fields. Raise `UsageError` above `MANIFEST_MAX`."""
     fields = msgspec.structs.asdict(manifest)
     sealed = json.dumps({**fields, "seal": _manifest_checksum(fields)}, allow_nan=False).encode()
     if len(sealed) > MANIFEST_MAX:
@@ -176,6 +185,7 @@ def _encode_manifest(manifest: Manifest) -> bytes:
 
 
 def read_manifest(path: Path) -> Manifest:
+    """Return a manifest. Raise `UnusableCheckpointError` if it cannot be read, is damaged, or has another format version."""
     try:
         with path.open("rb") as file:
             text = file.read(MANIFEST_MAX + 1)
@@ -196,8 +206,10 @@ def _manifest_checksum(fields: dict[str, Any]) -> str:
 
 
 def commit_files(temporary: Path, target: Path) -> Path:
-    """Rename two synced files into place and return the manifest's path. An older manifest of the step is removed first,
-    because it describes other bytes."""
+    """Rename the two synced files of `temporary` to `target` with their suffixes, durably, and return the manifest's path.
+
+    An older manifest of the step is removed first, because it describes other tensors. Raise `OSError`.
+    """
     manifest, tensors = target.with_name(f"{target.name}.json"), target.with_name(f"{target.name}.safetensors")
     (temporary / "tensors").chmod((temporary / "manifest").stat().st_mode)  # the library creates it readable by its owner only
     manifest.unlink(missing_ok=True)
@@ -208,7 +220,10 @@ def commit_files(temporary: Path, target: Path) -> Path:
 
 
 def list_steps(folder: Path, prefix: str, ending: str = ".json") -> list[int]:
-    """Return the steps of which a directory has a file. An unreadable directory is logged and treated as empty."""
+    """Return the steps of which a directory has a file with this prefix and ending, in any order.
+
+    A missing directory is empty; an unreadable one is logged and treated as empty.
+    """
     try:
         entries = [entry.name for entry in folder.iterdir()]
     except (FileNotFoundError, NotADirectoryError):

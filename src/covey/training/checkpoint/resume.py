@@ -1,4 +1,4 @@
-"""Resume: finds the newest checkpoint that the ranks have between them.
+"""Resume: finds the newest checkpoint that any rank can read, and gives it to all ranks.
 
 Any copy provides what is equal on all ranks. With a sharded optimizer each rank also needs its slots, from its own disk or
 from a rank that has them on its disk. A checkpoint of which slots are missing is skipped with a warning.
@@ -21,7 +21,7 @@ from covey.training.state.training_state import OPTIMIZER
 if TYPE_CHECKING:
     from covey.training.sharded_optimizer import ShardedOptimizer  # which imports torch
 
-SHARDED_KEY = "updates"  # in the state of a sharded optimizer
+SHARDED_KEY = "updates"  # only the state of a sharded optimizer has this key
 
 log = logging.getLogger("covey")
 
@@ -29,9 +29,11 @@ log = logging.getLogger("covey")
 def load_newest_state(
     checkpoint: Checkpoint, group: Communicator, sharded: ShardedOptimizer | None, *, together: bool
 ) -> Any | None:
-    """Return the state to resume from, or None; with `together`, the same on all ranks.
+    """Return the state to resume from; None if there is no usable checkpoint.
 
-    Raise `UsageError` if the checkpoint is of a sharded optimizer and `sharded` is None.
+    With `together` all ranks call this, and get the same state, each with the slots of a sharded optimizer that it needs.
+    Otherwise only checkpoints that this rank can read are considered. Raise `UsageError` if the checkpoint is of a sharded
+    optimizer and `sharded` is None, and `StoreError` if the directory cannot be read.
     """
     before: int | None = None
     while True:
@@ -55,8 +57,12 @@ def load_newest_state(
 
 
 def _agree_on_newest(group: Communicator, step: int, state: Any) -> tuple[int, Any]:
-    """Return the newest step and state of all ranks; a rank that lacks it receives it from one that has it. There may be two
-    states of one step: a rank that died with its only result, and the ranks that repeated the step, wrote different ones."""
+    """Return the newest step and state of all ranks; -1 and None if no rank has one.
+
+    A rank that lacks it receives it, without slots, from one that has it. There may be two states of one step, if a rank wrote
+    a checkpoint and died before any other rank had the step's result, and the others repeated the step. The one of the later
+    generation is used.
+    """
     own = [step, *_generation_and_world(state)]
     gathered = [t.tolist() for t in group.all_gather(torch_module().tensor(own))]
     best = max(gathered)
@@ -70,7 +76,7 @@ def _agree_on_newest(group: Communicator, step: int, state: Any) -> tuple[int, A
 
 
 def _generation_and_world(state: Any) -> tuple[int, int]:
-    """Return the generation and the world size in which a state was written."""
+    """Return the generation and the world size in which a state was written; zeros if unknown, or if there is no state."""
     generation, world = state.get("made_in", (0, 0)) if state is not None else (0, 0)
     return generation, world
 
@@ -82,7 +88,10 @@ def _without_slots(optimizer: Any) -> Any:
 def _add_missing_slots(
     checkpoint: Checkpoint, group: Communicator, sharded: ShardedOptimizer, step: int, state: Any, *, together: bool
 ) -> bool:
-    """Add the slots that this rank lacks to `state`. Return False if no rank has some of them."""
+    """Add the slots that this rank lacks to `state`, from any copy it can read and, with `together`, from other ranks.
+
+    Return False if some slots are not found, with `together` for any rank; some may have been added.
+    """
     optimizer, world = state[OPTIMIZER], _generation_and_world(state)[1]
     copies = functools.partial(_optimizer_copies, checkpoint, group.rank, step, world)
     _add_slots_from_copies(optimizer, copies, sharded.missing_slots(optimizer["state"]))
@@ -111,13 +120,13 @@ def _add_missing_slots(
 
 
 def _optimizer_copies(checkpoint: Checkpoint, rank: int, step: int, world: int) -> Iterator[Any]:
-    """Return the optimizer's state of each copy of a step that this rank can read, written in a world of this size. If the
-    world shrank in that step, there may be copies of two sizes."""
+    """Return the optimizer's state of each verified copy of a step that this rank can read and that was written in a world of
+    this size. If the world shrank in that step, there may be copies of two sizes."""
     return (state[OPTIMIZER] for state in checkpoint.copies(step, rank=rank) if _generation_and_world(state)[1] == world)
 
 
 def _add_slots_from_copies(into: Any, copies: Callable[[], Iterator[Any]], wanted: set[int]) -> None:
-    """Add wanted slots from one copy after the other, until all are present."""
+    """Add wanted slots from one copy after the other, until all are present or no copy is left."""
     for copy in copies() if wanted else ():
         _add_slots(into, copy, wanted)
         if wanted <= into["state"].keys():
@@ -130,7 +139,7 @@ def _add_slots(into: Any, slots: Any, wanted: set[int]) -> None:
 
 
 def _broadcast_value(group: Communicator, donor: int, value: Any) -> Any:
-    """Return the donor's value on all ranks."""
+    """Return the donor's value on all ranks; `value` of other ranks is ignored. All ranks must call this."""
     torch = torch_module()
     flat = to_byte_tensor(value) if group.rank == donor else torch.empty(0, dtype=torch.uint8)
     size = group.all_reduce(torch.tensor(flat.numel()), "max")

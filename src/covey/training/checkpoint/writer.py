@@ -1,9 +1,9 @@
 """Schedule of checkpoints, and handling of failed writes.
 
-A failed checkpoint write does not end a training that has an earlier checkpoint. It is logged, reported (`CheckpointFailed`),
-and retried when the next one is due and at the end. An earlier retry would write to a full disk on every step, and ranks would
-have checkpoints of different steps. Without an earlier checkpoint the error is raised, because a training that cannot be
-resumed must not look healthy.
+A failed checkpoint write does not end a training that has an earlier checkpoint. It is logged and reported
+(`CheckpointFailed`). The next write is attempted when the next checkpoint is due, and at the end of a training without
+parameter servers. An earlier retry would write to a full disk on every step, and ranks would have checkpoints of different
+steps. Without an earlier checkpoint the error is raised, because a training that cannot be resumed must not look healthy.
 """
 
 from __future__ import annotations
@@ -20,18 +20,21 @@ log = logging.getLogger("covey")
 
 
 class CheckpointWriter:
-    """Checkpoints of one rank. `write` writes the current state and raises `StoreError`."""
+    """Writes the checkpoints of one rank. `write` writes the current state, or raises `StoreError` if it cannot.
+
+    `context` is None outside a cluster; failures are then only logged.
+    """
 
     def __init__(self, checkpoint: Checkpoint, write: Callable[[Checkpoint], None], context: NodeInterface | None) -> None:
         self._checkpoint, self._write, self._context = checkpoint, write, context
-        self._last_written_step: int | None = None  # by this process
+        self._last_written_step: int | None = None  # by this process; None: none
         self._failed_step: int | None = None  # the newest whose write failed; None: no write is missing
 
     def is_due(self, step: int) -> bool:
         return self._checkpoint.due(step)
 
     def save(self, step: int) -> None:
-        """Write a checkpoint; log and report a failure. Raise `StoreError` if there is no earlier checkpoint."""
+        """Write a checkpoint. Log and report a failure, but raise the `StoreError` if there is no earlier checkpoint."""
         try:
             self._write(self._checkpoint)
         except StoreError as error:
@@ -44,12 +47,12 @@ class CheckpointWriter:
             self._last_written_step, self._failed_step = step, None
 
     def retry_failed(self, step: int) -> None:
-        """At the end of the training, write the current state if the last write failed."""
+        """Write the current state if the last write failed, like `save`. Called at the end of the training."""
         if self._failed_step is not None:
             self.save(step)
 
     def close(self) -> None:
-        """Report a missing last checkpoint when the training ends."""
+        """Log and report that the last checkpoint is missing, if its write failed. Called when the training ends."""
         if self._failed_step is not None:
             missing, self._failed_step = self._failed_step, None
             self._report_failure(

@@ -1,6 +1,6 @@
 """Collectives of all workers, as a script calls them.
 
-If the world size is 1 every collective is the identity, and no group is built unless the world may grow.
+If the world size is 1 and cannot grow, no group is built, and a collective leaves its argument unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ Array = TypeVar("Array")  # a torch tensor or a numpy array
 
 
 class Communicator:
-    """Collectives on torch tensors and numpy arrays."""
+    """Rank, world size and collectives of this process, and its client of the parameter servers.
+
+    Collectives take torch tensors and numpy arrays of numbers, and raise `UsageError` for other arguments.
+    """
 
     def __init__(
         self,
@@ -34,7 +37,8 @@ class Communicator:
         serving_settings: ServingSettings | None = None,
         transport: Transport = DEFAULT_TRANSPORT,
     ) -> None:
-        """`serving_settings`: settings of the parameter servers; None if there are none."""
+        """`context`: the node of this process; None outside a cluster, where the world size is 1. `serving_settings`: settings
+        of the parameter servers; None if there are none."""
         self.node_interface = context
         self.serving_settings = serving_settings
         self._transport = transport
@@ -43,7 +47,8 @@ class Communicator:
 
     @property
     def assignment(self) -> RankInfo | None:
-        """Rank and world as the script sees them; they change only inside a collective. None outside a cluster."""
+        """Rank and world size as the script sees them; None outside a cluster. Once `collectives` exists they change only in a
+        collective or when a `Loop` is created; before, they are the newest ones. A spare blocks until it has a rank."""
         if self._collectives is not None:
             return self._collectives.assignment
         return self.node_interface.assignment if self.node_interface is not None else None
@@ -60,14 +65,15 @@ class Communicator:
 
     @property
     def collectives(self) -> NumberedCollectives | None:
-        """The numbered collectives; None if the world size is 1 and cannot grow."""
+        """The numbered collectives, created on first use, for which a spare waits until it has a rank. None outside a cluster,
+        or if the world size is 1 and cannot grow."""
         if self._collectives is None and self.node_interface is not None and (self.world > 1 or self.node_interface.may_grow):
             self._collectives = NumberedCollectives(self.node_interface, self._transport)
         return self._collectives
 
     @property
     def client(self) -> ParameterClient:
-        """This worker's client of the parameter servers, created on first use. Raise `UsageError` if there are none."""
+        """This worker's client of the parameter servers, created on first use. Raise `UsageError` if the cluster has none."""
         if self.serving_settings is None or self.node_interface is None:
             raise UsageError("this cluster has no parameter servers: start it with --servers N, or with MS_SERVER_NUM=N")
         if self._client is None:
@@ -85,21 +91,27 @@ class Communicator:
         return self._client
 
     def all_reduce(self, array: Array, op: Reduction = "sum") -> Array:
-        """Reduce `array` over all ranks in place and return it."""
+        """Reduce `array` over all ranks in place and return it. Raise `UsageError` if its dtype or `op` is not supported."""
         reduction = AllReduce(_as_tensor(array), op)
         if self.collectives is not None:
             self.collectives.run(reduction)
         return array
 
     def reduce(self, tensors: Sequence[Any]) -> list[Any]:
-        """Average gradients over all ranks in place, between the backward pass and the optimizer; None entries are skipped."""
+        """Average gradients over all ranks in place, between the backward pass and the optimizer, and return them as a list.
+
+        None entries are skipped. If there is a group, raise `UsageError` for a dtype that cannot be averaged.
+        """
         found = [_as_tensor(tensor) for tensor in tensors if tensor is not None]
         if self.collectives is not None and found:
             self.collectives.run(Mean(found))
         return list(tensors)
 
     def broadcast(self, array: Array, root: int = 0) -> Array:
-        """Copy the root's values to all ranks, in place, and return the array."""
+        """Copy the root's values to all ranks, in place, and return the array.
+
+        Raise `UsageError` if `root` is not a rank, and `PeerError` if the root left the cluster before it took part.
+        """
         tensor = _as_tensor(array)
         if not isinstance(root, int) or not 0 <= root < self.world:
             raise UsageError(f"broadcast(root={root!r}) is invalid: expected a rank from 0 to {self.world - 1}")
@@ -108,7 +120,7 @@ class Communicator:
         return array
 
     def all_gather(self, array: Any) -> list[Any]:
-        """Return every rank's array, in rank order. Shapes and dtypes must be equal on all ranks."""
+        """Return a copy of every rank's array, in rank order. Shapes and dtypes must be equal on all ranks."""
         gather = AllGather(_as_tensor(array))
         if self.collectives is not None:
             self.collectives.run(gather)
@@ -121,7 +133,8 @@ class Communicator:
         self.all_reduce(torch_module().zeros(1))
 
     def wait_for_all_ranks(self) -> None:
-        """Block at the end of the script until every rank has finished; until then this rank can heal another."""
+        """Block at the end of the script until every rank has finished; until then this rank can donate its state. Do nothing
+        if this process has not used `collectives`."""
         if self._collectives is not None:
             self._collectives.wait_for_all_ranks()
 
@@ -140,5 +153,5 @@ def _as_tensor(array: Any) -> Any:
 
 
 def _is_numpy(array: Any) -> bool:
-    """Return whether `array` is numpy's, without importing numpy."""
+    """Return whether the type of `array` is defined by numpy, without importing numpy."""
     return type(array).__module__.partition(".")[0] == "numpy"

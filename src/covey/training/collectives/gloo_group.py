@@ -1,8 +1,8 @@
 """The gloo transport (`Group` on torch's ProcessGroupGloo).
 
-A blocked gloo call cannot be aborted, so no thread blocks in one: operations are issued asynchronously, and a callback puts
-`WorkDone` into the inbox. `abort` shuts down the group's connected sockets, which makes its pending works fail within
-milliseconds; the group references their buffers until they have failed.
+A blocked gloo call cannot be aborted, so the script never waits in one: operations are issued asynchronously, and a callback
+puts `WorkDone` into the inbox. `abort` shuts down the group's connected sockets, which ends its pending works within
+milliseconds; the group references their buffers until they have ended.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from covey.training.collectives.group import GroupBuilt, ReduceOp, Work, WorkDon
 from covey.training.lazy_torch import torch_module
 from covey.training.node_interface import NodeInterface, RankInfo
 
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # long, because a slow step is not a failure
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)  # of a work, and of a rendezvous; long, because a slow step is not a failure
 
 
 class GlooTransport:
@@ -40,7 +40,7 @@ class GlooGroup:
         self._context = context
         self._process_group: Any = None
         self._pending_works: dict[int, tuple[Work, Any]] = {}  # by id: the work and its buffers
-        self._sockets: dict[str, int] = {}
+        self._sockets: dict[str, int] = {}  # by kernel name: descriptors that this process opened during the build
         threading.Thread(target=self._build, name=f"covey group {self.generation}", daemon=True).start()
 
     def all_reduce(self, tensor: Any, op: ReduceOp) -> Work:
@@ -66,7 +66,7 @@ class GlooGroup:
         return not self._pending_works
 
     def close_in_child(self) -> None:
-        """Close the sockets in a forked child (a data loader's worker)."""
+        """Close a forked child's copies of the sockets. Such a child is, for example, a data loader's worker."""
         for name, descriptor in self._sockets.items():
             if list_sockets().get(name) == descriptor:
                 with contextlib.suppress(OSError):
@@ -105,7 +105,10 @@ def _torch_reduce_op(op: ReduceOp) -> Any:
 
 
 def _make_process_group(context: NodeInterface, generation: int, rank: int, world: int) -> Any:
-    """Return a gloo group whose device is bound to the node's address, not to what the host name resolves to."""
+    """Build a gloo group and return it when all ranks take part. Raise `RuntimeError` or `PeerError` if that fails.
+
+    Its device is bound to the node's address, because the host name may resolve to another one.
+    """
     dist = torch_module().distributed
     options = dist.ProcessGroupGloo._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=context.address, lazy_init=False)]
@@ -114,7 +117,8 @@ def _make_process_group(context: NodeInterface, generation: int, rank: int, worl
 
 
 def _make_rendezvous_store(context: NodeInterface, generation: int) -> Any:
-    """Return torch's store interface over the cluster's rendezvous store. Its waits end with the generation."""
+    """Return torch's store interface over the cluster's rendezvous store. Its waits raise `PeerError` when the generation is
+    superseded."""
     dist = torch_module().distributed
 
     class RendezvousTorchStore(dist.Store):  # type: ignore[misc, name-defined]
@@ -135,7 +139,8 @@ def _make_rendezvous_store(context: NodeInterface, generation: int) -> Any:
 
 
 def list_sockets() -> dict[str, int]:
-    """Return this process's sockets by kernel name, which is unique; descriptors are reused."""
+    """Return a descriptor of each of this process's sockets, by the socket's kernel name. The name is not reused when a socket
+    is closed; the descriptor's number is."""
     found: dict[str, int] = {}
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -146,7 +151,8 @@ def list_sockets() -> dict[str, int]:
 
 
 def shut_down_socket(name: str, descriptor: int) -> None:
-    """Shut down a connected socket if the descriptor still refers to it. Listening sockets are skipped: gloo would abort."""
+    """Shut down a connected socket if the descriptor still refers to it. Skip Unix sockets, and listening sockets, whose end
+    would make gloo abort the process. Ignore `OSError`."""
     with contextlib.suppress(OSError):
         if str(Path(f"/proc/self/fd/{descriptor}").readlink()) != name:
             return

@@ -1,4 +1,5 @@
-"""Interface between the numbered collectives and a transport: `Transport` builds one `Group` per generation."""
+"""Interface between the numbered collectives and a transport. A `Transport` builds the `Group` of each generation that needs
+one; a generation is one version of the cluster's membership."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ Work = object  # handle of a pending operation, compared by identity
 
 
 class ReduceOp(enum.Enum):
-    """Elementwise reductions of a group. A mean is a sum that the caller divides."""
+    """Elementwise reductions of a group. The caller computes a mean by SUM and a division."""
 
     SUM = enum.auto()
     MAX = enum.auto()
@@ -20,7 +21,7 @@ class ReduceOp(enum.Enum):
 
 
 class GroupBuilt:
-    """Notification in the inbox: a group is ready, or could not be built."""
+    """Notification in the inbox: the group of `generation` is ready, or could not be built. `error` is "" if it is ready."""
 
     def __init__(self, generation: int, error: str = "") -> None:
         self.generation = generation
@@ -28,7 +29,7 @@ class GroupBuilt:
 
 
 class WorkDone:
-    """Notification in the inbox: a work has completed, with an error or without."""
+    """Notification in the inbox: `work` has ended. `error` is "" if it succeeded."""
 
     def __init__(self, work: Work, error: str = "") -> None:
         self.work = work
@@ -36,20 +37,24 @@ class WorkDone:
 
 
 class Group(Protocol):
-    """The ranks of one generation, connected by a transport. Called on the script's main thread.
+    """The ranks of one generation, connected by a transport. One thread at a time calls it: the script's main thread, or the
+    one on which autograd runs a backward pass.
 
     Contract of a transport:
 
-    - No call blocks. A group that is not ready yet puts `GroupBuilt` into the context's inbox when it is, or when it cannot be
-      built. Each operation returns a `Work` immediately and puts one `WorkDone` into the inbox when that work ends.
+    - No call waits for other ranks. A group that is not ready yet puts `GroupBuilt` into the context's inbox when it is, or
+      when it cannot be built. Each operation returns a `Work` immediately and puts one `WorkDone` into the inbox when that work
+      ends.
     - Operations may be called only while `is_ready`, in the same order on all ranks. `all_reduce` and `broadcast` write their
       result into `tensor`, `all_gather` into `outputs`, in rank order. All tensors are contiguous.
     - The group references every buffer of a work until the work has ended. The caller does not touch the buffers before it
       has received the `WorkDone`.
-    - After `abort` every pending work completes with an error, within milliseconds and without the other ranks. No operation is
-      called any more. The caller keeps an aborted group until `is_drained`, because pending works still access its memory.
-    - Errors are not raised but passed in `GroupBuilt.error` and `WorkDone.error`. Their text goes into the failure message that
-      the scheduler receives (`CollectiveFailed`), so it names the cause. A work that fails does not end the group.
+    - After `abort` every pending work ends within milliseconds, without the other ranks, with an error unless it had just
+      succeeded. No operation is called any more. The caller keeps an aborted group until `is_drained`, because pending works
+      still access its memory.
+    - A failed connection to another rank is not raised but passed in `GroupBuilt.error` or `WorkDone.error`. The text goes into
+      the failure message that the scheduler receives (`CollectiveFailed`), so it names the cause. After a failed work the
+      caller keeps the group until the next generation starts.
 
     A transport that offers more adds `reduce_scatter`, `all_to_all`, `send` and `recv` here, under the same contract.
     """
@@ -63,7 +68,7 @@ class Group(Protocol):
     @property
     def is_ready(self) -> bool: ...
     @property
-    def is_drained(self) -> bool: ...  # no work is pending: an aborted group may be freed, by the main thread
+    def is_drained(self) -> bool: ...  # no work is pending; the main thread may then free an aborted group
     def all_reduce(self, tensor: Any, op: ReduceOp) -> Work: ...
     def all_gather(self, outputs: list[Any], tensor: Any) -> Work: ...
     def broadcast(self, tensor: Any, root: int) -> Work: ...
@@ -78,5 +83,5 @@ class Transport(Protocol):
         """Start to build the group of `rank_info.generation` and return immediately; rank and world are those of `rank_info`.
 
         `context.assignment` may already belong to a newer generation, so it is not read. Ranks exchange addresses through the
-        rendezvous store of the context, whose waits end with the generation.
+        rendezvous store of the context; its `get_rendezvous` raises `PeerError` when the generation is superseded.
         """

@@ -1,13 +1,16 @@
 """Numbered collectives that heal.
 
-Theory of operation. Every collective has a number (step, n): the n-th of its step, where step -1 precedes the first step. All
-ranks run the same sequence, and each result depends on every rank, so no rank can be more than one collective ahead of another.
+Theory of operation. Every collective has a number (step, n): n counts the collectives of a step from 0, and step -1 precedes
+the first step. All ranks run the same sequence, and each result depends on every rank, so no rank can be more than one
+collective ahead of another.
 
-When the membership changes, a rank that is blocked in a collective stays there: it is a safe point, at which neither parameters
-nor optimizer change. The rank *reports* the last number it completed. Once every rank has reported, the scheduler makes the
-heal plan, based on the highest completed number. A rank that has it hands its cached result to ranks one behind. A replacement
-receives the state of a step boundary and the results of that step so far. Then the group of the new generation continues with
-the next number. None of this is visible to the script.
+Every change of the membership starts a *generation*. A rank notices it inside a collective, or at the end of its script, and
+waits there: this is a *safe point*, at which neither parameters nor optimizer change. The rank *reports* the last number it
+completed. Once every rank has reported, the scheduler makes the *heal plan*, based on the highest completed number. A rank that
+has completed it hands its cached result to ranks one behind. A replacement receives the state of a step boundary, or the one
+after the step's optimizer, and the cached results of the code that it runs again. Then the group of the new generation
+continues with the next number. To a survivor's script the collective only takes longer, unless the world was resized: then rank
+and world size change in it.
 
 The order of notifications in the inbox decides whether a collective completed before the generation changed, so no lock is
 needed.
@@ -51,60 +54,63 @@ class Collective(Protocol):
     """A collective that can be issued any number of times, on the group of any generation, until it has a result."""
 
     def issue(self, group: Group) -> list[Work]:
-        """Start the operation on its own buffers and return the works to wait for."""
+        """Start the operation, without a change to the script's tensors, and return the works to wait for."""
 
     def results(self) -> list[Any]:
-        """Return the result tensors, which are cached for other ranks and must not be written to any more."""
+        """Return the result tensors. They are cached for other ranks and must not change while they are."""
 
     def complete(self, results: list[Any]) -> None:
-        """Write the results to the script's tensors."""
+        """Make the results, own or received ones, available to the script. An item of `results` that this method replaces is
+        cached in its replaced form."""
 
 
 class ShardedState(Protocol):
-    """An optimizer whose state is sharded into slots, of which each rank holds some."""
+    """An optimizer whose state is sharded into slots, of which each rank holds some. A slot is the state of one parameter."""
 
     @property
     def slot_count(self) -> int: ...  # in all ranks together
     @property
     def holds(self) -> bytes: ...  # bit mask of the slots held here
-    def donate_slots(self, wanted: bytes) -> DonatedState: ...
-    def fetch_missing_slots(self, holders: list[SlotHolder], rank: int, world: int) -> Any: ...  # needed by `rank`, not held
-    def move_to_rank(self, rank: int, world: int, collected: Any) -> None: ...  # with the fetched slots
-    def drop_unneeded_slots(self) -> None: ...  # all ranks have fetched theirs
+    def donate_slots(self, wanted: bytes) -> DonatedState: ...  # `wanted`: bit mask
+    # returns the slots that `rank` needs and this process does not hold; raises `PeerError` if a holder is gone
+    def fetch_missing_slots(self, holders: list[SlotHolder], rank: int, world: int) -> Any: ...
+    def move_to_rank(self, rank: int, world: int, collected: Any) -> None: ...  # `collected`: the fetched slots
+    def drop_unneeded_slots(self) -> None: ...  # called when all ranks have fetched theirs
 
 
 class StateProvider(Protocol):
-    """The training state of the loop in this process, which a replacement receives or a survivor donates.
+    """The training state of the loop in this process: a replacement receives it, a survivor donates it.
 
-    A provider has no state until the loop has started, resumed or taken over what `take_donation` returned. `has_state` is true
-    from then on; only then are the members below it used.
+    `has_state` is true once the training has started from its beginning, from a checkpoint or from what `take_donation`
+    returned. The members below `has_state` are used only then.
     """
 
     @property
     def sharded_state(self) -> ShardedState | None: ...  # of the optimizer, if its state is sharded
     @property
-    def spare_source(self) -> SpareSource | None: ...  # this rank's tensors, for spares that copy them
+    def spare_source(self) -> SpareSource | None: ...  # this rank's tensors for spares; None: spares do not copy
     @property
     def indexes_version(self) -> int: ...  # of the newest `MemberIndexes` by which the data is distributed; 0: none
-    def destination_tensors(self) -> Mapping[str, Any]: ...  # tensors that may receive a state directly
+    def destination_tensors(self) -> Mapping[str, Any]: ...  # by path: tensors that may receive a state directly
     def finish_replay(self) -> None: ...  # called before each collective in which other ranks take part
     @property
     def has_state(self) -> bool: ...
     @property
     def is_consistent(self) -> bool: ...  # whether the state can be donated now
     @property
-    def is_result_invalid(self) -> bool: ...  # the script changed the parameters, which hold the last collective's result
+    def is_result_invalid(self) -> bool: ...  # the last collective's cached result is the parameters, and they were changed
     def donate(self) -> DonatedState: ...
-    def dump(self) -> tuple[int, str]: ...  # the step, and the path; "" if nothing was written
+    def dump(self) -> tuple[int, str]: ...  # the step, and the path of the dump, which is "" if it was not written
 
 
 class NumberedCollectives:
-    """All collectives of a process, in order. Not thread-safe: used by the script's main thread only."""
+    """All collectives of a process, in order. Not thread-safe: one thread at a time runs them, the script's main thread or
+    autograd's. The transfer server's threads call only the `_donate_*` methods."""
 
     def __init__(self, context: NodeInterface, transport: Transport) -> None:
         rank_info = context.assignment
-        self.assignment: RankInfo = rank_info  # of the agreed generation
-        self.member_indexes: MemberIndexes | None = None  # None until the first resize
+        self.assignment: RankInfo = rank_info  # of the agreed generation; before the first, the one at creation
+        self.member_indexes: MemberIndexes | None = None  # None until a plan contains them: before the first resize
         self._provider: StateProvider | None = None
         self._donation: DonatedState | None = None  # received by a replacement, until the loop takes it
         self._fetched_slots: Any = None  # of the optimizer: received by a replacement, until the loop takes them
@@ -114,6 +120,7 @@ class NumberedCollectives:
         self._aborted_groups: list[Group] = []  # referenced until they are drained
         # The generation in which the cluster formed needs no heal barrier, because no rank has completed anything in it.
         is_first = rank_info.generation == FIRST_GENERATION and rank_info.restarts == 0
+        # the newest generation in which this rank may run collectives; 0: none
         self._agreed_generation = FIRST_GENERATION if is_first else 0
         self._needs_state = rank_info.restarts > 0 or rank_info.since_generation > FIRST_GENERATION
         self._step, self._count = BEFORE_FIRST_STEP, 0
@@ -124,8 +131,8 @@ class NumberedCollectives:
         self._resumed_generation = self._dropped_slots_generation = self._agreed_generation
         self._slot_holders: list[SlotHolder] = []  # of the last plan
         self._transfer_server: TransferServer | None = None
-        self._published_generation = 0  # generation in which this rank last published its address for spares
-        self.waited_s = 0.0  # total time in collectives
+        self._published_generation = 0  # the last one in which this rank, if it was rank 0, published its address for spares
+        self.waited_s = 0.0  # total seconds in collectives
         os.register_at_fork(after_in_child=self._after_fork_in_child)
 
     # -- script interface --------------------------------------------------------------------------------------------
@@ -137,7 +144,7 @@ class NumberedCollectives:
 
     @property
     def count(self) -> int:
-        """Number of collectives of the current step so far."""
+        """Number of collectives of the current step so far, including skipped ones; the index of the next one."""
         return self._count
 
     @property
@@ -146,7 +153,11 @@ class NumberedCollectives:
         return self._result_cache.last_completed
 
     def attach(self, provider: StateProvider, known: ReceiverTensors) -> None:
-        """Register the loop's state. In a replacement, also receive it; `known`: tensors copied from it while a spare."""
+        """Register the loop's state. A replacement without a state receives one here (`run_heal_barrier`). One that received it
+        before, in a collective of its script, fetches only the optimizer's slots.
+
+        `known`: tensors that this process copied while it was a spare. Raise `PeerError` as `run_heal_barrier` does.
+        """
         self._provider, self._receiver_tensors = provider, known
         if self._needs_state:
             self.run_heal_barrier()
@@ -155,12 +166,13 @@ class NumberedCollectives:
         self._receiver_tensors = NO_TENSORS  # release: the donation references the tensors it uses
 
     def take_donation(self) -> DonatedState | None:
-        """Return, once, the state that this process received as a replacement; None if it received none."""
+        """Return the state that this process received as a replacement; None if it received none, and at later calls."""
         donation, self._donation = self._donation, None
         return donation
 
     def take_fetched_slots(self) -> Any:
-        """Return, once, the optimizer's slots that this process received beside the donation."""
+        """Return the optimizer's slots that this process received beside the donation; None if there are none, and at later
+        calls."""
         slots, self._fetched_slots = self._fetched_slots, None
         return slots
 
@@ -169,9 +181,10 @@ class NumberedCollectives:
         self._count = count
 
     def run(self, operation: Collective, *, transient: bool = False, limited: bool = True) -> None:
-        """Run a collective to completion, across any number of generations.
+        """Run a collective to completion, across any number of generations, or complete it with a received or cached result.
 
-        `transient` and `limited` control caching of the results, see `ResultCache.add`.
+        `transient` and `limited` control caching of the results, see `ResultCache.add`. Raise `PeerError` as `run_heal_barrier`
+        does, and whatever `operation.complete` raises.
         """
         number = CollectiveNumber(self._step, self._count)
         self._count += 1
@@ -202,7 +215,8 @@ class NumberedCollectives:
             self._publish_spare_source()
 
     def issue_ahead(self, issue: Callable[[Group], None]) -> None:
-        """Issue a part of the next collective before its `run`, if the group is ready and its result is not cached."""
+        """Call `issue` with the group, to start a part of the next collective before its `run`. Do nothing if the group is not
+        ready, a new generation has started, or that collective will be completed with a received or cached result."""
         fresh = (
             self._agreed_generation == self._context.assignment.generation
             and CollectiveNumber(self._step, self._count) not in self._results_to_replay
@@ -211,7 +225,8 @@ class NumberedCollectives:
             issue(self._group)
 
     def abort_generation(self, reason: str) -> None:
-        """Leave this generation on all ranks, because what was issued ahead will not be completed here."""
+        """Report a failed collective and block until a new generation starts, because this rank will not complete what it
+        issued ahead. If the scheduler does not retry the step, it ends the run."""
         self._context.send_to_scheduler(CollectiveFailed(self._agreed_generation, reason))
         self._wait_for_new_generation(self._agreed_generation)
 
@@ -222,23 +237,27 @@ class NumberedCollectives:
         self._result_cache.begin_epoch(step)
 
     def on_first_batch(self) -> None:
-        """Record that this rank receives its first batch of the epoch."""
+        """Record that the collectives since `begin_epoch` ran before this rank's first batch of the epoch."""
         self._count_before_batch = self._count
         self._result_cache.on_first_batch(self._count)
 
     def begin_step(self, step: int) -> None:
-        """Start a step: number its collectives from 0 and drop results that only earlier steps needed."""
+        """Start a step: number its collectives from 0 and drop results that only earlier steps needed, except the last one."""
         self._step, self._count, self._count_before_batch = step, 0, 0
         self._result_cache.begin_step(step)
 
     def rewind(self) -> None:
-        """Prepare to repeat this step on this rank alone; its completed collectives are replayed from the cache."""
+        """Prepare to repeat this step from its first batch, on this rank alone. Its completed collectives return their cached
+        results; one whose result was dropped (`ResultCache`) would run again."""
         self._count = self._count_before_batch
         self._context.set_waiting_in(None)
         self._results_to_replay |= self._result_cache.results_of_step(self._step, self._count_before_batch)
 
     def run_heal_barrier(self) -> None:
-        """Report at a safe point and execute the plan; repeat until a plan completes without a new generation."""
+        """Report at a safe point, wait for the heal plan and execute it; repeat until a plan is complete.
+
+        Raise `PeerError` if a state transfer was interrupted and no other rank has the state.
+        """
         while True:
             rank_info = self._context.assignment
             generation = rank_info.generation
@@ -250,8 +269,8 @@ class NumberedCollectives:
                 return
 
     def _fetch_slots_late(self) -> None:
-        """Fetch the optimizer's slots of a replacement that received its state before the loop was created. If a holder is
-        gone, start over as a replacement without state."""
+        """Fetch the optimizer's slots of a replacement that received its state before the loop was created. If that fails, wait
+        for a new generation and receive everything again; raise `PeerError` if no other rank has the state."""
         try:
             self._fetch_slots()
         except PeerError as error:
@@ -277,7 +296,7 @@ class NumberedCollectives:
 
     @property
     def _loop_state(self) -> StateProvider | None:
-        """The loop, once it has a state to donate."""
+        """The attached provider if it has a state, else None."""
         return self._provider if self._provider is not None and self._provider.has_state else None
 
     @property
@@ -294,7 +313,8 @@ class NumberedCollectives:
     # -- waiting -----------------------------------------------------------------------------------------------------
 
     def _next_notification(self) -> Any:
-        """Return the next notification. Serve dump requests and spares in between, because this is a safe point."""
+        """Wait for the next notification and return it. Serve dump requests and spares meanwhile, because this is a safe
+        point."""
         while True:
             notification = self._context.inbox.get()
             if (source := self._spare_source) is not None:
@@ -307,8 +327,8 @@ class NumberedCollectives:
             self._context.send_to_scheduler(DumpWritten(step, path))
 
     def _wait_for_works(self, works: list[Work]) -> bool:
-        """Return True when all works are done, False if a new generation starts first. After a failed work, block until it
-        starts."""
+        """Return True when all works have succeeded. If a new generation starts first, abort the group and return False. A
+        failed work is reported, and this method waits for the new generation."""
         waiting = {id(work) for work in works}
         while waiting:
             notification = self._next_notification()
@@ -323,7 +343,8 @@ class NumberedCollectives:
         return True
 
     def _wait_for_group(self) -> Group | None:
-        """Return the group of the agreed generation once it is ready; None if a new generation starts first."""
+        """Return the group of the agreed generation once it is ready. If a new generation starts first, abort the group and
+        return None. A failed build is reported, and this method waits for the new generation."""
         group = self._ensure_group(self.assignment)
         while not group.is_ready:
             notification = self._next_notification()
@@ -345,6 +366,7 @@ class NumberedCollectives:
         return self._group
 
     def _abort_older_group(self, generation: int) -> None:
+        """Abort the group if it is older than `generation`, and free aborted groups that have no pending work."""
         if self._group is not None and self._group.generation < generation:
             self._group.abort()
             self._aborted_groups.append(self._group)
@@ -385,8 +407,9 @@ class NumberedCollectives:
                 return notification.plan
 
     def _execute_plan(self, plan: HealPlan) -> bool:
-        """Fetch what this rank lacks according to the plan. Return False if a donor is gone: its death starts a new
-        generation, whose plan names another donor. Raise `PeerError` if no donor is left for a partially received state."""
+        """Fetch what this rank lacks according to the plan, and return True. If a transfer fails, report it, wait for a new
+        generation, whose plan may name another donor, and return False. Raise `PeerError` if a state was received partially and
+        the plan names no donor."""
         self.member_indexes, self._slot_holders = plan.member_indexes or self.member_indexes, plan.slot_holders
         if plan.donor is None and not plan.slot_holders:
             if self._has_partial_state:
@@ -402,7 +425,8 @@ class NumberedCollectives:
         return True
 
     def _fetch_missing(self, donor: Donor | None, generation: int) -> None:
-        """Fetch what this rank lacks. Raise `PeerError` if a donor is gone; destination tensors may then be partly written."""
+        """Fetch the state or the missed result from `donor`, if it is set, and the optimizer's slots. Raise `PeerError` if a
+        transfer fails; destination tensors may then be partly written."""
         if donor is None:
             return self._fetch_slots()
         kind, destinations = ("state", self._destination_tensors()) if self._needs_state else ("results", {})
@@ -420,7 +444,8 @@ class NumberedCollectives:
         return None
 
     def _fetch_slots(self) -> None:
-        """Fetch the optimizer's slots that this rank needs and lacks; rank and world size may have changed."""
+        """Fetch the optimizer's slots that this rank lacks for its present rank and world size; do nothing if the optimizer is
+        not sharded. Raise `PeerError` if a transfer fails."""
         sharded = self._sharded_state
         if sharded is not None and self._slot_holders:
             rank_info = self._context.assignment
@@ -431,7 +456,8 @@ class NumberedCollectives:
                 self._fetched_slots = slots
 
     def _drop_unneeded_slots(self) -> None:
-        """Drop slots that this rank does not need, once per generation: a completed collective proves that all have fetched."""
+        """Drop slots that this rank does not need, once per generation. Called after a completed collective, which proves that
+        all ranks have fetched theirs."""
         if self._dropped_slots_generation != self._agreed_generation and (sharded := self._sharded_state) is not None:
             self._dropped_slots_generation = self._agreed_generation
             sharded.drop_unneeded_slots()
@@ -462,7 +488,8 @@ class NumberedCollectives:
                 self._context.put_rendezvous(spare_sync.FOLLOW_KEY, msgspec.msgpack.encode(donor), self._agreed_generation)
 
     def _donate_state(self, _wanted: bytes) -> DonatedState:
-        """Return the state for a replacement. Called on the server's thread while this rank is at a safe point."""
+        """Return the state for a replacement, with cached results. Called on a thread of the transfer server while this rank is
+        at a safe point."""
         state = self._loop_state.donate() if self._loop_state is not None else DonatedState()
         return msgspec.structs.replace(
             state,
@@ -482,7 +509,7 @@ class NumberedCollectives:
         return self._spare_source.donate_at_step(wanted)
 
     def _after_fork_in_child(self) -> None:
-        """Close the inherited connections in a forked child (a data loader's worker)."""
+        """Close the inherited sockets in a forked child, for example a data loader's worker."""
         if self._group is not None:
             self._group.close_in_child()
         if self._transfer_server is not None:

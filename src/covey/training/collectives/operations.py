@@ -1,4 +1,7 @@
-"""Collectives that a script calls. Each works on copies until it has a result, so that it can be reissued."""
+"""The operations behind `communicator`, which implement `numbered.Collective`.
+
+Each works on copies, and writes to the script's tensors only when it has a result, so that it can be issued again.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ REDUCIBLE_DTYPES: Final = ("float64", "float32", "float16", "bfloat16", "int64",
 
 
 class AllReduce:
-    """Reduce a tensor over all ranks, in place."""
+    """Reduction of a tensor over all ranks, in place. Creating it raises `UsageError` if dtype or `op` is not supported."""
 
     def __init__(self, tensor: Any, op: Reduction) -> None:
         self._tensor = tensor
@@ -45,10 +48,10 @@ class AllReduce:
 
 
 class Broadcast:
-    """Copy the root's bytes to all ranks, in place.
+    """Copy of the root's bytes to all ranks, in place. Empty tensors are skipped.
 
     Implemented as a sum in which all other ranks contribute zeros, so that no rank can complete it before all take part. One
-    extra byte marks that the root took part, because the root may have left the world.
+    extra byte marks that the root took part. If it did not, because it has left the world, `complete` raises `PeerError`.
     """
 
     def __init__(self, tensors: list[Any], root: int, rank: int) -> None:
@@ -77,7 +80,7 @@ class Broadcast:
 
 
 class AllGather:
-    """Gather every rank's tensor, in rank order."""
+    """Gathering of every rank's tensor into `gathered`, in rank order. Shapes and dtypes must be equal on all ranks."""
 
     def __init__(self, tensor: Any) -> None:
         self._tensor = tensor
@@ -99,7 +102,8 @@ class AllGather:
 
 
 class Mean:
-    """Average tensors over all ranks, in place, with one flat buffer per dtype."""
+    """Mean of tensors over all ranks, in place, with one flat buffer per dtype. Creating it raises `UsageError` if a dtype is
+    not a floating-point or complex one that gloo reduces."""
 
     def __init__(self, tensors: list[Any]) -> None:
         for tensor in tensors:
@@ -130,7 +134,8 @@ class Mean:
 
 
 def _check_reducible(tensor: Any, op: Reduction) -> None:
-    """Raise `UsageError` if the dtype does not support `op`. Without this check all ranks would fail and retry."""
+    """Raise `UsageError` if the dtype does not support `op`. Without this check the collective would fail and be retried on all
+    ranks. An unknown `op` is left to `_reduce_op`."""
     name = str(tensor.dtype).removeprefix("torch.")
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise UsageError(f"mean of {name} is not possible: convert the tensor with .float(), or use op='sum'")

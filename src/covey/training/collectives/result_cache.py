@@ -1,8 +1,9 @@
 """Cache of collective results that other ranks may need after a failure.
 
 A survivor that missed the last collective needs its result. A replacement needs the results of all code it re-executes: the
-current step, and what the script runs before the first step and before the epoch's first batch. Above `limit` bytes only the
-last result is kept; a survivor can still be healed, a replacement cannot join.
+current step, and what the script runs before the first step and before the epoch's first batch. When the results exceed
+`limit` bytes, those with the lifetime of the newest one are dropped, except the last. A survivor can still be healed then; a
+replacement cannot join until that lifetime (step, epoch or training) is over.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ BEFORE_FIRST_STEP: Final = -1  # step number of collectives that run before the 
 class ResultLifetime(enum.Enum):
     """How long a result is needed."""
 
-    TRAINING = enum.auto()
-    EPOCH = enum.auto()
-    STEP = enum.auto()
+    TRAINING = enum.auto()  # of collectives before the first step
+    EPOCH = enum.auto()  # of collectives before the epoch's first batch
+    STEP = enum.auto()  # of all others
 
 
 class ResultCache:
@@ -31,20 +32,20 @@ class ResultCache:
         self.last_completed: CollectiveNumber | None = None  # None before the first collective
         self._limit_bytes = limit
         self._results: dict[CollectiveNumber, list[Any]] = {}
-        self._transient_number: CollectiveNumber | None = None
-        # first step of this epoch, and the number of its collectives before its first batch
+        self._transient_number: CollectiveNumber | None = None  # of the transient result that is still cached
+        # first step of this epoch, and number of collectives before its first batch
         self._epoch_start = (BEFORE_FIRST_STEP, 0)
         self._bytes_by_lifetime = dict.fromkeys(ResultLifetime, 0)
         self._complete_by_lifetime = dict.fromkeys(ResultLifetime, True)
 
     @property
     def is_complete(self) -> bool:
-        """Whether the cache has every result that a replacement needs."""
+        """Whether no result that a replacement needs was dropped."""
         return all(self._complete_by_lifetime.values())
 
     @property
     def last_result(self) -> dict[CollectiveNumber, list[Any]]:
-        """The result of the last completed collective, by its number."""
+        """The result of the last completed collective, by its number. There must be one."""
         assert self.last_completed is not None
         return {self.last_completed: self._results[self.last_completed]}
 
@@ -53,21 +54,23 @@ class ResultCache:
         return {number: results for number, results in self._results.items() if number.step == step and number.index >= first}
 
     def results_for_replacement(self, step: int) -> dict[CollectiveNumber, list[Any]]:
-        """Return the results that a replacement needs if it starts at this step."""
+        """Return the results that a replacement needs if it starts at this step, as far as they are cached."""
         lasting = {
             number: results for number, results in self._results.items() if self._lifetime_of(number) is not ResultLifetime.STEP
         }
         return lasting | self.results_of_step(step) | (self.last_result if self.last_completed is not None else {})
 
     def replace_with_received(self, last: CollectiveNumber, results: Mapping[CollectiveNumber, list[Any]]) -> None:
-        """Replace the cache by received results, because this rank may become the only one that has them."""
+        """Replace the cached results by received ones, because this rank may become the only one that has them. `last` is the
+        number of the last completed collective."""
         self.last_completed, self._results = last, dict(results)
 
     def add(self, number: CollectiveNumber, results: list[Any], *, transient: bool, limited: bool) -> None:
         """Cache the results of a collective.
 
-        `transient` results are part of the training state afterwards: they are kept until the first step and not counted
-        against the limit. Results that are not `limited` are kept at any size.
+        A `transient` result (the broadcast of the initial model) becomes part of the training state: it is dropped when a step
+        begins after a later collective. Transient results, and those that are not `limited`, do not count towards the limit,
+        but are dropped with the others of their lifetime when it is exceeded.
         """
         if transient:
             self._transient_number = number
@@ -85,16 +88,16 @@ class ResultCache:
                 del self._results[old]
 
     def begin_epoch(self, step: int) -> None:
-        """Start an epoch whose first step is `step`; results kept for the previous epoch are no longer needed."""
+        """Start an epoch whose first step is `step`. The next `begin_step` drops what was kept for the previous epoch."""
         self._epoch_start = (step, 1 << 62)  # until `on_first_batch` every collective belongs to the epoch's start
         self._bytes_by_lifetime[ResultLifetime.EPOCH], self._complete_by_lifetime[ResultLifetime.EPOCH] = 0, True
 
     def on_first_batch(self, count: int) -> None:
-        """Record that `count` collectives ran before the epoch's first batch."""
+        """Record that `count` collectives ran before the epoch's first batch; their results are kept for the epoch."""
         self._epoch_start = (self._epoch_start[0], count)
 
     def begin_step(self, step: int) -> None:
-        """Start a step and drop the results that only earlier steps needed."""
+        """Start a step and drop the results that only earlier steps needed, except the last one."""
         self._bytes_by_lifetime[ResultLifetime.STEP], self._complete_by_lifetime[ResultLifetime.STEP] = 0, True
         if self._transient_number is not None and self._transient_number != self.last_completed:
             self._results.pop(self._transient_number, None)

@@ -1,7 +1,8 @@
 """Data cursor of one rank: the current step, the rank's samples of it, and the loader of its batches.
 
-The sample schedule is the same on all ranks; the ranks that took part in a step's reduction determine how it continues. Only
-the member index, which selects a share of each step, and the loader, which reads ahead, belong to the rank.
+The sample schedule is the same on all ranks; the members that took part in a step's reduction determine how it continues. A
+*member index* is a worker's number for as long as it is a member of the cluster. It selects the rank's share of each step. Only
+this index, the position within the step and the loader, which reads ahead, differ between ranks.
 """
 
 from __future__ import annotations
@@ -26,17 +27,20 @@ log = logging.getLogger("covey")
 
 
 class DataCursor:
-    """`step` counts optimizer steps from 0, `micro` the micro-batches within one. `start_at_rank` must be called before use."""
+    """Position of one rank in the data: `step` counts optimizer steps from 0, `micro` the micro-batches within one.
+
+    `start_at_rank` must be called before use.
+    """
 
     schedule: SampleSchedule
     member_index: int  # does not change in a resize
-    micro_batches: list[range]  # this rank's part of the step, in micro-batches
+    micro_batches: list[range]  # of this rank in this step: positions in the global batch
 
     def __init__(self, data: Data, *, epochs: int, steps: int | None, accumulate: int, seed: int) -> None:
-        """Do everything that does not depend on the rank."""
+        """Do everything that does not depend on the rank. Raise `UsageError` if `steps` is None with an iterable data set."""
         self.step, self.micro = 0, 0
         self.indexes_version = 0  # of the newest `MemberIndexes` by which the data is distributed; 0: none
-        self.member_position = 0  # of the member index in `schedule.seats`
+        self.member_position = 0  # of the member index in `schedule.seats`; their number if it is not among them
         self.next_schedule: SampleSchedule | None = None  # the schedule after this step, once its reduction is complete
         self.stream = data.make_stream(seed=seed, accumulate=accumulate)
         if self.stream is not None and steps is None:
@@ -45,12 +49,15 @@ class DataCursor:
         self._micro_batch_limit = data.limit if data.limit is not None else data.batch_size if accumulate > 1 else None
         self._rank_share: RankShare | None = None  # of the schedule, for this rank
         self._loader: Iterator[Any] = iter(())
-        self._loader_share: RankShare | None = None  # the share that the loader reads
+        self._loader_share: RankShare | None = None  # the share that the loader reads; None: it must be opened
         self._collectives: NumberedCollectives | None = None
-        self._unchanged_members = torch_module().empty(0, dtype=torch_module().int64)  # created once, for speed
+        self._unchanged_members = torch_module().empty(0, dtype=torch_module().int64)  # empty; created once, for speed
 
     def start_at_rank(self, group: Communicator, collectives: NumberedCollectives | None) -> None:
-        """Set up the schedule for this rank and world."""
+        """Set the member index, and create the schedule of a training that starts in the current world.
+
+        `collectives` is None if the ranks run none. Raise `UsageError` if the data set does not fill a batch of all ranks.
+        """
         self._collectives = collectives
         self.member_index = (
             group.assignment.member_index if group.assignment is not None and group.assignment.member_index >= 0 else group.rank
@@ -63,7 +70,8 @@ class DataCursor:
             self.stream.reset_positions(self.schedule.seats)
 
     def begin_training(self, *, log_limits: bool) -> None:
-        """Start at the current step. `log_limits`: log which samples are left out and what a stream does not guarantee."""
+        """Set a stream to this rank and the current step. With `log_limits`, log how many samples each epoch leaves out
+        although `drop_last` is false, and what a stream does not guarantee."""
         if (left_out := self._data.describe_left_out(self.schedule)) and log_limits:
             log.warning(left_out)
         if self.stream is not None:
@@ -72,22 +80,22 @@ class DataCursor:
                 self.stream.log_limitations()
 
     def restore_schedule(self, state: dict[str, Any]) -> None:
-        """Continue the schedule of a received state or a checkpoint."""
+        """Continue the schedule of a received state or a checkpoint, with this loop's number of epochs or steps."""
         self.schedule = self._with_step_count(self.schedule.with_state(state))
 
     def move_to_step(self, step: int) -> None:
-        """Continue at this step."""
+        """Set the current step. `begin_step` computes its share."""
         self.step = step
 
     def share_among_members(self, world: int) -> None:
-        """Distribute the data over the current members, when a training starts or resumes."""
+        """Distribute the data over the current members, when a training starts or resumes from a checkpoint."""
         indexes = self._collectives.member_indexes if self._collectives is not None else None
         if indexes is not None:
             self.indexes_version = indexes.version
         self.schedule = self.schedule.with_members(tuple(indexes.indexes) if indexes is not None else tuple(range(world)))
 
     def _with_step_count(self, schedule: SampleSchedule) -> SampleSchedule:
-        """Return the schedule with the requested number of steps; by default the batches of the first world fill an epoch."""
+        """Return the schedule with the requested number of steps: `steps`, or that of `epochs` epochs if it is None."""
         steps = self._steps if self._steps is not None else self._epochs * schedule.steps_per_epoch
         return msgspec.structs.replace(schedule, steps=steps)
 
@@ -95,12 +103,12 @@ class DataCursor:
 
     @property
     def schedule_ahead(self) -> SampleSchedule:
-        """The schedule after this step, as far as it is known."""
+        """The schedule after this step if this step's reduction is complete, otherwise the current one."""
         return self.next_schedule or self.schedule
 
     @property
     def ends_epoch(self) -> bool:
-        """Whether this step is the last of its epoch. Final once the step's gradients are reduced."""
+        """Whether this step is the last of its epoch. Until its reduction is complete, an extra step may still follow."""
         return self.schedule_ahead.locate_step(self.step + 1)[0] != self.schedule.locate_step(self.step)[0]
 
     @property
@@ -111,7 +119,7 @@ class DataCursor:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
-        """Compute this rank's share of the step."""
+        """Compute this rank's position and micro-batches in the current step."""
         if self._rank_share is None or self._rank_share.schedule != self.schedule:
             seats = self.schedule.seats
             self.member_position = seats.index(self.member_index) if self.member_index in seats else len(seats)
@@ -119,13 +127,20 @@ class DataCursor:
         self.micro_batches = self._rank_share.micro_batches(self.step)
 
     def prepare_loader(self, *, restart: bool = False) -> None:
-        """Provide a loader whose next batch is the first of this step. `restart`: some of its batches were already taken."""
+        """Provide a loader whose next batch is the first of this step, and set `micro` to 0.
+
+        The open loader continues if this rank's share is unchanged. `restart`: open another one, because batches of this step
+        were already taken.
+        """
         self.micro = 0
         if restart or self._loader_share is not self._rank_share:
             self._loader, self._loader_share = self._open_batches(), self._rank_share
 
     def discard_loader(self, *, keep_persistent: bool = False) -> None:
-        """Discard batches loaded ahead. `keep_persistent`: an epoch ended, which persistent loader workers outlive."""
+        """Have the next `prepare_loader` open a loader, without the batches loaded ahead.
+
+        `keep_persistent`: do nothing if the loader's workers are persistent, because only an epoch has ended.
+        """
         if not (keep_persistent and self._data.has_persistent_workers):
             self._loader_share = None
 
@@ -137,7 +152,7 @@ class DataCursor:
         return self._data.batches(self._rank_share, self.step)
 
     def next_micro_batch(self) -> Any:
-        """Return the next micro-batch and seed the random generators for it."""
+        """Load and return the next micro-batch, and then seed the random generators for the script's work on it."""
         batch = next(self._loader)
         seed_all(derive_seed(self._seed, self.step, self.micro, self.member_position))
         return batch
@@ -151,7 +166,7 @@ class DataCursor:
         seed_all(derive_seed(self._seed, step, self.member_position))
 
     def end_step(self) -> None:
-        """Advance to the next step and its schedule."""
+        """Advance to the next step and its schedule. If this step had no reduction, the members stay the same."""
         self.schedule = self.next_schedule or self.schedule.next_schedule(self.step, self.schedule.seats)
         self.next_schedule = None
         self.step += 1
@@ -167,11 +182,14 @@ class DataCursor:
         return tuple(indexes.indexes)
 
     def gradient_scale(self) -> float:
-        """Return this rank's share of the samples of all participating ranks."""
+        """Return the weight of this rank's gradients: its share of the samples of all participating members.
+
+        If these have no samples in this step, all have the same weight.
+        """
         return self.schedule.member_weight(self.step, self.member_position, self._participants())
 
     def participants_tensor(self) -> Any:
-        """Return the version and the member indexes of a reduction; empty if they are those of the schedule."""
+        """Return a tensor of the version and the member indexes of a reduction; empty if they are those of the schedule."""
         assert self._collectives is not None
         participants, indexes = self._participants(), self._collectives.member_indexes
         if participants is self.schedule.seats or indexes is None:
@@ -179,7 +197,11 @@ class DataCursor:
         return torch_module().tensor([indexes.version, *participants], dtype=torch_module().int64)
 
     def on_reduction_complete(self, participants: Any) -> None:
-        """Compute the next schedule. Members that did not take part are gone; their samples are carried over."""
+        """Compute the next schedule, on the first reduction of a step; do nothing on further ones.
+
+        `participants` is what `participants_tensor` returned on the rank that has the result. Samples of members that did not
+        take part are carried over.
+        """
         if self.next_schedule is None:
             seats = self.schedule.seats
             if participants.numel():

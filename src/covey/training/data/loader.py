@@ -1,7 +1,7 @@
 """`covey.Data`: a data set and the loader of this rank's batches.
 
 The sample schedule, or for iterable data sets the stream, determines the samples. Each batch is loaded with its own random
-seed, so augmentation is repeated when a batch is loaded again, with or without loader workers.
+seed, so random augmentation is the same when a batch is loaded again, with or without loader workers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SeededDataset:
-    """A data set whose batches are loaded with their own random seeds."""
+    """A data set whose micro-batches are each loaded with their own random seed."""
 
     def __init__(self, dataset: Any, share: RankShare) -> None:
         self._dataset = dataset
@@ -41,7 +41,10 @@ class SeededDataset:
 
 
 class MicroBatchSampler:
-    """Batch sampler for torch's DataLoader: every micro-batch of a share, from a step on."""
+    """Batch sampler for torch's DataLoader: the micro-batches of a share from a step on, to the end of its epoch.
+
+    `all_epochs`: to the end of the training.
+    """
 
     def __init__(self, share: RankShare, first: int, *, all_epochs: bool) -> None:
         self._rank_share, self._first_step, self._all_epochs = share, first, all_epochs
@@ -53,13 +56,15 @@ class MicroBatchSampler:
 class Data:
     """A data set, split into batches for this rank. `options` go to torch's DataLoader (num_workers, ...).
 
-    A map-style data set is distributed over the ranks. An iterable one is a stream: each rank reads its own, in its own order.
+    A map-style data set is distributed over the ranks. An iterable one is a stream: each rank reads its own, in its own order;
+    `shuffle` and `drop_last` have no effect, and `limit` is refused.
 
-    `batch_size` is per rank at the first start. In a smaller world a rank's share of a step is larger: it is split into
-    micro-batches of at most `limit` samples. Without a limit, a loop with accumulate > 1 uses at most `batch_size` samples per
-    micro-batch; any other loop gets its share as one batch, because its script steps the optimizer after each.
+    `batch_size` is per rank at the first start; in a smaller world a rank's share of a step is larger. The share is split into
+    as few micro-batches of at most `limit` samples as possible. If `limit` is None, a loop with accumulate > 1 uses
+    `batch_size` as the limit. Any other loop gets the share as one batch, because its script steps the optimizer after each.
 
-    With `drop_last=False`, as in torch's DataLoader, the rest of an epoch is a last, smaller batch of all ranks.
+    With `drop_last` the samples of an epoch that do not fill a batch of all ranks are left out. Otherwise they are a last,
+    smaller batch of all ranks, except that they are left out if accumulate > 1. Raise `UsageError` for an invalid argument.
     """
 
     def __init__(
@@ -102,7 +107,10 @@ class Data:
         return Stream(self.dataset, self.batch_size, accumulate, seed, self.options)
 
     def make_schedule(self, *, seed: int, world: int, accumulate: int) -> SampleSchedule:
-        """Return the sample schedule of a training that starts."""
+        """Return the sample schedule of a training that starts, for one epoch; of a stream, for 0 steps.
+
+        Raise `UsageError` if the samples do not fill a batch of all ranks.
+        """
         if self.is_stream:
             from covey.training.data.stream import initial_stream_schedule
 
@@ -118,7 +126,7 @@ class Data:
         )
 
     def describe_left_out(self, schedule: SampleSchedule) -> str:
-        """Return a message if the schedule omits samples although `drop_last` is false; otherwise ""."""
+        """Return a message if the schedule leaves out samples although `drop_last` is false; otherwise ""."""
         rest = schedule.sample_count % schedule.global_batch_size if schedule.drop_last and not self.drop_last else 0
         if not rest:
             return ""
@@ -128,10 +136,10 @@ class Data:
         )
 
     def batches(self, share: RankShare, first: int) -> Iterator[Any]:
-        """Return an iterator of a share's micro-batches from a step to the end of its epoch.
+        """Return an iterator of a share's micro-batches from step `first` to the end of its epoch. Start the loader workers.
 
-        As with torch, loader workers are created per epoch, so that they see changes of the data set (`set_epoch`). With
-        persistent workers the iterator continues to the last step.
+        As with torch, workers are started per epoch, so that they see changes of the data set (`set_epoch`). With persistent
+        workers the iterator continues to the last step.
         """
         torch = torch_module()
         # torch's loader draws its base seed from the script's generator, which `next_micro_batch` seeds before the script runs.
@@ -140,12 +148,12 @@ class Data:
 
     @property
     def has_persistent_workers(self) -> bool:
-        """Whether loader workers outlive an epoch."""
+        """Whether loader workers outlive an epoch (option `persistent_workers`)."""
         return bool(self.options.get("persistent_workers"))
 
 
 def _is_stream(dataset: Any) -> bool:
-    """Return whether `dataset` is iterable only. torch's IterableDataset is recognized by name, to avoid the import; it has a
-    `__getitem__` that only raises."""
+    """Return whether `dataset` can only be iterated over. torch's IterableDataset is recognized by name, to avoid the import;
+    its `__getitem__` only raises."""
     named = any(kind.__name__ == "IterableDataset" for kind in type(dataset).__mro__)
     return named or (hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__"))

@@ -1,15 +1,18 @@
-"""Sample schedule: the samples of each step and their distribution over the members. Each sample of an epoch is used exactly
-once, however the world size changes.
+"""Sample schedule: the samples of each step and their distribution over the members.
 
-The *global batch* of step k is a list of samples that depends on the seed, the epoch and k alone. Its size is fixed when a
-training first starts (`batch_size` times `accumulate` times the world size) and does not change with the world size. The
-members of the world, given by their indexes (`seats`), divide the list in order: the i-th of w has [i*n//w, (i+1)*n//w).
+Each sample of a complete epoch is used exactly once, however the world size changes, except the samples at its end that
+`drop_last` leaves out.
 
-If members leave in the middle of a step, their samples were not used. They are carried over into the next step, which is larger
-by them, or into an extra step at the end of the epoch. Every rank computes the same schedule from the participants of the
-reduction.
+The *global batch* of step k is a list of n samples. Without carried samples (see below) it depends on the seed, the epoch and k
+alone, and n is fixed when a training first starts: `batch_size` times `accumulate` times the world size of that start. Only the
+last batch of an epoch may be smaller. The members of the world, given by their member indexes (`seats`), divide the list in
+order: the i-th of w has the positions i*n//w to (i+1)*n//w - 1. A member index does not change in a resize; a rank may.
 
-A schedule is immutable: `next_schedule` returns the next one. A member index does not change in a resize; a rank may.
+If members leave before a step's reduction, their samples are not used in it. These are carried over into the next step, which
+is larger by them, or into an extra step at the end of the epoch or of the training. Every rank computes the same schedule from
+the participants of the reduction.
+
+A schedule is immutable: `next_schedule` returns the next one.
 """
 
 from __future__ import annotations
@@ -29,22 +32,22 @@ from covey.training.seeding import derive_seed
 class SampleSchedule(msgspec.Struct, frozen=True, kw_only=True):
     """The sample schedule as known at one step boundary."""
 
-    sample_count: int
+    sample_count: int  # of the data set; 0: a stream
     shuffle: bool
     seed: int
     batch_size: int  # this, `accumulate` and `world` are those of the first start
     accumulate: int
     world: int
-    steps: int  # without extra steps
+    steps: int  # of the training, without extra steps
     seats: tuple[int, ...]  # indexes of the members that divide the batches, in order
     drop_last: bool = True  # omit samples that do not fill a global batch; else the last batch of an epoch is smaller
-    carried: tuple[int, ...] = ()  # samples that were not used so far
+    carried: tuple[int, ...] = ()  # samples that members which left did not use
     carried_to: int = -1  # the step to which they are carried; -1: none
-    extra: tuple[int, ...] = ()  # steps that consist of carried samples only
+    extra: tuple[int, ...] = ()  # numbers of the steps that consist of carried samples only, ascending
 
     @property
     def global_batch_size(self) -> int:
-        """Number of samples of a step, without carried ones."""
+        """Number of samples of a step, without carried ones; the last step of an epoch may have fewer."""
         return self.batch_size * self.accumulate * self.world
 
     @property
@@ -55,11 +58,14 @@ class SampleSchedule(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def total_steps(self) -> int:
-        """Number of steps including extra ones."""
+        """Number of steps of the training, including extra ones so far."""
         return self.steps + len(self.extra)
 
     def locate_step(self, step: int) -> tuple[int, int]:
-        """Return the epoch of a step and its number in the epoch; an extra step follows the last step of its epoch."""
+        """Return the epoch of a step and its number in the epoch, both from 0.
+
+        An extra step belongs to the epoch whose last step it follows; consecutive extra steps have the same number.
+        """
         number = step - bisect_left(self.extra, step)
         if step in self.extra:
             epoch, within = divmod(number - 1, self.steps_per_epoch)
@@ -67,14 +73,15 @@ class SampleSchedule(msgspec.Struct, frozen=True, kw_only=True):
         return divmod(number, self.steps_per_epoch)
 
     def global_batch(self, step: int) -> list[int]:
-        """Return the samples of a step."""
+        """Return the samples of a step, carried ones last."""
         return self.samples_at(step, range(self.samples_in_step(step)))
 
     def samples_at(self, step: int, positions: Iterable[int]) -> list[int]:
         """Return the samples at some positions of the global batch.
 
-        A rank's micro-batches are adjacent here, although they are interleaved with other ranks' in the order of the epoch. In
-        the first world each rank therefore has the samples that it would have without elasticity.
+        In a complete batch the micro-batches of a rank of the first world are adjacent, although in the order of the epoch they
+        are interleaved with those of other ranks. In the first world each rank therefore has the samples that it would have
+        without elasticity.
         """
         base = self._fresh_samples_in_step(step)
         epoch, within = self.locate_step(step)
@@ -92,12 +99,12 @@ class SampleSchedule(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
     def samples_in_step(self, step: int) -> int:
-        """Return the size of the global batch, without computing it."""
+        """Return the size of the global batch, carried samples included."""
         carried = len(self.carried) if step == self.carried_to else 0
         return carried + self._fresh_samples_in_step(step)
 
     def _fresh_samples_in_step(self, step: int) -> int:
-        """Return the number of samples that are not carried; the last step of an epoch may have fewer than the others."""
+        """Return the number of samples that are not carried: 0 in an extra step, maybe fewer in the last step of an epoch."""
         if step in self.extra:
             return 0
         return (
@@ -107,15 +114,19 @@ class SampleSchedule(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def member_range(self, step: int, index: int) -> range:
-        """Return the positions of the global batch that the index-th member has."""
+        """Return the positions of the global batch that the index-th of `seats` has; none if there are fewer members."""
         n, w = self.samples_in_step(step), len(self.seats)
         if index >= w:  # joined during this step: has samples from the next one on
             return range(0)
         return range(index * n // w, (index + 1) * n // w)
 
     def micro_batches(self, step: int, index: int, limit: int | None) -> list[range]:
-        """Return a member's share as micro-batches: as few as `limit` allows, and of nearly equal size, because some layers
-        fail on a single sample. A member without a share still takes part in the step, with a batch of weight 0."""
+        """Return the share of the index-th member as micro-batches of at most `limit` samples (None: one micro-batch).
+
+        They are as few as possible, and of nearly equal size, because some layers fail on a single sample. A member without a
+        share still takes part in the step, with the first samples of the global batch. These get weight 0 unless no participant
+        has a share.
+        """
         span = self.member_range(step, index)
         if not span:
             return [self._idle_member_range(step)]
@@ -123,7 +134,10 @@ class SampleSchedule(msgspec.Struct, frozen=True, kw_only=True):
         return [range(span.start + i * len(span) // count, span.start + (i + 1) * len(span) // count) for i in range(count)]
 
     def member_weight(self, step: int, index: int, participants: tuple[int, ...]) -> float:
-        """Return the weight of a member's mean in the mean over all samples of the participants."""
+        """Return the weight of the index-th member's mean in the mean over all samples of the participants.
+
+        If the participants have no samples, all have the same weight.
+        """
         total = (
             self.samples_in_step(step)
             if participants == self.seats
@@ -136,17 +150,20 @@ class SampleSchedule(msgspec.Struct, frozen=True, kw_only=True):
         return [self.member_range(step, i) for i, seat in enumerate(self.seats) if seat in members]
 
     def counted_positions(self, step: int, participants: tuple[int, ...]) -> list[int]:
-        """Return the positions that the participants have used. If no participant has a share, all have run the batch of
-        weight 0 (see `micro_batches`); its positions are then the used ones."""
+        """Return the positions that the participants have used. If none of them has a share, these are the positions of the
+        batch that each has run without one (see `micro_batches`)."""
         used = [position for span in self._participant_ranges(step, participants) for position in span]
         return used or list(self._idle_member_range(step))
 
     def _idle_member_range(self, step: int) -> range:
-        """Return the positions that a member without a share uses."""
+        """Return the positions of the batch that a member without a share runs."""
         return range(min(self.batch_size, self.samples_in_step(step)))
 
     def next_schedule(self, step: int, participants: tuple[int, ...]) -> SampleSchedule:
-        """Return the schedule after a step, given the participants of its reduction, which divide the next step."""
+        """Return the schedule after a step. The participants of its reduction, member indexes, divide the next step.
+
+        Samples that they did not use are carried over.
+        """
         if participants == self.seats and not self.carried:
             return self
         counted = set(self.counted_positions(step, participants))
@@ -159,29 +176,32 @@ class SampleSchedule(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def with_members(self, seats: tuple[int, ...]) -> SampleSchedule:
-        """Return the schedule with other members, from a step boundary on."""
+        """Return the schedule with these members. Carried samples are unchanged, so it is valid from a step boundary on."""
         return msgspec.structs.replace(self, seats=seats)
 
     def state(self) -> dict[str, Any]:
-        """Return the fields for a checkpoint: those that do not follow from the script and its world."""
+        """Return the fields that a checkpoint or a replacement needs: those of the first start, members and carried samples.
+
+        All other fields follow from the script.
+        """
         names = ("batch_size", "accumulate", "world", "seats", "carried", "carried_to", "extra")
         return {name: getattr(self, name) for name in names}
 
     def with_state(self, state: dict[str, Any]) -> SampleSchedule:
-        """Return the schedule with the fields of a checkpoint."""
+        """Return the schedule with the fields that `state` returned; lists become tuples."""
         fields = {name: tuple(value) if isinstance(value, list) else value for name, value in state.items()}
         return msgspec.structs.replace(self, **fields)
 
 
 class RankShare(msgspec.Struct, frozen=True):
-    """One member's share of a schedule, for a loader, which may be another process."""
+    """One member's share of a schedule, for the data loader, whose workers may be other processes."""
 
     schedule: SampleSchedule
-    member_position: int
-    micro_batch_limit: int | None
+    member_position: int  # in `schedule.seats`
+    micro_batch_limit: int | None  # samples; None: no limit
 
     def micro_batch_numbers(self, first: int, *, all_epochs: bool) -> Iterator[list[tuple[int, int]]]:
-        """Yield (step, micro-batch) from a step on, to the end of its epoch or of the training."""
+        """Yield [(step, micro-batch)] from step `first` on, to the end of its epoch, or with `all_epochs` of the training."""
         epoch = self.schedule.locate_step(first)[0]
         for step in range(first, self.schedule.total_steps):
             if not all_epochs and self.schedule.locate_step(step)[0] != epoch:
@@ -196,7 +216,7 @@ class RankShare(msgspec.Struct, frozen=True):
         return self.schedule.samples_at(step, self.micro_batches(step)[micro])
 
     def micro_batch_seed(self, step: int, micro: int) -> int:
-        """Return the seed with which a micro-batch is loaded."""
+        """Return the seed with which a micro-batch is loaded: a function of seed, step, micro-batch and member position."""
         usual = self.schedule.accumulate
         number = derive_seed(self.schedule.seed, step * usual + min(micro, usual - 1), self.member_position)
         return number if micro < usual else derive_seed(number, micro)
@@ -205,7 +225,10 @@ class RankShare(msgspec.Struct, frozen=True):
 def initial_schedule(
     samples: int, *, batch_size: int, accumulate: int, world: int, shuffle: bool, seed: int, drop_last: bool = True
 ) -> SampleSchedule:
-    """Return the schedule of a training that starts, for one epoch. Raise `UsageError` if no global batch can be filled."""
+    """Return the schedule of a training that starts, for one epoch.
+
+    Raise `UsageError` if there are no samples, or with `drop_last` too few to fill a global batch.
+    """
     schedule = SampleSchedule(
         sample_count=samples,
         shuffle=shuffle,
@@ -232,7 +255,7 @@ def initial_schedule(
 
 @functools.lru_cache(maxsize=2)
 def _epoch_order(samples: int, shuffle: bool, seed: int) -> list[int]:
-    """Return the samples of an epoch in order."""
+    """Return the numbers of all samples in the order of an epoch, which the seed determines if they are shuffled."""
     torch = torch_module()
     order = torch.randperm(samples, generator=torch.Generator().manual_seed(seed)) if shuffle else torch.arange(samples)
     found: list[int] = order.tolist()

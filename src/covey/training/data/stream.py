@@ -3,9 +3,11 @@
 A stream can be resumed only from a *position*, which the data set's `state_dict` returns. Batches are numbered and loaded with
 seeds derived from their number, so an older position yields the same batches again. Positions therefore need not be exact. A
 loader records one every few batches, and every few steps all ranks exchange theirs. A replacement, or a training that resumes,
-starts at the last known position and discards batches it does not need. A data set without `state_dict` is read from its start.
+starts at the last known position and discards batches it does not need. A data set without `state_dict` and `load_state_dict`
+is read from its start.
 
-Each loader worker reads a stream of its own, a *lane*: batch n is the next of lane n % lanes.
+Each loader worker reads a stream of its own, a *lane*: batch n is the next of lane n % lanes. Without workers there is one
+lane.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from covey.training.state.pytree import from_byte_tensor, to_byte_tensor
 
 BATCHES_PER_POSITION: Final = 8  # batches of a lane between two positions
 STEPS_PER_EXCHANGE: Final = 16  # steps between two exchanges of positions
-POSITION_BYTES_MAX: Final = 16 * 1024 * 1024
+POSITION_BYTES_MAX: Final = 16 * 1024 * 1024  # of all lanes of a rank
 
 log = logging.getLogger("covey")
 
@@ -34,11 +36,11 @@ START_POSITION: Final[Position] = (0, b"")
 
 
 class StreamSchedule(SampleSchedule, frozen=True, kw_only=True):
-    """Schedule of a stream: every member has the same share of each step."""
+    """Schedule of a stream: in each step every member has `accumulate` micro-batches of `batch_size` samples of its own."""
 
     @property
     def steps_per_epoch(self) -> int:
-        """A stream is one epoch."""
+        """Number of steps of the training, because a stream is one epoch."""
         return self.steps
 
     def locate_step(self, step: int) -> tuple[int, int]:
@@ -48,7 +50,10 @@ class StreamSchedule(SampleSchedule, frozen=True, kw_only=True):
         return [range(i * self.batch_size, (i + 1) * self.batch_size) for i in range(self.accumulate)]
 
     def member_weight(self, step: int, index: int, participants: tuple[int, ...]) -> float:
-        """Return the weight of a member. One that joined during the step has weight 0, unless only such members are left."""
+        """Return the weight of the index-th member: the same for all participants, but 0 for one that joined during the step.
+
+        If only such members are left, they have the same weight.
+        """
         counted = len(set(participants) & set(self.seats))
         if not counted:
             return 1 / len(participants)
@@ -59,7 +64,7 @@ class StreamSchedule(SampleSchedule, frozen=True, kw_only=True):
 
 
 def initial_stream_schedule(batch_size: int, accumulate: int, world: int, seed: int) -> StreamSchedule:
-    """Return the schedule of a training that starts; the caller sets the number of steps."""
+    """Return the schedule of a training that starts, with 0 steps; the caller sets their number."""
     return StreamSchedule(
         sample_count=0,
         shuffle=False,
@@ -73,7 +78,11 @@ def initial_stream_schedule(batch_size: int, accumulate: int, world: int, seed: 
 
 
 class StreamDataset(IterableDataset):  # type: ignore[misc]
-    """Data set for torch's loader, which may run in another process: batches from a number on, some with their position."""
+    """Data set for torch's loader, which may run in another process: endless batches of its lane, from `first_batch` on.
+
+    Yields (batch, position): (lane, batches read, state of the data set) with every `BATCHES_PER_POSITION`-th batch of a lane
+    if the data set has a state, otherwise None.
+    """
 
     def __init__(
         self,
@@ -108,7 +117,11 @@ class StreamDataset(IterableDataset):  # type: ignore[misc]
                 yield self._collate(drawn), (lane, count, dataset_state(self._dataset)) if due else None
 
     def _iterate_endlessly(self) -> Iterator[Any]:
-        """Yield samples; restart the data set at its end. Raise `UsageError` if it yields none twice in a row."""
+        """Yield samples without end, in one iteration over the data set after another.
+
+        If an iteration yields none, load the data set's initial state and iterate again. Raise `UsageError` if that yields none
+        either, or the data set has no state.
+        """
         was_empty = False
         while True:
             is_empty = True
@@ -131,7 +144,7 @@ class Stream:
         self._dataset, self._batch_size, self._seed = dataset, batch_size, seed
         self._collate = options.get("collate_fn") or default_collate
         self._options = {key: value for key, value in options.items() if key != "collate_fn"}
-        # by member index: the first step of its stream, and a position of each lane
+        # By member index: the first step of its stream ("began"), and a position of each lane ("lanes").
         self._positions_by_member: dict[int, dict[str, Any]] = {}
         self._member_index, self._first_step = 0, 0
         self._recorded_positions: list[list[Position]] = []  # by lane, the oldest first
@@ -148,15 +161,15 @@ class Stream:
     # -- positions ---------------------------------------------------------------------------------------------------
 
     def reset_positions(self, seats: tuple[int, ...]) -> None:
-        """Set the positions of all members to the start."""
+        """Set the positions of these members to the start, and forget all others."""
         self._positions_by_member = {seat: {"began": 0, "lanes": [START_POSITION] * self._lane_count} for seat in seats}
 
     def current_state(self) -> dict[str, Any]:
-        """Return the state for a replacement or a checkpoint."""
+        """Return the state for a replacement or a checkpoint: the last known positions of all members."""
         return {"lanes": self._lane_count, "places": self._positions_by_member}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Load the positions. Raise `UsageError` if they were recorded with another number of loaders."""
+        """Load the positions that `current_state` returned. Raise `UsageError` if they are of another number of lanes."""
         if state["lanes"] != self._lane_count:
             raise UsageError(
                 f"this stream was read by {state['lanes']} loaders and cannot be resumed by {self._lane_count}:"
@@ -165,14 +178,17 @@ class Stream:
         self._positions_by_member = state["places"]
 
     def set_member(self, seat: int, step: int) -> None:
-        """Set this rank's member index. Without a known position its stream starts with this step."""
+        """Set this rank's member index. If no position of this member is known, its stream starts with this step."""
         known = self._positions_by_member.get(seat)
         self._member_index, self._first_step = seat, known["began"] if known is not None else step
         lanes = known["lanes"] if known is not None else [START_POSITION] * self._lane_count
         self._recorded_positions = [[(count, state)] for count, state in lanes]
 
     def begin_step(self, step: int, group: Communicator) -> None:
-        """Drop positions before this step. Every `STEPS_PER_EXCHANGE` steps, exchange positions with the other ranks."""
+        """Keep only the newest position of each lane. Every `STEPS_PER_EXCHANGE` steps, exchange positions: a collective.
+
+        Raise `UsageError` if the positions of a rank exceed `POSITION_BYTES_MAX`.
+        """
         self._recorded_positions = [taken[-1:] for taken in self._recorded_positions]
         if step and step % STEPS_PER_EXCHANGE == 0:
             self._exchange_positions(group)
@@ -197,7 +213,7 @@ class Stream:
     # -- batches -----------------------------------------------------------------------------------------------------
 
     def batches(self, step: int) -> Iterator[Any]:
-        """Yield batches from a step on, without end."""
+        """Yield batches from a step on, without end. The open loader continues if its next batch is the first of the step."""
         if self._batch_iterator is None or self._next_batch_number != self._first_batch_of_step(step):
             self._open_loader(self._first_batch_of_step(step))
         while True:
@@ -210,14 +226,15 @@ class Stream:
             yield batch
 
     def close(self) -> None:
-        """Release the loader; a stream has no end."""
+        """Release the loader, which would otherwise stay open because a stream has no end."""
         self._batch_iterator = None
 
     def _first_batch_of_step(self, step: int) -> int:
         return (step - self._first_step) * self._batches_per_step
 
     def _open_loader(self, number: int) -> None:
-        # torch starts with its first worker, whose lane must therefore be the first (a data set may read the worker's id)
+        # torch takes the first batch from worker 0, so the loader begins with a batch of lane 0, and the surplus is skipped.
+        # Lanes keep their workers, because a data set may read the worker's id.
         skipped = number % self._lane_count
         dataset = StreamDataset(
             self._dataset,
@@ -229,7 +246,7 @@ class Stream:
             [taken[0] for taken in self._recorded_positions],
         )
         if self._batch_iterator is not None and self._initial_state and not self._options.get("num_workers", 0):
-            _load_dataset_state(self._dataset, self._initial_state)  # it was read in this process before
+            _load_dataset_state(self._dataset, self._initial_state)  # an earlier loader read it in this process
         self._recorded_positions = [taken[:1] for taken in self._recorded_positions]
         self._next_batch_number = number
         self._batch_iterator = iter(DataLoader(dataset, batch_size=None, collate_fn=_identity, **self._options))

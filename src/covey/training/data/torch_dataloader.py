@@ -1,6 +1,7 @@
-"""Conversion of a torch DataLoader into a `covey.Data`; what cannot be kept raises `UsageError`.
+"""Conversion of a torch DataLoader into a `covey.Data`.
 
-The sample schedule selects the samples, so of a sampler only whether it shuffles is kept.
+The sample schedule selects the samples, so of a sampler only whether it shuffles is kept. Custom samplers and batch samplers
+raise `UsageError`.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from covey.errors import UsageError
 from covey.training.data.loader import Data
 
-# torch's names, of both arguments and attributes.
+# Names of torch, of both arguments and attributes. Other options of a loader, such as its generator, are not kept.
 LOADER_OPTIONS: Final = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
-WORKER_OPTIONS: Final = ("prefetch_factor", "persistent_workers")
+WORKER_OPTIONS: Final = ("prefetch_factor", "persistent_workers")  # valid only with num_workers above 0
 
 
 def is_torch_dataloader(data: Any) -> bool:
@@ -22,7 +23,10 @@ def is_torch_dataloader(data: Any) -> bool:
 
 
 def data_from_dataloader(loader: Any) -> Data:
-    """Return the same data set with the same batch size and loader options. Raise `UsageError` for custom batches or order."""
+    """Return a `covey.Data` with the loader's data set, batch size, shuffling, drop_last and options.
+
+    Raise `UsageError` for a custom sampler or batch sampler, and for `batch_size=None`.
+    """
     if loader.batch_size is None or type(loader.batch_sampler) is not BatchSampler:
         raise UsageError(
             "Loop cannot use a DataLoader with batch_sampler= or batch_size=None: create it with a data set and a batch_size"

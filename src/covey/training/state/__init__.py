@@ -1,7 +1,7 @@
 """Training state: what it consists of, and how it reaches a replacement or a spare.
 
 `training_state`      model, optimizer and registered objects; snapshots
-`state_manager`       a survivor hands over its state, a replacement takes it, resumes and replays
+`state_manager`       hand-over of the state from a survivor to a replacement, and to and from checkpoints
 `transfer`            state and cached results over a connection
 `process_memory`      reads tensors from another rank on this host (process_vm_readv)
 `spare_sync`          a spare copies tensors in the background

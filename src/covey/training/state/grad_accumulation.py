@@ -1,9 +1,9 @@
 """Detection of scripts that accumulate gradients over several steps and step the optimizer after the last.
 
-Such gradients are part of the state, which costs a copy per step, so they are included only after this was detected. A gradient
-was carried over if autograd's addition is the only write to it since the previous step: it is the same tensor, one version
-later. One parameter is checked for some steps, then the next, because scripts that do this do it with all parameters, or with
-all of a part of the model.
+Such gradients are part of the state and are copied into every snapshot of it, so they are included only after this was
+detected. A gradient was carried over if autograd's addition in the first backward pass is the only write to it since the step
+began: it is the same tensor, one version later. One parameter is checked for some steps, then the next, because scripts that do
+this do it with all parameters, or with all of a part of the model.
 """
 
 from __future__ import annotations
@@ -12,18 +12,18 @@ import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
-STEPS_PER_PARAMETER: Final = 16  # steps for which one parameter is checked
+STEPS_PER_PARAMETER: Final = 16  # steps for which one parameter is checked, unless it has no gradient
 
 
 class GradAccumulationDetector:
-    """Checks until accumulation is detected, then calls `on_detected` once."""
+    """Checks one parameter of the model per step until accumulation is detected, then calls `on_detected` once and stops."""
 
     def __init__(self, model: Any, on_detected: Callable[[], None]) -> None:
         self._on_detected = on_detected
         self._parameters = list(model.parameters())
         self._steps, self._watched_index = 0, -1
         self._hook: Any = None
-        self._previous_gradient: weakref.ref[Any] | None = None  # at the start of the step
+        self._previous_gradient: weakref.ref[Any] | None = None  # at the start of the step; None: nothing to compare
         self._previous_version = 0  # of that gradient
         self._is_done = not self._parameters
 

@@ -16,20 +16,20 @@ from typing import Final
 
 import msgspec
 
-MARKER_SIZE: Final = 16
+MARKER_SIZE: Final = 16  # bytes
 BLOCKS_PER_CALL_MAX: Final = 1024  # the kernel's limit (IOV_MAX)
 HUGE_PAGE_SIZE: Final = 2 << 20  # bytes; smaller buffers do not benefit from huge pages
 
 
 class MemoryBlock(msgspec.Struct, frozen=True, array_like=True):
-    """A range of bytes in the memory of a process."""
+    """A range of `size` bytes in the memory of a process."""
 
     address: int
     size: int
 
 
 class MemoryMarker:
-    """Random bytes by which a reader recognizes the process. They are in memory as long as this object."""
+    """Random bytes by which a reader recognizes the process. They stay in memory as long as this object exists."""
 
     def __init__(self) -> None:
         self.value = secrets.token_bytes(MARKER_SIZE)
@@ -42,7 +42,8 @@ class _IoVec(ctypes.Structure):
 
 
 def allocate_buffer(size: int) -> memoryview:
-    """Return memory for a transfer, in huge pages if available: page faults of small pages take longer than the copy."""
+    """Return memory for a transfer; from `HUGE_PAGE_SIZE` on in huge pages, because page faults of small pages take longer than
+    the copy. Raise `OSError` if the kernel was built without huge pages or has no memory."""
     if size < HUGE_PAGE_SIZE:
         return memoryview(bytearray(size))
     memory = mmap.mmap(-1, size)
@@ -51,7 +52,7 @@ def allocate_buffer(size: int) -> memoryview:
 
 
 def is_expected_process(pid: int, marker: MemoryBlock, value: bytes) -> bool:
-    """Return whether the local process `pid` has the marker in its memory."""
+    """Return whether the local process `pid` has `value` at the marker's address; False if its memory cannot be read."""
     found = bytearray(MARKER_SIZE)
     try:
         read_process_memory(pid, [marker], [memoryview(found)])
@@ -61,7 +62,8 @@ def is_expected_process(pid: int, marker: MemoryBlock, value: bytes) -> bool:
 
 
 def read_process_memory(pid: int, blocks: Sequence[MemoryBlock], into: Sequence[memoryview]) -> None:
-    """Read each block into the buffer of the same position and size. Raise `OSError` if the kernel refuses."""
+    """Read each block into the buffer at the same position of `into`, which has the same size. Raise `OSError` if the process
+    does not exist, the address is invalid, or access is not allowed."""
     local = [MemoryBlock(ctypes.addressof(ctypes.c_char.from_buffer(view)), view.nbytes) for view in into]
     pending = [(remote, target) for remote, target in zip(blocks, local, strict=True) if remote.size]
     assert all(remote.size == target.size for remote, target in pending)
@@ -71,7 +73,7 @@ def read_process_memory(pid: int, blocks: Sequence[MemoryBlock], into: Sequence[
 
 
 def _read_once(pid: int, pairs: list[tuple[MemoryBlock, MemoryBlock]]) -> int:
-    """Call the kernel once and return the number of bytes read."""
+    """Call the kernel once and return the number of bytes read, at least 1. Raise `OSError` if none were read."""
     remote, local = ((_IoVec * len(pairs))(*(_IoVec(p.address, p.size) for p in side)) for side in zip(*pairs, strict=True))
     count = int(_libc().process_vm_readv(pid, local, len(pairs), remote, len(pairs), 0))
     if count <= 0:
@@ -87,7 +89,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def _remaining_blocks(pairs: list[tuple[MemoryBlock, MemoryBlock]], read: int) -> list[tuple[MemoryBlock, MemoryBlock]]:
-    """Return what is left after `read` bytes; the kernel reads at most 2 GB per call."""
+    """Return the blocks that are left after `read` bytes, because the kernel reads at most 2 GB per call."""
     for index, (remote, local) in enumerate(pairs):
         if read < remote.size:
             left = remote.size - read

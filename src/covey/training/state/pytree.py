@@ -1,7 +1,8 @@
 """State as plain data and tensors, for transfers between ranks and checkpoints. Nothing in it can execute code.
 
-`pack` converts nested dicts, lists, tuples, numbers, strings, tensors and arrays into a skeleton of plain data and a list of
-tensors; `unpack` is its inverse. Any other type raises `UsageError` with its name: nothing is pickled.
+`pack` converts nested dicts, lists, tuples, numbers, strings, bytes, None, tensors and numpy arrays into a skeleton of plain
+data and the tensors. `unpack` is its inverse, except that subclasses of these types and numpy's scalars become plain ones. Any
+other type raises `UsageError` with its name, because nothing is pickled.
 """
 
 from __future__ import annotations
@@ -14,23 +15,27 @@ import msgspec
 from covey.errors import UsageError
 from covey.training.lazy_torch import torch_module
 
-Skeleton = Any  # nested lists: [kind, content]
+Skeleton = Any  # nested lists: [kind, content]; the content of a tensor is its position
 ROOT_NAME = "state"
 
 
 def pack(value: Any) -> tuple[Skeleton, dict[str, Any]]:
-    """Return a skeleton, and the tensors it refers to by position, by name (`tensor_path`)."""
+    """Return a skeleton, and the tensors by path (`tensor_path`), in the order to which the skeleton's positions refer.
+
+    Tensors are not copied. Raise `UsageError` for a type that cannot be transferred, a sparse tensor, or a dict key that is not
+    a string or an integer.
+    """
     tensors: dict[str, Any] = {}
     return _pack(value, tensors, ROOT_NAME), tensors
 
 
 def tensor_path(*keys: str | int) -> str:
-    """Return the name of the tensor under these keys."""
+    """Return the path of the tensor under these keys."""
     return ROOT_NAME + "".join(f"[{key!r}]" for key in keys)
 
 
 def unpack(skeleton: Skeleton, tensors: list[Any]) -> Any:
-    """Return the value that a skeleton describes, with these tensors."""
+    """Return the value that a skeleton of `pack` describes; `tensors` are in the order of `pack`."""
     kind, content = skeleton
     if kind == "dict":
         return {_unpack_key(key): unpack(item, tensors) for key, item in content}
@@ -47,7 +52,8 @@ def unpack(skeleton: Skeleton, tensors: list[Any]) -> Any:
 
 
 def match_dict_types(value: Any, pattern: Any) -> Any:
-    """Return `value` with the dict types that `pattern` has at the same positions; transferred dicts are plain ones."""
+    """Return `value` with the dict types that `pattern` has under the same keys, because transferred dicts are plain ones.
+    Dicts inside lists and tuples are not changed."""
     if not isinstance(value, dict) or not isinstance(pattern, dict):
         return value
     typed = copy.copy(pattern)
@@ -58,7 +64,7 @@ def match_dict_types(value: Any, pattern: Any) -> Any:
 
 
 def to_byte_tensor(value: Any) -> Any:
-    """Return a value as one tensor of bytes, for a broadcast."""
+    """Return a value as one tensor of bytes, for a broadcast. Raise `UsageError` as `pack` does."""
     torch = torch_module()
     skeleton, tensors = pack(value)
     plain = [tensor.cpu().contiguous().resolve_conj().resolve_neg() for tensor in tensors.values()]

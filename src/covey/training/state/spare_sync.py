@@ -1,12 +1,13 @@
-"""Background copies of the state by spares, taken every n steps without delaying the training.
+"""Background copies of the state by spares, at most every n steps (COVEY_SPARE_EVERY), while the training continues.
 
-Rank 0 publishes its address in the rendezvous store. While it waits in a collective it only lists its tensors. They are read
-while the training continues, so a tensor that is written during the read is inconsistent. This is harmless, because a copy is
-never trusted. When the spare is promoted, its donor is at a safe point, compares each tensor with the digest of the spare's
-copy, and sends those that differ. On the same host all tensors are read again, because that is faster than comparing; the copy
-is still useful, because its memory is already allocated, and new pages cost more time than filling existing ones.
+Copied are the tensors of the model, and of the optimizer unless it is sharded. Rank 0 publishes its address in the rendezvous
+store. While it waits in a collective it only lists its tensors. They are read while the training continues, so a tensor that is
+written during the read is inconsistent. This is harmless, because a copy is never trusted. When the spare is promoted, its
+donor is at a safe point, compares tensors with the digests of the spare's copies, and sends all except those that are equal.
+On the same host all tensors are read again, because that is faster than comparing; the copy is still useful, because its memory
+is already allocated, and new pages cost more time than filling existing ones.
 
-Tensors that differed between the last two copies will differ again: their digests are not offered.
+Tensors that differed between the last two copies will probably differ again, so the spare does not offer their digests.
 """
 
 from __future__ import annotations
@@ -24,20 +25,21 @@ from covey.training.node_interface import NodeInterface
 from covey.training.state import pytree
 from covey.training.state.transfer import NO_TENSORS, DonatedState, ReceiverTensors, fetch_from_donor, tensor_digest
 
-FOLLOW_KEY: Final = "follow"
-FOLLOWERS_MAX: Final = 8  # concurrent spares per donor, so that replacements can still be served
+FOLLOW_KEY: Final = "follow"  # key of rank 0's address in the rendezvous store, and kind of the transfer request
+FOLLOWERS_MAX: Final = 8  # spares that may wait for a step at one donor, so that replacements can still be served
 STEP_WAIT_S: Final = 20.0  # limit of the wait for a step; then the spare requests it again
-RENDEZVOUS_TIMEOUT_S: Final = 10.0
-RETRY_DELAY_S: Final = 1.0
+RENDEZVOUS_TIMEOUT_S: Final = 10.0  # limit of the wait for rank 0's address
+RETRY_DELAY_S: Final = 1.0  # pause after a failed copy
 PAUSE_TO_COPY_RATIO: Final = 100  # pause between two copies, as a multiple of the duration of the last one
 
 
 class FollowRequested(msgspec.Struct, frozen=True):
-    """Notification to a rank that waits in a collective: a spare requests the tensors."""
+    """Notification in the inbox of rank 0: a spare requests the tensors. It wakes a rank that waits in a collective."""
 
 
 class SpareSource:
-    """A rank's tensors, for spares that copy them."""
+    """A rank's tensors, for spares that copy them. `tensors` returns them by path; `notify` puts a notification into the rank's
+    inbox."""
 
     def __init__(self, tensors: Callable[[], dict[str, Any]], notify: Callable[[FollowRequested], None]) -> None:
         self._get_tensors, self._notify = tensors, notify
@@ -47,16 +49,18 @@ class SpareSource:
         self._latest_state = DonatedState()
 
     def offer_if_wanted(self, step: int) -> None:
-        """Offer the tensors if a spare waits for this step. Called on the main thread, because it may run the script's code."""
+        """Offer the tensors if a spare waits for this step or an earlier one. Called on the main thread, because listing them
+        may run the script's code (hooks of state_dict)."""
         if self._wanted_step is not None and step >= self._wanted_step:
             with self._changed:
                 self._latest_state, self._wanted_step = DonatedState(step=step, state=self._get_tensors()), None
                 self._changed.notify_all()
 
     def donate_at_step(self, wanted: bytes) -> DonatedState:
-        """Return the tensors once the training has reached the wanted step. Called on a thread of the transfer server.
+        """Wait until the main thread has offered tensors of the wanted step or a later one, and return them by path.
 
-        Raise `EOFError` if too many spares wait, or after `STEP_WAIT_S` seconds.
+        Called on a thread of the transfer server; `wanted` is the step in big-endian bytes. Raise `EOFError` if `FOLLOWERS_MAX`
+        spares already wait, or after `STEP_WAIT_S` seconds.
         """
         after, deadline = int.from_bytes(wanted, "big"), time.monotonic() + STEP_WAIT_S
         with self._changed:
@@ -88,7 +92,8 @@ class SpareSync:
         threading.Thread(target=self._run_sync, name="covey follower", daemon=True).start()
 
     def stop_and_get_tensors(self) -> ReceiverTensors:
-        """Stop copying and return the copied tensors; `NO_TENSORS` while a copy is in progress."""
+        """Stop copying and return the copied tensors; `NO_TENSORS` if there are none, or while a copy is in progress, which is
+        not waited for."""
         with self._lock:
             self._stopped.set()
             return NO_TENSORS if self._is_copying else self._receiver_tensors
@@ -98,12 +103,13 @@ class SpareSync:
             try:
                 encoded = self._context.get_rendezvous(FOLLOW_KEY, self._context.generation, RENDEZVOUS_TIMEOUT_S)
                 took_s = self._refresh_copy(msgspec.msgpack.decode(encoded, type=Donor))
-            except PeerError:  # the donor is gone, or has not reached the step: look it up again
+            except PeerError:  # no donor is published, it is gone, or it has not reached the step: look it up again
                 took_s = RETRY_DELAY_S / PAUSE_TO_COPY_RATIO
             self._stopped.wait(PAUSE_TO_COPY_RATIO * took_s)
 
     def _refresh_copy(self, donor: Donor) -> float:
-        """Copy the tensors and return the duration in seconds, without the wait for the step."""
+        """Copy the tensors, report their step to the scheduler, and return the duration in seconds, without the wait for the
+        step. Raise `PeerError` if the transfer fails or this spare has been stopped."""
         began = 0.0
 
         def begin() -> None:
@@ -136,7 +142,8 @@ class SpareSync:
 
 
 def start_spare_sync(context: NodeInterface | None) -> SpareSync | None:
-    """Start copying if this process is a spare without a rank and copies are configured; otherwise return None."""
+    """Start copying and return the `SpareSync`. Return None if this process is not a spare without a rank, or if spares do not
+    copy."""
     if context is None or context.has_rank or not context.spare_sync_every:
         return None
     return SpareSync(context, context.spare_sync_every)

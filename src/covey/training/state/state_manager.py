@@ -1,9 +1,10 @@
 """Hand-over of the training state: from a survivor to a replacement, and through files to a later run.
 
-A rank donates its state at a safe point: the state of the step boundary, or the state after the step's optimizer. With the
-first, a replacement runs the step like any other. With the second it runs the step with `replaying` set. The received state as
-of right after the donor's optimizer replaces the result of its own optimizer. The complete received state is loaded again
-before the first collective with the other ranks.
+A rank donates its state while it waits in a collective: the state of the step boundary or, once the step's optimizer has run,
+the present state. With the first, a replacement runs the step like any other. With the second it runs the step with
+`replaying` set. When its own optimizer steps, its result is replaced by the received state as it was right after the donor's
+optimizer. Before its first collective with the other ranks, at the latest at the end of the step, the replacement loads the
+complete received state.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ log = logging.getLogger("covey")
 
 
 class StateManager:
-    """The training state of one rank's loop, for its collectives (`StateProvider`)."""
+    """The training state of one rank's loop. Implements `numbered.StateProvider`, so that collectives can hand it over."""
 
     def __init__(
         self,
@@ -54,20 +55,21 @@ class StateManager:
         collectives: NumberedCollectives | None,
         checkpoint: Checkpoint | None,
     ) -> None:
-        self.replaying = False  # the received state is the one after this step's optimizer
-        self.is_replacement = False
-        self.has_state = False
+        self.replaying = False  # the received state is the one after this step's optimizer; until `finish_replay`
+        self.is_replacement = False  # the state was received from another rank
+        self.has_state = False  # the state can be donated; stays false without a group
         self.sharded_state = sharded
         self._state, self._cursor, self._served = state, cursor, served
         self._group, self._collectives, self._checkpoint = group, collectives, checkpoint
         self.spare_source = self._make_spare_source()
         self._initial_collectives = 0  # collectives before the first step
-        self._last_sharing_collective: CollectiveNumber | None = None  # the last one that distributed the parameters
+        self._last_sharing_collective: CollectiveNumber | None = None  # of the last update of the sharded optimizer
         self._received_state: dict[str, Any] = {}  # while `replaying`
-        self._received_snapshot: StateSnapshot | None = None  # in a replacement, until its first batch
+        self._received_snapshot: StateSnapshot | None = None  # in a replacement, until its loop is iterated over
         self._after_optimizer_snapshot: StateSnapshot | None = None  # of the donor, right after its optimizer
 
     def _make_spare_source(self) -> SpareSource | None:
+        """Return the tensors that spares copy; None without a group, with served parameters, or if spares do not copy."""
         context = self._group.node_interface
         if self._collectives is None or context is None or not context.spare_sync_every or self._served.has_parameters:
             return None
@@ -77,7 +79,11 @@ class StateManager:
     # -- receiver side -----------------------------------------------------------------------------------------------
 
     def take_initial_state(self, known: ReceiverTensors) -> None:
-        """Start the training: from its beginning, from a checkpoint, or from the state of the other ranks."""
+        """Start the training: from its beginning, from a checkpoint, or from the state of another rank.
+
+        `known`: tensors that this process copied while it was a spare. Raise `UsageError` if the state does not fit this model
+        and optimizer, `PeerError` if no other rank has it any more, and `StoreError` if the checkpoints cannot be read.
+        """
         if self._collectives is not None:
             self._join_others(self._collectives, known)
         else:
@@ -85,7 +91,9 @@ class StateManager:
             self._start_or_resume()
 
     def _join_others(self, collectives: NumberedCollectives, known: ReceiverTensors) -> None:
-        """Make all ranks equal to rank 0 in a fresh start; in a replacement, take over the received state."""
+        """Take over a received state. If there is none, make all models equal to rank 0's and load the newest checkpoint. From
+        then on this rank can donate its state, leaves at a step boundary, and writes checkpoints only while its rank is
+        confirmed."""
         context = self._group.node_interface
         assert context is not None
         collectives.attach(self, known)
@@ -127,12 +135,12 @@ class StateManager:
         self._received_state = state if self.replaying else {}
 
     def _start_or_resume(self) -> None:
-        """Start from the beginning or from a checkpoint, because no rank has a state."""
+        """Start from a checkpoint or, if there is none, from the beginning, and distribute the data over the members."""
         self._load_checkpoint()
         self._cursor.share_among_members(self._group.world)
 
     def _load_checkpoint(self) -> None:
-        """Load the newest checkpoint of which any rank has a complete copy."""
+        """Load the newest checkpoint that the ranks have between them, if there is one (`resume`)."""
         if self._checkpoint is None:
             return
         together = self._collectives is not None
@@ -156,14 +164,15 @@ class StateManager:
         self._state.load_state(state, reused=self.replaying)
 
     def undo_script_changes(self) -> None:
-        """Undo what a replacement's script changed between receiving its state and its first batch; the received state already
-        contains it."""
+        """In a replacement, undo what its script has changed since it received its state, because that state already contains
+        the changes. Only what a `StateSnapshot` holds is restored. Called when the loop is iterated over."""
         if self._received_snapshot is not None:
             self._state.restore_snapshot(self._received_snapshot)
             self._received_snapshot = None
 
     def on_optimizer_stepped(self) -> None:
-        """Record the state after the optimizer. In a replayed step, the received state replaces the optimizer's result."""
+        """Record the state after the optimizer. In a replayed step, first load the received state as it was right after the
+        donor's optimizer."""
         if not self.replaying:
             self._state.snapshot_after_optimizer()
             return
@@ -171,7 +180,8 @@ class StateManager:
         self._state.snapshot_after_optimizer(self._after_optimizer_snapshot)
 
     def finish_replay(self) -> None:
-        """End the replay before a collective with other ranks: load the complete received state."""
+        """End the replay, if there is one: load the complete received state, except its gradients. Called before a collective
+        with other ranks and at the end of the step."""
         if self.replaying:
             self.replaying = False
             state, self._received_state = self._received_state, {}
@@ -180,7 +190,8 @@ class StateManager:
             log.info("replayed step %d: values that this rank computed before its optimizer were discarded", self._cursor.step)
 
     def _with_optimizer_snapshot(self, state: Any) -> Any:
-        """Return the state with everything that may change after the optimizer as it was right after the donor's."""
+        """Return the state with what a `StateSnapshot` holds as it was right after the donor's optimizer; `state` itself if the
+        donor had not run it."""
         return overlay_snapshot(state, self._after_optimizer_snapshot) if self._after_optimizer_snapshot is not None else state
 
     # -- donor side --------------------------------------------------------------------------------------------------
@@ -198,7 +209,8 @@ class StateManager:
 
     @property
     def is_result_invalid(self) -> bool:
-        """Whether the script changed the parameters since the last collective, of which they are the result."""
+        """Whether the last collective was an update of the sharded optimizer, whose cached result is the parameters themselves,
+        and the script has changed these since."""
         assert self._collectives is not None
         sharded = self.sharded_state
         return (
@@ -216,11 +228,12 @@ class StateManager:
             self._last_sharing_collective = self._collectives.last_completed
 
     def current_state(self) -> dict[str, Any]:
-        """Return the current state: everything that a replacement or a checkpoint must contain."""
+        """Return the current state: everything that a checkpoint must contain. Tensors are not copied."""
         return self._state_metadata() | self._state.current_state()
 
     def donate(self) -> DonatedState:
-        """Return this rank's state at a safe point."""
+        """Return this rank's state at a safe point, without the slots of a sharded optimizer and without cached results. Valid
+        only while `is_consistent`. Tensors are not copied."""
         state = self._state_metadata() | self._state.consistent_state()
         if self.sharded_state is not None:
             groups = state[OPTIMIZER][PARAM_GROUPS]
@@ -236,16 +249,21 @@ class StateManager:
         )
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint at a step boundary. Raise `StoreError` if it cannot be written."""
+        """Write a checkpoint at a step boundary; parameter servers, if there are any, write their rows first.
+
+        Raise `StoreError` if this rank cannot write it, and the server's error if a server cannot.
+        """
         step = self._cursor.step
-        if self._served.has_parameters and (self._group.rank == 0 or not self._served.is_independent):  # all: any may fail
+        # unless workers are independent, all of them request the save, because any may fail
+        if self._served.has_parameters and (self._group.rank == 0 or not self._served.is_independent):
             self._served.save(step, str(checkpoint.folder.absolute()), checkpoint.keep)
         checkpoint.save(step, self.current_state(), **self._writer_info())
 
     def dump(self) -> tuple[int, str]:
-        """Write this rank's state in the format of a checkpoint, and return the step and the path.
+        """Write this rank's state in the format of a checkpoint, and return the step to resume at and the path.
 
-        The path is "" if the write fails or the state is inconsistent. Both are logged; another rank's dump may succeed.
+        The directory is the checkpoint's or, without one, "covey_dump". The path is "" if the write fails or the state is
+        inconsistent. Both are logged; another rank's dump may succeed. Parameter servers save their rows, within a time limit.
         """
         target = self._checkpoint or Checkpoint("covey_dump")
         step = self._cursor.step + self._state.optimizer_applied
@@ -275,7 +293,8 @@ class StateManager:
         }
 
     def _writer_info(self) -> dict[str, int]:
-        """Return rank, world and generation of a write. The generation may be newer than the rank's assignment."""
+        """Return rank, world size and generation for a manifest; outside a cluster 0, 1 and 0. The generation may be newer than
+        the one in which rank and world size were assigned."""
         context = self._group.node_interface
         generation = context.assignment.generation if context is not None else 0
         return {"rank": self._group.rank, "world": self._group.world, "generation": generation}

@@ -1,8 +1,8 @@
 """Training state: model, optimizer and registered parts, with snapshots at two points of a step.
 
 A replacement can resume a step from its boundary, or from right after the loop's optimizer ran. Between these points, and after
-the second, only what a `StateSnapshot` holds may change, so only that is copied. If anything else changes the parameters (a
-second optimizer, a direct write), `is_consistent` is false, and the state cannot be donated.
+the second, only what a `StateSnapshot` holds may change, so only that is copied. If `ParameterFingerprint` detects another
+change to the parameters (by a second optimizer, a direct write), `is_consistent` is false, and the state cannot be donated.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ from covey.errors import UsageError
 from covey.training.lazy_torch import torch_module
 from covey.training.state import pytree
 
+# Keys of a state, and of an optimizer's state.
 MODEL, NON_PERSISTENT, TRAINABLE, OPTIMIZER, PARTS, GRADIENTS = "model", "buffers", "trained", "optimizer", "parts", "gradients"
 PARAM_GROUPS = "param_groups"
 PLAIN_TYPES = frozenset({int, float, bool, str, bytes, type(None)})
 
 
 class ModelBuffers:
-    """A model's buffers by name, including non-persistent ones and those that the script has replaced since."""
+    """The buffers that a model has when this is created, by name, with non-persistent ones and ones that are None. They are
+    looked up at each use, because the script may replace them."""
 
     def __init__(self, model: Any) -> None:
         names = dict(model.named_buffers())
@@ -36,10 +38,12 @@ class ModelBuffers:
         ]
 
     def current_buffers(self) -> dict[str, Any]:
+        """Return the present buffers that are not None."""
         return {name: owner[key] for name, owner, key in self._locations if owner[key] is not None}
 
     def resize_to_fit(self, buffers: dict[str, Any]) -> None:
-        """Allocate buffers of the shapes and dtypes of `buffers`; a script may create or enlarge one during training."""
+        """Replace each buffer that is None or of another shape or dtype than in `buffers` by an uninitialized one that fits; a
+        script may create or enlarge a buffer during training."""
         for name, owner, key in self._locations:
             new, old = buffers.get(name), owner[key]
             if new is not None and (old is None or (old.shape, old.dtype) != (new.shape, new.dtype)):
@@ -48,7 +52,8 @@ class ModelBuffers:
 
 class ParameterFingerprint:
     """Detects writes to parameters. torch counts writes in a version, except those through `.data`; therefore the first element
-    of each CPU parameter is compared too. Cheap, because it is computed twice per step."""
+    of each CPU parameter is compared too. A write through `.data` to other elements or on other devices is not detected,
+    because comparing everything would cost too much, twice per step."""
 
     def __init__(self, parameters: list[Any]) -> None:
         self._parameters = parameters
@@ -72,17 +77,17 @@ class ParameterFingerprint:
 
 
 class StateSnapshot(msgspec.Struct, frozen=True):
-    """Everything that a script may change at any point of a step, at one point."""
+    """Copy, at one point of a step, of everything that a script may change at any point of it."""
 
-    buffers: dict[str, Any]
-    parts: dict[str, Any]
-    trainable: list[bool]  # by parameter
+    buffers: dict[str, Any]  # of the model, by name
+    parts: dict[str, Any]  # values of the registered parts, by name
+    trainable: list[bool]  # requires_grad, in the order of the model's parameters
     param_groups: list[dict[str, Any]]  # of the optimizer, without parameters; such as the learning rate
-    gradients: dict[str, Any] | None = None  # None unless the script accumulates over several steps
+    gradients: dict[str, Any] | None = None  # by parameter name; None unless the script was found to keep them across steps
 
 
 class TrainingState:
-    """State of the training in this process."""
+    """State of the training in this process: model, optimizer and registered parts."""
 
     def __init__(self, model: Any, optimizer: Any) -> None:
         self._model, self._optimizer = model, optimizer
@@ -90,7 +95,7 @@ class TrainingState:
         self._parameters = list(model.parameters())
         self._buffers = ModelBuffers(model)
         self._registered_parts: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {}
-        self._received_parts: dict[str, Any] = {}  # loaded parts; some may be registered later
+        self._received_parts: dict[str, Any] = {}  # values of the loaded state, by name; some may be registered later
         self._snapshot: StateSnapshot | None = None  # of the boundary, or after the optimizer; None between two steps
         self._last_snapshot = StateSnapshot({}, {}, [], [])  # unchanged parts of it are reused
         self._fingerprint = ParameterFingerprint(self._parameters)
@@ -98,7 +103,10 @@ class TrainingState:
         self.accumulates_across_steps = False  # gradients are carried over from one step to the next
 
     def register(self, name: str, get: Callable[[], Any], put: Callable[[Any], None]) -> None:
-        """Add a part by a getter and a setter. If its value was already loaded, set it immediately."""
+        """Add a part by a getter and a setter. If the loaded state has a value for it, set it immediately.
+
+        Raise `UsageError` if the name is already registered or an argument is not callable.
+        """
         if name in self._registered_parts:
             raise UsageError(f"register({name!r}) is invalid: that name is already registered")
         if not callable(get) or not callable(put):
@@ -125,7 +133,8 @@ class TrainingState:
         self._fingerprint.record()
 
     def on_accumulation_detected(self) -> None:
-        """Include gradients in snapshots from the next one on, because the script keeps them across steps."""
+        """Include gradients in snapshots from the next one on, because the script keeps them across steps. Until then the state
+        is inconsistent."""
         self.accumulates_across_steps = True
 
     def end_step(self) -> None:
@@ -135,17 +144,18 @@ class TrainingState:
 
     @property
     def is_consistent(self) -> bool:
-        """Whether the state of the boundary, or after the optimizer, can be restored."""
+        """Whether the state of the boundary, or of right after the optimizer, can be restored. False while the optimizer runs,
+        after a detected write to the parameters, and if gradients that the script keeps are not in the snapshot."""
         not_copied = self.accumulates_across_steps and self._snapshot is not None and self._snapshot.gradients is None
         return not self.optimizer_running and not not_copied and (self._snapshot is None or self._fingerprint.is_unchanged)
 
     def rewind(self) -> None:
-        """Restore what a step changes before its optimizer runs. Valid only while `is_consistent`."""
+        """Restore the last snapshot of this step, if there is one. Valid only while `is_consistent`."""
         if self._snapshot is not None:
             self.restore_snapshot(self._snapshot)
 
     def take_snapshot(self) -> StateSnapshot:
-        """Return a snapshot. Taken twice per step, so unchanged parts of the last one are reused."""
+        """Return a snapshot. Taken twice per step, so parts that are unchanged plain data are not copied again."""
         last, parts, buffers = self._last_snapshot, {}, {}
         for name, (get, _) in self._registered_parts.items():
             value = get()
@@ -162,7 +172,7 @@ class TrainingState:
         return self._last_snapshot
 
     def restore_snapshot(self, snapshot: StateSnapshot) -> None:
-        """Restore everything that the snapshot holds."""
+        """Restore everything that the snapshot holds. Gradients that it does not hold are set to None."""
         self._buffers.resize_to_fit(snapshot.buffers)
         self._load_tensors(snapshot.buffers)
         for parameter, trained in zip(self._parameters, snapshot.trainable, strict=True):
@@ -180,7 +190,10 @@ class TrainingState:
     # -- saving and loading ------------------------------------------------------------------------------------------
 
     def current_state(self) -> dict[str, Any]:
-        """Return the current state as nested plain data and tensors; the tensors are not copied."""
+        """Return the current state as nested plain data and tensors; the tensors are not copied.
+
+        Gradients are included only if the script keeps them across steps.
+        """
         saved = dict(self._model.state_dict())
         return {
             MODEL: saved,
@@ -192,7 +205,8 @@ class TrainingState:
         }
 
     def consistent_state(self) -> dict[str, Any]:
-        """Return the state after the optimizer if it ran, otherwise that of the boundary. Valid only while `is_consistent`."""
+        """Return the current state if the optimizer of this step ran, otherwise that of the boundary. Valid only while
+        `is_consistent`."""
         return (
             self.current_state()
             if self.optimizer_applied or self._snapshot is None
@@ -205,7 +219,8 @@ class TrainingState:
         return self._snapshot if self.optimizer_applied else None
 
     def load_state(self, state: dict[str, Any], *, reused: bool) -> None:
-        """Load a state. `reused`: it will be loaded again, so training must not change its tensors."""
+        """Load a state. `reused`: it will be loaded again, so its tensors are copied; otherwise the optimizer and the parts may
+        take them over. Raise `RuntimeError`, `ValueError` or `KeyError` if it does not fit."""
         self._buffers.resize_to_fit(state[MODEL] | state[NON_PERSISTENT])
         if not self._is_received_in_place(state[MODEL]):
             self._model.load_state_dict(state[MODEL])
@@ -228,7 +243,7 @@ class TrainingState:
         return [tensor.detach() for tensor in (*self._parameters, *self._model.buffers())]
 
     def destination_tensors(self) -> dict[str, Any]:
-        """Return this process's tensors of the model's state by path."""
+        """Return the tensors of the model's state_dict by path, not copied; a received state may be written into them."""
         state, tensor = self._model.state_dict(), torch_module().Tensor
         return {pytree.tensor_path(MODEL, name): value for name, value in state.items() if isinstance(value, tensor)}
 
@@ -245,7 +260,7 @@ class TrainingState:
         )
 
     def _non_persistent_tensors(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """Return parameters and buffers that the model's state_dict lacks, or has as copies."""
+        """Return, by name, parameters and buffers that the model's state_dict (`saved`) lacks, or has as copies."""
         tensor = torch_module().Tensor
         saved_pointers = {value.data_ptr() for value in saved.values() if isinstance(value, tensor)}
         named = {**self._named_parameters, **self._buffers.current_buffers()}
@@ -262,10 +277,10 @@ class TrainingState:
         return {name: p.grad.detach() for name, p in self._named_parameters.items() if p.grad is not None}
 
     def _load_optimizer(self, state: dict[str, Any], *, reused: bool) -> None:
-        """Load the optimizer's state without copying tensors, as torch does.
+        """Load the optimizer's state. As in torch, its tensors are taken over where possible; with `reused`, copies of them.
 
-        torch also converts each tensor to its parameter's dtype. Here a tensor keeps its dtype, and one of the parameter's
-        shape gets its memory layout, because the same update in another layout may produce other bits.
+        torch converts a tensor to its parameter's dtype. Here a tensor keeps its dtype, and one with the shape of its parameter
+        gets the parameter's memory layout, because the same update in another layout may produce other bits.
         """
         state = copy.deepcopy(state) if reused else state
         self._optimizer.load_state_dict(state)
@@ -284,7 +299,8 @@ class TrainingState:
 
 
 def overlay_snapshot(state: dict[str, Any], snapshot: StateSnapshot) -> dict[str, Any]:
-    """Return the state with everything that the snapshot holds replaced by it."""
+    """Return a copy of the state in which everything that the snapshot holds is as in the snapshot; without gradients if it
+    holds none. Tensors are not copied."""
     found = state | {name: dict(state[name]) for name in (MODEL, NON_PERSISTENT)}
     for name, buffer in snapshot.buffers.items():
         found[NON_PERSISTENT if name in state[NON_PERSISTENT] or name not in state[MODEL] else MODEL][name] = buffer
@@ -299,7 +315,7 @@ def overlay_snapshot(state: dict[str, Any], snapshot: StateSnapshot) -> dict[str
 
 
 def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter group without its parameters."""
+    """Return a copy of an optimizer's parameter group without the parameters and their names."""
     return {
         name: value if type(value) in PLAIN_TYPES or type(value) is tuple else copy.deepcopy(value)
         for name, value in group.items()
@@ -308,7 +324,8 @@ def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_same_data(value: Any, copied: Any) -> bool:
-    """Return True only if plain data is unchanged since it was copied; compares leaves by identity, which is fast."""
+    """Return True only if `value` is plain data that is unchanged since `copied` was made from it. Leaves are compared by
+    identity, which is fast, so equal data may return False."""
     if value is copied:
         return True
     kind = type(value)
@@ -320,7 +337,8 @@ def _is_same_data(value: Any, copied: Any) -> bool:
 
 
 def _restore_layout(value: Any, loaded: Any, parameter: Any) -> Any:
-    """Return a tensor of the optimizer's state with the parameter's layout and its own dtype."""
+    """Return `value`, a tensor of the optimizer's state, with its own dtype and, if it has the parameter's shape, the
+    parameter's memory layout. `loaded` is what torch made of it, and is returned if it fits."""
     if value.shape == parameter.shape and value.stride() != parameter.stride():
         return torch_module().empty_like(parameter, dtype=value.dtype, requires_grad=False).copy_(value)
     return loaded if loaded.dtype == value.dtype else value.to(parameter.device)

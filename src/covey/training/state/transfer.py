@@ -1,8 +1,8 @@
 """Transfer of state and cached results between ranks, over a separate connection.
 
-The group is not used, so a transfer overlaps with building the group and can be interrupted. No lock is needed, because the
-donor waits in a collective that the receiver has not joined yet. Tensors are sent without a copy; a receiver on the same host
-reads them from the donor's memory.
+The group is not used, so a transfer overlaps with building the group and can be interrupted. State and results need no lock,
+because the donor waits in a collective that the receiver has not joined yet. Contiguous CPU tensors are sent without a copy; a
+receiver on the same host reads them from the donor's memory if the kernel permits that.
 """
 
 from __future__ import annotations
@@ -31,28 +31,30 @@ from covey.training.state.process_memory import (
 )
 from covey.transport.authenticated_server import AuthenticatedServer
 
-HEADER_MAX: Final = 64 * 1024 * 1024
+HEADER_MAX: Final = 64 * 1024 * 1024  # bytes
 CONNECT_TIMEOUT_S: Final = 10.0
-REQUEST_TIMEOUT_S: Final = 2.0  # from the connection to the request
+REQUEST_TIMEOUT_S: Final = 2.0  # without any byte, until the client's token is complete
 IDLE_TIMEOUT_S: Final = 30.0  # without any byte; then the peer is considered gone
-TRANSFERS_MAX: Final = 32  # concurrent
+TRANSFERS_MAX: Final = 32  # concurrent; further clients wait
 SEND_ALL: Final = b"s"  # from a receiver that cannot read the donor's memory
 COMPARE_DIGESTS: Final = b"c"  # the same, from a receiver that may have some tensors: their digests follow
-RECEIVED: Final = b"t"
-DIGEST_SIZE: Final = 16
-ALIGNMENT: Final = 64  # bytes
+RECEIVED: Final = b"t"  # from a receiver that has all tensors
+DIGEST_SIZE: Final = 16  # bytes
+ALIGNMENT: Final = 64  # bytes; of tensors in the receiver's buffer
 SEND_CHUNK_BYTES: Final = 1 << 20
 REQUEST_KINDS: Final = {"state": b"s", "results": b"r", "slots": b"p", "follow": b"f"}
-REQUEST_BYTES_MAX: Final = 65536
+REQUEST_BYTES_MAX: Final = 65536  # of a request's argument
 
 
 class DonatedState(msgspec.Struct, frozen=True):
-    """What a donor sends: its position in the training, its state, and cached results of collectives."""
+    """Reply of a donor. To a replacement: its position in the training, its state and cached results of collectives. To other
+    requests it contains only results (`results`), slots (`state`), or the step and tensors for a spare (`step`, `state`)."""
 
-    step: int = -1
+    step: int = -1  # -1: before the first step
     optimizer_applied: bool = False  # the state is the one after this step's optimizer
-    last_collective: CollectiveNumber | None = None  # the last one that the donor completed; `results` contains its result
-    initial_collectives: int = 0  # collectives before the first step
+    # the last one that the donor completed, whose result is in `results`; None: none, or not a reply to a replacement
+    last_collective: CollectiveNumber | None = None
+    initial_collectives: int = 0  # number of collectives before the first step
     state: Any = None  # nested plain data and tensors; None if the donor has no state yet
     results: dict[CollectiveNumber, list[Any]] = {}
 
@@ -77,12 +79,14 @@ class TensorHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _TransferHeader(msgspec.Struct, frozen=True):
+    """A `DonatedState` without the bytes of its tensors, sent before these."""
+
     step: int
     optimizer_applied: bool
     last_collective: tuple[int, int] | None
     initial_collectives: int
     state: Any
-    results: list[tuple[int, int, list[int]]]
+    results: list[tuple[int, int, list[int]]]  # step and index of each collective, and positions in `tensors`
     tensors: list[TensorHeader]
     pid: int
     marker: MemoryBlock
@@ -90,10 +94,15 @@ class _TransferHeader(msgspec.Struct, frozen=True):
 
 
 class TransferServer:
-    """Serves transfers to clients that present the token, which the receiver gets in the scheduler's heal plan."""
+    """Serves transfers to clients that present the token. A rank gets it in the scheduler's heal plan, a spare from the
+    rendezvous store."""
 
     def __init__(self, address: str, **handlers: Callable[[bytes], DonatedState]) -> None:
-        """`handlers`: for each of `REQUEST_KINDS` the function that is called with the request's argument."""
+        """Listen at a free port of `address`; raise `OSError` if that fails.
+
+        `handlers`: by kind of request (`REQUEST_KINDS`), the function that is called with the request's argument. Each client
+        has its own thread. A client that sends another kind is disconnected.
+        """
         self._handlers = {REQUEST_KINDS[kind]: found for kind, found in handlers.items()}
         self._free_transfers = threading.Semaphore(TRANSFERS_MAX)
         self._server = AuthenticatedServer(address, self._serve, "covey gift", first_s=REQUEST_TIMEOUT_S)
@@ -103,7 +112,7 @@ class TransferServer:
         self._server.close()
 
     def _serve(self, connection: socket.socket) -> None:
-        with self._free_transfers, contextlib.suppress(msgspec.MsgspecError):  # a disconnected receiver requests again
+        with self._free_transfers, contextlib.suppress(msgspec.MsgspecError):  # disconnects a client that sends invalid digests
             self._handle_request(connection)
 
     def _handle_request(self, connection: socket.socket) -> None:
@@ -124,11 +133,13 @@ def fetch_from_donor(
     known: ReceiverTensors = NO_TENSORS,
     begin: Callable[[], None] = lambda: None,
 ) -> DonatedState:
-    """Receive a state. Raise `PeerError` if the donor is gone; destination tensors may then be partly written.
+    """Request what `kind` (one of `REQUEST_KINDS`) names, with the argument `wanted`, and return it.
 
-    `destinations` are tensors of this process by path. A tensor that fits is received into its destination, which saves memory
-    and a copy; but not in a state after the optimizer, which is loaded twice and must not change. `begin` is called when the
-    donor has answered, before any `known` memory is written.
+    A tensor is received into the tensor of the same path in `destinations` or `known` if that is contiguous, on the CPU, and of
+    the same shape and dtype, which saves memory and a copy. `destinations` is ignored for a state after the optimizer, which is
+    loaded twice and must not change. If the donor's memory cannot be read, a tensor whose digest in `known` equals the donor's
+    is not sent. `begin` is called when the donor has replied, before any memory is written. Raise `PeerError` if the transfer
+    fails; destination tensors may then be partly written.
     """
     try:
         with socket.create_connection((donor.address, donor.port), CONNECT_TIMEOUT_S) as connection:
@@ -174,13 +185,14 @@ def _send_state(connection: socket.socket, donation: DonatedState) -> None:
 
 
 def _send_bytes(connection: socket.socket, view: memoryview) -> None:
-    """Send in chunks, so that the timeout limits the time without progress, not the total time."""
+    """Send in chunks, so that the connection's timeout applies to each chunk and not to the total time."""
     for start in range(0, view.nbytes, SEND_CHUNK_BYTES):
         connection.sendall(view[start : start + SEND_CHUNK_BYTES])
 
 
 def _match_digests(connection: socket.socket, tensors: list[Any]) -> set[int]:
-    """Return the numbers of the tensors that the receiver already has."""
+    """Receive the digests of tensors that the receiver has, reply which of them are current, and return the numbers of these
+    tensors. Raise `EOFError` if the digests are too large, and `MsgspecError` if they are invalid."""
     size = int.from_bytes(_receive_exactly(connection, bytearray(8)), "big")
     if size > HEADER_MAX:
         raise EOFError(f"the digests have {size} bytes, the limit is {HEADER_MAX}")
@@ -191,7 +203,7 @@ def _match_digests(connection: socket.socket, tensors: list[Any]) -> set[int]:
 
 
 def tensor_digest(tensor: Any) -> bytes:
-    """Return a digest by which two processes find that they have the same bytes."""
+    """Return a digest of the bytes of a CPU tensor, by which two processes find that they have the same."""
     return hashlib.sha256(_tensor_bytes(tensor)).digest()[:DIGEST_SIZE]
 
 
@@ -231,7 +243,7 @@ def _receive_state(
 
 
 def _request_tensors(connection: socket.socket, described: list[TensorHeader], known: ReceiverTensors) -> set[int]:
-    """Request all tensors except those whose digest the donor confirms, and return the numbers of these."""
+    """Request all tensors except those whose digest the donor confirms, and return the numbers of the confirmed ones."""
     offered = {
         number: known.digests[wanted.path]
         for number, wanted in enumerate(described)
@@ -247,7 +259,7 @@ def _request_tensors(connection: socket.socket, described: list[TensorHeader], k
 
 
 def _destination_tensors(described: list[TensorHeader], destinations: Mapping[str, Any]) -> list[Any]:
-    """Return for each tensor its destination if it fits; the others share one newly allocated buffer."""
+    """Return for each tensor its destination if it fits, else a new tensor; the new ones share one buffer."""
     torch = torch_module()
     found: list[Any] = []
     fresh = allocate_buffer(
@@ -281,7 +293,8 @@ def _tensor_bytes(tensor: Any) -> memoryview:
 
 
 def _receive_exactly(connection: socket.socket, into: Any) -> Any:
-    """Fill a buffer from a connection and return it. Raise `EOFError` if the connection closes before."""
+    """Fill a buffer from a connection and return it. Raise `EOFError` if the connection is closed first, and `OSError` after a
+    timeout."""
     view = memoryview(into)
     while view.nbytes:
         count = connection.recv_into(view)

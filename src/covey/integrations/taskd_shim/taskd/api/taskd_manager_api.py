@@ -1,4 +1,4 @@
-"""The manager's calls."""
+"""TaskD's calls for a manager, implemented by `covey.integrations.taskd`."""
 
 from covey.integrations.taskd import init_taskd_manager, start_taskd_manager
 

@@ -1,4 +1,4 @@
-"""The proxy's calls."""
+"""TaskD's calls for a proxy, implemented by `covey.integrations.taskd`."""
 
 from covey.integrations.taskd import destroy_taskd_proxy, init_taskd_proxy
 
