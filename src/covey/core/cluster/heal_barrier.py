@@ -200,6 +200,8 @@ class SafePoint:
         reports are in, which keeps a heal O(N).
         """
         self.reports[rank] = report
+        if self.done:
+            return {rank: HealPlan(self.generation, done=True)}
         complete = len(self.reports) == world
         self.done = complete and all(r.finished for r in self.reports.values())
         if self._plans and not self.done:
