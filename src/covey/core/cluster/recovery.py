@@ -699,14 +699,14 @@ class Recovery:
         """Handle the report of a rank at a safe point; when all ranks have reported, send each its heal plan."""
         member = self._members.member_at(connection)
         if member is None or member.role is not Role.WORKER or report.generation != self._lifecycle.generation:
-            return None
+            return
         plans = self._barrier.add_report(member, report)
         if not plans:
-            return None
+            return
         if failure := next((plan.failure for plan in plans.values() if plan.failure), ""):
             if self._shutdown.state is ShutdownState.RUNNING:  # during a dump the ranks dump where they are
                 self._roll_back_to_checkpoint(step, failure)
-            return None
+            return
         self._incidents.mark_stage(Stage.REFORMED, step.now)
         if self._barrier.is_state_lost() and not self._lifecycle.is_restarting:
             self._lifecycle.note_state_lost("no rank holds the training state any more")
@@ -720,7 +720,6 @@ class Recovery:
         for rank, plan in plans.items():
             message = msgspec.structs.replace(plan, member_indexes=indexes) if indexes else plan
             step.out.send(workers[rank].connection, message)
-        return None
 
     def on_state_fetched(self, step: Step, connection: int, report: StateFetched) -> None:
         if self._members.is_connected(connection) and report.generation == self._lifecycle.generation:
