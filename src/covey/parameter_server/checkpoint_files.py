@@ -111,6 +111,7 @@ def export(folder: str | os.PathLike[str], target: str | os.PathLike[str], step:
 
     Raise `StoreError` if there is none, or a file cannot be read or written.
     """
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     if step is None:
@@ -129,8 +130,8 @@ def export(folder: str | os.PathLike[str], target: str | os.PathLike[str], step:
     try:
         save_file(result, temporary)
         replace_durably(temporary, Path(target))
-    except OSError as error:
-        raise StoreError(f"{target} cannot be written: {error.strerror}") from None
+    except (OSError, SafetensorError) as error:
+        raise StoreError(f"{target} cannot be written: {getattr(error, 'strerror', None) or error}") from None
     return step
 
 
