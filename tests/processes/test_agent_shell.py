@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 from tests.processes.fakes import FakeScheduler, fake_scheduler
 from tests.processes.harness import free_port, until
 
@@ -40,6 +41,7 @@ def lead(
     then: Callable[[Agent], None] = lambda agent: None,
     hangs_up: bool = False,
     command: Sequence[str] = ("true",),
+    standby_addresses: tuple[tuple[str, int], ...] = (),
 ) -> tuple[RunOutcome, FakeScheduler]:
     """Run an agent; return its outcome and the fake scheduler. `then` is called after the agent received its children."""
     port = free_port()
@@ -56,7 +58,12 @@ def lead(
         settings = load_settings({"MS_ENABLE_RECOVERY": "1", "MS_RECOVERY_PATH": str(tmp_path), "COVEY_GRACE": "600"}).settings
         logs = str(tmp_path / "logs")
         job = AgentJob(command=list(command), python=False, fork=False, world=1, slots=1, cwd=str(tmp_path), log_dir=logs)
-        agent = Agent(job, settings, SchedulerAddress("127.0.0.1", port), {"PATH": os.environ["PATH"]})
+        agent = Agent(
+            job,
+            settings,
+            SchedulerAddress("127.0.0.1", port, standby_addresses=standby_addresses),
+            {"PATH": os.environ["PATH"]},
+        )
 
         def told(_: DesiredChildren) -> None:
             agent.on_start = lambda _: None  # only once
@@ -77,6 +84,20 @@ def test_agent_resends_draining_after_reconnect(tmp_path: Path) -> None:
     again = [message for link, message in scheduler.messages if link == 2]
     assert [type(message) for message in again if isinstance(message, Draining | Leave)] == [Draining, Leave]
     assert outcome == RunOutcome(143, "the agent was asked to leave (SIGTERM)")
+
+
+@pytest.mark.parametrize(("standbys", "leaves"), [((), True), ((("127.0.0.2", 1),), False)])
+def test_draining_host_takes_the_scheduler_along_unless_another_host_has_one(
+    tmp_path: Path, standbys: tuple[tuple[str, int], ...], leaves: bool
+) -> None:
+    """If `scheduler_leaves`, the ranks dump and the run ends; a scheduler of another host continues it."""
+
+    def drain(agent: Agent) -> None:
+        agent.hosts_scheduler = True
+        agent.drain_host(signal.SIGTERM)
+
+    _, scheduler = lead(tmp_path, then=drain, standby_addresses=standbys)
+    assert [m.scheduler_leaves for _, m in scheduler.messages if isinstance(m, Draining)] == [leaves]
 
 
 def test_worker_starting_during_second_ctrl_c_is_killed(tmp_path: Path) -> None:
@@ -130,4 +151,4 @@ def test_scheduler_that_cannot_be_restarted_is_abandoned_with_a_reason(tmp_path:
 
     code, reason = asyncio.run(check())
     assert code == ExitCode.SCHEDULER_LOST
-    assert reason.startswith("the scheduler died (SIGKILL) and cannot be restarted: [Errno 20]")
+    assert reason.startswith("the scheduler died (killed by SIGKILL) and cannot be restarted: [Errno 20]")

@@ -209,7 +209,8 @@ class Agent:
         its step before it exits; the scheduler can then restart its rank on another host."""
         assert self._runtime is not None
         reason = f"the agent was asked to leave ({signal.Signals(number).name})"
-        self._draining_message = Draining(reason, scheduler_leaves=self.hosts_scheduler)
+        is_only_scheduler = self.hosts_scheduler and not self._scheduler_address.standby_addresses
+        self._draining_message = Draining(reason, scheduler_leaves=is_only_scheduler)
         self._send_to_scheduler(self._draining_message)
         self._leave_task = asyncio.create_task(self._end_children_and_leave(number, reason))
 

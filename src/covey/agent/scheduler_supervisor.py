@@ -24,6 +24,7 @@ from covey.log import log
 from covey.runtime.child_environment import HANDOFF_VARIABLE, SchedulerHandoff
 from covey.runtime.listeners import ListeningSockets
 from covey.runtime.restart_backoff import RestartBackoff
+from covey.template_process.protocol import exit_from_status
 
 RESTART_DELAYS_S: Final = (0.0,) * 5  # five immediate restarts; the count starts over after STABLE_AFTER_S of running
 STABLE_AFTER_S: Final = 60.0
@@ -175,7 +176,7 @@ class SchedulerProcess:
                 return self._on_give_up(
                     code, f"the scheduler exited with code {code}: {self._read_last_line()} ({self._log_path})"
                 )
-            cause = signal.Signals(-code).name if code < 0 else f"code {code}"
+            cause = exit_from_status("scheduler", 0, code).reason
             if backoff.record_exit(loop.time() - started) is None:
                 return self._on_give_up(
                     ExitCode.SCHEDULER_LOST, f"the scheduler died {backoff.exits} times ({cause}): see {self._log_path}"

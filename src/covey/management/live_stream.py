@@ -268,8 +268,12 @@ class LiveStream:
             return None
         client = StreamClient()
         self._clients.add(client)
-        if len(self._clients) == 1:  # without clients, updates record only chart points
-            self._publish_update()
+        try:
+            if len(self._clients) == 1:  # without clients, updates record only chart points
+                self._publish_update()
+        except Exception:
+            self._clients.discard(client)
+            raise
         self._update_requested.set()
         return self._stream_messages(client)
 

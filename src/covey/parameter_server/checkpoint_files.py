@@ -119,6 +119,7 @@ def export(folder: str | os.PathLike[str], target: str | os.PathLike[str], step:
     Raise `StoreError` if a part of the step is missing or damaged, or no step is complete. If the file cannot be written, raise
     `SafetensorError` or `StoreError`.
     """
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
     if step is None:
@@ -137,8 +138,8 @@ def export(folder: str | os.PathLike[str], target: str | os.PathLike[str], step:
     try:
         save_file(result, temporary)
         replace_durably(temporary, Path(target))
-    except OSError as error:
-        raise StoreError(f"{target} cannot be written: {error.strerror}") from None
+    except (OSError, SafetensorError) as error:
+        raise StoreError(f"{target} cannot be written: {getattr(error, 'strerror', None) or error}") from None
     return step
 
 

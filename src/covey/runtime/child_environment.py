@@ -18,7 +18,7 @@ SPARE_VARIABLE: Final = "COVEY_PROMOTED_LOG"  # in a spare: log of the worker it
 SPARE_STDERR_VARIABLE: Final = "COVEY_PROMOTED_STDERR"  # in a spare: the same for stderr, if it has its own file
 PROGRESS_FD_VARIABLE: Final = "COVEY_SUPERVISED"  # in a supervised script: descriptor for its newest step and its exception
 HANDOFF_VARIABLE: Final = "COVEY_KEPT"  # in an agent's scheduler: a `SchedulerHandoff` as JSON
-RANK_VARIABLES: Final = ("RANK", "LOCAL_RANK", "ROLE_RANK", "GROUP_RANK", "RANK_ID", "DEVICE_ID")  # unset in a waiting spare
+RANK_VARIABLES: Final = ("RANK", "LOCAL_RANK", "ROLE_RANK", "RANK_ID", "DEVICE_ID")  # unset in a waiting spare
 STACK_SIGNAL: Final = signal.SIGUSR2  # makes a worker write its threads' stacks to stderr, unless the script handles it
 
 

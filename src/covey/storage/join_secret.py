@@ -11,6 +11,7 @@ import os
 import secrets
 from pathlib import Path
 
+from covey.atomic_file import sync_directory, write_synced
 from covey.errors import StoreError, UsageError
 
 
@@ -64,14 +65,13 @@ def _create_secret(path: Path) -> None:
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         temporary = path.with_name(f"secret.{secrets.token_hex(8)}")
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_hex(32) + "\n")
+        write_synced(temporary, f"{secrets.token_hex(32)}\n".encode(), mode=0o600)
         try:
             os.link(temporary, path)  # fails if another process was first: its secret is then used
         except FileExistsError:
             pass
         finally:
             temporary.unlink()
+        sync_directory(path.parent)
     except OSError as error:
         raise StoreError(f"cannot create the secret file {path} ({error.strerror}): set COVEY_SECRET") from None

@@ -8,8 +8,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
+import pytest
 from tests.http.serving import FakeScheduler, example_node, example_recovery, example_view
 
+from covey.core.cluster.view import ClusterView
 from covey.core.effects import PublishEvent
 from covey.core.types import NodeState, Phase, Role
 from covey.management.live_stream import CLIENTS_MAX, QUEUED_MESSAGES_MAX, ChartHistory, ChartPoint, LiveStream, StreamClient
@@ -98,6 +100,17 @@ def test_stream_limits_clients_and_close_ends_them() -> None:
         assert live.stream() is not None, "a closed stream must free its slot"
 
     asyncio.run(scenario())
+
+
+def test_failed_first_update_leaves_no_client_behind() -> None:
+    class BrokenScheduler(FakeScheduler):
+        def view(self) -> ClusterView:
+            raise RuntimeError("no view")
+
+    live = LiveStream(BrokenScheduler(example_view()), "")
+    for _ in range(CLIENTS_MAX + 1):
+        with pytest.raises(RuntimeError, match="no view"):
+            live.stream()
 
 
 def test_client_without_snapshot_queues_no_messages() -> None:

@@ -394,6 +394,14 @@ def test_recover_raises_if_the_replica_is_lost_too() -> None:
 # -- checkpoint files ------------------------------------------------------------------------------------------------
 
 
+def test_export_to_a_missing_directory_is_a_store_error(tmp_path: Path) -> None:
+    group = ServerGroup(ServingSettings(servers=1, workers=2))
+    group.train(1)
+    group.declared_client().save(1, str(tmp_path), keep=2)
+    with pytest.raises(StoreError, match=r"missing/out\.safetensors cannot be written"):
+        checkpoint_files.export(tmp_path, tmp_path / "missing" / "out.safetensors")
+
+
 def test_checkpoint_is_loaded_by_any_number_of_servers_and_exported(tmp_path: Path) -> None:
     group = ServerGroup(ServingSettings(servers=3, workers=2))
     saved = group.train(3)

@@ -205,6 +205,8 @@ class SafePoint:
         although some ranks have resumed, return {}. `addresses` is called only to make plans, which keeps a heal O(N).
         """
         self.reports[rank] = report
+        if self.done:
+            return {rank: HealPlan(self.generation, done=True)}
         complete = len(self.reports) == world
         self.done = complete and all(r.finished for r in self.reports.values())
         if self._plans and not self.done:

@@ -765,12 +765,14 @@ class Recovery:
         """
         member = self._members.member_at(connection)
         if member is None or member.role is not Role.WORKER or report.generation != self._lifecycle.generation:
-            return None
+            return
         plans = self._barrier.add_report(member, report)
         if not plans:
-            return None
+            return
         if failure := next((plan.failure for plan in plans.values() if plan.failure), ""):
-            return self._roll_back_to_checkpoint(step, failure)
+            if self._shutdown.state is ShutdownState.RUNNING:  # during a dump the ranks dump where they are
+                self._roll_back_to_checkpoint(step, failure)
+            return
         self._incidents.mark_stage(Stage.REFORMED, step.now)
         if self._barrier.is_state_lost() and not self._lifecycle.is_restarting:
             self._lifecycle.note_state_lost("no rank holds the training state any more")
@@ -784,7 +786,6 @@ class Recovery:
         for rank, plan in plans.items():
             message = msgspec.structs.replace(plan, member_indexes=indexes) if indexes else plan
             step.out.send(workers[rank].connection, message)
-        return None
 
     def on_state_fetched(self, step: Step, connection: int, report: StateFetched) -> None:
         if self._members.is_connected(connection) and report.generation == self._lifecycle.generation:
@@ -816,7 +817,8 @@ class Recovery:
                     self._members.set_error(member, None)
             if step.cluster.joining_ids:
                 self._resize.finish_growth()
-            if not (step.cluster.departing_ids and self._resize.release_next_leavers(step)):
+            may_release = step.cluster.departing_ids and self._shutdown.state is ShutdownState.RUNNING
+            if not (may_release and self._resize.release_next_leavers(step)):
                 self._incidents.close_if_resumed(step)
         self.update_readiness(step, "all ranks resumed")
 
@@ -840,7 +842,8 @@ class Recovery:
             self._shrink_deadline = NEVER
             self._incidents.mark_stage(Stage.REFORMED, step.now)
             self._lifecycle.set_phase(Phase.READY, reason)
-            if not self._barrier.has_group_met:
+            if not self._barrier.has_group_met:  # no rank will send RankResumed
+                self._resize.finish_growth()
                 self._incidents.close_if_resumed(step)
         elif phase is Phase.RETURNING:
             self._set_shrink_deadline(step)

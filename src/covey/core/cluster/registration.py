@@ -299,17 +299,21 @@ class Registration:
         """Form the cluster if it is complete and no more workers are awaited. If it has not formed within `topo_timeout_s`
         (negative: no limit), end it and return True; else return False."""
         self._form_if_complete(step)
-        limit = self._settings.topo_timeout_s
-        if self._lifecycle.phase is not Phase.FORMING or not 0 <= limit < step.now - self._forming_since:
+        if self._lifecycle.phase is not Phase.FORMING or step.now <= self._forming_deadline:
             return False
-        reason = f"not complete within {limit:g} s: {describe_missing(step.cluster)}"
+        reason = f"not complete within {self._settings.topo_timeout_s:g} s: {describe_missing(step.cluster)}"
         self._shutdown.end(step, ExitCode.NOT_FORMED, reason)
         return True
 
+    @property
+    def _forming_deadline(self) -> float:
+        limit_s = self._settings.topo_timeout_s
+        return self._forming_since + limit_s if limit_s >= 0 else NEVER
+
     def _form_if_complete(self, step: Step) -> None:
         ranks, reason = decide_formation(step.cluster)
-        target = step.cluster.target_workers
-        if ranks is not None and self._members.size(Role.WORKER) < target and step.now < self._last_call_deadline:
+        target, wait_until = step.cluster.target_workers, min(self._last_call_deadline, self._forming_deadline)
+        if ranks is not None and self._members.size(Role.WORKER) < target and step.now < wait_until:
             ranks, reason = None, f"{reason}, waiting a moment for more: at most {count_noun(target, 'worker')} may join"
         self._lifecycle.set_reason(reason)
         if ranks is None:

@@ -66,6 +66,7 @@ from covey.errors import ExitCode
 
 # messages that are still answered after the cluster has ended; all others are ignored
 HANDLED_AFTER_END = (Register, RegisterAgent, Leave, StopRequest, ScaleRequest, KillRequest)
+IGNORED_WHILE_FORMING = (SafePointReport, CollectiveFailed, StateFetched, RankResumed)  # about a generation: there is none yet
 Handler = Callable[[Step, int, Any], None]
 
 
@@ -157,7 +158,8 @@ class SchedulerMachine:
         if phase is Phase.ENDED and not (isinstance(event, MessageReceived) and isinstance(event.message, HANDLED_AFTER_END)):
             self._shutdown.tick_after_end(step)
         elif isinstance(event, MessageReceived):
-            if not isinstance(event.message, ViewRequest):  # answered by the scheduler process
+            is_early = phase is Phase.FORMING and isinstance(event.message, IGNORED_WHILE_FORMING)
+            if not is_early and not isinstance(event.message, ViewRequest):  # the scheduler process answers the latter
                 self._handlers[type(event.message)](step, event.connection, event.message)
         elif isinstance(event, ConnectionLost):
             self._recovery.on_connection_lost(step, event.connection, event.reason)

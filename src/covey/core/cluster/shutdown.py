@@ -46,6 +46,8 @@ def dumpable_ranks(cluster: ClusterState) -> tuple[set[int], str]:
     """Return the ranks that can dump their state and "", or an empty set and the reason why none can."""
     if cluster.has_ended:
         return set(), f"the cluster has ended: {cluster.reason}"
+    if cluster.phase is Phase.FORMING:
+        return set(), "the cluster has not formed yet"
     workers = cluster.members_in_role(Role.WORKER)
     able = {m.rank for m in workers if m.connection and m.is_present and cluster.progress(m).in_loop}
     return able, "" if able else "no rank is in a covey.Loop, so no rank can dump its state"

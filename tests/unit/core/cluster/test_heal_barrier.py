@@ -355,6 +355,16 @@ def test_left_rank_is_marked_finished_when_all_others_are() -> None:
     assert cluster.barrier.safe_point.done
 
 
+def test_barrier_stays_done_if_a_report_is_repeated() -> None:
+    """Rank 3 left without a report, and the others finished. Rank 0 lost its connection, and with it the plan."""
+    cluster = training_cluster(connected=True)
+    cluster.change(cluster.worker("3"), state=NodeState.LEFT)
+    reports(cluster, 0, 1, 2, finished=True)
+    cluster.barrier.count_left_ranks(cluster.step())
+    assert reports(cluster, 0, finished=True) == {0: HealPlan(1, done=True)}
+    assert cluster.barrier.safe_point.done
+
+
 def test_wait_for_left_rank_is_endless() -> None:
     cluster = training_cluster(connected=True)
     assert cluster.barrier.find_endless_wait(cluster.step(), 3, "in collective 6.0", 30.0) == ""

@@ -512,6 +512,14 @@ def test_formation_waits_for_more_workers_than_required() -> None:
     assert cluster.lifecycle.phase is types.Phase.READY and cluster.size(types.Role.WORKER) == 2
 
 
+def test_complete_cluster_forms_at_the_timeout_although_more_workers_may_join() -> None:
+    cluster = EditableCluster(types.ClusterSettings(1, worker_max=3, last_call_s=3.0, topo_timeout_s=10.0))
+    register(cluster, 1, registration("a"), now=9.5)
+    assert not cluster.registration.form_or_give_up(cluster.step(9.9)) and cluster.phase is types.Phase.FORMING
+    assert not cluster.registration.form_or_give_up(cluster.step(10.25))
+    assert cluster.lifecycle.phase is types.Phase.READY and cluster.ended is None
+
+
 def test_formation_ends_after_timeout_extended_by_suspension() -> None:
     cluster = EditableCluster(types.ClusterSettings(2, topo_timeout_s=10.0))
     register(cluster, 1, registration("a"))

@@ -19,6 +19,7 @@ from covey.core.messages import (
     ChildExited,
     ChildStarted,
     ClusterEnded,
+    CollectiveFailed,
     CollectiveNumber,
     DesiredChildren,
     Draining,
@@ -44,6 +45,7 @@ from covey.core.messages import (
     SafePointReport,
     ScaleAccepted,
     ScaleRequest,
+    StateFetched,
     StopRequest,
     TemplateReady,
 )
@@ -1298,3 +1300,15 @@ def test_unknown_connections_and_old_generations_set_no_value() -> None:
     )
     board = EditableCluster.of(made).barrier._rendezvous
     assert not board.values and not board.waiters_by_key
+
+
+@pytest.mark.parametrize(
+    "message", [SafePointReport(0, finished=True), CollectiveFailed(0, "broken"), RankResumed(0, 1), StateFetched(0)]
+)
+def test_reports_about_a_generation_are_ignored_before_formation(message: Any) -> None:
+    made = machine(2)
+    made.step(MessageReceived(register("one"), 1), 0.0)
+    assert made.step(MessageReceived(message, 1), 0.1) == []
+    assert ended(tick(made, 2.0, beats=[1])) is None and phase(made) is Phase.FORMING
+    made.step(MessageReceived(register("two"), 2), 2.0)
+    assert phase(made) is Phase.READY

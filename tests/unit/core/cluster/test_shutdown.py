@@ -77,6 +77,13 @@ def test_a_forbidden_transition_fails(before: ShutdownState, after: ShutdownStat
     assert part.state is before
 
 
+def test_no_rank_can_dump_before_the_cluster_has_formed() -> None:
+    cluster = in_loop("dump")
+    cluster.set(phase=Phase.FORMING)
+    assert dumpable_ranks(cluster) == (set(), "the cluster has not formed yet")
+    assert cluster.shutdown.request_dump(cluster.step(), "enough") == Refused("the cluster has not formed yet")
+
+
 def test_dump_starts_again_if_the_host_of_the_scheduler_leaves_during_a_dump() -> None:
     cluster = in_loop("dump")
     assert isinstance(cluster.shutdown.request_dump(cluster.step(1.0), "enough"), RequestAccepted)
