@@ -176,7 +176,7 @@ def test_repeatedly_killed_scheduler_ends_the_run(shell: Shell) -> None:
         scheduler.kill()
         scheduler.wait()
     assert run.wait() == 31, run.tail()
-    assert re.search(r"the scheduler died 6 times \(SIGKILL\)", run.text())
+    assert re.search(r"the scheduler died 6 times \(killed by SIGKILL\)", run.text())
     shell.assert_no_processes()
 
 

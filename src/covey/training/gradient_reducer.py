@@ -172,7 +172,7 @@ class GradientReducer:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient_ready)
 
     def begin_step(self) -> None:
-        """Start a step. Only its first reduction reuses flat buffers, because all results of the step stay cached."""
+        """Start a step. Only its first reduction reuses flat buffers, because all results of the step may stay cached."""
         self._first_of_step = True
         self._update_buckets()
 

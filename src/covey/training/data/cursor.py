@@ -56,7 +56,7 @@ class DataCursor:
     def start_at_rank(self, group: Communicator, collectives: NumberedCollectives | None) -> None:
         """Set the member index, and create the schedule of a training that starts in the current world.
 
-        `collectives` is None if the ranks run none. Raise `UsageError` if the data set does not fill a batch of all ranks.
+        `collectives` is None if the ranks run none. Raise `UsageError` as `Data.make_schedule` does.
         """
         self._collectives = collectives
         self.member_index = (

@@ -109,7 +109,8 @@ class Data:
     def make_schedule(self, *, seed: int, world: int, accumulate: int) -> SampleSchedule:
         """Return the sample schedule of a training that starts, for one epoch; of a stream, for 0 steps.
 
-        Raise `UsageError` if the samples do not fill a batch of all ranks.
+        Raise `UsageError` if the data set is empty, or if incomplete batches are left out and it does not fill one batch of
+        all ranks.
         """
         if self.is_stream:
             from covey.training.data.stream import initial_stream_schedule
