@@ -17,7 +17,7 @@ from tests.unit.federated.privacy.certificates import Authority
 from covey.errors import PeerError
 from covey.federated import Device
 from covey.federated.device_protocol import GetModel, now_ms
-from covey.federated.privacy.device_identity import DeviceIdentity, DeviceTrust
+from covey.federated.privacy.device_certificates import DeviceIdentity, DeviceTrust
 
 FIRST, SECOND = Authority("first"), Authority("second")
 TRUST = DeviceTrust([FIRST.pem, SECOND.pem])

@@ -79,7 +79,7 @@ DOCUMENTED = (
     Imports("covey.integrations.lightning", ("CoveyStrategy",)),
     Imports("covey.federated"),
     Imports("covey.federated.context", ("KEYS", "from_text")),
-    Imports("covey.federated.privacy.device_identity", ("DeviceIdentity", "DeviceTrust")),
+    Imports("covey.federated.privacy.device_certificates", ("DeviceIdentity", "DeviceTrust")),
     Imports("covey.parameter_server.checkpoint_files", ("export",)),
     Imports("covey.parameter_server.optimizers", ("FTRL", "LazyAdam")),
     Imports("covey.integrations.taskd"),

@@ -20,7 +20,7 @@ ALLOWED = {
     "docs/privacy.md": ("An operator who",),
     "docs/security.md": ("user who runs the scheduler",),
     "src/covey/core/cluster/recovery.py": ("restarted by a user, who may",),
-    "src/covey/core/cluster/resharding.py": ('"shared anew"',),  # the kind of an event
+    "src/covey/core/cluster/server_resize.py": ('"shared anew"',),  # the kind of an event
     "src/covey/management/web/actions.js": ("user who runs the scheduler",),
     "src/covey/scheduler/scheduler.py": ("a user who could kill it",),
     "tests/unit/core/cluster/test_scheduler_machine_effects.py": ("servers shared anew",),

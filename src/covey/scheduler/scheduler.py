@@ -1,7 +1,7 @@
 """The scheduler process: sockets, journal and clock around `core.cluster.scheduler_machine.SchedulerMachine`.
 
 Messages of nodes and requests of clients are passed to the machine, and the resulting effects are queued. The records of all
-queued effects are committed in one transaction (`journal_commits`) before any of these effects is carried out. While the
+queued effects are committed in one transaction (`leader_commits`) before any of these effects is carried out. While the
 journal is not writable, the effects wait in order, at most `PENDING_EFFECTS_MAX`, and heartbeats are still received. Requests
 for views, events and logs change nothing and do not pass through the machine.
 """
@@ -52,7 +52,7 @@ from covey.runtime.failure_report import describe_failure
 from covey.runtime.log_reader import LogRequests
 from covey.runtime.view_stream import ViewStream
 from covey.scheduler.connections import ConnectionTable
-from covey.scheduler.journal_commits import LEASE_NOT_RENEWED, JournalCommits, LeadershipHandedOver, LeaderTerm, SteppedDown
+from covey.scheduler.leader_commits import LEASE_NOT_RENEWED, JournalCommits, LeadershipHandedOver, LeaderTerm, SteppedDown
 from covey.storage.cas_journal import CasJournal
 from covey.storage.journal import Journal
 from covey.transport.connection import Connection, Listener

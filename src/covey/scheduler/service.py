@@ -36,7 +36,7 @@ from covey.runtime.listeners import (
     describe_management_port,
 )
 from covey.runtime.management_port import serve_management_port
-from covey.scheduler.journal_commits import RETRY_DISK_S, LeadershipHandedOver, LeaderTerm, SteppedDown
+from covey.scheduler.leader_commits import RETRY_DISK_S, LeadershipHandedOver, LeaderTerm, SteppedDown
 from covey.scheduler.lease_keeper import LeaseKeeper, StandbyClusterEnded, kill_predecessor
 from covey.scheduler.scheduler import Scheduler, SchedulerInfo, exit_now, on_signal
 from covey.settings import LoadedSettings, Settings, serving_variables, settings_table

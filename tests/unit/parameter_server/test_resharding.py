@@ -1,4 +1,4 @@
-"""Resharding during training: every row is on one server, and results are bitwise equal to those without it."""
+"""ServerResize during training: every row is on one server, and results are bitwise equal to those without it."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from covey.agent.scheduler_supervisor import SchedulerSupervisor
 from covey.errors import StoreError
 from covey.runtime.listeners import ListeningSockets
 from covey.scheduler import service
-from covey.scheduler.journal_commits import SteppedDown
+from covey.scheduler.leader_commits import SteppedDown
 from covey.scheduler.lease_keeper import LeaseKeeper
 from covey.scheduler.service import SchedulerService
 from covey.settings import load_settings

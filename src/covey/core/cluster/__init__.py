@@ -9,7 +9,7 @@ The scheduler's machine is composed of parts. Each part owns its fields, and its
     `incident_log`        recoveries and resizes: their stages, durations and outcomes
     `heal_barrier`        the safe point of a generation, the heal plans made from its reports, the rendezvous store
     `resize`              scale-out, scale-in, shrink and rollback of the number of workers
-    `resharding`          scaling of the parameter servers
+    `server_resize`       scaling of the parameter servers
     `shutdown`            the final dump, the end, and its delivery to all members
     `recovery`            a recovery from "a process died" to "all ranks resumed", with spares
     `failure_detector`    members that are silent or stuck, checked on ticks

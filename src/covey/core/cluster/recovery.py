@@ -19,8 +19,8 @@ import msgspec
 from covey.core.cluster.formation import decide_formation
 from covey.core.cluster.heal_barrier import COLLECTIVE_RETRIES_MAX, HealBarrier
 from covey.core.cluster.members import Heartbeats, Members, describe_members, parse_rank_claim
-from covey.core.cluster.resharding import Resharding
 from covey.core.cluster.resize import Resize, has_left_worker, make_member_indexes, plan_shrink
+from covey.core.cluster.server_resize import ServerResize
 from covey.core.cluster.shutdown import Shutdown, ShutdownState
 from covey.core.cluster.state import NEVER, BaseParts, ClusterState, Step
 from covey.core.effects import Level
@@ -371,11 +371,11 @@ class Recovery:
     """
 
     def __init__(
-        self, base: BaseParts, barrier: HealBarrier, resize: Resize, resharding: Resharding, shutdown: Shutdown
+        self, base: BaseParts, barrier: HealBarrier, resize: Resize, server_resize: ServerResize, shutdown: Shutdown
     ) -> None:
         self._settings, self._lifecycle, self._heartbeats = base.settings, base.lifecycle, base.heartbeats
         self._members, self._incidents = base.members, base.incidents
-        self._barrier, self._resize, self._resharding = barrier, resize, resharding
+        self._barrier, self._resize, self._server_resize = barrier, resize, server_resize
         self._shutdown, self._spares = shutdown, Spares(base.heartbeats, base.members)
         self.first_failure: Failure | None = None  # since the cluster was last READY, or the one that ends the run; None: none
         self._last_rollback_step = -2  # highest step at the last rollback to a checkpoint; -2: there was none
@@ -529,7 +529,7 @@ class Recovery:
         member = self._members.current(member)
         if self._shutdown.state is ShutdownState.DUMPING:
             return self._shutdown.note_death(step, member)
-        if member.role is Role.PSERVER and self._resharding.roll_back_if_joining(step, member, failure.reason):
+        if member.role is Role.PSERVER and self._server_resize.roll_back_if_joining(step, member, failure.reason):
             return None
         if step.cluster.joining_ids and self._resize.roll_back_if_joining(step, member, failure.reason):
             return None
@@ -618,7 +618,7 @@ class Recovery:
         step.out.count("restarts")
         self._incidents.close(step, Outcome.RESTARTED)
         self._resize.finish_growth()  # joining members restart with all others
-        self._resharding.reset_for_restart()
+        self._server_resize.reset_for_restart()
         self._lifecycle.renew_heal_deadline(step.now)
         children = [member for member in self._members.members_without_spares() if member.agent]
         for member in children:
@@ -703,7 +703,7 @@ class Recovery:
             self._shutdown.dump_or_end(step, failure.code if failure else ExitCode.PEER_FAILED, reason, failure)
         elif step.now > self._shrink_deadline:
             self._shrink_to_survivors(step)
-        elif self._resize.roll_back_if_overdue(step) or self._resharding.roll_back_if_overdue(step):
+        elif self._resize.roll_back_if_overdue(step) or self._server_resize.roll_back_if_overdue(step):
             pass
         elif self._barrier.has_unexplained_failure(step.now):
             self._retry_collective(step)

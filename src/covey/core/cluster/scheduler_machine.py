@@ -25,8 +25,8 @@ from covey.core.cluster.incident_log import IncidentLog
 from covey.core.cluster.members import Heartbeats, Members
 from covey.core.cluster.recovery import Recovery
 from covey.core.cluster.registration import Registration
-from covey.core.cluster.resharding import Resharding, is_server_request
 from covey.core.cluster.resize import Resize
+from covey.core.cluster.server_resize import ServerResize, is_server_request
 from covey.core.cluster.shutdown import Shutdown, ShutdownState
 from covey.core.cluster.state import BaseParts, ClusterState, Lifecycle, Outbox, Step
 from covey.core.effects import Level, SchedulerEffect
@@ -102,12 +102,12 @@ class SchedulerMachine:
         base = BaseParts(settings, lifecycle, beats, members, incidents)
         self._barrier = barrier = HealBarrier(base)
         self._resize = resize = Resize(base, barrier)
-        self._resharding = resharding = Resharding(base)
+        self._server_resize = server_resize = ServerResize(base)
         self._shutdown = shutdown = Shutdown(base, resize)
-        self._recovery = recovery = Recovery(base, barrier, resize, resharding, shutdown)
+        self._recovery = recovery = Recovery(base, barrier, resize, server_resize, shutdown)
         self._detector = FailureDetector(base, barrier, shutdown, recovery, now)
         self._registration = registration = Registration(base, barrier, resize, shutdown, recovery, now)
-        self.cluster = ClusterState(base, job, resize, resharding, shutdown, registration)
+        self.cluster = ClusterState(base, job, resize, server_resize, shutdown, registration)
         self._out = Outbox(self.cluster.record)
         self._handlers: dict[type, Handler] = {
             Register: registration.on_register,
@@ -193,7 +193,7 @@ class SchedulerMachine:
 
     def _discount_suspension(self, step: Step, suspended_s: float) -> None:
         """Extend all deadlines and timeouts by the time in which the scheduler was suspended and could not receive."""
-        for part in (self._registration, self._lifecycle, self._resize, self._resharding, self._recovery):
+        for part in (self._registration, self._lifecycle, self._resize, self._server_resize, self._recovery):
             part.postpone(suspended_s)
         for timed in (self._barrier, self._shutdown, self._heartbeats):
             timed.discount_suspension(suspended_s, step.now)
@@ -245,7 +245,7 @@ class SchedulerMachine:
     def _on_server_in_sync(self, step: Step, connection: int, report: ServerInSync) -> None:
         member = self._members.member_at(connection)
         if member is not None and member.role is Role.PSERVER:
-            self._resharding.note_in_sync(step, member, report)
+            self._server_resize.note_in_sync(step, member, report)
 
     def _on_mindspore_detected(self, step: Step, worker: str) -> None:
         """End the run of a MindSpore script, because its workers would wait for a MindSpore scheduler that does not exist.
@@ -260,10 +260,10 @@ class SchedulerMachine:
 
     def _on_scale_request(self, step: Step, connection: int, request: ScaleRequest) -> None:
         reply: ScaleAccepted | Refused
-        if request.roll_back and self._resharding.joining_servers and not self._lifecycle.has_ended:
-            reply = self._resharding.request_roll_back(step)
+        if request.roll_back and self._server_resize.joining_servers and not self._lifecycle.has_ended:
+            reply = self._server_resize.request_roll_back(step)
         elif not request.roll_back and request.start_processes and is_server_request(self.cluster, request):
-            reply = self._resharding.request(step, request)
+            reply = self._server_resize.request(step, request)
         else:
             reply = self._resize.request(step, request)
         step.out.send(connection, reply)
@@ -303,12 +303,12 @@ class SchedulerMachine:
         self._lifecycle.restore(record)
         self._members.restore(record)
         self._resize.restore(record)
-        self._resharding.restore(record, step.now)
+        self._server_resize.restore(record, step.now)
         self._shutdown.restore(record)
         self.incidents.restore([r for r in records if isinstance(r, Incident)])
         if record.phase is Phase.FORMING:
             return None
-        self._members.restore_members(records, record, self._resharding.server_ranks(), step.now)
+        self._members.restore_members(records, record, self._server_resize.server_ranks(), step.now)
         if record.ended is not None:
             return self._shutdown.resume_end(step, record.ended)
         self._barrier.open_generation(self._lifecycle.generation)

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from covey.core.cluster.incident_log import IncidentLog
     from covey.core.cluster.members import Heartbeats, MemberKey, Members
     from covey.core.cluster.registration import Registration
-    from covey.core.cluster.resharding import Resharding
     from covey.core.cluster.resize import Resize
+    from covey.core.cluster.server_resize import ServerResize
     from covey.core.cluster.shutdown import Shutdown
 
 CAUSE_MAX = 1000  # characters of a full restart's cause
@@ -218,18 +218,24 @@ class Lifecycle:
 
 
 class ClusterState:
-    """Read-only view, for decisions, of Lifecycle, Members, Heartbeats, Registration, Resize, Resharding and Shutdown.
+    """Read-only view, for decisions, of Lifecycle, Members, Heartbeats, Registration, Resize, ServerResize and Shutdown.
 
     It has no state of its own.
     """
 
     def __init__(
-        self, base: BaseParts, job: str, resize: Resize, resharding: Resharding, shutdown: Shutdown, registration: Registration
+        self,
+        base: BaseParts,
+        job: str,
+        resize: Resize,
+        server_resize: ServerResize,
+        shutdown: Shutdown,
+        registration: Registration,
     ) -> None:
         members, heartbeats = base.members, base.heartbeats
         self.settings, self.job = base.settings, job
         self._lifecycle, self._members, self._resize = base.lifecycle, members, resize
-        self._resharding, self._shutdown, self._registration = resharding, shutdown, registration
+        self._server_resize, self._shutdown, self._registration = server_resize, shutdown, registration
         self.members: Mapping[MemberKey, Member] = members.members
         self.agents: Mapping[str, AgentInfo] = members.agents
         self.current = members.current
@@ -332,39 +338,39 @@ class ClusterState:
         """The requested world size, as lowered by a rolled-back scale-out; the configured one if none was requested."""
         return self.requested_workers or self.settings.default_target_workers
 
-    # -- of Resharding -----------------------------------------------------------------------------------------------
+    # -- of ServerResize -----------------------------------------------------------------------------------------------
 
     @property
     def sharding(self) -> Sharding | None:
-        return self._resharding.sharding
+        return self._server_resize.sharding
 
     @property
     def is_resharding(self) -> bool:
-        return self._resharding.is_resharding
+        return self._server_resize.is_resharding
 
     @property
     def joining_servers(self) -> ServerRanks:
-        return self._resharding.joining_servers
+        return self._server_resize.joining_servers
 
     @property
     def rows_in_place(self) -> bool:
-        return self._resharding.rows_in_place
+        return self._server_resize.rows_in_place
 
     @property
     def has_row_copies(self) -> bool | None:
-        return self._resharding.has_row_copies
+        return self._server_resize.has_row_copies
 
     @property
     def next_server_number(self) -> int:
-        return self._resharding.next_server_number
+        return self._server_resize.next_server_number
 
     @property
     def current_sharding(self) -> Sharding:
-        return self._resharding.current_sharding
+        return self._server_resize.current_sharding
 
     @property
     def rows_survive_death(self) -> bool:
-        return self._resharding.rows_survive_death
+        return self._server_resize.rows_survive_death
 
     # -- of Shutdown -------------------------------------------------------------------------------------------------
 

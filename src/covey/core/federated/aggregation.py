@@ -18,7 +18,7 @@ from covey.core.federated.secagg.messages import (
     SecaggPhase,
     SecaggVerdict,
 )
-from covey.core.federated.secagg.protocol import SecaggOutcome, SecaggRound
+from covey.core.federated.secagg.scheduler_round import SecaggOutcome, SecaggRound
 
 
 class Unmask(msgspec.Struct, frozen=True):

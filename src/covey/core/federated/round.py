@@ -31,7 +31,7 @@ from covey.core.federated.messages import (
 from covey.core.federated.outbox import Step
 from covey.core.federated.round_window import RoundWindow, ThresholdReached, WindowMissed
 from covey.core.federated.secagg.messages import SecaggForward, SecaggReply, SecaggVerdict
-from covey.core.federated.secagg.protocol import SecaggRound
+from covey.core.federated.secagg.scheduler_round import SecaggRound
 from covey.core.federated.server_roster import Losses, Membership, ServerMember
 from covey.core.plurals import count_noun
 

@@ -43,7 +43,7 @@ from covey.federated.device_protocol import (
     now_ms,
 )
 from covey.federated.model_codec import Floats, ModelLayout, QuantizedModel, encode_flat_header, read_header, view_bytes
-from covey.federated.privacy.device_identity import DeviceIdentity, DeviceTrust, encode_request_to_sign
+from covey.federated.privacy.device_certificates import DeviceIdentity, DeviceTrust, encode_request_to_sign
 from covey.federated.privacy.dp_noise import add_device_noise
 from covey.federated.privacy.fixed_point_ring import DeviceMetrics
 from covey.federated.update_compression import Compressor

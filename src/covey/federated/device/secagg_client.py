@@ -17,7 +17,7 @@ from covey.errors import PeerError, UsageError
 from covey.federated.device_protocol import Code, SecureAnswer, now_ms
 from covey.federated.model_codec import MASKED_TENSOR, Floats
 from covey.federated.privacy import fixed_point_ring
-from covey.federated.privacy.device_identity import PublicKey, encode_keys_to_sign, encode_list_to_sign, is_valid_signature
+from covey.federated.privacy.device_certificates import PublicKey, encode_keys_to_sign, encode_list_to_sign, is_valid_signature
 from covey.federated.privacy.dp_noise import clip_update
 from covey.federated.privacy.fixed_point_ring import DeviceMetrics
 from covey.federated.privacy.secagg_device_state import SecaggSession, make_round_scale

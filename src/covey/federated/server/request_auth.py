@@ -18,7 +18,7 @@ import msgspec
 
 from covey.errors import UsageError
 from covey.federated.device_protocol import now_ms
-from covey.federated.privacy.device_identity import DeviceTrust, PublicKey, encode_request_to_sign, is_valid_signature
+from covey.federated.privacy.device_certificates import DeviceTrust, PublicKey, encode_request_to_sign, is_valid_signature
 from covey.federated.server.http_server import DeviceRequest
 
 FILE_CHECK_INTERVAL_S: Final = 1.0  # between checks for changed files

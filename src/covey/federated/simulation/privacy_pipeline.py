@@ -21,7 +21,7 @@ from covey.core.federated.secagg.messages import (
     ShareList,
     ShareSecrets,
 )
-from covey.core.federated.secagg.protocol import SecaggRound
+from covey.core.federated.secagg.scheduler_round import SecaggRound
 from covey.errors import PeerError
 from covey.federated.model_codec import Floats
 from covey.federated.privacy import dp_noise, fixed_point_ring

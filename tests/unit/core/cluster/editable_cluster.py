@@ -12,9 +12,9 @@ from covey.core.cluster.incident_log import IncidentLog
 from covey.core.cluster.members import Heartbeats, Members
 from covey.core.cluster.recovery import Recovery
 from covey.core.cluster.registration import Registration
-from covey.core.cluster.resharding import Resharding, ReshardingState
 from covey.core.cluster.resize import Resize
 from covey.core.cluster.scheduler_machine import SchedulerMachine
+from covey.core.cluster.server_resize import ServerResize, ServerResizeState
 from covey.core.cluster.shutdown import Shutdown
 from covey.core.cluster.state import BaseParts, ClusterState, Lifecycle, Outbox, Step
 from covey.core.effects import SchedulerEffect
@@ -47,18 +47,18 @@ class EditableCluster(ClusterState):
             base = BaseParts(settings, self.lifecycle, self.heartbeats, self.table, self.incidents)
             self.barrier = HealBarrier(base)
             self.resize = Resize(base, self.barrier)
-            self.resharding = Resharding(base)
+            self.server_resize = ServerResize(base)
             self.shutdown = Shutdown(base, self.resize)
-            self.recovery = Recovery(base, self.barrier, self.resize, self.resharding, self.shutdown)
+            self.recovery = Recovery(base, self.barrier, self.resize, self.server_resize, self.shutdown)
             self.detector = FailureDetector(base, self.barrier, self.shutdown, self.recovery, now=0.0)
             self.registration = Registration(base, self.barrier, self.resize, self.shutdown, self.recovery, now=0.0)
         else:
             self.lifecycle, self.heartbeats, self.table = machine._lifecycle, machine._heartbeats, machine._members
-            self.barrier, self.resize, self.resharding = machine._barrier, machine._resize, machine._resharding
+            self.barrier, self.resize, self.server_resize = machine._barrier, machine._resize, machine._server_resize
             self.incidents, self.shutdown, self.recovery = machine.incidents, machine._shutdown, machine._recovery
             self.detector, self.registration = machine._detector, machine._registration
         base = BaseParts(settings, self.lifecycle, self.heartbeats, self.table, self.incidents)
-        super().__init__(base, job, self.resize, self.resharding, self.shutdown, self.registration)
+        super().__init__(base, job, self.resize, self.server_resize, self.shutdown, self.registration)
         self.out = Outbox(self.record)
         self.set(**fields)
 
@@ -69,14 +69,14 @@ class EditableCluster(ClusterState):
 
     def set(self, **fields: Any) -> None:
         """Set fields of the parts by the names under which `ClusterState` shows them."""
-        owners = (self.lifecycle, self.table, self.resize, self.resharding, self.shutdown, self.registration)
+        owners = (self.lifecycle, self.table, self.resize, self.server_resize, self.shutdown, self.registration)
         for name, value in fields.items():
             if name == "rows_in_place":
-                self.resharding.state = ReshardingState.STABLE if value else ReshardingState.MOVING
+                self.server_resize.state = ServerResizeState.STABLE if value else ServerResizeState.MOVING
                 continue
             setattr(next(part for part in owners if name in vars(part)), name, value)
             if name == "joining_servers":
-                self.resharding.state = ReshardingState.ARRIVING if value else ReshardingState.STABLE
+                self.server_resize.state = ServerResizeState.ARRIVING if value else ServerResizeState.STABLE
 
     def add(self, member: Member, *, progress: Progress | None = None, last_heartbeat_at: float = 0.0) -> Member:
         """Add a member; returns it with its uid."""

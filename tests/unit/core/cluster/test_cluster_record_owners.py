@@ -16,9 +16,9 @@ from covey.core.cluster.incident_log import IncidentLog
 from covey.core.cluster.members import Heartbeats, Members
 from covey.core.cluster.recovery import Recovery
 from covey.core.cluster.registration import Registration
-from covey.core.cluster.resharding import Resharding
 from covey.core.cluster.resize import Resize
 from covey.core.cluster.scheduler_machine import SchedulerMachine
+from covey.core.cluster.server_resize import ServerResize
 from covey.core.cluster.shutdown import Shutdown
 from covey.core.cluster.state import Lifecycle
 from covey.core.events import JournalRead
@@ -31,7 +31,7 @@ PARTS = (
     IncidentLog,
     HealBarrier,
     Resize,
-    Resharding,
+    ServerResize,
     Shutdown,
     Recovery,
     FailureDetector,
@@ -51,11 +51,11 @@ OWNED: dict[str, tuple[type, Any]] = {  # the owner, and a value that is not the
     "requested_workers": (Resize, 4),
     "departing_ids": (Resize, ("3",)),
     "joining_ids": (Resize, ("4",)),
-    "sharding": (Resharding, initial_sharding(3)),
-    "joining_servers": (Resharding, (2,)),
-    "rows_in_place": (Resharding, False),
-    "has_row_copies": (Resharding, False),
-    "next_server_number": (Resharding, 5),
+    "sharding": (ServerResize, initial_sharding(3)),
+    "joining_servers": (ServerResize, (2,)),
+    "rows_in_place": (ServerResize, False),
+    "has_row_copies": (ServerResize, False),
+    "next_server_number": (ServerResize, 5),
     "planned_end": (Shutdown, types.Ended(1, "worker:0 died")),
 }
 OF_SETTINGS = {"job", "worker_num", "server_num"}  # not restored: the settings decide

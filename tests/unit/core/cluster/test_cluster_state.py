@@ -62,7 +62,7 @@ def test_restore_ignores_members_beyond_recorded_world() -> None:
     def taken_over(world: int, coming: tuple[int, ...] = ()) -> EditableCluster:
         made, record = cluster_members(servers=2), types.ClusterRecord("c", "job", 3, 2, types.Phase.READY, 1, world=world)
         made.set(joining_servers=coming)
-        made.table.restore_members((record, *stored_records), record, made.resharding.server_ranks(), 7.0)
+        made.table.restore_members((record, *stored_records), record, made.server_resize.server_ranks(), 7.0)
         return made
 
     made = taken_over(2)

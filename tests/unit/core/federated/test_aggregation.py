@@ -18,7 +18,7 @@ from covey.core.federated.secagg.messages import (
     UnmaskingSecrets,
     UploaderList,
 )
-from covey.core.federated.secagg.protocol import SecaggOutcome, SecaggRound
+from covey.core.federated.secagg.scheduler_round import SecaggOutcome, SecaggRound
 
 SECURE = RoundPlan(threshold=3, secure=True, cipher_window_s=5.0)
 

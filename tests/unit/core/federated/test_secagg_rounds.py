@@ -21,7 +21,7 @@ from covey.core.federated.messages import (
 )
 from covey.core.federated.outbox import FederationEffect, PersistFederation
 from covey.core.federated.secagg.messages import ClientList, GetSecrets, SecaggForward, SecaggPhase, SecaggReply, SecaggVerdict
-from covey.core.federated.secagg.protocol import SecaggOutcome, SecaggRound
+from covey.core.federated.secagg.scheduler_round import SecaggOutcome, SecaggRound
 
 SECURE = msgspec.structs.replace(PLAN, threshold=4, ratio=0.75, secure=True, cipher_window_s=5.0, update_window_s=2.0)
 NAMES = tuple(f"device-{number}" for number in range(4))

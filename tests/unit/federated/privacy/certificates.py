@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from covey.federated.privacy.device_identity import DeviceIdentity
+from covey.federated.privacy.device_certificates import DeviceIdentity
 
 PEM = serialization.Encoding.PEM
 

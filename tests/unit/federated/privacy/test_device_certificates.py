@@ -15,7 +15,7 @@ from covey.errors import PeerError, UsageError
 from covey.federated import Device
 from covey.federated.device.secagg_client import DeviceSignatures
 from covey.federated.device_protocol import SecureAnswer
-from covey.federated.privacy.device_identity import (
+from covey.federated.privacy.device_certificates import (
     DeviceIdentity,
     DeviceTrust,
     encode_keys_to_sign,

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from covey.core.federated.secagg import messages
-from covey.core.federated.secagg.protocol import SecaggOutcome, SecaggRound
+from covey.core.federated.secagg.scheduler_round import SecaggOutcome, SecaggRound
 from covey.federated.privacy import fixed_point_ring
 from covey.federated.privacy.fixed_point_ring import DeviceMetrics, Words
 from covey.federated.privacy.secagg_device_state import SecaggSession, make_round_scale, unmask_sum

@@ -7,9 +7,9 @@ from itertools import product
 import pytest
 from tests.unit.core.cluster.editable_cluster import EditableCluster, training_cluster
 
-from covey.core.cluster import resharding
-from covey.core.cluster.resharding import TRANSITIONS, ReshardingState
+from covey.core.cluster import server_resize
 from covey.core.cluster.resize import JOIN_TIMEOUT_S, ResizePlan
+from covey.core.cluster.server_resize import TRANSITIONS, ServerResizeState
 from covey.core.effects import Persist, SchedulerEffect, Send
 from covey.core.incidents import Incident, Outcome
 from covey.core.messages import ClusterEnded, DesiredChildren, ScaleAccepted, ScaleRequest, ServerInSync, ShardingAssigned
@@ -43,7 +43,9 @@ from covey.core.types import ClusterRecord, MemberRecord, Phase, Role
 )
 def test_impossible_server_resize_is_refused_with_reason(scale_request: ScaleRequest, sentence: str) -> None:
     made = training_cluster(RecoveryStrategy.IN_PLACE, servers=2)
-    assert resharding.is_server_request(made, scale_request) and resharding.plan_server_resize(made, {0, 1}, scale_request) == (
+    assert server_resize.is_server_request(made, scale_request) and server_resize.plan_server_resize(
+        made, {0, 1}, scale_request
+    ) == (
         None,
         sentence,
     )
@@ -51,47 +53,47 @@ def test_impossible_server_resize_is_refused_with_reason(scale_request: ScaleReq
 
 def test_server_resize_requires_ready_cluster_with_all_servers_in_sync() -> None:
     made = training_cluster(RecoveryStrategy.IN_PLACE, servers=2)
-    assert resharding.plan_server_resize(made, {0}, ScaleRequest(servers=3))[1] == (
+    assert server_resize.plan_server_resize(made, {0}, ScaleRequest(servers=3))[1] == (
         "the rows of pserver:1 have no replica yet: try again in a moment"
     )
     made.set(joining_servers=(2,))
-    assert resharding.plan_server_resize(made, {0, 1}, ScaleRequest(servers=3))[1].startswith(
+    assert server_resize.plan_server_resize(made, {0, 1}, ScaleRequest(servers=3))[1].startswith(
         "parameter servers are already being added or removed"
     )
     made.set(joining_servers=(), phase=Phase.HEALING, reason="worker:1 died")
     assert (
-        resharding.plan_server_resize(made, {0, 1}, ScaleRequest(servers=3))[1]
+        server_resize.plan_server_resize(made, {0, 1}, ScaleRequest(servers=3))[1]
         == "The cluster is not ready. It is healing: worker:1 died"
     )
     bare = training_cluster(RecoveryStrategy.IN_PLACE)
-    assert resharding.plan_server_resize(bare, set(), ScaleRequest(servers=3)) == (
+    assert server_resize.plan_server_resize(bare, set(), ScaleRequest(servers=3)) == (
         None,
         "this cluster has no parameter servers",
     )
-    assert not resharding.is_server_request(bare, ScaleRequest(node_ids=["1"])), "where there are none, an id is a worker's"
+    assert not server_resize.is_server_request(bare, ScaleRequest(node_ids=["1"])), "where there are none, an id is a worker's"
 
 
 def test_new_servers_use_least_loaded_agents_and_last_or_named_servers_leave() -> None:
     made = training_cluster(RecoveryStrategy.IN_PLACE, servers=2)
-    change, reason = resharding.plan_server_resize(made, {0, 1}, ScaleRequest(more_servers=2))
+    change, reason = server_resize.plan_server_resize(made, {0, 1}, ScaleRequest(more_servers=2))
     assert (
         change == ResizePlan(["b", "b"], []) and reason == "the number of parameter servers increases from 2 to 4, as requested"
     )
-    change, reason = resharding.plan_server_resize(made, {0, 1}, ScaleRequest(servers=1))
+    change, reason = server_resize.plan_server_resize(made, {0, 1}, ScaleRequest(servers=1))
     assert change == ResizePlan([], [made.members[(Role.PSERVER, "1")]])
     assert reason == "the number of parameter servers decreases from 2 to 1, as requested"
-    change, _ = resharding.plan_server_resize(made, {0, 1}, ScaleRequest(node_ids=["pserver:0"]))
+    change, _ = server_resize.plan_server_resize(made, {0, 1}, ScaleRequest(node_ids=["pserver:0"]))
     assert change == ResizePlan([], [made.members[(Role.PSERVER, "0")]])
     for agent in ("a", "b"):
         made.change_agent(agent, connection=0)
     no_agent = "no agent can start a server: only covey run can add servers"
-    assert resharding.plan_server_resize(made, {0, 1}, ScaleRequest(servers=3)) == (None, no_agent)
+    assert server_resize.plan_server_resize(made, {0, 1}, ScaleRequest(servers=3)) == (None, no_agent)
 
 
 # -- the part -----------------------------------------------------------------------------------------------------------
 
 ALLOWED = [(before, after) for before, states in TRANSITIONS.items() for after in sorted(states)]
-FORBIDDEN = sorted(set(product(ReshardingState, ReshardingState)) - set(ALLOWED))
+FORBIDDEN = sorted(set(product(ServerResizeState, ServerResizeState)) - set(ALLOWED))
 
 
 def in_sync(cluster: EditableCluster, *ranks: int, now: float = 1.0) -> list[SchedulerEffect]:
@@ -99,7 +101,7 @@ def in_sync(cluster: EditableCluster, *ranks: int, now: float = 1.0) -> list[Sch
     for rank in ranks:
         member = cluster.members[(Role.PSERVER, str(rank))]
         report = ServerInSync(cluster.current_sharding.version)
-        cluster.resharding.note_in_sync(cluster.step(now), member, report)
+        cluster.server_resize.note_in_sync(cluster.step(now), member, report)
     return cluster.take_effects()
 
 
@@ -113,13 +115,13 @@ def served() -> EditableCluster:
 def growing() -> EditableCluster:
     """Server 2 was requested and is started on the second host."""
     cluster = served()
-    reply = cluster.resharding.request(cluster.step(1.0), ScaleRequest(servers=3))
+    reply = cluster.server_resize.request(cluster.step(1.0), ScaleRequest(servers=3))
     assert isinstance(reply, ScaleAccepted)
     return cluster
 
 
-def state(cluster: EditableCluster) -> ReshardingState:
-    return cluster.resharding.state
+def state(cluster: EditableCluster) -> ServerResizeState:
+    return cluster.server_resize.state
 
 
 def sent_to(effects: list[SchedulerEffect], kind: type) -> list[int]:
@@ -127,16 +129,16 @@ def sent_to(effects: list[SchedulerEffect], kind: type) -> list[int]:
 
 
 @pytest.mark.parametrize(("before", "after"), ALLOWED)
-def test_an_allowed_transition_is_made(before: ReshardingState, after: ReshardingState) -> None:
-    part = training_cluster(servers=2).resharding
+def test_an_allowed_transition_is_made(before: ServerResizeState, after: ServerResizeState) -> None:
+    part = training_cluster(servers=2).server_resize
     part.state = before
     part._set_state(after)
-    assert part.state is after and part.is_resharding is (after is not ReshardingState.STABLE)
+    assert part.state is after and part.is_resharding is (after is not ServerResizeState.STABLE)
 
 
 @pytest.mark.parametrize(("before", "after"), FORBIDDEN)
-def test_a_forbidden_transition_fails(before: ReshardingState, after: ReshardingState) -> None:
-    part = training_cluster(servers=2).resharding
+def test_a_forbidden_transition_fails(before: ServerResizeState, after: ServerResizeState) -> None:
+    part = training_cluster(servers=2).server_resize
     part.state = before
     with pytest.raises(AssertionError, match=f"no transition from {before} to {after}"):
         part._set_state(after)
@@ -150,7 +152,7 @@ def test_new_servers_are_durable_before_the_cluster_and_own_no_rows() -> None:
     assert records == [MemberRecord, ClusterRecord, Incident]
     assert sent_to(effects, DesiredChildren) == [2] and not sent_to(effects, ShardingAssigned)
     assert (cluster.joining_servers, cluster.rows_in_place, cluster.next_server_number) == ((2,), True, 3)
-    assert set(cluster.current_sharding.owners) == {0, 1} and cluster.resharding.server_ranks() == {0, 1, 2}
+    assert set(cluster.current_sharding.owners) == {0, 1} and cluster.server_resize.server_ranks() == {0, 1, 2}
 
 
 def test_rows_move_when_all_servers_are_in_sync_and_settle_when_they_are_again() -> None:
@@ -158,14 +160,14 @@ def test_rows_move_when_all_servers_are_in_sync_and_settle_when_they_are_again()
     cluster.take_effects()
     assert in_sync(cluster, 0, 1) == [], "the new one is still to come"
     moving = in_sync(cluster, 2)
-    assert state(cluster) is ReshardingState.MOVING and cluster.joining_servers == ()
+    assert state(cluster) is ServerResizeState.MOVING and cluster.joining_servers == ()
     assert set(cluster.current_sharding.owners) == {0, 1, 2}
     durable = next(n for n, effect in enumerate(moving) if isinstance(effect, Persist))
     published = [n for n, effect in enumerate(moving) if isinstance(effect, Send)]
     assert published and durable < min(published), "a server learns no sharding that a restarted scheduler does not know"
     assert in_sync(cluster, 0, 1) == []
     in_sync(cluster, 2)
-    assert state(cluster) is ReshardingState.STABLE
+    assert state(cluster) is ServerResizeState.STABLE
     assert cluster.incidents.records[-1].outcome is Outcome.RESUMED and cluster.rows_survive_death
 
 
@@ -174,29 +176,29 @@ def test_report_of_earlier_sharding_is_ignored() -> None:
     in_sync(cluster, 0, 1, 2)
     for rank in range(3):
         member = cluster.members[(Role.PSERVER, str(rank))]
-        cluster.resharding.note_in_sync(cluster.step(1.0), member, ServerInSync(0))
-    assert state(cluster) is ReshardingState.MOVING
+        cluster.server_resize.note_in_sync(cluster.step(1.0), member, ServerInSync(0))
+    assert state(cluster) is ServerResizeState.MOVING
 
 
 def test_departing_server_leaves_after_its_rows_moved() -> None:
     cluster = served()
-    reply = cluster.resharding.request(cluster.step(1.0), ScaleRequest(servers=1))
-    assert isinstance(reply, ScaleAccepted) and state(cluster) is ReshardingState.MOVING
+    reply = cluster.server_resize.request(cluster.step(1.0), ScaleRequest(servers=1))
+    assert isinstance(reply, ScaleAccepted) and state(cluster) is ServerResizeState.MOVING
     assert cluster.size(Role.PSERVER) == 2 and set(cluster.current_sharding.owners) == {0}
     cluster.take_effects()
     effects = in_sync(cluster, 0, 1)
     assert sent_to(effects, ClusterEnded) == [21] and cluster.size(Role.PSERVER) == 1
     assert cluster.table.member_at(21) is None and not cluster.rows_survive_death
-    assert cluster.resharding.server_ranks() == {0}
+    assert cluster.server_resize.server_ranks() == {0}
 
 
 def test_scale_out_is_rolled_back_only_by_death_of_joining_server() -> None:
     cluster = growing()
     step = cluster.step(2.0)
-    assert not cluster.resharding.roll_back_if_joining(step, cluster.members[(Role.PSERVER, "1")], "killed")
+    assert not cluster.server_resize.roll_back_if_joining(step, cluster.members[(Role.PSERVER, "1")], "killed")
     assert cluster.joining_servers == (2,)
-    assert cluster.resharding.roll_back_if_joining(step, cluster.members[(Role.PSERVER, "2")], "killed")
-    assert (list(cluster.joining_servers), state(cluster)) == ([], ReshardingState.STABLE) and cluster.size(Role.PSERVER) == 2
+    assert cluster.server_resize.roll_back_if_joining(step, cluster.members[(Role.PSERVER, "2")], "killed")
+    assert (list(cluster.joining_servers), state(cluster)) == ([], ServerResizeState.STABLE) and cluster.size(Role.PSERVER) == 2
     incident = cluster.incidents.records[-1]
     assert incident.outcome is Outcome.ROLLED_BACK
     assert incident.reason.endswith("pserver:2 did not join: killed; the scale-out is rolled back")
@@ -204,18 +206,20 @@ def test_scale_out_is_rolled_back_only_by_death_of_joining_server() -> None:
 
 def test_late_scale_out_is_rolled_back_and_suspension_extends_its_time() -> None:
     cluster = growing()
-    cluster.resharding.postpone(5.0)
-    assert not cluster.resharding.roll_back_if_overdue(cluster.step(1.0 + JOIN_TIMEOUT_S + 5.0))
-    assert cluster.resharding.roll_back_if_overdue(cluster.step(1.1 + JOIN_TIMEOUT_S + 5.0))
-    assert not cluster.resharding.roll_back_if_overdue(cluster.step(1000.0)), "there is none any more"
+    cluster.server_resize.postpone(5.0)
+    assert not cluster.server_resize.roll_back_if_overdue(cluster.step(1.0 + JOIN_TIMEOUT_S + 5.0))
+    assert cluster.server_resize.roll_back_if_overdue(cluster.step(1.1 + JOIN_TIMEOUT_S + 5.0))
+    assert not cluster.server_resize.roll_back_if_overdue(cluster.step(1000.0)), "there is none any more"
     assert cluster.next_server_number == 3, "no number is given twice"
 
 
 @pytest.mark.parametrize(
     ("coming", "moved", "expected"),
-    [((), True, ReshardingState.STABLE), ((2,), True, ReshardingState.ARRIVING), ((), False, ReshardingState.MOVING)],
+    [((), True, ServerResizeState.STABLE), ((2,), True, ServerResizeState.ARRIVING), ((), False, ServerResizeState.MOVING)],
 )
-def test_state_is_restored_from_record(coming: tuple[int, ...], moved: bool, expected: ReshardingState) -> None:
+def test_state_is_restored_from_record(coming: tuple[int, ...], moved: bool, expected: ServerResizeState) -> None:
     cluster = training_cluster(servers=2)
-    cluster.resharding.restore(ClusterRecord("c", "", 4, 2, Phase.READY, 1, joining_servers=coming, rows_in_place=moved), 5.0)
+    cluster.server_resize.restore(
+        ClusterRecord("c", "", 4, 2, Phase.READY, 1, joining_servers=coming, rows_in_place=moved), 5.0
+    )
     assert state(cluster) is expected and (cluster.joining_servers, cluster.rows_in_place) == (coming, moved)

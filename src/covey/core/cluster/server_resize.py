@@ -25,16 +25,16 @@ from covey.core.plurals import count_noun, is_or_are
 from covey.core.types import ClusterRecord, Member, MemberRecord, Phase, Role
 
 
-class ReshardingState(StrEnum):
+class ServerResizeState(StrEnum):
     STABLE = "stable"
     ARRIVING = "arriving"  # new servers are starting
     MOVING = "moving"  # rows move to their new owners
 
 
-TRANSITIONS: dict[ReshardingState, frozenset[ReshardingState]] = {
-    ReshardingState.STABLE: frozenset({ReshardingState.ARRIVING, ReshardingState.MOVING}),
-    ReshardingState.ARRIVING: frozenset({ReshardingState.STABLE, ReshardingState.MOVING}),
-    ReshardingState.MOVING: frozenset({ReshardingState.STABLE}),
+TRANSITIONS: dict[ServerResizeState, frozenset[ServerResizeState]] = {
+    ServerResizeState.STABLE: frozenset({ServerResizeState.ARRIVING, ServerResizeState.MOVING}),
+    ServerResizeState.ARRIVING: frozenset({ServerResizeState.STABLE, ServerResizeState.MOVING}),
+    ServerResizeState.MOVING: frozenset({ServerResizeState.STABLE}),
 }
 
 
@@ -86,7 +86,7 @@ def plan_server_resize(cluster: ClusterState, in_sync: set[int], request: ScaleR
     return ResizePlan(agents, []), f"the number of parameter servers increases from {count} to {wanted}, as requested"
 
 
-class Resharding:
+class ServerResize:
     """Sharding of the rows over the parameter servers, and its changes.
 
     A sharding is sent only after it was persisted. New servers own no rows until all servers are in sync.
@@ -95,7 +95,7 @@ class Resharding:
     def __init__(self, base: BaseParts) -> None:
         self._settings, self._lifecycle = base.settings, base.lifecycle
         self._members, self._incidents = base.members, base.incidents
-        self.state = ReshardingState.STABLE
+        self.state = ServerResizeState.STABLE
         self.sharding: Sharding | None = None  # None: the initial sharding
         self.joining_servers: ServerRanks = ()  # while ARRIVING: ranks of the new servers; else ()
         self.has_row_copies: bool | None = None  # whether rows have a replica; None: as configured, no slot was ever moved
@@ -106,12 +106,12 @@ class Resharding:
     @property
     def is_resharding(self) -> bool:
         """Whether parameter servers are being added or removed."""
-        return self.state is not ReshardingState.STABLE
+        return self.state is not ServerResizeState.STABLE
 
     @property
     def rows_in_place(self) -> bool:
         """Whether the state is not MOVING: no slots move to other servers."""
-        return self.state is not ReshardingState.MOVING
+        return self.state is not ServerResizeState.MOVING
 
     @property
     def current_sharding(self) -> Sharding:
@@ -130,7 +130,7 @@ class Resharding:
             return set()
         return {*self.current_sharding.servers, *self.joining_servers}
 
-    def _set_state(self, state: ReshardingState) -> None:
+    def _set_state(self, state: ServerResizeState) -> None:
         assert state in TRANSITIONS[self.state], f"no transition from {self.state} to {state}"
         self.state = state
 
@@ -160,7 +160,7 @@ class Resharding:
     # -- adding and removing -----------------------------------------------------------------------------------------
 
     def _start_scale_out(self, step: Step, agents: list[str]) -> None:
-        self._set_state(ReshardingState.ARRIVING)
+        self._set_state(ServerResizeState.ARRIVING)
         for agent in agents:
             number = max(self.next_server_number, self._settings.server_num)
             self.next_server_number = number + 1
@@ -181,14 +181,14 @@ class Resharding:
         self._in_sync.add(member.rank)
         if not self._in_sync >= {m.rank for m in self._members.members_in_role(Role.PSERVER)}:
             return
-        if self.state is ReshardingState.ARRIVING:
+        if self.state is ServerResizeState.ARRIVING:
             self._start_moving(step, ())
-        elif self.state is ReshardingState.MOVING:
+        elif self.state is ServerResizeState.MOVING:
             self._finish(step)
 
     def _start_moving(self, step: Step, departing: ServerRanks) -> None:
         """Enter MOVING: assign the slots to all servers except the departing ones, then persist and send the new sharding."""
-        self._set_state(ReshardingState.MOVING)
+        self._set_state(ServerResizeState.MOVING)
         ring = tuple(sorted(m.rank for m in self._members.members_in_role(Role.PSERVER) if m.rank not in departing))
         sharding = self.current_sharding
         owners, moves = rebalance_slots(sharding.owners, ring)
@@ -204,7 +204,7 @@ class Resharding:
 
         A departing server that is connected is sent `ClusterEnded`.
         """
-        self._set_state(ReshardingState.STABLE)
+        self._set_state(ServerResizeState.STABLE)
         sharding = self.current_sharding
         departing = [m for m in self._members.members_in_role(Role.PSERVER) if m.rank in sharding.leaving]
         self.sharding = msgspec.structs.replace(sharding, leaving=())
@@ -242,7 +242,7 @@ class Resharding:
 
     def roll_back_if_overdue(self, step: Step) -> bool:
         """Roll the scale-out back if not all servers are in sync within `JOIN_TIMEOUT_S`; return whether that happened."""
-        if self.state is not ReshardingState.ARRIVING or step.now <= self._join_deadline:
+        if self.state is not ServerResizeState.ARRIVING or step.now <= self._join_deadline:
             return False
         self._roll_back(step, f"not all joined within {JOIN_TIMEOUT_S:g} s")
         return True
@@ -252,7 +252,7 @@ class Resharding:
 
         The sharding has not changed.
         """
-        self._set_state(ReshardingState.STABLE)
+        self._set_state(ServerResizeState.STABLE)
         joining = [m for m in self._members.members_in_role(Role.PSERVER) if m.rank in self.joining_servers]
         for member in joining:
             self._members.close_connection(member.connection, step.out)
@@ -279,6 +279,6 @@ class Resharding:
         )
         self.next_server_number, self._join_deadline = record.next_server_number, now + JOIN_TIMEOUT_S
         if record.joining_servers:
-            self.state = ReshardingState.ARRIVING
+            self.state = ServerResizeState.ARRIVING
         elif not record.rows_in_place:
-            self.state = ReshardingState.MOVING
+            self.state = ServerResizeState.MOVING

@@ -13,7 +13,7 @@ from tests.documents import ROOT
 from tests.unit.core.federated.secagg.secure_devices import REACH, SecaggSimulation
 
 from covey.core.federated.secagg import messages, neighbor_graph, shamir
-from covey.core.federated.secagg.protocol import SecaggRound
+from covey.core.federated.secagg.scheduler_round import SecaggRound
 from covey.errors import PeerError, UsageError
 from covey.federated.privacy import fixed_point_ring, secagg_masks
 from covey.federated.privacy.fixed_point_ring import DeviceMetrics
