@@ -81,5 +81,5 @@ def test_host_takes_at_most_the_allowed_extra_ranks(shell: Shell) -> None:
     lost.kill()
     assert stays.wait(LONG_S) == 30, shell.tails()
     assert re.search(r"the agent on \S+ is gone", stays.text()), stays.text()
-    assert re.search(r"no host is left that could take worker:\d over \(COVEY_EXTRA_RANKS is 1\)", shell.log("scheduler"))
+    assert re.search(r"no other host can run worker:\d \(COVEY_EXTRA_RANKS is 1\)", shell.log("scheduler"))
     assert re.search(r"step 6 is in \S+dump\S+", stays.text()), stays.text()

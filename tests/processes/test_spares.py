@@ -57,8 +57,8 @@ def test_spare_replaces_one_of_two_dead_and_next_spare_a_third(shell: Shell, und
     assert run.wait(LONG_S) == 0, run.tail()
     assert final_hash(shell) == undisturbed
     output = shell.log("scheduler")
-    assert len(re.findall(r"cluster promote: spare:0 on \S+ takes the place of worker:[012]", output)) == 2, output
-    assert len(re.findall(r"cluster recover-in-place: worker:[01] is started again", output)) == 1, output
+    assert len(re.findall(r"cluster promote: spare:0 on \S+ replaces worker:[012]", output)) == 2, output
+    assert len(re.findall(r"cluster recover-in-place: worker:[01] is restarted", output)) == 1, output
     assert re.search(r"recover of worker:2 \(killed by SIGKILL\): .*, resumed", output), output
     assert [shell.log(rank).count("BEGINS at") for rank in range(WORLD)] == [2, 2, 2], (
         "a promoted spare must write to the rank's log"
@@ -104,8 +104,8 @@ def test_late_host_of_spares_replaces_lost_host(shell: Shell, undisturbed: str) 
     assert [run.wait(LONG_S) for run in (stays, spares)] == [0, 0], shell.tails()
     assert final_hash(shell) == undisturbed
     output = shell.log("scheduler")
-    assert len(re.findall(r"cluster promote: spare:0 on \S+ takes the place of worker:[12]", output)) == 1, output
-    assert len(re.findall(r"cluster recover: worker:[12] is started again", output)) == 1, output
+    assert len(re.findall(r"cluster promote: spare:0 on \S+ replaces worker:[12]", output)) == 1, output
+    assert len(re.findall(r"cluster recover: worker:[12] is restarted", output)) == 1, output
 
 
 @pytest.mark.long

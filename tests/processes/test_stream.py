@@ -57,7 +57,7 @@ def test_stream_training_is_bitwise_equal_after_any_death(shell: Shell, tmp_path
     train(shell, script=SCRIPT, LOADERS="2", FAULTS=deaths, STEPS="21")
     marks = {path.name for path in (shell.folder / "marks").iterdir() if path.is_file()}
     assert marks == {death.replace(":", "-") for death in deaths.split()}, "not all faults were injected"
-    output = [shell.log(rank).count("each sample counts once as long as the world keeps its size") for rank in range(3)]
+    output = [shell.log(rank).count("each sample is used once only while the world size does not change") for rank in range(3)]
     assert output == [1, 0, 0], "it must be logged once at the start"
     train(shell, script=SCRIPT, LOADERS="2", STEPS="22", SAYS="1")
     assert final_hash(shell) == undisturbed
