@@ -6,9 +6,8 @@ covey.init()                                   # joins the cluster; alone, the w
 rank, world = covey.get_rank(), covey.get_group_size()
 covey.reduce([p.grad for p in model.parameters()])   # the mean of the gradients over all workers
 
-The module of a public name is imported when the name is first used, so that commands and schedulers do not import what only
-scripts need. Type checkers and editors read the imports below `TYPE_CHECKING`. `_NAMES_BY_MODULE` has the same names except
-`federated`; a test compares them.
+These names are imported when they are first used, because commands need few of them. Type checkers and editors read the
+imports below `TYPE_CHECKING`. `_NAMES_BY_MODULE` has the same names except `federated`; a test compares them.
 """
 
 from __future__ import annotations

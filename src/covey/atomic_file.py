@@ -6,15 +6,14 @@ guarantees:
 * A reader, also after a crash or a power cut, finds the old content or the new content, never a part. A crash may leave the
   temporary file.
 * When it returns, the new content survives a power cut.
-* If it raises `OSError`, the file is unchanged and the temporary file is removed. Exception: if only the sync of the directory
-  failed, the new content is in place but may not survive a power cut.
+* If it raises `OSError`, the file is unchanged. Exception: if the sync of the directory failed, the new content is in place but
+  may not survive a power cut.
 
-With `durable=False` nothing is synced: a power cut may lose the new content or leave an empty file, a crash of the process may
-not.
+With `durable=False` nothing is synced: after a power cut the file may have its old content or be empty.
 
-There is no order between writers: of two processes that write the same file, the one that renames last wins. Two threads of one
-process must not write the same file, because they would use the same temporary file. The other functions are the steps of
-`write_atomically`, for files that a library writes and for directories of several files. All raise `OSError`.
+If two processes write the same file, the one that renames last wins. Writers with the same pid (threads of one process, or
+processes in different containers) must not write the same file at the same time, because they use the same temporary file. The
+other functions are steps of `write_atomically`. All raise `OSError`.
 """
 
 from __future__ import annotations
@@ -50,14 +49,13 @@ def replace_durably(temporary: Path, path: Path) -> None:
 
 
 def write_synced(path: Path, content: bytes, *, mode: int = DEFAULT_MODE) -> None:
-    """Write a file in place and sync its content. Its name survives a power cut only after `sync_directory`. A reader may find
-    a part of the content."""
+    """Write a file in place and sync its content. A reader may find a part of it. Call `sync_directory` to make its name
+    durable too."""
     _write_file(path, content, mode, durable=True)
 
 
 def make_durable_directory(folder: Path) -> None:
-    """Create a directory and its missing parents, so that they survive a power cut. An existing directory is accepted; an
-    existing file of that name is not detected."""
+    """Create a directory and its missing parents, so that they survive a power cut. `folder` may exist, even as a file."""
     if not folder.parent.is_dir():
         make_durable_directory(folder.parent)
     with contextlib.suppress(FileExistsError):

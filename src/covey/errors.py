@@ -1,7 +1,6 @@
 """Exceptions that covey shows to users, and its exit codes.
 
-An error message is one sentence: what happened, where, what to do. A training process that fails in another way keeps its own
-exit code (128 + n for signal n).
+An error message should say what happened, where, and what to do.
 """
 
 from __future__ import annotations
@@ -10,8 +9,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit codes by family: 1x usage; 2x the cluster did not form, or a process is unreachable or refuses; 3x another process
-    failed or ended the cluster; 4x persistent data. `EXIT_CODE_HELP` has their meanings."""
+    """Exit codes of covey. `EXIT_CODE_HELP` has their meanings."""
 
     OK = 0
     BAD_SETTING = 10
@@ -47,7 +45,7 @@ EXIT_CODE_HELP: dict[ExitCode, str] = {
 
 
 class CoveyError(Exception):
-    """Base of all errors for users: a message, and the exit code of a process that ends with the error."""
+    """Base class of errors for users: a message, and the exit code of a process that ends with the error."""
 
     exit_code: int = ExitCode.BAD_SETTING
 
@@ -58,7 +56,7 @@ class CoveyError(Exception):
 
 
 class UsageError(CoveyError):
-    """An invalid setting, option or call, which the user must change."""
+    """A request that cannot be carried out as given, such as an invalid setting, option or call."""
 
 
 class PeerError(CoveyError):

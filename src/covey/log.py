@@ -45,7 +45,7 @@ def configure_logging(settings: Settings, process_name: str) -> None:
 
 
 class _DroppingQueueHandler(logging.handlers.QueueHandler):
-    """Handler with a bounded queue. If it is full because the output is blocked, new lines are dropped."""
+    """Handler with a bounded queue. It drops new lines while the queue is full."""
 
     def enqueue(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(queue.Full):
@@ -99,6 +99,6 @@ def log_event(event: PublishEvent) -> None:
 
 
 def escape_unprintable(text: str) -> str:
-    """Return the text; if it contains unprintable characters, with these, backslashes and all non-ASCII characters escaped, so
-    that a peer cannot forge log lines or control a terminal."""
+    """Return a printable text unchanged, and any other text escaped to ASCII, so that a peer cannot forge log lines or control
+    a terminal."""
     return text if text.isprintable() else text.encode("unicode_escape").decode()

@@ -1,8 +1,8 @@
 """MindSpore's `set_ps_context`: settings that a training script makes before `covey.init()`.
 
-The names are MindSpore's. All values are checked and stored. covey uses `enable_ps`, the TLS settings (`enable_ssl`,
-`config_file_path` and the passwords) and, in a scheduler, `scheduler_manage_port`; the other keys have no effect. Variables
-such as COVEY_TLS take precedence over the TLS settings. Unlike MindSpore's, a reset also resets the TLS settings.
+Values are checked and stored. covey uses `enable_ps`, the TLS settings (`enable_ssl`, `config_file_path` and passwords) and,
+in a scheduler, `scheduler_manage_port`. The other keys have no effect. Variables such as COVEY_TLS take precedence over the TLS
+settings. Unlike MindSpore's, a reset also resets the TLS settings.
 """
 
 from __future__ import annotations
@@ -69,8 +69,7 @@ def reset_ps_context() -> None:
 
 
 def is_set(key: str) -> bool:
-    """Return whether the script set this key. If it set `scheduler_manage_port`, that overrides MS_SCHED_MANAGE_PORT. Raise
-    UsageError for an unknown key."""
+    """Return whether the script has set this key. Raise UsageError for an unknown key."""
     _check_key(key)
     return key in _context.values
 

@@ -1,8 +1,8 @@
 """Public functions of `covey` for training scripts: `init()`, ranks, collectives, and constructors of training objects.
 
 Before `covey.init()` the other functions raise UsageError, except `set_seed`, `DistributedDataParallel`, `ShardedOptimizer` and
-`Embedding`. A function with the name of a class of `covey.training`, such as `Loop`, returns an object of that class. It
-imports the class when it is called, because scripts without a loop may run without torch.
+`Embedding`. A function such as `Loop` returns an object of the class of this name in `covey.training`. It imports the class
+when it is called, because a script may run without torch.
 """
 
 from __future__ import annotations
@@ -53,13 +53,12 @@ _state = _ScriptState()
 def init() -> None:
     """Join the cluster that the MS_* variables describe and block until it has formed; without them the world size is 1.
 
-    In a cluster, return only in a worker or spare; a spare has no rank yet. In a process with the role MS_SCHED this runs the
-    scheduler, in one with MS_PSERVER a parameter server, and one with MS_SERVER only waits for the end of the cluster. With
-    COVEY_SUPERVISE=1 a worker without an agent continues in a forked child, which is restarted if it dies. In a worker RANK_ID,
-    RANK_SIZE and DEVICE_ID are set in the environment. Further calls do nothing.
+    A worker continues with its rank; RANK_ID, RANK_SIZE and DEVICE_ID are set in its environment. A spare has no rank yet. In
+    other roles this does not return: it runs a scheduler (MS_SCHED) or a parameter server (MS_PSERVER), or waits for the end of
+    the cluster (MS_SERVER). COVEY_SUPERVISE=1 is explained in `covey.worker.container_supervisor`. Further calls do nothing.
 
-    An invalid setting, a cluster that cannot be joined, federated mode, or a rank from another launcher (torchrun, mpirun,
-    srun) in a larger world prints a message to stderr and exits with the error's code.
+    After an error, print a message to stderr and exit with the error's code. Examples are an invalid setting, a cluster that
+    cannot be joined, and several ranks of torchrun, mpirun or srun without MS_* variables.
     """
     if _state.is_initialized:
         return
@@ -111,7 +110,7 @@ def init() -> None:
 
 
 def _ensure_supervised() -> None:
-    """Continue in a supervised child process, unless this process is one already or has an agent, which also restarts it."""
+    """Call `run_supervised`, unless this process is supervised already or was started by an agent."""
     from covey.worker import container_supervisor
 
     if INCARNATION_VARIABLE not in os.environ and PROGRESS_FD_VARIABLE not in os.environ:
@@ -141,10 +140,7 @@ def get_local_rank_size() -> int:
 
 
 def restart_count() -> int:
-    """Return how many processes this worker had before this one: they died, left, or were ended by a full restart.
-
-    A spare blocks until it has a rank.
-    """
+    """Return how many processes this worker had before this one. A spare blocks until it has a rank."""
     node = _require_initialized().node
     return node.assignment.restarts if node is not None else 0
 
@@ -163,10 +159,9 @@ def group() -> Communicator:
 def report(step: int | None = None, phase: str = "", loss: Any = None) -> None:
     """Report the progress of this worker for `covey status`, the live table and the console.
 
-    It is sent immediately if no report was sent for 0.5 s (longer in a large cluster), else with the next heartbeat. Without
-    `step`, step and phase are unchanged and `phase` is ignored; without `loss`, the loss is unchanged. A loss that is not
-    finite is reported as infinity. A `covey.Loop` reports the step itself, so `covey.report(loss=loss)` is sufficient there. Do
-    nothing without a cluster.
+    Without `step`, step and phase are unchanged; without `loss`, the loss is. A loss that is not finite is reported as
+    infinity. A `covey.Loop` reports the step itself, so `covey.report(loss=loss)` is sufficient there. Do nothing without a
+    cluster.
     """
     node = _require_initialized().node
     if node is None:
@@ -212,7 +207,7 @@ def reduce(tensors: Iterable[Any]) -> list[Any]:
 def broadcast(array: Any, root: int = 0) -> Any:
     """Copy the values of rank `root` to every worker, in place, and return the array.
 
-    Raise UsageError if there is no such rank, and PeerError if that rank leaves before the others have its values.
+    Raise UsageError if there is no such rank, and PeerError if that rank left before it took part.
     """
     return group().broadcast(array, root)
 
@@ -262,15 +257,14 @@ def Loop(
 
 
 def DistributedDataParallel(module: Any, **options: Any) -> ddp.DistributedDataParallel:
-    """Return a replacement of torch's class for a module in a `Loop`: see `covey.training.ddp.DistributedDataParallel`."""
+    """Return a wrapper of a module, for use in a `Loop`: see `covey.training.ddp.DistributedDataParallel`."""
     from covey.training import ddp
 
     return ddp.DistributedDataParallel(module, **options)
 
 
 def ShardedOptimizer(params: Any, kind: Any, *, copies: int = 1, **options: Any) -> sharded_optimizer.ShardedOptimizer:
-    """Return a torch optimizer of class `kind` whose state is sharded over the workers, with `copies` replicas of each part:
-    see `covey.training.sharded_optimizer.ShardedOptimizer`."""
+    """Return an optimizer whose state is sharded over the workers: see `covey.training.sharded_optimizer.ShardedOptimizer`."""
     from covey.training import sharded_optimizer
 
     return sharded_optimizer.ShardedOptimizer(params, kind, copies=copies, **options)
@@ -330,7 +324,7 @@ def set_param_ps(target: Any, recurse: bool = True, init_in_server: bool = False
 
 
 def _federated_blocker() -> str:
-    """Return an error message if federated learning is enabled in this process, in which it has no rank; else ""."""
+    """Return an error message if federated learning is enabled, because this process has no rank then; else ""."""
     if "covey.federated.context" not in sys.modules and FL_CONTEXT_VARIABLE not in os.environ:
         return ""  # the import needs numpy
     from covey.federated import context

@@ -1,9 +1,8 @@
-"""Table of all settings (`Settings`): variable, allowed values, default and meaning.
+"""Table of settings (`Settings`): variable, allowed values, default and meaning.
 
-Settings come from layers; later ones override earlier ones: defaults, a TOML or JSON file, TaskD's variables
-(`core/taskd_variables.py`), the variables of this table, options of a command. `load_settings` merges them and records the
-origin of each value. Only the effective value is parsed, so a valid option overrides an invalid variable. An empty variable
-counts as unset.
+`load_settings` merges layers and records the origin of each value. Later layers override earlier ones: defaults, a TOML or JSON
+file, TaskD's variables (`core/taskd_variables.py`), the variables of this table, options of a command. A valid option overrides
+an invalid variable. An empty variable counts as unset.
 """
 
 from __future__ import annotations
@@ -51,8 +50,8 @@ ROLES: dict[str, Role] = {
 
 
 def parse_ladder(text: str) -> str:
-    """Return the strategies in the order of `RecoveryStrategy`, separated by commas, with `exit` in any case. Raise ValueError
-    for an unknown one."""
+    """Return the strategies in the order of `RecoveryStrategy`, separated by commas; `exit` is added. Raise ValueError for an
+    unknown one."""
     try:
         return ",".join(parse_strategies(text.split(",")))
     except UsageError as error:
@@ -91,8 +90,8 @@ def make_int_parser(low: int, high: int) -> Callable[[str], int]:
 
 
 def make_seconds_parser(fits: Callable[[float], bool]) -> Callable[[str], float]:
-    """Return a parser of seconds, integer or decimal, from -`SECONDS_MAX` to `SECONDS_MAX`. It raises ValueError unless `fits`
-    returns true for the value."""
+    """Return a parser of seconds, such as 3 or 0.5. It raises ValueError for other texts, beyond +/- `SECONDS_MAX`, and if
+    `fits` returns False."""
 
     def read(text: str) -> float:
         if not re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)", text.strip()):
@@ -106,7 +105,7 @@ def make_seconds_parser(fits: Callable[[float], bool]) -> Callable[[str], float]
 
 
 def make_choice_parser(values: Mapping[str, Any]) -> Callable[[str], Any]:
-    """Return a parser that maps each key of `values` to its value, ignoring surrounding spaces; it raises ValueError for other
+    """Return a parser that maps a key of `values` to its value. It ignores surrounding spaces and raises ValueError for other
     texts."""
 
     def read(text: str) -> Any:
@@ -163,15 +162,14 @@ def parse_lease_store(text: str) -> str:
 
 
 def parse_name(text: str) -> str:
-    """Return a name that is also valid as a directory name. Raise ValueError if it is not."""
+    """Return a name that is safe in a path: short, printable, without "/". Raise ValueError if it is not."""
     if len(text) > NODE_ID_MAX or not text.isprintable() or "/" in text or text in (".", ".."):
         raise ValueError(text)
     return text
 
 
 def parse_path(text: str) -> str:
-    """Return a path that messages, registry and journal can store. Its existence is not checked. Raise ValueError if it
-    contains control characters or is not valid UTF-8."""
+    """Return a path. Raise ValueError if it is not valid UTF-8 or has a character below U+0020. It need not exist."""
     if any(ord(character) < 32 or "\ud800" <= character <= "\udfff" for character in text):
         raise ValueError(text)
     return text
@@ -239,8 +237,7 @@ class SettingRow(NamedTuple):
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """All settings with their defaults. A default of 0, "" or None means "none" or "not given" unless the row says
-    otherwise."""
+    """The settings and their defaults. A default of 0, "" or None means "none" or "not given" unless the row says otherwise."""
 
     role: Annotated[Role | None, SettingRow("MS_ROLE", ROLE, "role of this process")] = None
     sched_host: Annotated[
@@ -386,21 +383,20 @@ FIELD_BY_VARIABLE: dict[str, str] = {var.variable: field for field, var in TABLE
 
 
 class GivenValue(msgspec.Struct, frozen=True):
-    """A given value and its origin: the option as typed, the variable, the file, or TaskD's variables."""
+    """A given value and its origin, such as the option as typed, a variable or a file."""
 
     value: Scalar
     origin: str
 
 
 class LoadedSettings(msgspec.Struct, frozen=True):
-    """The effective settings, and the origin of each field: "default", a variable, an option, a file, TaskD's variables, or
-    "set_ps_context"."""
+    """The effective settings, and the origin of each field, such as "default", a variable, an option or a file."""
 
     settings: Settings
     origins: dict[str, str]
 
     def describe_setting(self, field: str) -> str:
-        """Return a setting with its origin: "MS_WORKER_NUM=8" for the variable, else "--worker_num 8", "MS_WORKER_NUM=8 in
+        """Return a setting with its origin, such as "MS_WORKER_NUM=8" (the variable), "--worker_num 8", "MS_WORKER_NUM=8 in
         FILE" or "MS_WORKER_NUM=8 (default)"."""
         value, origin, variable = format_value(getattr(self.settings, field)), self.origins[field], TABLE[field].variable
         if origin == "default":
@@ -540,8 +536,7 @@ def serving_variables(settings: Settings) -> dict[str, str]:
 
 
 def check_manual_settings(settings: Settings) -> None:
-    """Raise UsageError if a variable is missing that the role of this process needs, or if the two ports of a scheduler are
-    equal."""
+    """Raise UsageError if a variable that this process needs is missing, or if the two ports of a scheduler are equal."""
     role = settings.role
     if role is None:
         why = f" but MS_SCHED_HOST={settings.sched_host} is" if settings.sched_host else ""

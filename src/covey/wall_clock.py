@@ -1,7 +1,7 @@
-"""The wall clock, used for output, records and the timestamps of the federated device protocol.
+"""The wall clock, for output, records and the timestamps of the federated device protocol.
 
-Schedulers and nodes decide by monotonic clocks. COVEY_FAULT_CLOCK serves to test that: it names a file with the number of
-seconds by which this clock is ahead (negative: behind), which `covey chaos --faults clock` writes.
+For tests, COVEY_FAULT_CLOCK names a file with the number of seconds by which this clock is ahead (negative: behind).
+`covey chaos --faults clock` writes that file.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ FAULT_CLOCK_VARIABLE = "COVEY_FAULT_CLOCK"
 
 
 def wall_time() -> float:
-    """Return the seconds since 1970, shifted by the offset in the file that COVEY_FAULT_CLOCK names, if it is set."""
+    """Return the seconds since 1970, plus the offset in the file of COVEY_FAULT_CLOCK, if it can be read."""
     path = os.environ.get(FAULT_CLOCK_VARIABLE)
     return time.time() + (_read_clock_offset(Path(path)) if path else 0.0)
 

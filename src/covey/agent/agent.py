@@ -1,10 +1,9 @@
 """The agent: covey's process on a host, parent of the workers there.
 
-The agent registers its host's slots, starts the children that the scheduler requests (workers, parameter servers, spares), and
-reports their exits. `DesiredChildren` is the complete list of children that should run. The agent compares it with what it has
-started, so a message that is repeated after a reconnect starts and ends no process. A running child that is not in the list, or
-is there in a newer incarnation, is superseded: the agent kills it before it starts other children, and does not report its
-exit. The children's messages to the scheduler pass through the agent (`relay`).
+The scheduler sends `DesiredChildren`, the complete list of children (workers, parameter servers, spares) that should run on
+this host. The agent starts incarnations that it has not started yet, and reports exits. A running child that is not in the
+list, or is there in a newer incarnation, is superseded: the agent kills it and does not report its exit. A repeated list starts
+and ends no process. The children's messages to the scheduler pass through the agent (`relay`).
 """
 
 from __future__ import annotations
@@ -130,14 +129,14 @@ class Agent:
         self.on_start: Callable[[DesiredChildren], None] = lambda start: None
 
     async def prepare(self) -> None:
-        """Start the template, if children are forked, and open the relay. The template's imports are the longest part of a
-        start; this method does not wait for them. Raises `CoveyError` if the relay's socket cannot be opened."""
+        """Start the template, if children are forked, and open the relay. Do not wait for the template's imports. Raises
+        `CoveyError` if the relay's socket cannot be opened."""
         await self._children.open()
         await self._relay.open(self._temp_directory.name)
 
     async def run(self) -> RunOutcome:
-        """Register the host and run its children until the run has ended for this host; then end the children and return the
-        outcome. Children have the grace period to exit before they are killed."""
+        """Register the host and run its children until the run has ended for this host; then end them and return the
+        outcome."""
         settings, job = self._settings, self._job
         registration = RegisterAgent(
             agent=uuid.uuid4().hex[:12],
@@ -179,8 +178,7 @@ class Agent:
         return outcome
 
     async def _report_template_ready(self) -> None:
-        """Send `TemplateReady` when the template, if one is used, has finished its imports or was given up. Until then the
-        scheduler does not start workers here to grow the world, unless a scale-out was requested."""
+        """Send `TemplateReady` when the template, if one is used, has finished its imports or was given up."""
         await self._children.preload(())
         if self._template_importing:
             self._template_importing = False
@@ -204,9 +202,8 @@ class Agent:
             self.finish_run(RunOutcome(ExitCode.STOPPED, reason))
 
     def drain_host(self, number: int) -> None:
-        """Start to leave the cluster because of the signal `number`: notify the scheduler, pass the signal to all children,
-        kill those still running after the grace period, then leave with code 128 + `number`. A worker in a covey.Loop finishes
-        its step before it exits; the scheduler can then restart its rank on another host."""
+        """Start to leave the cluster because of the signal `number`: notify the scheduler and end the children within the grace
+        period, then leave with code 128 + `number`."""
         assert self._runtime is not None
         reason = f"the agent was asked to leave ({signal.Signals(number).name})"
         is_only_scheduler = self.hosts_scheduler and not self._scheduler_address.standby_addresses
@@ -227,7 +224,7 @@ class Agent:
         self._children.signal_all(number)
 
     def kill_all(self) -> None:
-        """Kill all children immediately and finish the run with code 130; for the second signal to `covey run`."""
+        """Kill all children and finish the run, with code 130 unless it has an outcome already."""
         self._grace_s = 0.0  # also for a child that is just being started
         self._children.signal_all(signal.SIGKILL)
         self.finish_run(RunOutcome(128 + signal.SIGINT, "interrupted twice: everything was killed"))
@@ -259,13 +256,14 @@ class Agent:
             self._log_read_tasks = [task for task in self._log_read_tasks if not task.done()]
 
     async def _read_log(self, request: ReadLog) -> None:
-        """Reply with a chunk of a child's log, or with an error if the child was never started here. The path is made from role
-        and number, never taken from the request."""
+        """Reply with a chunk of a child's log, or with an error if the child was not started here or the log is not
+        readable."""
         assert self._runtime is not None
         number = request.node_id
         if f"{request.role}:{number}" not in self._started_incarnations or not number.isdecimal():
             reply = LogChunk(request.request_number, failure=f"{request.role}:{number} was never started on this host")
         else:
+            # The path is made from role and number, not taken from the request.
             reply = await asyncio.to_thread(log_reader.read_log_chunk, self.log_path(int(number), request.role), request)
         self._runtime.try_send(reply)
 
@@ -306,8 +304,8 @@ class Agent:
         self._runtime.leave(code, reason)
 
     async def _end_superseded_children(self, start: DesiredChildren) -> None:
-        """Kill the superseded children, after a dump of their stacks, and drop the exit reports of older incarnations than
-        those in `start`."""
+        """Kill the superseded children after a dump of their stacks. Drop the exit reports of incarnations older than those in
+        `start`."""
         wanted = {assignment.name: assignment.incarnation for assignment in start.assignments}
         running = self._running.items()
         superseded_names = [
@@ -341,7 +339,7 @@ class Agent:
 
     async def _dump_stacks(self, superseded: Mapping[str, Assignment]) -> None:
         """Let each process write its stacks into its log. Wait until each has written or exited and the logs no longer grow, at
-        most `STACK_DUMP_S`. A stopped process is continued, because it cannot write otherwise."""
+        most `STACK_DUMP_S`."""
         names = list(superseded)
         separate = self._job.separate_stderr
         paths = [
@@ -351,7 +349,7 @@ class Agent:
         before = sizes = [_file_size(path) for path in paths]
         for name in names:
             self._children.signal(name, STACK_SIGNAL)
-            self._children.signal(name, signal.SIGCONT)
+            self._children.signal(name, signal.SIGCONT)  # a stopped process cannot write
         for _ in range(int(STACK_DUMP_S / STACK_DUMP_POLL_S)):  # the end of a dump is not signalled: poll the size of the logs
             await asyncio.sleep(STACK_DUMP_POLL_S)
             earlier, sizes = sizes, [_file_size(path) for path in paths]
@@ -425,8 +423,7 @@ class Agent:
         )
 
     def log_path(self, number: int, role: Role = Role.WORKER) -> str:
-        """Return the path of a child's output. `number` is its node id: its rank at formation, or a new number if it joined
-        later. It does not change with the rank, so the path does not either. covey does not rotate the file."""
+        """Return the path of a child's output, without stderr if `separates_stderr`. `number` is its node id, not its rank."""
         return str(Path(self._job.log_dir) / f"{self._log_name(role)}_{number}.log")
 
     def _log_name(self, role: Role) -> str:
@@ -443,7 +440,7 @@ class Agent:
         return self._job.separate_stderr
 
     def error_log_path(self, number: int, role: Role = Role.WORKER) -> str:
-        """Return the path of a child's stderr. Used only if `separates_stderr`."""
+        """Return the path of a child's stderr log, which is used only if `separates_stderr`."""
         return self.log_path(number, role).removesuffix(".log") + ".err.log"
 
     def _on_child_exit(self, ended: Exit) -> None:
@@ -459,9 +456,8 @@ class Agent:
         self._report_child_exit(child, ended.code, ended.reason if failed else "", error if failed else None)
 
     def newest_error(self, number: int) -> ScriptError | None:
-        """Return the newest uncaught exception of the worker with this node number, None if none is known. Called from the
-        thread that shows logs."""
-        for name, pid in list(self._pids.items()):
+        """Return the newest uncaught exception of the worker with this node number, None if none is known."""
+        for name, pid in list(self._pids.items()):  # a copy: called from the thread that shows logs
             child = self._running.get(name)
             if child is not None and (child.role, child.node_number) == (Role.WORKER, number):
                 return exception_record.read_error(self._temp_directory.name, pid) or self._script_errors.get(number)
@@ -472,7 +468,7 @@ class Agent:
         tail = tail_lines(path) if code else []
         report = ChildExited(child.node_id, child.incarnation, code, reason, tail, path, child.role, error)
         self._exit_reports.append(report)
-        self._relay.flush_heartbeats()
+        self._relay.flush_heartbeats()  # first, because the scheduler judges a failure by all ranks' progress
         self._send_to_scheduler(report)
 
     def _send_to_scheduler(self, message: TemplateReady | ChildStarted | ChildExited | Draining) -> None:
@@ -482,11 +478,9 @@ class Agent:
 
 
 def _read_script_source(job: AgentJob) -> bytes | None:
-    """Return the contents of the script at the start of the run; None for a module, for a path that is not a readable file, and
-    for a file larger than `SOURCE_MAX`.
+    """Return the contents of the script; None for a module, a file above `SOURCE_MAX`, and a path that is not a readable file.
 
-    Forked children run this source, so that a replacement has the same code as the other ranks even if the user has edited the
-    file since.
+    Forked children run this source, so that a replacement has the same code as the other ranks even if the file was edited.
     """
     path = Path(job.cwd, job.command[0])
     if job.module or not path.is_file() or path.stat().st_size > SOURCE_MAX:

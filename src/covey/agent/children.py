@@ -1,11 +1,11 @@
 """Child processes of a host: start, watch and end.
 
-Every child, forked or executed, is a direct child of this process and leads its own session. The event loop is notified of its
-exit by a pidfd. The rest of its process group is killed before the leader is reaped, because until then the group id cannot be
-reused. This process is the subreaper of its descendants, so orphans become its children. Orphans in the session of a dead child
-are killed as soon as they are found, orphans in other sessions when no child is left, and orphans in this process's own session
-never. While `Children` is open, this process must therefore start every process that leads a session through it, and must not
-wait for "any" child. If this process is killed, the lifelines (`runtime.lifeline`) kill the children's process groups.
+Each child, forked or executed, is a direct child of this process and leads its own session. When it exits, the rest of its
+process group is killed before it is reaped, because until then the group id cannot be reused. This process is a subreaper, so
+orphaned descendants become its children. It kills orphans in the session of an exited child, and the others when no child is
+left. Processes in its own session are exempt. While `Children` is open, this process must therefore start other session leaders
+through it, and must not wait for "any" child. If this process is killed, the lifelines (`runtime.lifeline`) kill the children's
+process groups.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = logging.getLogger("covey.agent")
 
 
 class Child:
-    """A running child: pid, pidfd, lifeline, and the future `exited`, which is done when the child was reaped."""
+    """A child process: pid, pidfd, lifeline, and the future `exited`, which is done when the child was reaped."""
 
     def __init__(self, name: str, pid: int, lifeline_pipe: Lifeline, python: bool) -> None:
         self.name = name
@@ -50,8 +50,9 @@ class Child:
         self.exited: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def request_exit(self, number: int) -> None:
-        """Send a signal that requests an exit. A Python child gets it alone, because it may need its own children (a data
-        loader's) to finish its step. Any other command gets it as a process group, because a shell does not forward signals."""
+        """Send a signal that requests an exit. A Python child receives it alone, because it may need its own children (a data
+        loader's) to finish its step. Any other command receives it as a process group, because a shell does not forward
+        signals."""
         if self._is_python:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 signal.pidfd_send_signal(self.pidfd, number)
@@ -64,8 +65,8 @@ class Child:
 
 
 class Children:
-    """All children of one agent. `on_exit` is called with the exit of each child. With `fork`, Python children are forked from
-    a template that has imported `preload`, or executed if the template exits too often."""
+    """The children of one agent. `on_exit` is called with the exit of each child. With `fork`, Python children are forked from
+    a template that imports `preload`, or executed if the template fails too often."""
 
     def __init__(self, *, on_exit: Callable[[Exit], None], fork: bool, preload: Sequence[str] = ()) -> None:
         self._on_exit = on_exit
@@ -89,8 +90,8 @@ class Children:
         return self._alive[name].pid if name in self._alive else 0
 
     async def open(self) -> None:
-        """Become a subreaper, start the template, if one is used, and begin to search for orphans. `start` waits for the
-        template's imports, this method does not. Raises `CoveyError` if the kernel refuses."""
+        """Become a subreaper, start the template, if one is used, and begin to search for orphans. Do not wait for the
+        template's imports. Raises `CoveyError` if the kernel refuses."""
         self._preexisting_pids = set(linux.list_child_pids())
         linux.set_subreaper(True)
         self._is_open = True
@@ -137,8 +138,8 @@ class Children:
             child.signal_group(number)
 
     def bind_to_cores(self, name: str, cores: Sequence[int]) -> None:
-        """Bind all threads of a child to `cores`; no effect if `cores` is empty or the child is not running. Raises `OSError`
-        if none of the cores is available."""
+        """Bind the threads of a child to `cores`; no effect if `cores` is empty or the child is not running. Raises `OSError`
+        if the kernel refuses."""
         if name in self._alive and cores:
             for task in linux.list_thread_ids(self._alive[name].pid):
                 with contextlib.suppress(ProcessLookupError):
@@ -146,8 +147,8 @@ class Children:
 
     async def end(self, names: Sequence[str] | None, *, grace_s: float, ask: int = EXIT_SIGNAL) -> None:
         """End the named children (None: all): send the signal `ask`, then SIGKILL after `grace_s` seconds; only SIGKILL if
-        `grace_s` is 0. Then kill orphans (`_sweep_orphans`). Return when all have exited; a process that is blocked in the
-        kernel for `KILL_TIMEOUT_S` is logged and left."""
+        `grace_s` is 0. Then kill orphans (`_sweep_orphans`). A process that does not exit within `KILL_TIMEOUT_S` after SIGKILL
+        is logged and left."""
         chosen = [child for child in self._alive.values() if names is None or child.name in names]
         if grace_s > 0:
             await signal_and_wait(chosen, lambda child: child.request_exit(ask), grace_s)
@@ -156,8 +157,8 @@ class Children:
         await self._sweep_until_clean()
 
     async def preload(self, names: Sequence[str]) -> None:
-        """Let the template import these modules too, for later children; return when it has tried all its imports. No effect
-        without a template. Raises `UsageError` if they are too many."""
+        """Let the template import these modules too; return when it has tried them or was given up. No effect without a
+        template. Raises `UsageError` if they are too many."""
         if self._template_client:
             await self._template_client.preload(names)
 
@@ -221,8 +222,8 @@ class Children:
         log.error("descendants of exited children did not exit after SIGKILL: they are blocked in the kernel")
 
     def _sweep_orphans(self) -> bool:
-        """Reap dead orphans; kill those in the session of a dead child, and all if no child is running. Return whether any of
-        those to kill had not exited yet."""
+        """Reap exited orphans. Kill those in the session of an exited child, and the others if no child runs or is being
+        started. Return whether any orphan to kill was still running."""
         doomed = set()
         for pid, session in self._find_orphans():
             is_leftover = session in self._ended_sessions
@@ -290,8 +291,8 @@ def explain_os_error(error: OSError | ValueError) -> str:
 
 
 def build_command(spec: ChildSpec) -> list[str]:
-    """Return the command line of a child started by exec. Python is unbuffered, so that the last lines of a killed rank are
-    logged."""
+    """Return the command line of a child started by exec. Python's output is unbuffered, so that the last lines of a killed
+    rank are logged."""
     if not spec.python:
         return spec.argv
     return [sys.executable, "-u", *(["-m"] if spec.module else []), *spec.argv]
@@ -300,8 +301,8 @@ def build_command(spec: ChildSpec) -> list[str]:
 def spawn_by_exec(spec: ChildSpec, outputs: Sequence[int]) -> tuple[int, Lifeline]:
     """Start a child by exec of the program `lifeline`, which then executes the command; return its pid and lifeline.
 
-    The child leads its session from its first instruction on. Raises `CoveyError` if no process can be created, and `OSError`
-    if no pipe can. If the command cannot be executed, the child exits with 126 or 127.
+    The child leads its session from the start. Raises `CoveyError` if no process can be created, and `OSError` if no pipe can.
+    A command that cannot be executed is reported by the child's exit code.
     """
     lifeline_pipe = Lifeline()
     launch = [sys.executable, "-I", "-S", lifeline.__file__, str(lifeline_pipe.read_end), ",".join(map(str, spec.cores))]

@@ -1,14 +1,13 @@
 """The agent's relay: one connection to the scheduler for all children of the agent.
 
-A child connects to a Unix socket in the agent's directory. The relay forwards its messages to the scheduler immediately, in an
-envelope with the number of the child's connection, and the scheduler's messages back to the child. Only heartbeats are batched:
-the newest of each child is sent with the agent's own heartbeat, or earlier if the child's progress has changed. A child without
-a heartbeat is not in the batch, so its missed heartbeats are detected although the agent's arrive.
+A child connects to a Unix socket in the agent's directory. The relay forwards its messages to the scheduler in an envelope with
+the number of the child's connection, and the scheduler's messages back to the child. Heartbeats are batched: the newest of each
+child is sent with the agent's own heartbeat, or earlier if the child's progress has changed. A child that sends no heartbeat is
+not in the batch, so the scheduler detects its silence although the agent's heartbeats arrive.
 
-The numbers are valid for one connection of the agent. When it is lost, the relay notifies every child, and each registers again
-on the next connection. Its other messages to the scheduler are dropped until then. The relay closes the connection of a child
-that violates the protocol, or that sends another message than a heartbeat while more than `UNSENT_MAX` bytes wait to be sent to
-the scheduler; other children are not affected.
+The numbers are valid for one connection of the agent. When that is lost, the children register again on the next one; their
+other messages are dropped until then. The relay closes the connection of a child that violates the protocol. It also closes it
+if a message is to be forwarded while more than `UNSENT_MAX` bytes wait for the scheduler.
 """
 
 from __future__ import annotations
@@ -74,14 +73,14 @@ class ChildConnection:
         self.acknowledged_at = NEVER  # the same of the newest one that was acknowledged; NEVER: none was
 
     def update_acknowledged(self, acknowledged_at: float) -> None:
-        """Note that the scheduler's host last replied to the agent or acknowledged its data at this loop time. The child's
-        newest heartbeat or registration counts as acknowledged if it was not sent later."""
+        """Note that the scheduler's host last answered the agent at this loop time. The child's newest heartbeat or
+        registration counts as acknowledged if it was not sent later."""
         if acknowledged_at >= self.last_sent_at:
             self.acknowledged_at = self.last_sent_at
 
 
 class ChildRelay:
-    """The relay of one agent. All methods run in the agent's event loop."""
+    """The relay of one agent. Its methods run in the agent's event loop."""
 
     def __init__(self) -> None:
         self.socket_path = ""
@@ -98,8 +97,8 @@ class ChildRelay:
         self._listeners: list[Listener] = []
 
     async def open(self, folder: str) -> None:
-        """Listen for children in `folder`, which only this user can access. Raises `UsageError` if the socket cannot be bound
-        there, for example because the path is too long."""
+        """Listen for children at a Unix socket in `folder`. Raises `UsageError` if it cannot be bound, for example because the
+        path is too long."""
         self.socket_path = f"{folder}/{SOCKET_NAME}"
         sock = socket.socket(socket.AF_UNIX)
         try:
@@ -134,7 +133,7 @@ class ChildRelay:
     # -- the agent's own connection ----------------------------------------------------------------------------------
 
     def on_scheduler_connected(self, uplink: RelayUplink) -> None:
-        """Notify the children that the agent is connected and has sent its registration; the numbers start over."""
+        """Notify the children that the agent is connected to the scheduler; the numbers start over."""
         self._uplink, self._scheduler_reachable, self._last_number = uplink, True, 0
         for child in self._connections.values():
             child.connection.send(SchedulerReachable(uplink.address, uplink.silence_s))
@@ -229,8 +228,8 @@ class ChildRelay:
     # -- heartbeats --------------------------------------------------------------------------------------------------
 
     def _on_heartbeat(self, child: ChildConnection, progress: Progress) -> None:
-        """Queue the progress for the next batch. The start of a loop is sent immediately, because it changes how the scheduler
-        handles a failure; other changes are sent when `progress_interval_s` has passed since the last ones."""
+        """Queue the progress for the next batch. The start of a loop is sent now, because it changes how the scheduler handles
+        a failure. Other changes are sent `progress_interval_s` after the last flush, or with the agent's next heartbeat."""
         self._pending_progress[child.number] = progress
         if progress.in_loop and not child.reported_progress.in_loop:
             self.flush_heartbeats()
@@ -241,8 +240,7 @@ class ChildRelay:
             )
 
     def flush_heartbeats(self) -> None:
-        """Send the queued progress now, if there is any and the scheduler is connected. Also called before an exit report,
-        because the scheduler judges a failure by all ranks' progress."""
+        """Send the queued progress now, if there is any and the scheduler is connected."""
         if self._flush_timer is not None:
             self._flush_timer.cancel()
             self._flush_timer = None
@@ -251,7 +249,7 @@ class ChildRelay:
             self._uplink.try_send(self.take_heartbeats())
 
     def take_heartbeats(self) -> RelayedHeartbeats:
-        """Return the agent's heartbeat with the newest of each child that sent one since the last call; clear the queue."""
+        """Return the agent's heartbeat with the queued heartbeats of its children; clear the queue."""
         assert self._uplink is not None
         now = asyncio.get_running_loop().time()
         acknowledged_at = now - self._uplink.since_last_heard_s()
@@ -265,9 +263,9 @@ class ChildRelay:
     # -- last contact of a child -------------------------------------------------------------------------------------
 
     def _since_child_heard_s(self, child: ChildConnection) -> float:
-        """Return the seconds since the child sent its newest heartbeat or registration that the scheduler's host acknowledged;
-        infinite if there is none. While no process listens there, the refusals of the agent's connection attempts count as
-        acknowledgements, because only a running scheduler can reassign the rank."""
+        """Return the seconds since the child sent its newest acknowledged heartbeat or registration; infinite if there is none.
+        While no process listens at the scheduler's port, each refused connection attempt of the agent counts as an
+        acknowledgement, because only a running scheduler can reassign the rank."""
         now = asyncio.get_running_loop().time()
         if self._uplink is None:
             return float("inf")

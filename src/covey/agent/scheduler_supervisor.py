@@ -1,5 +1,4 @@
-"""The scheduler and its standbys as child processes of the agent: start, watch, and restart from the journal after a crash. The
-schedulers elect the leader among themselves.
+"""The scheduler and its standbys as child processes of the agent: start, watch, and restart from the journal after a crash.
 
 The agent keeps the listening sockets open. During a restart, new connections therefore wait in the backlog instead of being
 refused, and no other process can bind the port.

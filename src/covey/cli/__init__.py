@@ -1,4 +1,4 @@
-"""The commands of `covey`. Only `covey.__main__` imports this package.
+"""The commands of `covey`.
 
 `main`               entry point, and most click commands
 `run`                `covey run`

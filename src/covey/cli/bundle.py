@@ -1,8 +1,7 @@
 """`covey bundle`: archive for a bug report with versions, settings, cluster, events, journal and logs.
 
-It holds at most `LOG_BYTES_MAX` bytes of the end of each log and `BUNDLE_BYTES_MAX` bytes in total, before compression. The
-secrets that `_collect_secrets` finds, and bearer tokens, are overwritten in all files. Other secrets, such as one
-that a script prints, are not recognized.
+It holds at most `LOG_BYTES_MAX` bytes of the end of each log and `BUNDLE_BYTES_MAX` bytes in total, before compression. Secrets
+that `_collect_secrets` finds, and bearer tokens, are overwritten. Others, such as one that a script prints, are not recognized.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ BEARER_TOKEN: Final = re.compile(rb"(?i)(bearer\s+)([\w.~+/=-]{8,})")
 class Archive:
     """A .tar.gz of at most `BUNDLE_BYTES_MAX` bytes of content; `omitted_names` has the files that did not fit.
 
-    Each byte of the given secrets and of bearer tokens is overwritten with an asterisk.
+    The given secrets and bearer tokens are overwritten with asterisks.
     """
 
     def __init__(self, path: Path, secrets: set[bytes]) -> None:
@@ -88,9 +87,8 @@ class Archive:
 def write_bundle(master: str, log_dir: str, journal: str, output: str) -> tuple[Path, list[str]]:
     """Write the archive; return its path, and a message for each file that could not be read or did not fit.
 
-    `log_dir` and `journal` are directories; "": those of the cluster. Logs beyond `FILES_MAX` are left out without a message.
-    An existing file at `output` is overwritten. Raise UsageError if a given directory is not readable, or if `find_cluster`
-    fails and `master` or no directory is given. Raise StoreError if the archive cannot be written.
+    `log_dir` and `journal` are directories; "": those of the cluster. Overwrite an existing `output`. Raise UsageError if a
+    directory is not readable, or if the cluster is needed and not found. Raise StoreError if the archive cannot be written.
     """
     for directory in filter(None, (log_dir, journal)):
         if not os.access(directory, os.R_OK | os.X_OK) or not Path(directory).is_dir():
@@ -125,7 +123,7 @@ def write_bundle(master: str, log_dir: str, journal: str, output: str) -> tuple[
 def _find_cluster_entry(master: str, *, needed: bool) -> tuple[RegistryEntry | None, SchedulerAddress | None]:
     """Return the registry entry and the scheduler's address of the cluster; the entry is None if it is not registered here.
 
-    If `status.find_cluster` finds none, or several, return (None, None), or raise its UsageError if `needed`.
+    If `status.find_cluster` raises UsageError, return (None, None), or raise it if `needed`.
     """
     try:
         scheduler = status.find_cluster(master)
@@ -139,7 +137,7 @@ def _find_cluster_entry(master: str, *, needed: bool) -> tuple[RegistryEntry | N
 def _add_cluster_state(archive: Archive, scheduler: SchedulerAddress) -> list[str]:
     """Add view and events of the cluster as cluster.json and story.jsonl; return [].
 
-    If a request to the scheduler fails, return one message. One or both files are then missing.
+    If a request to the scheduler fails, at least one file is missing; return one message.
     """
     try:
         archive.add_json("cluster.json", asyncio.run(ask_view(scheduler)))

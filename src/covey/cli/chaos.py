@@ -105,9 +105,9 @@ class Chaos:
     async def run(self, for_s: float, times: int) -> ChaosSummary:
         """Inject faults for `for_s` seconds, at most `times` (0: `FAULTS_MAX`), or until the cluster ends.
 
-        Then wait for the end of faults that last, and at most `RECOVERY_TIMEOUT_S` for the recoveries, and return the summary.
-        Active faults are undone if this call is cancelled. Raise PeerError if the scheduler is unreachable, UsageError if it
-        refuses another client, if no `covey run` of the cluster is on this host, or if no requested fault is possible here.
+        Then wait until lasting faults are undone, and at most `RECOVERY_TIMEOUT_S` for the recoveries. Return the summary. If
+        this call is cancelled, active faults are undone. Raise PeerError if the scheduler is unreachable, UsageError if it
+        refuses or if no requested fault is possible here.
         """
         loop = asyncio.get_running_loop()
         self._started_at = loop.time()
@@ -175,7 +175,7 @@ class Chaos:
         return ""
 
     async def _follow_view(self) -> None:
-        """Store the newest view and every recovery that views show, also across restarts of the scheduler.
+        """Store the newest view and the recoveries that views show. Reconnect if the scheduler restarts.
 
         Return when the cluster has ended, or when the connection is lost and no `covey run` of it runs on this host any more.
         """
@@ -227,7 +227,7 @@ class Chaos:
     async def _inject_fault(self, planned: PlannedFault) -> None:
         """Print a fault on stderr and inject it; if its process is gone, only print it.
 
-        Return when a fault that lasts is undone, or when a killed scheduler or template runs again (`_measure_downtime`).
+        Wait until a fault with a duration is undone. After a kill of scheduler or template, wait as `_measure_downtime`.
         """
         words = " ".join([str(planned.fault), planned.node, f"for {planned.for_s:.1f} s" if planned.for_s else ""])
         click.echo(f"covey: {planned.at_s:6.1f} s  {' '.join(words.split())}", err=True)
@@ -264,7 +264,7 @@ class Chaos:
         return next((node.pid for node in self._view.nodes if node.role is Role.SCHEDULER), 0)
 
     async def _measure_downtime(self, planned: PlannedFault, is_back: Callable[[], bool]) -> None:
-        """Wait until the killed process is back and record how many milliseconds that took.
+        """Wait until the killed process is back and record how long that took.
 
         Record nothing if that takes more than `RESTART_TIMEOUT_S`, or if the cluster ends before.
         """
@@ -315,8 +315,8 @@ def _find_run_processes(view: ClusterView) -> list[psutil.Process]:
 def run_chaos(master: str, *, seed: int, rate: str, wanted: str, length: str, times: int, as_json: bool) -> int:
     """Inject faults, print the summary and return the exit code.
 
-    The code is PEER_FAILED if the cluster is still HEALING, or has ended during a recovery; 128 + SIGTERM, without a summary,
-    after SIGTERM or SIGHUP; else 0. Raise UsageError for an invalid option, and the errors of `find_cluster` and `Chaos.run`.
+    The code is PEER_FAILED if the cluster is still HEALING or a recovery ended it, else 0. After SIGTERM or SIGHUP it is 128 +
+    SIGTERM, without a summary. Raise UsageError for an invalid option, and the errors of `find_cluster` and `Chaos.run`.
     """
     interval_s, for_s, faults = parse_fault_interval_s(rate), parse_duration_s(length), parse_faults(wanted)
     try:

@@ -77,10 +77,7 @@ async def _check_handshake(scheduler: SchedulerAddress, report: PrintFinding) ->
 
 
 def _is_tls_server(host: str, port: int) -> bool:
-    """Return whether a TLS server listens there: it replies to a ClientHello with a TLS record, even if it then refuses.
-
-    Return False if there is no connection, or no reply within `CONNECT_TIMEOUT_S`.
-    """
+    """Return whether the reply to a TLS ClientHello begins like a TLS record; False without a connection or reply."""
     context = ssl.create_default_context()
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

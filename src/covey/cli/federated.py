@@ -163,8 +163,7 @@ async def _run_supervisor(supervisor: Any, logs: list[Path], addresses: str) -> 
 async def _announce_start(before: dict[Path, int], addresses: str) -> None:
     """Print the addresses when every server has started, and a notice if that takes more than `WAIT_NOTICE_S`.
 
-    `before` has the size of each server's log before the start; without servers the addresses are printed immediately. A server
-    has started if its log contains the marker after that size.
+    `before` has the size of each server's log before the start. A server has started if `STARTED_MARKER` follows in its log.
     """
     loop = asyncio.get_running_loop()
     late = loop.call_later(WAIT_NOTICE_S, click.echo, f"waiting for the scheduler or for other servers: {addresses}")

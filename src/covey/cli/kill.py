@@ -18,9 +18,9 @@ from covey.storage import cluster_registry
 def kill_process(master: str, wanted: str) -> tuple[NodeView, str]:
     """Kill the process of a rank, of a node such as pserver:0, or of the scheduler; return the node and a message.
 
-    The scheduler is killed from here. For other nodes, the scheduler is requested to have them killed by their agent, which may
-    happen after the return. Raise UsageError for an unknown cluster or node, and PeerError if the scheduler is unreachable or
-    refuses, if the node has no agent, or if the scheduler is not a process of this user on this host.
+    The scheduler is killed by this process, another node by its agent, possibly after the return. Raise UsageError for an
+    unknown cluster or node. Raise PeerError if the scheduler is unreachable or refuses, if the node has no agent, or if a
+    scheduler to kill is not a process of this user on this host.
     """
     scheduler = status.find_cluster(master)
     view = status.fetch_view_with_spinner(scheduler)
@@ -49,7 +49,7 @@ def find_node(view: ClusterView, wanted: str) -> NodeView:
 
 
 def _kill_scheduler(view: ClusterView, node: NodeView) -> str:
-    """Send SIGKILL to the scheduler, which has no agent, and return a message.
+    """Send SIGKILL to the scheduler and return a message.
 
     Raise PeerError if the registry does not have it as a running process of this user on this host.
     """

@@ -62,8 +62,8 @@ def _run_async(work: Coroutine[Any, Any, None]) -> None:
 def install_operator(where: KubernetesTarget, image: str, *, dry_run: bool, ascend: bool, as_json: bool) -> None:
     """Apply the objects of an installation of the operator, or print them with `dry_run`.
 
-    They are those of deploy/v1/covey-operator.yaml, changed according to the arguments. Raise `ApiError` at the first object
-    that is not accepted, and UsageError without a usable kubeconfig.
+    They are those of deploy/v1/covey-operator.yaml, changed according to the arguments. Raise UsageError without a usable
+    kubeconfig, and `ApiError` at the first object that is not accepted.
     """
     from covey.kubernetes import manifests
 
@@ -291,8 +291,8 @@ def list_jobs(where: KubernetesTarget, *, everywhere: bool, as_json: bool) -> No
 def print_job_logs(where: KubernetesTarget, name: str, rank: int | None, *, follow: bool, as_json: bool) -> None:
     """Print the log of the pod in which a rank runs; without a rank, of each worker pod in turn.
 
-    A pod has one log, also with several processes. If several pods are printed, each line has the pod's index as prefix. With
-    `follow`, print new lines until the container ends. Raise UsageError if the rank, the job or a pod does not exist.
+    The processes of a pod share its log. If several pods are printed, each line has the pod's index as prefix. With `follow`,
+    print new lines until the container ends. Raise UsageError if the rank, the job or a pod does not exist.
     """
 
     async def work() -> None:

@@ -22,9 +22,9 @@ NO_THREAD_MESSAGE = "can't start new thread"  # of Python's RuntimeError at a li
 
 
 def main() -> None:
-    """Run the command in sys.argv and exit. Print an error of covey, click or the system on stderr, without a traceback.
+    """Run the command in sys.argv. Print errors of covey, click and the system on stderr, without a traceback.
 
-    The exit code is the error's; 130 after Ctrl-C, 0 if the reader of stdout has gone. Other exceptions are raised.
+    Exit with the error's code; with 130 after Ctrl-C, with 0 after a broken pipe. Other exceptions are raised.
     """
     _open_closed_streams()
     argv = sys.argv[1:]
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def _exit_on_system_error(error: Exception) -> None:
-    """Print a system error that no other code has handled, with advice if a limit was reached, and exit.
+    """Print a system error, with advice if a limit was reached, and exit.
 
     The exit code is PORT_IN_USE if an address is in use, else DISK.
     """

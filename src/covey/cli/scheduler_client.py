@@ -44,7 +44,7 @@ class SchedulerSession:
         self._connection: Connection | None = None
 
     async def __aenter__(self) -> SchedulerSession:
-        """Connect to the first address at which the handshake succeeds; of several schedulers only the leader answers it.
+        """Connect to the first address at which the handshake succeeds.
 
         Raise PeerError if there is none; it is `SecretNotRequired` if a scheduler does not require this side's secret.
         """
@@ -114,9 +114,9 @@ class SchedulerSession:
         return await self._next_reply(REPLY_TIMEOUT_S)
 
     async def follow_views(self) -> AsyncIterator[ClusterView]:
-        """Yield the cluster's view now, at each change of phase or generation, and periodically, until the connection closes.
+        """Yield the cluster's view, now and after changes, until the connection closes.
 
-        Raise UsageError if the scheduler refuses, because too many clients follow the view.
+        Raise UsageError if the scheduler refuses because too many clients follow the view.
         """
         self._send(ViewRequest(follow=True))
         while True:
@@ -130,10 +130,10 @@ class SchedulerSession:
                 yield msgspec.json.decode(reply.view, type=ClusterView)
 
     async def read_events(self, request: EventsRequest) -> AsyncIterator[list[Event]]:
-        """Yield one list with the newest events, then, with `request.follow`, lists of new ones until the connection closes.
+        """Yield a list of the newest events. With `request.follow`, then yield lists of new ones until the connection closes.
 
-        Yield nothing if the connection closes, or without `follow` no reply arrives within `REPLY_TIMEOUT_S`. Raise UsageError
-        if the scheduler refuses, because too many clients follow, or if the request cannot be sent (`_send`).
+        Yield nothing if no reply arrives. Raise UsageError if the scheduler refuses because too many clients follow, or if the
+        request cannot be sent (`_send`).
         """
         self._send(request)
         while True:
@@ -149,7 +149,7 @@ class SchedulerSession:
                 return
 
     def _send(self, message: Message) -> None:
-        """Send a message. Raise UsageError if the scheduler could not decode it: a value is too long or not UTF-8."""
+        """Send a message. Raise UsageError if it cannot be encoded and decoded, because a value is too long or not UTF-8."""
         assert self._connection is not None
         try:
             msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=type(message))
@@ -191,11 +191,10 @@ def _unexpected_reply(scheduler: SchedulerAddress) -> PeerError:
 async def follow_events(
     scheduler: SchedulerAddress, node: str = "", reconnect_timeout_s: float = SCHEDULER_RETURN_TIMEOUT_S
 ) -> AsyncIterator[Event]:
-    """Yield the newest events and then new ones, until the cluster has ended. With `node`, only those that mention that node.
+    """Yield the newest events and then new ones, until the cluster's event "ended". With `node`, only those that mention it.
 
-    Reconnect after a lost connection; raise PeerError if no attempt succeeds within `reconnect_timeout_s`, and if the first
-    connection fails, unless that is infinite. The end of the cluster is recognized by its event, so with another
-    `node` than "cluster" it may look like a lost connection. Raise UsageError if too many clients follow.
+    Retry a lost connection for `reconnect_timeout_s`, then raise PeerError. If the first connection fails, raise PeerError
+    unless `reconnect_timeout_s` is infinite. Raise UsageError if too many clients follow.
     """
     after, tried_until = 0.0, math.inf if reconnect_timeout_s == math.inf else 0.0
     clock = asyncio.get_running_loop().time

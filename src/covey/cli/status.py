@@ -38,9 +38,9 @@ PIPE_WIDTH = 1000  # columns of a table that is not printed to a terminal
 def find_cluster(master: str) -> SchedulerAddress:
     """Return address and credentials of the scheduler to which a command connects. No connection is made.
 
-    The address is `master` (HOST:PORT, or several separated by commas); if that is "", the one of this user's only cluster on
-    this host; if none runs here, MS_SCHED_HOST and MS_SCHED_PORT. Raise UsageError if these give no address, if several
-    clusters run here, if an address is invalid, or if secret or TLS files are not usable.
+    The address is `master` (HOST:PORT, or several with commas), else that of this user's only cluster on this host. If none
+    runs here, it is MS_SCHED_HOST and MS_SCHED_PORT. Raise UsageError if there is no address, or several clusters to choose
+    from, or if the address, secret or TLS files are not usable.
     """
     running = cluster_registry.running_clusters()
     settings = load_settings(os.environ).settings
@@ -114,7 +114,7 @@ def _print_cluster_status(view: ClusterView, as_json: bool) -> None:
 
 
 def print_cluster_table(view: ClusterView) -> None:
-    """Print heading and a table of at most `ROWS_MAX` nodes, `PIPE_WIDTH` columns wide if stdout is not a terminal."""
+    """Print a heading and a table of at most `ROWS_MAX` nodes."""
     from rich.console import Console
 
     console = Console(width=None if sys.stdout.isatty() else PIPE_WIDTH)
@@ -133,7 +133,7 @@ def print_nodes(master: str, as_json: bool) -> None:
 
 
 def format_node_lines(view: ClusterView) -> list[str]:
-    """Return a header and one line per node. The first word is the node's name, the last one its pid, or "-" if unknown."""
+    """Return a header and one line per node. The first column is the node's name, the last one its pid, or "-" if unknown."""
     rows = [["node", *NODE_COLUMNS, "pid"]]
     rows += [[escape_unprintable(node.name), *node_cells(node), str(node.pid or "-")] for node in view.nodes]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -141,9 +141,9 @@ def format_node_lines(view: ClusterView) -> list[str]:
 
 
 def print_logs(master: str, rank: int | None, follow: bool, as_json: bool = False) -> None:
-    """Print the log of one rank, or of all ranks (None), as far as it is on this host; print to stderr where other logs are.
+    """Print the log of one rank, or of all ranks (None), if it is on this host; print to stderr where other logs are.
 
-    With `follow`, continue as `_print_log_files`. Raise UsageError if the rank does not exist.
+    With `follow`, continue as `_print_log_files`. Raise UsageError if the rank does not exist or there are no workers.
     """
     view = fetch_view_with_spinner(find_cluster(master))
     workers = [n for n in view.nodes if n.role is Role.WORKER and rank in (None, n.rank)]

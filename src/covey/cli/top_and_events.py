@@ -27,8 +27,7 @@ LEVEL_COLORS = {Level.WARNING: "yellow", Level.DETAIL: "bright_black"}
 def follow_cluster(master: str, as_json: bool) -> None:
     """Show the live table of a cluster, or lines if stdout is not a terminal, until the cluster ends.
 
-    With `as_json`, print its views until the connection closes. Raise PeerError if the scheduler is unreachable; without
-    `as_json`, a lost one has `SCHEDULER_RETURN_TIMEOUT_S` to return.
+    With `as_json`, print its views until the connection closes. Raise PeerError if the scheduler is unreachable.
     """
     scheduler = find_cluster(master)
     asyncio.run(
@@ -47,7 +46,7 @@ async def _print_views(scheduler: SchedulerAddress) -> None:
 def print_events(master: str, follow: bool, as_json: bool) -> None:
     """Print the newest events, one per line; with `follow`, also new ones until the cluster ends.
 
-    Raise PeerError if the scheduler is unreachable; with `follow`, a lost one has `SCHEDULER_RETURN_TIMEOUT_S` to return.
+    Raise PeerError if the scheduler is unreachable. With `follow`, a lost connection is retried (`follow_events`).
     """
     print_one = partial(_print_event, as_json=as_json)
     if follow:
@@ -63,9 +62,9 @@ async def _print_new_events(scheduler: SchedulerAddress, print_one: Callable[[Ev
 
 
 def print_node_events(master: str, node: str, as_json: bool) -> None:
-    """Print the newest events that mention a node: a name such as pserver:0, or a worker's number, which is its first rank.
+    """Print the newest events that mention a node, such as pserver:0; a number N stands for worker:N.
 
-    A node without events is only printed with its state; with `as_json`, nothing is. Raise UsageError if there is no such node.
+    If it has no events, print its state, or nothing with `as_json`. Raise UsageError if there is no such node.
     """
     name = f"worker:{node}" if node.isdigit() else node
     found = asyncio.run(ask_story(find_cluster(master), name))

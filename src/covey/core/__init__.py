@@ -2,7 +2,7 @@
 
 A state machine takes an event and the current time, and returns effects. A pure function returns its decision and, in most
 cases, the reason. The processes in the other packages carry the effects out. This package uses no sockets, files, clocks,
-random numbers, asyncio or torch. If a test of a module here needs a sleep or a patch, the decision is in the wrong place.
+random numbers, asyncio or torch.
 
     `cluster`             the scheduler's state machine and a node's, for a training cluster
     `federated`           the state machine of federated rounds, secure aggregation, privacy accounting

@@ -47,13 +47,10 @@ class Close(msgspec.Struct, frozen=True):
 
 
 class PublishEvent(msgspec.Struct, frozen=True):
-    """Write an event to the process log. A scheduler also adds it to the event log, and to the journal if there is one.
+    """Write an event to the process log. A scheduler also adds it to the event log, and to the journal if there is one."""
 
-    `node` is a node's name, such as "worker:1", or "cluster"; `what` is a keyword, such as "died"; `reason` is for people.
-    """
-
-    node: str
-    what: str
+    node: str  # what the event is about, such as "worker:1" or "cluster"
+    what: str  # a keyword, such as "died"
     reason: str
     level: Level = Level.NOTE
     outcome: Outcome | None = None  # of the incident that a "recovery" event closes; None for other events

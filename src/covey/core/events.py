@@ -28,7 +28,7 @@ class ConnectionLost(msgspec.Struct, frozen=True):
 
 
 class SchedulerRefused(msgspec.Struct, frozen=True):
-    """The node has a join secret and rejected the process at the scheduler's address, because that one requires none."""
+    """The node rejected the process at the scheduler's address: the node has a join secret, and that process requires none."""
 
     reason: str
 
@@ -36,7 +36,7 @@ class SchedulerRefused(msgspec.Struct, frozen=True):
 class Connected(msgspec.Struct, frozen=True):
     """A node is connected to its scheduler, directly or through its agent.
 
-    After `silence_s` seconds without a message it closes the connection and tries the next scheduler; negative: never.
+    After `silence_s` seconds without a message the node closes the connection and connects again; negative: never.
     """
 
     silence_s: float = -1.0
@@ -53,12 +53,9 @@ class JournalRead(msgspec.Struct, frozen=True):
 
 
 class HostGone(msgspec.Struct, frozen=True):
-    """A host is permanently gone, reported by the system that manages hosts (such as the operator), never by a node.
+    """A host is permanently gone, as reported by the system that manages hosts, such as the operator."""
 
-    `host_life` is the `Host.life` of its nodes.
-    """
-
-    host_life: str
+    host_life: str  # COVEY_HOST_LIFE of the host, such as a pod's UID
     reason: str
 
 

@@ -1,8 +1,8 @@
 """Incidents: records of recoveries and resizes with cause, strategy, reason, stages, durations and outcome.
 
-An incident is open from the decision about a fault or request until all ranks have resumed, all workers restart, a scale-out is
-rolled back, or the run ends. A fault during a recovery opens a further incident. All open incidents reach the later stages
-together, because the ranks resume together. An incident that adds or removes parameter servers is closed separately.
+An incident is open from the decision about a fault or request until it has an outcome, such as that all ranks have resumed. A
+fault during a recovery opens a further incident. Open incidents reach the later stages together, because the ranks resume
+together; those that add or remove parameter servers are closed separately.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 (`kubernetes/operator_lease.py`). `Candidate` is the state machine of one scheduler.
 
 The lease is one cell of the store. Its holder periodically writes a new beat number into it; the other candidates read it. A
-candidate may take a cell that has no holder, or that has not changed for the whole duration by the candidate's own clock.
-Clocks therefore need not agree, they only must run at the same speed. A holder steps down earlier: two thirds of the duration
-after the start of its last successful write. So there are never two leaders at the same time.
+candidate may take a cell that has no holder, or that has not changed for the whole duration by the candidate's own clock. A
+holder steps down earlier: two thirds of the duration after the start of its last successful write. So there are not two leaders
+at the same time. Clocks need not agree, but must run at about the same speed.
 
 Each new holder has a *fencing token* that is higher than that of every holder before it. The greeting on each connection and
 every journal write of a leader carry it. A node refuses a connection, and the journal a write, with a token lower than the
@@ -32,8 +32,8 @@ def step_down_after_s(duration_s: float) -> float:
 
 
 def can_take_lease(name: str, holder: str, *, unchanged_s: float, duration_s: float) -> bool:
-    """Return whether candidate `name` may write itself into a lease: `holder` is "" or `name`, or the lease has not changed for
-    the whole duration. `unchanged_s` is measured by the candidate's own clock."""
+    """Return whether candidate `name` may take a lease: `holder` is "" or `name`, or the lease has not changed for the whole
+    duration. `unchanged_s` is measured by the candidate's own clock."""
     return holder in ("", name) or unchanged_s >= duration_s
 
 
@@ -54,7 +54,7 @@ class ReadLease(msgspec.Struct, frozen=True):
 
 
 class WriteLease(msgspec.Struct, frozen=True):
-    """Action: replace the cell if it is unchanged since the last read or write, then call `on_lease_written`;
+    """Action: replace the cell if it is unchanged since the last read or write, then call `on_lease_written`. Call
     `on_store_failed` if the store does not answer."""
 
     record: LeaseRecord
@@ -89,13 +89,12 @@ class Candidate:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the lease says that the cluster has ended, and this candidate has seen a holder of it. A candidate that
-        starts after the end has not, so it may begin a new cluster."""
+        """Whether the lease says that the cluster has ended, and this candidate has seen a holder of the lease."""
         return self._saw_holder and self.last_record.over
 
     @property
     def other_cluster(self) -> str:
-        """Addresses of the schedulers of another cluster, if one of them holds this lease and was seen to renew it; else ""."""
+        """Addresses of the schedulers of another cluster, if one of them was seen to renew this lease; else ""."""
         return self.last_record.cluster if self._is_holder_alive and self.last_record.cluster != self._cluster else ""
 
     def next_action(self, now: float) -> ReadLease | WriteLease:
@@ -137,12 +136,14 @@ class Candidate:
         self._is_record_known = False
 
     def raise_token(self, token: int) -> None:
-        """Step down, because the journal has this higher token (the lease was removed since); the next one is higher still."""
+        """Step down, because the journal has this higher token. The next token of this candidate is higher still."""
         self._highest_token, self.token = max(self._highest_token, token), 0
 
     def release_lease(self) -> WriteLease | None:
-        """Step down. Return the write that releases the lease, so that the next leader need not wait; None if this candidate
-        does not lead, or the last store call failed, so that the lease must expire."""
+        """Step down. Return the write that releases the lease, so that the next leader need not wait.
+
+        Return None if this candidate does not lead, or if the last store call failed. The lease then expires.
+        """
         mine, self.token = self.token, 0
         return WriteLease(msgspec.structs.replace(self.last_record, holder="")) if mine and self._is_record_known else None
 

@@ -82,7 +82,7 @@ class RegisterAgent(Message, frozen=True):
 
 
 class TemplateReady(Message, frozen=True):
-    """Agent to scheduler: the template has finished its imports, or the agent uses none. Workers start without that delay."""
+    """Agent to scheduler: the template has finished its imports, or the agent uses none."""
 
 
 class Heartbeat(Message, frozen=True):
@@ -94,8 +94,7 @@ class Heartbeat(Message, frozen=True):
 class Leave(Message, frozen=True):
     """Node or agent to scheduler: the process is about to exit. The reply is `LeaveAcknowledged`.
 
-    A node without an agent has left if the code is 0, else it is dead; so are the children of an agent that leaves. For a
-    child, only `ChildExited` decides.
+    The `Leave` of a child does not count as its exit, which its agent reports.
     """
 
     code: int = 0
@@ -115,8 +114,7 @@ class ChildStarted(Message, frozen=True):
 class ChildExited(Message, frozen=True):
     """Agent to scheduler: a child process exited; sent after the exit and after each registration.
 
-    The member is dead immediately; left, if the code is 0, if all ranks have finished, or if it is a spare. The report is
-    ignored if the member has another incarnation by now.
+    The report is ignored if the member has another incarnation by now.
     """
 
     node_id: Name
@@ -132,8 +130,8 @@ class ChildExited(Message, frozen=True):
 class LogChunk(Message, frozen=True):
     """Agent to scheduler: reply to `ReadLog`, with complete lines; a line longer than a chunk is split or cut off.
 
-    The lines are those from byte `start` of the log up to byte `next_start`, at which the next request should start; of these,
-    only the matching ones if the request has a text.
+    The lines are those from byte `start` of the log up to byte `next_start`, at which the next request should start. If the
+    request has a text, only matching lines are included.
     """
 
     request_number: int
@@ -431,8 +429,7 @@ class SafePointReport(Message, frozen=True):
 class CollectiveFailed(Message, frozen=True):
     """Rank to scheduler: a collective, the connection to its peers, or a state transfer of this generation failed.
 
-    Unless a death that explains it is reported within 0.2 s, the step is retried, if `retry` is enabled and within its limit;
-    otherwise the run ends.
+    If no death explains it, the scheduler retries the step, or ends the run.
     """
 
     generation: int
@@ -523,15 +520,14 @@ class MemberIndexes(msgspec.Struct, frozen=True):
 class HealPlan(Message, frozen=True):
     """Scheduler to a rank that reported: fetch missing state or results from `donor`, if it is set, and resume.
 
-    `done`: all ranks have finished, so the script may end. `member_indexes` is set if a rank of the world does not know the
-    newest ones, `slot_holders` if the optimizer is sharded. `failure` is never sent: it tells the scheduler why the ranks
-    cannot resume from their present state.
+    `done`: all ranks have finished, so the script may end. `member_indexes` is set if a rank does not know the newest ones.
+    `failure` says why the ranks cannot resume; the scheduler does not send such a plan.
     """
 
     generation: int
     donor: Donor | None = None
     member_indexes: MemberIndexes | None = None
-    slot_holders: list[SlotHolder] = []
+    slot_holders: list[SlotHolder] = []  # the ranks that hold the state of a sharded optimizer; []: not sharded
     done: bool = False
     failure: Sentence = ""
 
@@ -596,12 +592,11 @@ class SchedulerUnreachable(Message, frozen=True):
 
 
 class LastHeardRequest(Message, frozen=True):
-    """Child to agent: request for the time since the child's last heartbeat or registration that the scheduler's host
-    acknowledged."""
+    """Child to agent: how old is the child's newest heartbeat or registration that the scheduler's host acknowledged?"""
 
 
 class LastHeardReply(Message, frozen=True):
-    """Agent to child: reply to `LastHeardRequest`, in seconds; infinite if the scheduler never acknowledged the child."""
+    """Agent to child: reply to `LastHeardRequest`, in seconds; infinite: not known, or none was acknowledged."""
 
     age_s: float
 

@@ -1,8 +1,6 @@
 """Names of the recovery strategies in the order of the ladder, and the limit of deaths without progress.
 
-`core/cluster/recovery.py` chooses a strategy: `retry` after a failed collective, one of the others after a death. It tries them
-in this order, except that `recover` with a ready spare precedes `recover-in-place`. Settings, MSJobs, commands and the worker's
-supervisor only use the names.
+The module `cluster.recovery` chooses a strategy.
 """
 
 from __future__ import annotations

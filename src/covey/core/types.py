@@ -40,9 +40,8 @@ class NodeState(StrEnum):
     """State of a member.
 
     WAITING until the cluster has formed, then ALIVE. SUSPECT after half the node timeout without a heartbeat, or after a
-    restart of the scheduler; ALIVE again when it is heard. DEAD after the full timeout, an exit with another code than 0, or
-    another failure; the next incarnation is ALIVE (SUSPECT while its agent is disconnected). LEFT after an exit with code 0; a
-    spare also after any other exit, and after its promotion.
+    restart of the scheduler. DEAD after the full timeout or another failure. LEFT after an exit with code 0; a spare after any
+    exit, and after its promotion.
     """
 
     WAITING = "waiting"
@@ -122,8 +121,8 @@ class ClusterSettings(msgspec.Struct, frozen=True):
 class Host(msgspec.Struct, frozen=True):
     """A machine or container as a node reports it. The name is only for display.
 
-    `id` is COVEY_HOST_ID, or a hash of boot id and namespaces. `life` is COVEY_HOST_LIFE, such as a pod's UID: it
-    distinguishes hosts that have the same id one after the other; "" if not set.
+    `id` is COVEY_HOST_ID, or a hash of boot id and namespaces. `life` is COVEY_HOST_LIFE, such as a pod's UID; "" if not set.
+    It distinguishes a host from its successor with the same id.
     """
 
     id: ShortText
@@ -137,7 +136,7 @@ class Progress(msgspec.Struct, frozen=True):
 
     step: int = -1  # last reported step; -1: none. Of a spare: the step of the state that it has copied
     phase: Annotated[str, Meta(max_length=PHASE_MAX)] = ""  # for display; of a ready spare: the line it waits at
-    in_loop: bool = False  # a covey.Loop is running, so the rank can dump its state
+    in_loop: bool = False  # the script has a covey.Loop, so the rank can dump its state
     waiting_in: ShortText = ""  # the collective in which the rank waits for the others, "STEP.N"; "" while it computes
     busy_s: float = 0.0  # seconds of computation per step, without waiting for others; mean of the last steps
     loss: float | None = None  # as last reported by the script; inf if it was not a number
@@ -186,7 +185,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class FullRestart(msgspec.Struct, frozen=True):
-    """The newest full restart: all ranks start from the newest checkpoint or from step 0, because their state is lost."""
+    """The newest full restart: all ranks start from the newest checkpoint, or from step 0."""
 
     count: int  # full restarts so far
     cause: Annotated[str, Meta(max_length=8192)]
@@ -213,7 +212,7 @@ class Ended(msgspec.Struct, frozen=True):
 
 
 class Member(msgspec.Struct, frozen=True):
-    """A node as the scheduler records it. The record is replaced on every change; only `uid` never changes."""
+    """A node as the scheduler records it. A change makes a new record with the same `uid`."""
 
     role: Role
     node_id: str
@@ -248,7 +247,7 @@ class Member(msgspec.Struct, frozen=True):
 
 
 class AgentInfo(msgspec.Struct, frozen=True):
-    """An agent as the scheduler records it. The record is replaced on every change."""
+    """An agent as the scheduler records it. A change makes a new record with the same `uid`."""
 
     id: str
     instance_id: str
@@ -288,7 +287,7 @@ class MemberRecord(msgspec.Struct, frozen=True, tag="member"):
 
     @classmethod
     def from_member(cls, member: Member) -> MemberRecord:
-        """Return the record of a member. SUSPECT is stored as ALIVE, because a restored member that is present is suspect."""
+        """Return the record of a member. SUSPECT is stored as ALIVE."""
         record = cls(**{name: getattr(member, name) for name in cls.__struct_fields__})
         return msgspec.structs.replace(record, state=NodeState.ALIVE) if member.state is NodeState.SUSPECT else record
 

@@ -1,7 +1,7 @@
 """MindSpore's `set_fl_context`: table of all settings of a federated cluster, with defaults and allowed values.
 
 The names and documented defaults are MindSpore's; covey's own keys follow them. Options of `covey federated up` arrive in the
-environment and take precedence over the script. Unlike in MindSpore, an invalid value is never replaced silently.
+environment and take precedence over the script. Unlike in MindSpore, an invalid value is an error.
 """
 
 from __future__ import annotations
@@ -177,9 +177,8 @@ _context = _FlContext()
 def set_fl_context(**kwargs: ContextValue) -> None:
     """Set one or more keys. Call it before `covey.federated.run`.
 
-    Raise `UsageError` and set no key if a name is unknown, a value is invalid or not supported, `config_file_path` is not a
-    file, or `server_num` is 0 in a call without enable_fl=False. If federated learning is enabled and the script ends without
-    calling `run`, a message on stderr says so.
+    Raise `UsageError`, with no key set, if a name is unknown or a value is invalid or not supported. `server_num` may be 0 only
+    in a call with enable_fl=False.
     """
     if RECONSTRUCT_MISSPELLED in kwargs:
         kwargs["reconstruct_secrets_threshold"] = kwargs.pop(RECONSTRUCT_MISSPELLED)
@@ -223,7 +222,7 @@ def mark_run_called() -> None:
 def _explain_at_exit() -> None:
     """Print to stderr that the script did not call `covey.federated.run`. Called at process exit.
 
-    Print nothing if federated learning is not enabled, `run` was called, or an error or uncaught exception was reported.
+    Print nothing if federated learning is not enabled, `run` was called, or the script failed with an error.
     """
     if is_enabled() and not _context.explained and not hasattr(sys, "last_type"):
         print(f"covey: the script ended without a federated cluster: {describe_missing_run()}", file=sys.stderr, flush=True)  # noqa: T201
@@ -379,8 +378,8 @@ def _make_noise() -> Noise | None:
 def find_recovery_path() -> Path | None:
     """Return the directory for the state of clusters, as set in section `recovery` of the file `config_file_path`.
 
-    Return None if there is no such file or section. The directory is `storage_file_path`, relative to the file, if that is a
-    directory or ends with "/"; else that path with ".state" appended. Raise `UsageError` if the file or section is invalid.
+    Return None if `config_file_path` is empty or the file has no such section. If `storage_file_path` in the section is neither
+    a directory nor ends with "/", ".state" is appended to it. Raise `UsageError` if the file or section is invalid.
     """
     config = get_str("config_file_path")
     if not config:
@@ -413,7 +412,7 @@ def _warn_misspelled_key(config: str) -> None:
 
 
 def find_state_root() -> Path:
-    """Return the directory for the state of clusters: that of `find_recovery_path`, else federated_PORT in `checkpoint_dir`.
+    """Return the directory for the state of clusters: `find_recovery_path()` if it is set, else CHECKPOINT_DIR/federated_PORT.
 
     PORT is `scheduler_port`; an empty `checkpoint_dir` is the current directory. Raise `UsageError` as `find_recovery_path`.
     """

@@ -1,8 +1,8 @@
 """Model encoding: names and shapes of tensors, and all values in one flat float32 array.
 
-On the wire and on disk a model is safetensors. Names are sorted, which is also safetensors' own order for one type, so the
-bytes after the header are the flat array itself, and decoding copies them only if they are not aligned to 4 bytes. torch is
-never imported here: a module is recognized by its `state_dict`, a tensor by its `detach`.
+On the wire and on disk a model is safetensors. Its tensors are sorted by name, as safetensors sorts tensors of one type, so the
+bytes after the header are the flat array. torch is not imported here: a module is recognized by its `state_dict`, a tensor by
+its `detach`.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class ModelLayout:
         return metadata, self._reorder_tensors(tensors, data)
 
     def _reorder_tensors(self, tensors: dict[str, Any], data: memoryview) -> Floats:
-        """Return the values of tensors that are stored at other offsets than in this layout.
+        """Return all values in the order of this layout, if the tensors are stored in another order.
 
         Raise `ValueError` if a name, shape or type differs or an offset is invalid.
         """
@@ -138,9 +138,9 @@ class ModelLayout:
         return {name: values[start:end].reshape(self.shapes[name]) for name, (start, end) in self.ranges.items()}
 
     def as_flat_array(self, values: NDArray[Any]) -> Floats:
-        """Return `values`, all values of the model in the order of this layout, as a flat float32 array.
+        """Return an array of all the model's values, in the order of this layout, as a flat float32 array.
 
-        Raise `UsageError` if their number is not that of the layout. The result may be a view.
+        Raise `UsageError` if the number of values is wrong. The result may be a view.
         """
         if values.size != self.size:
             raise UsageError(f"the array has {values.size} values: expected {self.size}, those of the model")

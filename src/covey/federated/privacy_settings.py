@@ -17,10 +17,7 @@ SECAGG_DEVICES_MIN = 3  # in a sum of two, each device can compute the other's u
 
 
 def check_privacy_settings(plan: RoundPlan, strategy: Strategy) -> None:
-    """Raise `UsageError` if the plan's privacy settings are incompatible with the strategy or with each other.
-
-    Differential privacy depends on the strategy; a secure round also on compression and on the thresholds.
-    """
+    """Raise `UsageError` if the plan's privacy settings do not fit the strategy, the compression or the thresholds."""
     name = type(strategy).__name__
     if plan.noise is not None and (strategy.sees_all or strategy.staleness):
         raise UsageError(f"differential privacy needs the mean of one round, which {name} does not use: use FedAvg or similar")

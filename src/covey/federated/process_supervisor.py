@@ -1,8 +1,8 @@
 """Supervisor of the processes of a federated cluster on this host, for `covey federated up`.
 
-It runs a scheduler and its servers, each of them the user's script in another role. A process that dies is restarted with the
-same node id and settings; a server that exits with code 0 is not. The supervisor ends when the scheduler exits with code 0, on
-SIGINT or SIGTERM, or when a process fails with an error that a restart does not fix, or too often in a row.
+Each process runs the user's script in one role. A process that dies is restarted with the same node id and settings; a server
+that exits with code 0 is not. The supervisor ends on SIGINT or SIGTERM, when the scheduler exits with code 0, or when a process
+fails too often in a row or with an error that a restart does not fix.
 """
 
 from __future__ import annotations

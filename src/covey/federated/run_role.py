@@ -41,12 +41,11 @@ SCHEDULER_LOST_TIMEOUT_S: Final = 30.0
 
 
 def run(network: Any, strategy: Strategy | None = None, evaluate: Evaluate | None = None) -> None:
-    """Run this process as the scheduler or a server of the federated cluster that `set_fl_context` describes, until it ends.
+    """Run this process as the scheduler or a server of the federated cluster, according to `ms_role`, until it ends.
 
-    `network` is a torch module or a dict of numpy arrays, `strategy` is FedAvg by default. `evaluate` receives each new model
-    as a dict of arrays, on the server that made it, and returns metrics by name; its "loss", if any, decides which model is the
-    best instead of the devices' loss. Return if the exit code is 0, else exit the process with it (`SystemExit`). An error
-    (`CoveyError`) is printed to stderr as one line before that.
+    `network` is a torch module or a dict of numpy arrays; the default strategy is FedAvg. `evaluate` receives a new model as a
+    dict of arrays, on the server that made it, and returns metrics by name. Its "loss", if any, replaces the devices' loss in
+    the choice of the best model. A `CoveyError` is printed to stderr. Raise `SystemExit` if the exit code is not 0.
     """
     context.mark_run_called()
     if ran := os.environ.get(RUN_MARKER_VARIABLE):

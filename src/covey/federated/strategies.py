@@ -1,9 +1,9 @@
 """Aggregation strategies: how the next model is made from a round's updates. Users may write their own.
 
-`make` receives the current model and the weighted mean of the updates as flat arrays, and `state`, a dict of arrays that is
-stored with the model and passed to the next round on any server. A strategy that needs single updates sets `sees_all`. `column`
-then receives a block of values of all updates at a time, and its results replace the mean. The constructors below raise
-`UsageError` for a setting out of range.
+`make` receives the current model and the mean of the updates as flat arrays. It also receives `state`, a dict of arrays that is
+stored with the model and passed to the next round. A strategy that needs single updates sets `sees_all`. `column` then receives
+a block of values of all updates at a time, and its results replace the mean. The constructors below raise `UsageError` for a
+setting out of range.
 
     class Half(Strategy):
         def make(self, model, mean, state):

@@ -102,7 +102,7 @@ def compressed_size(size: int, kind: str, rate: float) -> int:
 
 
 def sent_value_count(size: int, rate: float) -> int:
-    """Return the number of values in a sparse upload of a model with `size` values: rounded down, at least 1."""
+    """Return the number of values in a sparse upload: `size` times `rate`, rounded down, at least 1."""
     return max(1, int(size * rate))
 
 

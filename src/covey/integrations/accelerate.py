@@ -6,7 +6,7 @@
         for batch in loader: ...
 
 Each rank is an accelerator of one process, so Accelerate builds no process group. `prepare` creates a `covey.Loop` of its
-arguments. Gradients are averaged when `accelerator.backward` returns; with accumulation, in the last micro-batch of a step.
+arguments. `accelerator.backward` averages the gradients; with accumulation, in the last micro-batch of a step.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ RANK_VARIABLES: Final = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 class AccelerateBatches:
-    """The batches of the training, in place of the DataLoader: `prepare` returns it. It is iterated over once in each epoch of
-    `Accelerator.epochs`; otherwise the iteration raises `UsageError`."""
+    """The training batches, which `prepare` returns in place of the DataLoader. It can be iterated over once in each epoch of
+    `Accelerator.epochs`; another iteration raises `UsageError`."""
 
     def __init__(self, loop: Any, device: Any) -> None:
         self._loop, self._device = loop, device
@@ -72,8 +72,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare(self, *args: Any, **named: Any) -> Any:
         """Prepare one model, its optimizer, the DataLoader to train on, and schedulers; return a tuple in the order of `args`.
 
-        Loaders after the first are for evaluation and are returned unchanged: every rank iterates over all of their samples.
-        Raise `UsageError` at a second call, without a loader, or if there is not exactly one model and one optimizer.
+        Loaders after the first are for evaluation. They are returned unchanged, so each rank iterates over all samples. Raise
+        `UsageError` at a second call, without a loader, or if there is not exactly one model and one optimizer.
         """
         models = [arg for arg in args if isinstance(arg, torch.nn.Module)]
         optimizers = [arg for arg in args if isinstance(arg, torch.optim.Optimizer)]
@@ -99,8 +99,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return tuple(by_id.get(id(arg), arg) for arg in args)
 
     def epochs(self) -> Iterator[int]:
-        """Yield the number of each epoch, from that of the current step on. Raise `UsageError` before `prepare`, and if the
-        batches of an epoch are not exhausted."""
+        """Yield the number of each epoch, starting with the current one. Raise `UsageError` before `prepare`, or if the batches
+        of an epoch were not all consumed."""
         if self._batches is None:
             raise UsageError("epochs() was called before prepare(...): call prepare(model, optimizer, loader) first")
         for epoch, batches in self._loop.epochs():

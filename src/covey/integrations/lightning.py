@@ -4,8 +4,8 @@
 
 Each rank is a trainer on one device, without a process group. The strategy creates a `covey.Loop` of the trainer's model,
 optimizer and training data, and passes its batches to the trainer. Gradients are averaged at the end of a step's last backward
-pass. All counters of the trainer are functions of the loop's step, so the trainer of a replacement, or of a training that
-resumes from a checkpoint, is set to the loop's step.
+pass. If the loop does not start at step 0 (in a replacement, or after a checkpoint was loaded), the trainer's counters are set
+to the loop's step.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class LightningBatches:
             yield batch
 
     def _finish_epoch(self) -> None:
-        """End the iteration over the epoch's batches, because the trainer stops after the last one without requesting another.
-        Raise `UsageError` if any is left."""
+        """End the iteration over the epoch's batches, because the trainer does not request one more after the last. Raise
+        `UsageError` if a batch is left."""
         if any(True for _ in self._batches):
             raise UsageError(
                 "a Lightning trainer cannot continue after a resize: use a strategy without elastic-training (COVEY_STRATEGY)"
@@ -81,8 +81,8 @@ class CoveyStrategy(SingleDeviceStrategy):  # type: ignore[misc]
         return bool(self.global_rank == 0)
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Create the loop of the training data and return its batches. Return other data, such as validation's, unchanged on
-        every rank. Raise `UsageError` if an argument of the trainer, or the module, is not supported."""
+        """Create the loop at the first call during training, and return its batches. Return other data, such as for validation,
+        unchanged. Raise `UsageError` if an argument of the trainer, or the module, is not supported."""
         trainer = self.lightning_module.trainer
         if not trainer.training or self._batches is not None:
             return dataloader
@@ -122,8 +122,8 @@ class CoveyStrategy(SingleDeviceStrategy):  # type: ignore[misc]
             raise UsageError("this LightningModule is not supported: covey needs one optimizer and automatic optimization")
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Return a copy of `tensor` reduced over all ranks, for `log(..., sync_dist=True)`. Before the loop exists, and for
-        anything but a tensor, return the argument unchanged."""
+        """Return a copy of `tensor` reduced over all ranks, for `log(..., sync_dist=True)`. Return the argument unchanged if it
+        is not a tensor or the loop does not exist yet."""
         if self._batches is None or not isinstance(tensor, torch.Tensor):
             return tensor
         return covey.all_reduce(tensor.detach().clone(), {"avg": "mean"}.get(str(reduce_op).lower(), str(reduce_op).lower()))

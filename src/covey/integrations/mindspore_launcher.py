@@ -1,8 +1,8 @@
 """Worker of `covey run --framework mindspore train.py`: MindSpore builds its own cluster, covey monitors the workers.
 
-MindSpore's scheduler is the same script in another role. Rank 0 starts it next to its worker, at the address that covey gives
-to all ranks (torchrun's MASTER_ADDR and MASTER_PORT), with a separate log file, because it prints a lot. All other ranks exec
-their script. This module does not import MindSpore.
+MindSpore's scheduler is the same script in another role. Rank 0 starts it next to its worker, at the address MASTER_ADDR and
+MASTER_PORT that covey sets, with a separate log file, because it prints a lot. Other ranks exec their script. This module does
+not import MindSpore.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TAIL_BYTES: Final = 2000  # of the scheduler's log that are printed if it fails
 
 
 def mindspore_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of MindSpore's processes, in which MS_* names its own scheduler, not covey's."""
+    """Return the environment of MindSpore's processes. Its MS_* variables name MindSpore's scheduler, not covey's."""
     return {
         **environ,
         "MS_ROLE": "MS_WORKER",

@@ -142,7 +142,7 @@ class Api:
     async def replace(
         self, kind: ResourceKind, namespace: str, obj: Mapping[str, Any], sub: str = "", *, brief: bool = False
     ) -> KubeObject:
-        """Replace the version of an object that `obj` names; `ApiError` 409 if another writer was faster."""
+        """Replace an object; `ApiError` 409 if its resourceVersion differs from that in `obj`."""
         return await self._request("PUT", kind.path(namespace, obj["metadata"]["name"], sub), body=obj, brief=brief)
 
     async def patch(self, kind: ResourceKind, namespace: str, name: str, patch: Mapping[str, Any], sub: str = "") -> KubeObject:
@@ -271,7 +271,7 @@ def _error_from_response(code: int, content: bytes, what: str) -> ApiError:
 
 
 def connect(kubeconfig: str = "", context: str = "") -> Api:
-    """Return a client for the API server of a kubeconfig. Raise `UsageError` if there is none.
+    """Return a client for the API server of a kubeconfig. Raise `UsageError` if there is none or it is invalid.
 
     Without `kubeconfig` the first of these is used: the pod's service account, $KUBECONFIG, ~/.kube/config.
     """

@@ -23,7 +23,7 @@ class KubernetesCasStore:
     """Store whose values are objects named NAME-KEY in a namespace.
 
     `get` and `put` raise `StoreError` if the API server does not answer or refuses the request. After a `StoreError` of `put`
-    it is unknown whether the value was written.
+    the value may have been written.
     """
 
     def __init__(self, api: Api, namespace: str, name: str) -> None:

@@ -1,7 +1,7 @@
 """Controller of one kind of job: observe a job in the caches, compute its plan, write the status, carry out the actions.
 
-`covey.core.msjob` makes the decisions. Any error (a conflict, a lost response, an unreachable server) ends the reconcile of
-that job, which is retried with exponential backoff.
+`covey.core.msjob` makes the decisions. An unexpected error ends the reconcile of that job; it is retried with exponential
+backoff.
 """
 
 from __future__ import annotations
@@ -96,8 +96,7 @@ def _job_key(obj: KubeObject) -> ObjectKey:
 
 
 def _scheduler_role(job: Job) -> ReplicaSpec:
-    """Return the Scheduler role or, if the job has none, its first worker role. A job's scheduler runs in that role's first
-    pod."""
+    """Return the role in whose first pod the scheduler runs: Scheduler or, if the job has none, its first worker role."""
     return next(iter(job.roles_with_duty(ReplicaDuty.SCHEDULER) or job.roles_with_duty(ReplicaDuty.WORKER)))
 
 
@@ -209,15 +208,16 @@ class Controller:
         )
 
     def _update_polling(self, key: ObjectKey, obj: KubeObject, plan: ReconcilePlan) -> None:
-        """Start to poll the job's scheduler if its endpoint is known, otherwise stop. Poll faster while the status has the
-        field `scaling` or `replacing`."""
+        """Poll the job's scheduler if its endpoint is known, else stop; poll faster during a resize or replacement."""
         status = plan.status if plan.status is not None else obj.get("status") or {}
         is_urgent = bool(status.get("scaling") or status.get("replacing"))
         self.scheduler_clients.set_endpoint(key, self._scheduler_endpoint(key, obj, status), is_urgent=is_urgent)
 
     def _scheduler_endpoint(self, key: ObjectKey, obj: KubeObject, status: Mapping[str, Any]) -> SchedulerEndpoint | None:
-        """Return the endpoint of the job's scheduler; None unless the job is valid and Running or Restarting, its scheduler's
-        pod runs and has an address, the REST port is known, and the operator has a key."""
+        """Return the endpoint of the job's scheduler; None if it cannot be polled.
+
+        The job must be valid and Running or Restarting, its scheduler's pod must run, and the operator needs a key.
+        """
         if not self._secret_key or status.get("state") not in ("Running", "Restarting"):
             return None
         try:
@@ -250,10 +250,8 @@ class Controller:
     async def _apply_plan(self, obj: KubeObject, job: KubeObject, plan: ReconcilePlan) -> None:
         """Record the events of a plan, then carry out its other actions in three batches.
 
-        The second batch has the actions on pods, the third the deletion of the job, the first all others. Actions of a batch
-        run concurrently. A batch is completed even if an action fails; then the first error is raised, and later batches are
-        not begun. An `ApiError` that is neither transient nor a conflict is also recorded as an event. If the job is invalid,
-        only the events are recorded.
+        The second batch has the actions on pods, the third the deletion of the job, the first all others. If an action fails,
+        complete its batch and raise the first error. If the job is invalid, only the events are recorded.
         """
         for action in plan.actions:
             if isinstance(action, RecordEvent):

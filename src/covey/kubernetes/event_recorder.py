@@ -14,7 +14,7 @@ from covey.kubernetes.work_queue import WorkQueue
 from covey.log import log
 
 PENDING_EVENTS_MAX = 1000  # events waiting to be written; further ones are dropped
-WRITE_DELAY_MAX_S = 2.0  # maximum delay of an event while jobs are reconciled, which is more urgent
+WRITE_DELAY_MAX_S = 2.0  # maximum time for which an event waits until no job is reconciled, which is more urgent
 
 
 class EventRecorder:
@@ -63,7 +63,7 @@ class EventRecorder:
             log.warning("%s: event dropped, %d are waiting: %s", name, PENDING_EVENTS_MAX, action.message)
 
     async def run(self) -> None:
-        """Write events until cancelled, each when no job is being reconciled or WRITE_DELAY_MAX_S after it was recorded."""
+        """Write events until cancelled. Each waits until no job is being reconciled, but at most WRITE_DELAY_MAX_S."""
         while True:
             deadline, event = await self._pending.get()
             await self._queue.wait_until_idle(deadline)

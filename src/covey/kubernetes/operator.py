@@ -55,7 +55,7 @@ class OperatorOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def slim_pod(pod: KubeObject) -> KubeObject:
-    """Return a pod with only the fields that a plan reads, to save memory."""
+    """Return a pod without fields that no plan reads, to save memory."""
     metadata, spec = pod["metadata"], pod.get("spec") or {}
     fields = (
         "name",
@@ -75,7 +75,7 @@ def slim_pod(pod: KubeObject) -> KubeObject:
 
 
 def slim_node(node: KubeObject) -> KubeObject:
-    """Return a node with only the fields that a plan reads, to save memory."""
+    """Return a node without fields that no plan reads, to save memory."""
     metadata = node["metadata"]
     conditions = (node.get("status") or {}).get("conditions") or []
     relevant = [c for c in conditions if c.get("type") == "Ready" or c.get("status") == "True"]
@@ -114,7 +114,7 @@ class Operator:
         return await self._scheduler_clients(key).forward_request(key, method, target, body)
 
     def stream(self, key: ObjectKey) -> AsyncIterator[bytes]:
-        """Yield the lines that a job's scheduler streams to the console."""
+        """Return the lines that a job's scheduler streams to the console. Raise `PeerError` as `forward_request` does."""
         return self._scheduler_clients(key).stream(key)
 
     async def scale(self, key: ObjectKey, workers: int) -> str:
@@ -245,7 +245,7 @@ class Operator:
         return controller
 
     async def _start_when_synced(self, controller: Controller, reflectors: list[Reflector]) -> None:
-        """Start the controller when every cache is filled, so that it never creates a pod that exists."""
+        """Start the controller when every cache is filled; before that, existing pods would seem to be missing."""
         for reflector in reflectors:
             await reflector.ready.wait()
         controller.caches_filled.set()
@@ -279,7 +279,7 @@ async def run_operator(
 ) -> None:
     """Run an operator, and `serve_console` with it, until SIGTERM or SIGINT; then release the lease and return.
 
-    This is the body of `covey operator run`. An error of either is raised.
+    An error of either is raised.
     """
     operator = Operator(api, options)
     work = [operator.run(), *([serve_console(operator)] if serve_console is not None else [])]

@@ -71,8 +71,7 @@ class OperatorLease:
                 await self._release()
 
     async def _renew_until_lost(self) -> None:
-        """Renew the lease periodically; return when another replica holds it, or when the time after which a holder must stop
-        acting has passed since the last successful renewal began."""
+        """Renew the lease periodically; return when another replica holds it, or when renewals have failed for too long."""
         limit = min(RENEW_DEADLINE_S, step_down_after_s(self._duration_s))
         until = time.monotonic() + limit
         while (left := until - time.monotonic()) > 0:
@@ -91,7 +90,7 @@ class OperatorLease:
     async def _acquire_or_renew(self) -> bool:
         """Acquire or renew the lease if the rules allow it; create the object if it does not exist.
 
-        Return whether the lease was written. False also if a request failed; the lease may then still be held or even written.
+        Return True if the lease was written. If a request fails, return False, although the lease may have been written.
         """
         try:
             lease = await self._api.get(LEASE, self._namespace, self._name)
@@ -135,7 +134,7 @@ class OperatorLease:
         return True
 
     def _warn_once(self, message: str) -> None:
-        """Log a warning unless it repeats the last one since the last successful write."""
+        """Log a warning unless it repeats the last one. A successful write resets that."""
         if message != self._last_warning:
             log.warning("%s; retrying", message)
         self._last_warning = message

@@ -69,10 +69,9 @@ def make_service(job: Job, key: str, owner: Mapping[str, Any]) -> KubeObject:
 
 
 def make_secret(job: Job, value: str, token: str, owner: Mapping[str, Any]) -> KubeObject:
-    """Return the secret with the variables that all pods share: the job's identity, the secret `value` with which processes
-    join, and the operator's REST `token`.
+    """Return the secret with the variables that all pods share.
 
-    Each pod refers to it once, because the API server's work for a pod grows with the number of its fields.
+    `value` is the secret with which processes join the cluster, `token` the operator's REST token ("": none).
     """
     variables = {"COVEY_JOB": f"{job.name}-{job.uid}", "MINDX_TASK_ID": job.uid, "COVEY_SECRET": value}
     return {
@@ -140,7 +139,7 @@ def _container_ports(job: Job, role: ReplicaSpec) -> list[KubeObject]:
 
 
 def manage_port(job: Job, role: ReplicaSpec) -> int:
-    """Return the REST port of the scheduler in a role's first pod; 0 if MS_SCHED_MANAGE_PORT is not a port."""
+    """Return the REST port of the scheduler in a role's first pod; 0 if MS_SCHED_MANAGE_PORT is not a number."""
     main = next(c for c in role.template["spec"]["containers"] if c["name"] == job.main_container)
     value = {entry.get("name"): str(entry.get("value", "")) for entry in main.get("env") or []}.get(MANAGE_PORT_VARIABLE)
     if value is None:
@@ -163,6 +162,7 @@ def _inject_variables(
     for variable, directory in (("MS_RECOVERY_PATH", job.uid), ("GLOG_log_dir", name)):
         if (existing.get(variable) or {}).get("value"):
             existing[variable]["value"] = f"{existing[variable]['value'].rstrip('/')}/{directory}"
+    # One reference to the secret, because the API server's work for a pod grows with the number of its fields.
     main["envFrom"] = [{"secretRef": {"name": _secret_name(job)}}, *(main.get("envFrom") or [])]
     variables = {
         **_identity_variables(name),
@@ -197,7 +197,7 @@ def _identity_variables(name: str) -> KubeObject:
 
 
 def _cluster_variables(job: Job, role: ReplicaSpec, action: CreatePod, name: str, address: str) -> KubeObject:
-    """Return address, size and rank variables; {} without an `address`: a single worker without a Scheduler trains alone."""
+    """Return address, size and rank variables; {} without an `address`, because then pods do not connect."""
     if not address:
         return {}
     world = action.world
@@ -264,7 +264,7 @@ def _recovery_variables(job: Job, role: ReplicaSpec) -> KubeObject:
 
 
 def _exclude_nodes(spec: KubeObject, nodes: tuple[str, ...]) -> None:
-    """Add node affinity that excludes these nodes to the pod's own affinity."""
+    """Exclude these nodes by node affinity, in addition to the pod's own affinity."""
     affinity = _get_or_set(_get_or_set(spec, "affinity", {}), "nodeAffinity", {})
     required = _get_or_set(affinity, "requiredDuringSchedulingIgnoredDuringExecution", {})
     for term in _get_or_set(required, "nodeSelectorTerms", [{}]):

@@ -33,7 +33,7 @@ def object_key(obj: KubeObject) -> ObjectKey:
 
 
 def drop_managed_fields(obj: KubeObject) -> KubeObject:
-    """Remove metadata.managedFields, most of an object's bytes and never read; return the object."""
+    """Remove metadata.managedFields, which are large and not used; return the object."""
     obj["metadata"].pop("managedFields", None)
     return obj
 
@@ -41,8 +41,8 @@ def drop_managed_fields(obj: KubeObject) -> KubeObject:
 class Reflector:
     """Cache of the objects of one kind, in one namespace ("": all).
 
-    `transform` reduces each object before it is stored. `on_change` and the other `listeners` are called after each addition,
-    change and deletion, with the object in its last known state.
+    `transform` reduces each object before it is stored. `on_change` is the first of the `listeners`, which are called with an
+    object that was added, changed or deleted.
     """
 
     def __init__(
@@ -90,9 +90,9 @@ class Reflector:
             listener(obj)
 
     async def run(self) -> None:
-        """List and watch until cancelled, with exponential backoff after errors.
+        """List and watch until cancelled; retry after errors.
 
-        Raise `ApiError` 401, 403 or 404 only before the first list is complete.
+        Raise `ApiError` if the first list fails with 401, 403 or 404.
         """
         wait = BACKOFF_MIN_S
         while True:
@@ -160,7 +160,7 @@ def _is_newer(obj: KubeObject, old: KubeObject) -> bool:
 
 
 class Index:
-    """Objects of a reflector by the value of `index_function`, updated as they change. A value of None is not indexed."""
+    """Objects of a reflector by the value of `index_function`. Objects with the value None are not indexed."""
 
     def __init__(self, reflector: Reflector, index_function: Callable[[KubeObject], Any]) -> None:
         self._reflector = reflector

@@ -1,8 +1,8 @@
 """REST client for the schedulers of running jobs: polls their status and forwards requests.
 
 Polling is optional. A scheduler that does not answer, because it is not covey's or is unreachable, is polled with exponential
-backoff, and its job is reconciled without its status. The interval grows with the number of jobs, so that about
-`POLLS_PER_S_MAX` polls are sent in a second; jobs with a resize or replacement in progress are polled more often.
+backoff, and its job is reconciled without its status. With many jobs the interval is longer, which limits the load to about
+`POLLS_PER_S_MAX` polls per second. Jobs with a resize or replacement in progress are polled more often.
 
 The operator's token for a job is an HMAC of the job's UID with the operator's key. The pods get it in the job's secret, so the
 operator creates secrets and needs no permission to read them.
@@ -30,7 +30,7 @@ from covey.kubernetes.http_client import HttpClient
 from covey.kubernetes.reflector import ObjectKey
 from covey.log import log
 
-POLL_INTERVAL_S = 10.0  # minimum between two polls of one job
+POLL_INTERVAL_S = 10.0  # between two polls of one job; longer with many jobs
 FAST_POLL_INTERVAL_S = 0.5  # during a resize or a replacement
 POLLS_PER_S_MAX = 10.0  # all jobs together, without those polled fast
 CONCURRENT_POLLS_MAX = 8
@@ -75,7 +75,7 @@ class SchedulerClients:
         return key in self._polled
 
     def set_endpoint(self, key: ObjectKey, endpoint: SchedulerEndpoint | None, *, is_urgent: bool = False) -> None:
-        """Poll a job's scheduler at `endpoint` from now on; None: stop polling. `is_urgent`: every FAST_POLL_INTERVAL_S."""
+        """Poll a job's scheduler at `endpoint`; None: stop. `is_urgent`: poll every FAST_POLL_INTERVAL_S while it answers."""
         if endpoint is None:
             self._polled.pop(key, None)
             return

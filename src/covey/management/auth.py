@@ -5,8 +5,8 @@ Four kinds of clients reach the port:
 * A command on this host that connects over loopback needs no token, so that plain curl works.
 * A program on another host needs the token.
 * A web page needs the token too, also on loopback, because a browser on this host sends requests of any page to loopback. A
-  request counts as a web page's if it has an Origin, a Sec-Fetch-Site other than "none" and "same-origin" (any, if its method
-  is not GET or HEAD), or a Host name other than localhost (DNS rebinding).
+  request counts as a web page's if it has an Origin header, or a Sec-Fetch-Site other than "none" and "same-origin", or any
+  Sec-Fetch-Site if its method is not GET or HEAD. A Host name other than localhost needs the token too (DNS rebinding).
 * The console's own page on loopback sends a key instead. It reads the key from `GET /key`, which pages of other origins cannot
   read. The key is not accepted beyond loopback.
 """
@@ -46,8 +46,8 @@ def authorize(
     token: str,
     key: str = "",
 ) -> AuthDecision:
-    """Decide about one request by its peer address and headers. An empty `token` or `key` matches nothing. An empty `peer` is
-    not loopback, and an empty `host` is a missing header."""
+    """Decide whether a request is allowed, by its peer address and headers. An empty `token` or `key` matches nothing. An empty
+    `peer` is not loopback, and an empty `host` is a missing header."""
     if authorization is not None:
         if _has_bearer_token(authorization, token):
             return AuthDecision(True, 200, "it has the token")

@@ -1,7 +1,6 @@
-"""Operations of the management port that all kinds of clusters share, and the checks before every request.
+"""Operations of the management port that several kinds of clusters share, and the checks before each request.
 
-Replies come from `schemas`, metrics from `cluster_metrics`, authorization from `auth`. Every error has the same JSON,
-`{"error_message": ..., "code": "1"}`.
+Errors are JSON: `{"error_message": ..., "code": "1"}`.
 """
 
 from __future__ import annotations
@@ -119,8 +118,8 @@ def make_app(
     """Return the application for `covey.management.http_server.HttpServer`. With an empty `token`, requests that need a token
     are refused.
 
-    `more` maps the operations of this kind of cluster to their handlers; one with the name of a common operation replaces it.
-    `settings` are the fields of each `schemas.Setting`. `without` names common operations that are omitted.
+    `more` has further operations and their handlers; one with the name of a common operation replaces it. `settings` has the
+    fields of each `schemas.Setting`. `without` names common operations to omit.
     """
     key = secrets.token_urlsafe(24)
     common = CommonHandlers(source, settings, key)
@@ -172,7 +171,7 @@ class AuthMiddleware:
         except ClientDisconnect:
             log.debug("%s disconnected before the end of its request", request.client)
         except Exception as bug:
-            # Replies are complete before they are sent, so the 500 can be. In a stream it cannot, and the connection is closed.
+            # Unless the reply is a stream, it has not begun, and a 500 can be sent. In a stream the connection is closed.
             log.error("%s %s failed: %s: %s", request.method, _printable_path(request), type(bug).__name__, bug)
             log.debug("traceback:", exc_info=bug)
             message = f"{request.method} {_printable_path(request)} failed in the scheduler: see its log"
@@ -202,8 +201,8 @@ class AuthMiddleware:
 
 
 async def read_body(request: Request) -> bytes:
-    """Return the body. Raise HTTPException 413 as soon as more than `BODY_MAX` bytes arrive, because a chunked body has no
-    Content-Length to check; ClientDisconnect if the client disconnects."""
+    """Return the body. Raise HTTPException 413 if it is longer than `BODY_MAX`, which the Content-Length of a chunked body does
+    not tell. Raise ClientDisconnect if the client disconnects."""
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
@@ -226,7 +225,7 @@ async def _on_http_exception(request: Request, exc: Exception) -> Response:
 
 
 async def _on_covey_error(request: Request, exc: Exception) -> Response:
-    """Return the error response for a CoveyError of a handler: 503 for a StoreError, which is temporary, else 400."""
+    """Return the error response for a CoveyError of a handler: 503 for a StoreError, else 400."""
     return error_response(503 if isinstance(exc, StoreError) else 400, str(exc))
 
 
@@ -253,8 +252,7 @@ def describe_peer(request: Request) -> str:
 
 
 def path_and_query(request: Request, path: str = "") -> str:
-    """Return path, percent-encoded, and query of a request, for a redirect or a forwarded request; `path` replaces its path
-    unless it is ""."""
+    """Return the percent-encoded path and the query of a request. `path` replaces the request's path unless it is ""."""
     query = request.scope["query_string"].decode("latin-1")
     return quote(path or _request_path(request)) + (f"?{query}" if query else "")
 

@@ -1,9 +1,9 @@
 """HTTP server on bound sockets, in the running event loop, with limits for clients.
 
-uvicorn parses and writes HTTP. Its `Server` is not used, because it installs signal handlers and waits for idle connections at
-the end. uvicorn does not limit the time a client may take, so `HttpConnection` does: it disconnects a client that sends its
-request too slowly or does not read the response. A connection above the maximum number replaces the oldest one that has not
-sent any byte; if there is none, it gets a 503.
+uvicorn parses and writes HTTP. Its `Server` is not used, because it installs signal handlers and waits for idle connections
+when it stops. uvicorn does not limit the time of a request, so `HttpConnection` does: it disconnects a client that sends its
+request or reads the response too slowly. A connection above the maximum number replaces the oldest one that has not sent any
+byte; if there is none, it gets a 503.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class HttpServer:
             self._background_task = loop.create_task(background())
 
     async def stop(self) -> None:
-        """Stop listening, close idle connections, wait at most `linger_s` for responses in progress, then abort the remaining
-        connections. Cancel the task of `start`."""
+        """Stop listening and cancel the task of `start`. Close idle connections, wait at most `linger_s` for responses in
+        progress, then abort the remaining connections."""
         if self._background_task is not None:
             self._background_task.cancel()
         for listener in self._listeners:
@@ -118,7 +118,7 @@ class HttpServer:
 
 
 class HttpConnection(HttpToolsProtocol):
-    """One connection, with a deadline for the client's next action. Errors of the protocol are answered with `ErrorReply`."""
+    """One connection, with deadlines for request and response. Protocol errors are answered with `ErrorReply`."""
 
     def __init__(
         self,

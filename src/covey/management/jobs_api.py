@@ -1,8 +1,8 @@
 """The management port of the operator: all MSJobs and AscendJobs, with state, workers, restarts, progress and events.
 
-The page of one job shows what the job's scheduler reports. The operator, which has the scheduler's token, forwards the page's
-requests below `/jobs/NAMESPACE/NAME` to the scheduler. Scale and suspend are handled by the operator itself, which changes the
-job object, because the scheduler in a pod cannot create or delete pods.
+The page of one job shows what the job's scheduler reports: the operator, which has the scheduler's token, forwards requests
+below `/jobs/NAMESPACE/NAME` to the scheduler. The operator handles scale and suspend itself by changing the job object, because
+the scheduler cannot create or delete pods.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ class NodeRow(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NodeDelta(msgspec.Struct, frozen=True, array_like=True):
-    """The name of a node, and its fields that change with a heartbeat; most rows change in no other field."""
+    """A node's name, and the fields that change often."""
 
     name: str
     step: int
@@ -78,7 +78,7 @@ class ChartPoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ClusterSummary(msgspec.Struct, frozen=True):
-    """The cluster's fields in every message, from the `ClusterView`; `reason` is its headline."""
+    """Fields of the `ClusterView` that are part of every message; `reason` is `ClusterView.headline`."""
 
     cluster_id: str
     phase: Phase
@@ -232,8 +232,8 @@ class LiveStream:
         self._is_closed = False
 
     async def run(self) -> None:
-        """Publish updates until cancelled, then end all streams. An exception of an update does not end the loop; it is logged
-        unless it equals the last one logged."""
+        """Publish updates until cancelled, then end all streams. If an update fails, continue, and log the exception unless it
+        is the same as the last one."""
         clock, logged = asyncio.get_running_loop().time, ""
         try:
             while True:
@@ -263,7 +263,7 @@ class LiveStream:
             client.wakeup.set()
 
     def stream(self) -> AsyncIterator[bytes] | None:
-        """Return the messages for a new page, which end after `STREAM_DURATION_S`; None if `CLIENTS_MAX` pages are open."""
+        """Return the messages for a new page; None if `CLIENTS_MAX` pages are open. They end after `STREAM_DURATION_S`."""
         if len(self._clients) >= CLIENTS_MAX:
             return None
         client = StreamClient()
@@ -315,7 +315,7 @@ class LiveStream:
         return self._snapshot_message
 
     def _publish_update(self) -> None:
-        """Add a chart point. If there are clients, also compute the delta to the last update and queue it for each."""
+        """Add a chart point. If there are clients, compute the delta since the last update and queue it for each."""
         view = self._source.view()
         point = make_chart_point(view)
         self.history.add(point)

@@ -78,7 +78,7 @@ ALL_OPERATIONS = (*COMMON_OPERATIONS, *TRAINING_OPERATIONS)
 
 class TrainingSource(common_api.ClusterSource, Protocol):
     """The scheduler of a training cluster, as the management port uses it. Requests raise `PeerError` if they are refused, and
-    `StoreError` if it is not certain that their effect is durable."""
+    `StoreError` if their effect may not be durable."""
 
     def recoveries(self) -> list[Incident]: ...
 

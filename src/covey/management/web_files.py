@@ -1,7 +1,7 @@
 """Static files of the web console, and their security headers.
 
-The page loads nothing from other origins and runs only its own scripts. No page can frame it. Pages of other origins cannot
-keep a reference to its window or read its resources.
+The headers let browsers load files and run scripts only from the console's own origin. They forbid other pages to frame the
+console, keep a reference to its window or read its resources.
 """
 
 from __future__ import annotations

@@ -35,10 +35,10 @@ class RowBlock(msgspec.Struct, frozen=True):
 def parse_row_blocks(
     selections: list[RowSelection], body: Array, infos: Mapping[str, ParameterInfo], server: int, *, values: bool = True
 ) -> list[RowBlock]:
-    """Split the arrays of a push, or with `values=False` those of a pull, into blocks, which may share their memory.
+    """Split the arrays of a push, or with `values=False` those of a pull, into one block per selection.
 
-    Raise `UsageError` if a parameter is unknown, or its selection or the number of bytes does not match it, or if a row does
-    not exist or does not belong to `server`.
+    Blocks may share the memory of `body`. Raise `UsageError` if a parameter is unknown, a selection does not match its
+    parameter, the number of bytes is wrong, or a row is not on `server`.
     """
     known = [_find_parameter(selection, infos) for selection in selections]
     counts = [

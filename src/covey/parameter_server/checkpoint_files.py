@@ -1,9 +1,8 @@
 """Checkpoint files of the servers' rows.
 
 `folder/servers/<server>/rows-<step>.safetensors` holds one server's rows and optimizer state. `rows-<step>.json`, the manifest,
-holds everything else, with a checksum. Both are written to a temporary file, synced and renamed, the manifest last; a server's
-part of the step exists from then on. The row numbers follow from the slot owners in the manifest, so any number of servers can
-read what another number wrote. `export` writes all parameters into one file.
+holds metadata and a checksum. The manifest is written last; a server's part of the step exists once the manifest exists. The
+row numbers follow from the slot owners in the manifest, so another number of servers can load the rows.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ VALUES: Final = "values"
 
 
 class ShardManifest(msgspec.Struct, frozen=True):
-    """Everything of one server's part except its arrays."""
+    """Metadata of one server's part of a step."""
 
     format: int
     step: int
@@ -47,7 +46,7 @@ class ShardManifest(msgspec.Struct, frozen=True):
 
 
 def save_shard(folder: str, step: int, shard: Shard, owners: SlotOwners, *, keep: int) -> None:
-    """Write one server's part of a step and remove its parts except those of the `keep` highest steps. Do nothing if this part
+    """Write one server's part of a step, then delete its parts of all but the `keep` highest steps. Do nothing if this part
     exists with the same owners. Raise `StoreError` if files cannot be written, or an existing manifest cannot be read."""
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
@@ -88,10 +87,9 @@ def save_shard(folder: str, step: int, shard: Shard, owners: SlotOwners, *, keep
 
 
 def load_shard(folder: str, step: int, shard: Shard) -> None:
-    """Replace the contents of a shard by its rows of a step, which any number of servers may have written. Raise `StoreError`
-    if a part is missing or damaged.
+    """Replace the rows of a shard by those of a saved step. Raise `StoreError` if a part is missing or damaged.
 
-    All ranks count as having pushed the step before. In async and bounded mode, each has its saved last step instead if the
+    The last pushed step of each rank becomes `step` - 1. In async and bounded mode it becomes the saved one instead, if the
     number of workers is the same.
     """
     parts = read_manifests(folder, step)
@@ -113,11 +111,10 @@ def load_shard(folder: str, step: int, shard: Shard) -> None:
 
 
 def export(folder: str | os.PathLike[str], target: str | os.PathLike[str], step: int | None = None) -> int:
-    """Write the values of all parameters at a step into one safetensors file and return the step; by default the newest
-    complete one.
+    """Write the values of all parameters at a step into one safetensors file and return the step. The default is the newest
+    complete step.
 
-    Raise `StoreError` if a part of the step is missing or damaged, or no step is complete. If the file cannot be written, raise
-    `SafetensorError` or `StoreError`.
+    Raise `StoreError` if a part is missing or damaged, if no step is complete, or if the file cannot be written.
     """
     from safetensors import SafetensorError
     from safetensors.numpy import save_file
@@ -144,16 +141,16 @@ def export(folder: str | os.PathLike[str], target: str | os.PathLike[str], step:
 
 
 def complete_steps(folder: str | os.PathLike[str]) -> list[int]:
-    """Return the steps of which every server's part exists, in ascending order; [] if there are none. The parts' checksums are
-    not verified. Raise `StoreError` if a manifest cannot be read."""
+    """Return the steps that have the manifests of all servers, in ascending order. Checksums are not verified. Raise
+    `StoreError` if a manifest cannot be read."""
     directories = [path for path in sorted((Path(folder) / "servers").glob("*")) if path.is_dir()]
     found = sorted({step for directory in directories for step in saved_steps(directory)})
     return [step for step in found if _complete_manifests(folder, step)]
 
 
 def read_manifests(folder: str, step: int) -> list[ShardManifest]:
-    """Return the manifests of every server's part of a step, after comparing the files with their checksums. Raise `StoreError`
-    if a part is missing or damaged."""
+    """Verify the checksums of a step and return the manifests of all servers. Raise `StoreError` if a part is missing or
+    damaged."""
     parts = _complete_manifests(folder, step)
     if not parts:
         raise StoreError(
@@ -171,7 +168,7 @@ def read_manifests(folder: str, step: int) -> list[ShardManifest]:
 
 
 def _complete_manifests(folder: str | os.PathLike[str], step: int) -> list[ShardManifest]:
-    """Return the manifests of a step, all with the same slot owners, if every one of these owners has one; else []. Raise
+    """Return the manifests of all servers for a step, all with the same slot owners. Return [] if one is missing. Raise
     `StoreError` if a manifest cannot be read."""
     parts = []
     for path in sorted((Path(folder) / "servers").glob(f"*/rows-{step}.json")):
@@ -191,7 +188,7 @@ def _read_manifest(path: Path) -> ShardManifest:
 
 
 def saved_steps(directory: Path) -> list[int]:
-    """Return the steps of which one server's part exists, in any order. `directory` is that of the server."""
+    """Return the steps, in any order, that have a manifest in a server's directory."""
     names = (re.fullmatch(r"rows-(\d+)\.json", path.name) for path in directory.iterdir())
     return [int(match[1]) for match in names if match]
 

@@ -38,21 +38,20 @@ _ROW_DTYPE = np.dtype(np.int64)
 
 
 class GradientToPush(msgspec.Struct, frozen=True):
-    """A gradient to push: of the rows with the numbers `rows` of a striped parameter, or of all rows of another one."""
+    """Gradient of one parameter: of some rows if the parameter is striped, else of all rows."""
 
     name: str
     gradient: Array
     lr: float  # learning rate
-    rows: Array | None = None  # None: all rows
+    rows: Array | None = None  # row numbers; None: all rows
 
 
 class ParameterClient:
-    """Client of all servers for one worker. `get_generation` returns the worker's generation, `get_node_sharding` the newest
-    sharding that the scheduler has sent to this process, or None if it has sent none.
+    """A worker's client of all servers. `get_generation` returns the worker's generation. `get_node_sharding` returns the
+    newest sharding that the scheduler has sent to this process; None if there is none.
 
-    Requests wait, without a timeout, while a server is unreachable. Those that wait for their replies raise `UsageError` if a
-    server refuses the request or fails, `StoreError` if it cannot read or write its files, and `PeerError` for a push if this
-    rank has pushed in a newer generation.
+    Requests wait, without a timeout, while a server is unreachable. The error of a failed request is `UsageError`;
+    `StoreError` if a server cannot read or write files; `PeerError` if a newer process of this rank has pushed.
     """
 
     def __init__(
@@ -108,9 +107,8 @@ class ParameterClient:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def declare(self, spec: ParameterSpec, values: Array | None, *, first: bool) -> None:
-        """Declare a parameter, which is required before it is pulled or pushed, and wait until all servers have it. With
-        `first`, the servers create it, from `values` if these are not None; without, another worker must declare it with
-        `first`."""
+        """Declare a parameter, and wait until all servers have it. With `first`, the servers create it unless it exists.
+        Without `first`, another worker must create it, and `values` is ignored."""
         flat = values.reshape(-1) if first and values is not None else None
 
         def build_requests(sharding: Sharding) -> list[PendingRequest]:
@@ -134,9 +132,11 @@ class ParameterClient:
         *,
         blocking: bool = False,
     ) -> RequestBatch:
-        """Push this rank's gradients of a step to all servers. The batch is finished when they are replicated; in sync mode,
-        when those of all ranks are. `on_finished` and `blocking` are those of `RequestBatch`. Raise `UsageError` if a parameter
-        is not declared, a gradient does not match it, or a message is too large."""
+        """Push this rank's gradients of a step. In sync mode, the servers reply when all ranks have pushed the step.
+
+        `on_finished` and `blocking` are those of `RequestBatch`. Raise `UsageError` if a parameter is not declared, a gradient
+        does not match it, or a message is too large.
+        """
         for item in gradients:
             self._check_gradient(self._declared_spec(item.name), item)
         generation = self._get_generation()
@@ -172,7 +172,7 @@ class ParameterClient:
         return RequestBatch(self, build_requests, on_finished, blocking=blocking)
 
     def pull_parameters(self, step: int, targets: Sequence[tuple[str, Array]]) -> None:
-        """Pull the values of complete parameters, which are not striped, for a step into these arrays. Raise `UsageError` if a
+        """Pull parameters that are not striped into these arrays, with their values for a step. Raise `UsageError` if a
         parameter is not declared or an array does not match it."""
         selections = []
         for name, array in targets:
@@ -224,10 +224,10 @@ class ParameterClient:
         return values
 
     def pull_rows_cached(self, step: int, name: str, rows: Array, cache: RowCache) -> Callable[[], Array]:
-        """Pull rows like `pull_rows`, but only those that changed since they were cached.
+        """Pull rows like `pull_rows`, but do not transfer rows that are unchanged since they were cached.
 
-        Start the requests and return a function that waits for them, updates the cache and returns the values. It must be
-        called before the next call with the same cache.
+        Start the requests and return a function that waits for them, updates the cache and returns the values. Call that
+        function before the next call with the same cache.
         """
         spec = self._declared_spec(name)
         self._check_rows(spec, rows)
@@ -282,22 +282,22 @@ class ParameterClient:
             updates.append((RowUpdate(server, reply.replication_id, reply.version, rows, changed, values), indexes))
 
     def query_next_step(self) -> int:
-        """Return the next step of this rank: one after the last that it has pushed to all servers, 0 if it has pushed none."""
+        """Return the next step that this rank must push; the lowest one if the servers differ."""
         return min(self._send_to_all(lambda version: QueryRankStep(self.rank, sharding_version=version)).wait().reply_numbers)
 
     def save(self, step: int, folder: str, keep: int) -> None:
-        """Have every server write its rows at this step to files and keep the files of the `keep` newest steps; return when
-        they are written. Raise `StoreError` if a server cannot write, `UsageError` if in sync mode it is at a later step."""
+        """Wait until every server has written its rows for this step to files. Each keeps the files of the `keep` highest
+        steps. Raise `StoreError` if a server cannot write, `UsageError` if in sync mode it is at a later step."""
         self._send_to_all(lambda version: SaveRows(step, folder, keep, sharding_version=version)).wait()
 
     def try_save(self, step: int, folder: str, timeout_s: float) -> bool:
-        """Save like `save`, with the default of `SaveRows.keep`. Return whether all servers have saved within `timeout_s`
-        seconds; False also if one failed. After a timeout they may still save."""
+        """Save like `save`, with the default `keep`. Return False if a server fails or needs more than `timeout_s` seconds;
+        it may still save later."""
         batch = self._send_to_all(lambda version: SaveRows(step, folder, sharding_version=version))
         return batch.finished.wait(timeout_s) and batch.error is None
 
     def load(self, step: int, folder: str) -> None:
-        """Have every server load its rows from the files of this step; return when the rows are loaded and replicated. Raise
+        """Wait until every server has loaded its rows from the files of this step, and they are replicated. Raise
         `StoreError` if files are missing or damaged."""
         self._send_to_all(lambda version: LoadRows(step, folder, sharding_version=version)).wait()
 
@@ -347,7 +347,7 @@ def _owning_servers(sharding: Sharding) -> list[int]:
 
 
 def _group_by_server(placement: RowPlacement, rows: Array, servers: list[int]) -> tuple[Array, list[tuple[int, int]]]:
-    """Return the indexes of `rows` ordered by server, and the start and end of each server's group in that order."""
+    """Return the indexes of `rows` sorted by server, and for each of `servers` the start and end of its group."""
     owners = placement.owners_of_rows(rows)
     order = np.argsort(owners, kind="stable")
     ordered = owners[order]

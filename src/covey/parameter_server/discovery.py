@@ -65,8 +65,8 @@ def publish_endpoint(rendezvous: RendezvousClient, server: int, endpoint: Server
 
 
 def find_server(rendezvous: RendezvousClient, server: int) -> ServerEndpoint | None:
-    """Return the endpoint of a server, or None if it is not in the newest known sharding. Block until the server has published
-    it in the present generation. If the cluster ends before, `rendezvous` ends this process."""
+    """Return the endpoint of a server; None if it is not in the newest known sharding. Block until the server has published the
+    endpoint in the current generation."""
     while True:
         sharding = rendezvous.assignment.sharding
         if sharding is not None and server not in sharding.servers:

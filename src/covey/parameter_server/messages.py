@@ -1,9 +1,8 @@
-"""Messages between workers and servers, and their encoding.
+"""Messages of workers and servers to servers, the replies, and their encoding.
 
-A frame is a fixed header, a message, and raw arrays. In pushes and pulls these are row numbers (int64), then values. Large
-arrays are sent without a copy, and `RowValues` are received into the caller's memory. A connection starts with the server's
-token, which a peer can only get from the scheduler. A request that is too large or cannot be decoded is answered with
-`RequestFailed`, and the connection stays open; a frame with an invalid header closes it.
+A connection starts with the server's token. Then it carries frames: a fixed header, a message, and raw arrays. If a message
+cannot be decoded, or its arrays are too large, the reply is `RequestFailed` and the connection stays open. An invalid header
+closes the connection.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class ParameterMessage(msgspec.Struct, frozen=True, tag=True, omit_defaults=True
 
 
 class InitialValues(msgspec.Struct, frozen=True):
-    """Initial values of a parameter. Random ones are a function of seed, row and column, whatever the number of servers."""
+    """Initial values of a parameter. Random values do not depend on the number of servers."""
 
     kind: Literal["given", "zeros", "normal", "uniform"] = "zeros"  # given: a worker sends them with the declaration
     scale: float = 0.01  # normal: standard deviation; uniform: from -scale to scale
@@ -51,8 +50,8 @@ class InitialValues(msgspec.Struct, frozen=True):
 
 
 class ParameterSpec(msgspec.Struct, frozen=True):
-    """Declaration of a parameter. A striped one is a table, whose rows are pulled and pushed by number. One that is not striped
-    has rows of a single number (`width` 1), which are always pulled and pushed together."""
+    """Declaration of a parameter. A striped parameter is a table, whose rows are pulled and pushed by number. Others are pulled
+    and pushed as a whole, and their rows are single numbers (`width` 1)."""
 
     name: ParameterName
     rows: Annotated[int, Meta(ge=1, le=ROWS_MAX)]
@@ -85,16 +84,15 @@ class ParameterRequest(ParameterMessage, frozen=True, kw_only=True):
 
 
 class DeclareParameter(ParameterRequest, frozen=True):
-    """Declare a parameter. With `has_values` the server creates it unless it exists, from the values in the arrays if
-    `spec.begin.kind` is "given". Without, the reply waits until another worker has created it."""
+    """Declare a parameter. With `has_values` the server creates it unless it exists; the arrays are its initial values if
+    `spec.begin.kind` is "given". Without `has_values`, the reply waits until the parameter exists."""
 
     spec: ParameterSpec
     has_values: bool
 
 
 class PushGradients(ParameterRequest, frozen=True):
-    """Gradients of one rank's step. The reply is sent when the replica holder, if there is one, has them too; in sync mode,
-    when the server and the holder have those of every rank."""
+    """One rank's gradients of a step. `Done` is sent when they are replicated; in sync mode, when those of all ranks are."""
 
     step: Annotated[int, Meta(ge=0)]
     rank: Annotated[int, Meta(ge=0)]
@@ -103,15 +101,15 @@ class PushGradients(ParameterRequest, frozen=True):
 
 
 class PullValues(ParameterRequest, frozen=True):
-    """Request values for a step. The reply, `RowValues`, waits until they can be read (`Shard.is_step_readable`)."""
+    """Request the values for a step. `RowValues` is sent when they can be read (`Shard.is_step_readable`)."""
 
     step: Annotated[int, Meta(ge=0)]
     selections: RowSelections
 
 
 class PullChanged(ParameterRequest, frozen=True):
-    """Request the values of those rows that changed after they were cached. The arrays are the row numbers, then the version at
-    which each row is cached; -1 if it is not. Versions are valid only if `replication_id` is still the server's."""
+    """Request the values of rows that may have changed since they were cached. The arrays are the row numbers, then the version
+    at which each row is cached; -1 if it is not. The server ignores the versions unless it has the same `replication_id`."""
 
     step: Annotated[int, Meta(ge=0)]
     selection: RowSelection
@@ -119,13 +117,13 @@ class PullChanged(ParameterRequest, frozen=True):
 
 
 class QueryRankStep(ParameterRequest, frozen=True):
-    """Request the next step of a rank: one after the last that it has pushed to this server, 0 if it has pushed none."""
+    """Request the next step that a rank must push to this server."""
 
     rank: Annotated[int, Meta(ge=0)]
 
 
 class SaveRows(ParameterRequest, frozen=True):
-    """Request to write all rows at this step to files, and to keep the files of the `keep` newest steps."""
+    """Request to write the rows for this step to files, and to keep the files of the `keep` highest steps."""
 
     step: Annotated[int, Meta(ge=0)]
     folder: FolderPath
@@ -133,7 +131,7 @@ class SaveRows(ParameterRequest, frozen=True):
 
 
 class LoadRows(ParameterRequest, frozen=True):
-    """Request to replace all rows by those of this step in files, which any number of servers may have written."""
+    """Request to replace all rows by those of a saved step. The number of servers may have changed since."""
 
     step: Annotated[int, Meta(ge=0)]
     folder: FolderPath
@@ -141,7 +139,7 @@ class LoadRows(ParameterRequest, frozen=True):
 
 class OpenReplication(ParameterMessage, frozen=True):
     """Server to replica holder: start replication on this connection. The reply is the number of changes that the replica has;
-    -1 if there is none with this replication id. Then a `FullReplica` or the missing changes follow, and every new change."""
+    -1 if there is none with this replication id. The sender then sends `FullReplica` or the missing changes, then new ones."""
 
     server: int
     replication_id: str
@@ -149,27 +147,26 @@ class OpenReplication(ParameterMessage, frozen=True):
 
 
 class RestoreRows(ParameterMessage, frozen=True):
-    """Restarted server to another server: request the replica of its rows. The reply is `FullReplica`, or `RequestFailed` if
-    the receiver has none."""
+    """Restarted server to another server: request the replica of its rows. The reply is `FullReplica` or `RequestFailed`."""
 
     server: int
 
 
 class RequestReplica(ParameterMessage, frozen=True):
-    """Restarted server to another server: send all rows again if this server holds their replica. The reply is 1 if it does,
-    else 0."""
+    """Restarted server to another server: request the receiver's rows again, if the sender is its replica holder. The reply is
+    1 if so, else 0."""
 
     holder: int  # the sender
 
 
 class DropReplica(ParameterMessage, frozen=True):
-    """Server to the former holder of its replica: drop the replica, because it has another holder now."""
+    """Server to the former holder of its replica: drop the replica."""
 
     server: int
 
 
 class HandOverSlots(ParameterMessage, frozen=True):
-    """Server to server: slots that the receiver owns under this sharding. Also sent to the receiver's replica holder."""
+    """Server to the new owner of slots: their rows. The new owner forwards it to its replica holder."""
 
     sharding_version: int
     state: Any  # [slot numbers, state as `Shard.pack` returns it]
@@ -183,7 +180,7 @@ class DetachSlots(ParameterMessage, frozen=True):
 
 
 class ReleaseSlots(ParameterMessage, frozen=True):
-    """Server to replica holder: another server has received these detached slots, so they are dropped."""
+    """Server to replica holder: drop these detached slots, because another server has received them."""
 
     slots: list[int]
 
@@ -287,7 +284,7 @@ def send_message(connection: socket.socket, message: ParameterMessage, arrays: S
 
 
 def receive_request(connection: socket.socket, message_max: int) -> tuple[ServerRequest, Array]:
-    """Return a peer's request and its arrays as bytes; `message_max` is the limit of the arrays in bytes.
+    """Return a peer's request and its arrays as bytes. `message_max` limits the bytes of the arrays, except in `HandOverSlots`.
 
     Raise `MessageTooLarge` or `msgspec.MsgspecError`, after which the connection is usable, or `EOFError` or `OSError`.
     """
@@ -297,7 +294,7 @@ def receive_request(connection: socket.socket, message_max: int) -> tuple[Server
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         skip_bytes(connection, size)
         raise msgspec.DecodeError(str(error)) from error
-    if size > message_max and not isinstance(request, HandOverSlots):  # slots have no size limit
+    if size > message_max and not isinstance(request, HandOverSlots):
         skip_bytes(connection, size)
         raise MessageTooLarge(f"a message of {size} bytes exceeds the limit of {message_max}: raise COVEY_PS_MESSAGE_MAX")
     body: Array = np.empty(size, np.uint8)
@@ -306,7 +303,7 @@ def receive_request(connection: socket.socket, message_max: int) -> tuple[Server
 
 
 def receive_reply(connection: socket.socket, into: Sequence[Any] = ()) -> tuple[ServerReply, Array]:
-    """Return the reply and its arrays as bytes; those of `RowValues` are received into `into`, and the bytes are empty.
+    """Return the reply and its arrays as bytes. The arrays of `RowValues` are received into `into` instead.
 
     Raise `EOFError` if the connection closes or `into` has another size, `msgspec.MsgspecError`, or `OSError`.
     """

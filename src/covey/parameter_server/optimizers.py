@@ -1,8 +1,7 @@
 """Optimizers that run on the servers.
 
-Each is a rule with its hyperparameters, and a function that updates rows and their state in place, in chunks that fit into the
-processor's cache. Updates of all rows and of some rows run the same code. An update by Adam changes all rows of a parameter,
-even those without a gradient, as its definition requires; LazyAdam and all others change only rows with a gradient.
+Adam changes all rows of a parameter in each update, even rows without a gradient, as its definition requires. LazyAdam and the
+other optimizers change only rows with a gradient.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ Fraction = Annotated[float, Meta(ge=0.0, lt=1.0)]
 
 
 class OptimizerRule(msgspec.Struct, frozen=True, kw_only=True):
-    """An optimizer and its hyperparameters. Create it with the functions below: each takes those of one optimizer, and raises
-    `UsageError` if one is out of range."""
+    """An optimizer and its hyperparameters. Create it with the functions below, which raise `UsageError` if one is invalid."""
 
     kind: OptimizerKind
     lr: NonNegative  # the servers use the learning rate of each push instead
@@ -50,7 +48,7 @@ class OptimizerRule(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def initial_states(self) -> dict[str, float]:
-        """Names of the state arrays, each of the shape of the weights, and the initial value of their elements."""
+        """Initial value of each state array, by name. State arrays have the shape of the weights."""
         return {
             "sgd": {},
             "momentum": {"momentum": 0.0},
@@ -106,8 +104,7 @@ def FTRL(lr: float = 1e-3, *, lr_power: float = -0.5, l1: float = 0.0, l2: float
 
 
 def _validate_rule(rule: OptimizerRule) -> OptimizerRule:
-    """Return the rule. Raise `UsageError` if a hyperparameter has the wrong type or is out of range. Decoding a message checks
-    the same limits."""
+    """Return the rule. Raise `UsageError` if a hyperparameter has the wrong type or is out of range."""
     from covey.errors import UsageError
 
     try:
@@ -117,7 +114,7 @@ def _validate_rule(rule: OptimizerRule) -> OptimizerRule:
 
 
 def update_weights(rule: OptimizerRule, lr: float, t: int, weights: Array, gradient: Array, states: list[Array]) -> None:
-    """Update all of these rows and their states in place. `t` is the number of this update of the parameter, from 1."""
+    """Update all these weights and their states in place. `t` counts the updates of the parameter; the first is 1."""
     if weights.size == 0:
         return
     flat = [array.reshape(-1) for array in (weights, gradient, *states)]  # views: the arrays are contiguous

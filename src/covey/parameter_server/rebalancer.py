@@ -23,11 +23,8 @@ log = logging.getLogger("covey")
 
 
 class Rebalancer:
-    """Follows the newest sharding: detaches the slots that it assigns to other servers, hands them over, replaces the replica
-    holder if necessary, and waits until this server has received its own slots and they are replicated.
-
-    `on_in_sync` is then called with the sharding's version, unless a newer one was set before. It is called again if the same
-    sharding is set again.
+    """Follows the newest sharding: hands over slots that belong to other servers, replaces the replica holder if necessary, and
+    waits until this server has its own slots and they are replicated. Then it calls `on_in_sync` with the sharding's version.
     """
 
     def __init__(
@@ -43,7 +40,8 @@ class Rebalancer:
         threading.Thread(target=self._run, name="covey moves", daemon=True).start()
 
     def set_sharding(self, sharding: Sharding) -> None:
-        """Follow this sharding from now on, unless it is older than the newest one. The caller does not hold the lock."""
+        """Follow this sharding, unless a newer one is known. If it is the same, `on_in_sync` is called again. The caller does
+        not hold the lock."""
         with self._rows.condition:
             if sharding.version >= self._newest_sharding.version:
                 self._newest_sharding, self._has_new_sharding = sharding, True
@@ -51,8 +49,7 @@ class Rebalancer:
 
     def take_slots(self, request: HandOverSlots, body: Array) -> ServerReply:
         """Wait until this server has adopted the request's sharding, add the slots that another server hands over, and return
-        `Done` once they are replicated. A repeated request changes nothing. The caller holds the lock, which is released during
-        waits."""
+        `Done` when they are replicated. The caller holds the lock, which is released during waits."""
         self._rows.condition.wait_for(lambda: self._rows.sharding.version >= request.sharding_version)
         self._replication.apply(request, body)
         self._wait_until_replicated()
@@ -77,8 +74,8 @@ class Rebalancer:
             self._on_in_sync(sharding.version)
 
     def _detach_slots(self, sharding: Sharding) -> list[Shard]:
-        """Adopt a sharding and detach the slots that it assigns to other servers. Return all shards to hand over, including
-        those that were detached earlier. The caller holds the lock."""
+        """Adopt a sharding and detach the slots that it assigns to other servers. Return all detached shards, including earlier
+        ones. The caller holds the lock."""
         self._rows.adopt(sharding)
         for receiver in sorted(set(sharding.owners) - {self._rows.rank}):
             slots = [slot for slot in sorted(self._rows.own.shard_set.slots) if sharding.owners[slot] == receiver]
@@ -87,8 +84,8 @@ class Rebalancer:
         return list(self._rows.own.shard_set.detached)
 
     def _hand_over_slots(self, shard: Shard, sharding: Sharding) -> None:
-        """Send detached slots to their owner until it has replied, then release them. The caller does not hold the lock,
-        because detached slots do not change."""
+        """Send detached slots to their owner, wait for its reply, and release them. The caller does not hold the lock, because
+        detached slots do not change."""
         slots = sorted(shard.slots)
         receiver = sharding.owners[slots[0]]
         state, arrays = shard.pack()

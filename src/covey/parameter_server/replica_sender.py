@@ -1,7 +1,7 @@
 """Replication of a server's rows to another server, which applies the same changes in the same order.
 
-A push is acknowledged when the replica holder has it. While the holder is unreachable, all changes wait. After a restart the
-holder receives all rows; after a broken connection only the changes that it missed, if they are still queued.
+A server acknowledges a push when the replica holder has it, so pushes wait while the holder is unreachable. A restarted holder
+receives all rows. After a broken connection the holder receives only the changes that it missed, if they are still queued.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ log = logging.getLogger("covey")
 
 
 class Replication:
-    """Applies each `ReplicatedChange` to a server's rows and sends it to the replica holder, the next server in the sharding's
-    ring.
+    """Applies changes to a server's rows and sends them to the replica holder.
 
     If replicas are disabled or there is no other server, there is no holder, and changes are only applied here.
     """
@@ -51,12 +50,12 @@ class Replication:
 
     @property
     def holder(self) -> int | None:
-        """The server that holds the replica, or is to hold it; None if there is no holder. The caller holds the lock."""
+        """The server that holds the replica or will receive it; None if there is none. The caller holds the lock."""
         return self._thread.holder if self._thread is not None else None
 
     def start(self, restored_from: int | None = None) -> None:
-        """Start to send changes to the replica holder, if there is one. `restored_from`: the server that held the replica so
-        far; if it is not the holder, it gets `DropReplica` once the holder has the rows. The caller does not hold the lock."""
+        """Start to send changes to the replica holder, if there is one. `restored_from` is the server that held the replica so
+        far. If it is another one, it gets `DropReplica` once the holder has the rows. The caller does not hold the lock."""
         if self._thread is not None:
             self._thread.start(restored_from if restored_from != self._thread.holder else None)
 
@@ -70,7 +69,8 @@ class Replication:
         return True
 
     def is_replicated(self, change_count: int) -> bool:
-        """Return whether the replica holder has this many changes; True if there is no holder. The caller holds the lock."""
+        """Return whether the replica holder has the first `change_count` changes; True if there is no holder. The caller holds
+        the lock."""
         return self._thread is None or self._thread.replicated_count >= change_count
 
     def restart_sync(self) -> None:
@@ -80,8 +80,8 @@ class Replication:
             self._thread.restart_sync()
 
     def follow_ring(self) -> None:
-        """Replace the replica holder if the sharding's ring requires another one, or none. A server that is not in the ring,
-        because it joins or leaves, keeps the holder that it has. The caller does not hold the lock."""
+        """Replace the replica holder if the sharding requires another one, or none. A server that is not in the sharding's ring
+        keeps its holder. The caller does not hold the lock."""
         with self._rows.condition:
             sharding, previous = self._rows.sharding, self.holder
             holder = desired_holder(self._rows.serving, self._rows.rank, sharding)
@@ -108,25 +108,23 @@ class ReplicationThread:
         self._thread = threading.Thread(target=self._run, name="covey copy", daemon=True)
 
     def start(self, previous_holder: int | None) -> None:
-        """Start the thread. `previous_holder` gets `DropReplica` once this holder has the rows; None: no server does. The
-        caller may hold the lock."""
+        """Start the thread. `previous_holder`, unless None, gets `DropReplica` once this holder has the rows. The caller may
+        hold the lock."""
         self._previous_holder = previous_holder
         self._thread.start()
 
     def append(self, message: ParameterMessage, body: Array) -> None:
-        """Queue a change for the holder. The caller holds the lock, and `Rows.apply` has notified the thread. The queue stays
-        short, because a worker waits until its change is replicated before it sends the next one."""
+        """Queue a change for the holder. The caller holds the lock and has notified its condition."""
         self._pending.append((message, body))
 
     def restart_sync(self) -> None:
-        """Reconnect and send what the replica lacks, because the rows were replaced or the holder was restarted. The caller
-        holds the lock."""
+        """Reconnect and send what the replica lacks. The caller holds the lock."""
         self.replicated_count = -1
         self._restart_requested = True
         self._rows.condition.notify_all()
 
     def stop(self) -> None:
-        """End the thread soon, because another server, or none, becomes the holder. The caller holds the lock."""
+        """Let the thread end; do not wait for it. The caller holds the lock."""
         self._stopped = self._restart_requested = True
         self._rows.condition.notify_all()
 
@@ -142,7 +140,7 @@ class ReplicationThread:
                 time.sleep(RETRY_DELAY_S)
 
     def _replicate(self, connection: socket.socket) -> None:
-        """Bring the replica up to date and send changes; return when a restart or stop is requested. Raise `OSError`,
+        """Bring the replica up to date, then send each change; return when a restart or stop is requested. Raise `OSError`,
         `EOFError` or `msgspec.MsgspecError` if the connection fails. The caller does not hold the lock."""
         condition, own = self._rows.condition, self._rows.own
         with condition:  # held during a full sync, so that no rows change
@@ -182,7 +180,7 @@ class ReplicationThread:
 
 def desired_holder(serving: ServingSettings, rank: int, sharding: Sharding) -> int | None:
     """Return the server that should hold the replica of a server's rows; None if replicas are disabled or the ring has no other
-    server. A server that leaves, which is not in the ring, has a holder too."""
+    server. `rank` may be outside the ring."""
     return replica_holder(rank, {*sharding.ring, rank}) if serving.copies else None
 
 
@@ -196,8 +194,8 @@ def _receive_number(connection: socket.socket) -> int:
 def request_from_server(
     find_server: FindServer, server: int, message: ParameterMessage, arrays: Sequence[Array] = ()
 ) -> tuple[ServerReply, Array] | None:
-    """Send a request to another server and return its reply and arrays, or None if that server has left. Reconnect and resend
-    the request, without a timeout, until a process of that server replies."""
+    """Send a request to another server and return its reply and arrays; None if that server has left. Reconnect and resend,
+    without a timeout, until the server replies."""
     while (endpoint := find_server(server)) is not None:
         with contextlib.suppress(OSError, EOFError), endpoint.connect() as connection:
             send_message(connection, message, arrays)
@@ -207,8 +205,8 @@ def request_from_server(
 
 
 def fetch_replica(find_server: FindServer, holders: list[int], server: int) -> tuple[FullReplica, Array, int] | None:
-    """Return the replica of a server's rows, its arrays and the first of `holders` that has it; None if none has. Block while
-    one of them is unreachable."""
+    """Ask `holders` in order for the replica of a server's rows. Return the first one found, its arrays and its holder; None if
+    there is none. Block while the holder that is asked is unreachable."""
     for holder in holders:
         found = request_from_server(find_server, holder, RestoreRows(server))
         if found is not None and isinstance(found[0], FullReplica):

@@ -22,8 +22,8 @@ from covey.parameter_server.shard_set import ShardSet
 
 
 class Replicas:
-    """Replicas by server. They have a separate lock, because two servers may send each other all of their rows at the same
-    time, each while it holds the lock of its own `Rows`. No caller holds that lock, and no method here takes it."""
+    """Replicas by server. They have a separate lock, because two servers may send each other all their rows at the same time,
+    each while it holds the lock of its own `Rows`. Callers do not hold that lock."""
 
     def __init__(self, serving: ServingSettings) -> None:
         self._serving = serving
@@ -40,8 +40,8 @@ class Replicas:
             self._condition.wait_for(lambda: set(servers) <= self._replicas.keys())
 
     def pack_for_restore(self, server: int, initial: ShardSet | None) -> tuple[FullReplica, list[Array]] | None:
-        """Return the replica of a restarted server's rows; `initial` if there is none, or None if that is None too. The replica
-        gets a new replication id, so that changes of the server's former process are rejected."""
+        """Return the replica of a restarted server's rows; if there is none, `initial`, which may be None. The replica gets a
+        new replication id."""
         with self._condition:
             replica = self._replicas.get(server)
             if replica is None and initial is not None:
@@ -52,8 +52,8 @@ class Replicas:
             return replica.pack()
 
     def follow_server(self, connection: socket.socket, request: OpenReplication) -> None:
-        """Apply the changes of another server in order until the connection ends. Raise `EOFError` or `OSError` then, and
-        `EOFError` if a newer process of that server has fetched its replica. If a change cannot be applied, drop the replica
+        """Apply the changes of another server in order until the connection ends; then raise `EOFError` or `OSError`. Raise
+        `EOFError` too if a newer process of that server has restored its rows. If a change cannot be applied, drop the replica
         and raise the error."""
         replica = self._replicas.get(request.server)
         is_same = replica is not None and replica.replication_id == request.replication_id

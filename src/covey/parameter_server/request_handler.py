@@ -31,10 +31,10 @@ from covey.parameter_server.shard_set import ShardSet
 
 
 class RequestHandler:
-    """Handles requests: reads from `rows`, and changes them through `replication`. Only a load replaces them directly.
+    """Handles requests: reads from `rows`, and applies changes through `replication`.
 
-    The caller of `handle` holds the lock of `rows`, and so do all methods here, also while files are read and written. They
-    release it while they wait, and raise `SlotsMovedError` if the sharding is or becomes newer than the request's.
+    The caller of `handle` holds the lock of `rows`. The lock is held while files are read and written, and released during
+    waits.
     """
 
     def __init__(self, rows: Rows, replication: Replication) -> None:
@@ -42,8 +42,8 @@ class RequestHandler:
         self._is_sync = rows.serving.mode is ConsistencyMode.SYNC
 
     def handle(self, request: ParameterRequest, body: Array) -> tuple[ServerReply, list[Array]]:
-        """Return the reply to a worker's request, and its arrays. Raise `SlotsMovedError` if the sharding is newer than the
-        request's, `UsageError` if the request is invalid, `StoreError` if files cannot be read or written."""
+        """Return the reply to a worker's request, and its arrays. Raise `SlotsMovedError` if the sharding is or becomes newer
+        than the request's, `UsageError` if the request is invalid, `StoreError` if files cannot be read or written."""
         rows = self._rows
         rows.wait_unless_resharded(request, lambda: rows.sharding.version >= request.sharding_version)
         if isinstance(request, LoadRows):

@@ -1,8 +1,8 @@
 """A worker's cache of rows, validated on every use.
 
 A row is cached with the version (update count) of its table. A pull sends the versions, and the server returns only rows that
-may have changed since, so results are the same as without the cache, in every mode. If the sharding has changed, or the
-replication id of a server (after it restored or loaded its rows), versions are invalid and the cache is cleared.
+may have changed since, so the result is the same as without the cache. The cache is cleared if the sharding changes, or the
+replication id of a server, as after it restored or loaded its rows.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RowCache:
         into[update.changed] = update.values
 
     def store_updates(self, sharding_version: int, updates: list[RowUpdate], values: list[Array]) -> None:
-        """Cache the rows of these updates, with their values (one array per update); clear the cache first if the sharding or a
+        """Cache the rows of these updates with their values, one array per update. Clear the cache first if the sharding or a
         replication id changed. Updates with a negative version are not cached."""
         if sharding_version != self._sharding_version or any(
             self.replication_ids.get(u.server, u.replication_id) != u.replication_id for u in updates

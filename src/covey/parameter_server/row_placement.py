@@ -30,7 +30,7 @@ class RowPlacement:
         return self._row_counts.get(server, 0)
 
     def owners_of_rows(self, rows: Array) -> Array:
-        """Return the server of each of these rows; `shard.NO_OWNER` if `owners` has that for its slot."""
+        """Return the owner of each of these rows; `shard.NO_OWNER` if its slot has none."""
         found: Array = self._owner_by_slot[self._slots_of_rows(rows)]
         return found
 
@@ -45,7 +45,7 @@ class RowPlacement:
         return found
 
     def row_ranges(self, server: int) -> list[tuple[int, int]]:
-        """Return a server's ranges (first row, end) in ascending order; [] if it has no rows, or the parameter is striped."""
+        """Return a server's row ranges (first, end) in ascending order; [] if it has no rows or the parameter is striped."""
         return self._row_ranges.get(server, [])
 
     def _build_row_ranges(self) -> dict[int, list[tuple[int, int]]]:

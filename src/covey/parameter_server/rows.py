@@ -1,8 +1,7 @@
 """A parameter server's own rows: their lock, their state, and the sharding under which they are served.
 
-States: with replicas, a restarted server is RESTORING until it has received its rows from their replica; until then it replies
-to no worker. Then it is SERVING, or MOVING while its slots are not exactly those that the sharding assigns to it. The first
-process of a server, and every process without replicas, starts without parameters and is SERVING immediately.
+A restarted server that has a replica holder is RESTORING until it has received its rows. Other servers start SERVING, without
+parameters. Later a server is SERVING if it has the slots that the sharding assigns to it, else MOVING.
 """
 
 from __future__ import annotations
@@ -34,14 +33,13 @@ from covey.parameter_server.shard_set import ShardSet
 
 
 class SlotsMovedError(Exception):
-    """There is a newer sharding than the request's: the worker must send its request again, by that sharding."""
+    """The sharding of a request is outdated. The worker must send the request again, under the newest sharding."""
 
 
 class VersionedRows:
-    """A server's rows, and a version of them: rows with equal replication id and change count have had the same changes.
+    """A server's rows and their version. If replication id and change count are equal, the rows have had the same changes.
 
-    A server applies each change to its own rows, and the replica holder applies the same change to the replica. In sync mode, a
-    complete step may be applied on one and still pending on the other. Not thread-safe.
+    In sync mode, a complete step may be applied on the server and still pending on the replica, or vice versa. Not thread-safe.
     """
 
     def __init__(self, shard_set: ShardSet) -> None:
@@ -50,10 +48,10 @@ class VersionedRows:
         self.change_count = 0
 
     def apply(self, change: ReplicatedChange, body: Array, *, owned: bool) -> bool:
-        """Apply a change and count it. Return False, and count nothing, if the rows have it already, as after a resent request.
+        """Apply a change and count it. Return False if the rows have it already, as after a resent request.
 
         Raise `UsageError` if a push or a declaration is invalid; an invalid push changes nothing. `owned`: nothing else uses
-        the memory of `body`, so received slots and sums of gradients may be stored in it. Initial values may be in any case.
+        the memory of `body`, so rows and sums of gradients may be stored in it.
         """
         changed = True
         if isinstance(change, PushGradients):
@@ -72,12 +70,12 @@ class VersionedRows:
         return changed
 
     def shards_at_step(self, step: int) -> ShardSet:
-        """Return the rows with the values for a step, which must be readable; in sync mode, apply the step before if needed."""
+        """Return the rows with the values for a step, which must be readable. In sync mode, apply a pending step first."""
         self.shard_set.apply_until(step)
         return self.shard_set
 
     def replace(self, shard_set: ShardSet) -> None:
-        """Replace all rows, as by those of a checkpoint, and begin a new replication id."""
+        """Replace all rows, and choose a new replication id."""
         self.shard_set = shard_set
         self.reset_replication_id()
 
@@ -86,7 +84,7 @@ class VersionedRows:
         self.replication_id = secrets.token_hex(8)
 
     def pack(self) -> tuple[FullReplica, list[Array]]:
-        """Return all rows, for `restore`. The arrays are not copied."""
+        """Return all rows, for `restore`. Values of rows are not copied."""
         state, arrays = self.shard_set.pack()
         return FullReplica(self.replication_id, self.change_count, state), arrays
 
@@ -129,8 +127,8 @@ class Rows:
         return [slot for slot, owner in enumerate(self.sharding.owners) if owner == self.rank]
 
     def has_rows(self, selections: list[RowSelection], body: Array) -> bool:
-        """Return whether the selected rows are here, of those that this server owns. `body` has their numbers. If all rows of a
-        parameter are selected, or `body` is malformed, all slots must be here. The caller holds the lock."""
+        """Return whether the selected rows that this server owns are here. `body` has the row numbers. If a selection is `ALL`,
+        or `body` is malformed, return whether all slots are here. The caller holds the lock."""
         is_serving = self.state is RowsState.SERVING
         if is_serving or body.nbytes % 8 or any(selection.row_count == ALL for selection in selections):
             return is_serving
@@ -140,8 +138,8 @@ class Rows:
     # -- waiting -----------------------------------------------------------------------------------------------------
 
     def wait_unless_resharded(self, request: ParameterRequest, predicate: Callable[[], bool]) -> None:
-        """Wait until a predicate holds. Raise `SlotsMovedError` if the server's sharding is newer than the request's, or
-        becomes newer before that. The caller holds the lock, which is released during the wait."""
+        """Wait until a predicate holds. Raise `SlotsMovedError` if the sharding is or becomes newer than the request's. The
+        caller holds the lock, which is released during the wait."""
         self.condition.wait_for(lambda: predicate() or self.sharding.version > request.sharding_version)
         if self.sharding.version > request.sharding_version:
             raise SlotsMovedError
@@ -155,8 +153,8 @@ class Rows:
     # -- changes -----------------------------------------------------------------------------------------------------
 
     def apply(self, change: ReplicatedChange, body: Array, *, owned: bool) -> bool:
-        """Apply a change like `VersionedRows.apply`, with the same result and exceptions. The caller holds the lock and is
-        `Replication`, which sends the change to the replica."""
+        """Apply a change as `VersionedRows.apply` does, and notify waiting threads. The caller holds the lock and sends the
+        change to the replica."""
         if not self.own.apply(change, body, owned=owned):
             return False
         if isinstance(change, HandOverSlots):
@@ -171,12 +169,12 @@ class Rows:
         self._update_state()
 
     def restore(self, replica: FullReplica, body: Array) -> None:
-        """Become equal to a replica of these rows, and leave RESTORING. The caller holds the lock."""
+        """Restore the rows from their replica, and leave RESTORING. The caller holds the lock."""
         self.own.restore(replica, body)
         self._update_state()
 
     def adopt(self, sharding: Sharding) -> None:
-        """Use this sharding, which is the newest, from now on. The caller holds the lock, and the rows are not RESTORING."""
+        """Use this sharding from now on. The caller holds the lock, and the rows are not RESTORING."""
         self.sharding = sharding
         self._update_state()
 

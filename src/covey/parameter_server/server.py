@@ -1,9 +1,9 @@
 """A parameter server: a listening port, a thread per connection, and one lock for its rows.
 
-With replicas, a restarted server fetches its rows from the replica holder before it replies to workers. During that time it
+With replicas, a restarted server fetches its rows from another server before it handles workers' requests. Meanwhile it
 replies to requests about the replicas that it holds, so that several restarted servers do not wait for each other.
 
-`Rows` owns the rows and their lock, `Replication` applies each change here and on the replica, `RequestHandler` handles
+`Rows` owns the rows and their lock, `Replication` applies changes here and sends them to the replica, `RequestHandler` handles
 workers' requests, `Rebalancer` moves slots, and `Replicas` holds the rows of other servers under a separate lock. No thread
 takes one of the two locks while it holds the other.
 """
@@ -56,11 +56,11 @@ log = logging.getLogger("covey")
 
 
 class ParameterServer:
-    """A server, which accepts connections and handles their requests from its creation until the process ends.
+    """A parameter server. It accepts connections as soon as it is created.
 
     `restarts` is the number of earlier processes of this server since the last full restart. `find_server` returns the endpoint
     of another server. `sharding` is None for the initial one. `on_in_sync` is called, on another thread, with the version of a
-    sharding when this server is in sync with it: its slots are those that the sharding assigns, and its replica is complete.
+    sharding when this server has the slots that the sharding assigns to it and its replica is complete.
     """
 
     def __init__(
@@ -88,9 +88,9 @@ class ParameterServer:
         self.endpoint = ServerEndpoint(address, listener.port, listener.token)
 
     def recover(self) -> None:
-        """Restore the rows of a restarted server, start to replicate them, wait for the replicas that this server holds for
-        others, and start to move slots. Called once, also for the first process. Block while another server is unreachable.
-        Raise `PeerError` with `ExitCode.ROWS_LOST` if no server has a replica of the rows."""
+        """Restore the rows from their replica if necessary, then start replication and the rebalancer. Call it once, in every
+        process of a server. A restarted server waits until all other servers reply and it has the replicas that it must hold.
+        Raise `PeerError` with `ExitCode.ROWS_LOST` if the rows must be restored and no server has their replica."""
         others = self._other_servers()
         restored_from = None
         if self._rows.state is RowsState.RESTORING:
@@ -111,12 +111,12 @@ class ParameterServer:
         self._rebalancer.start()
 
     def set_sharding(self, sharding: Sharding) -> None:
-        """Start to get in sync with a sharding, unless a newer one is known. For the same one, `on_in_sync` is called again."""
+        """Follow this sharding, unless a newer one is known. If it is the same, `on_in_sync` is called again."""
         self._rebalancer.set_sharding(sharding)
 
     def _other_servers(self) -> list[int]:
-        """Return all other servers, from the next rank on. The first is the replica holder unless servers are being added or
-        removed."""
+        """Return the other servers: first those with higher ranks, then those with lower ranks. The first one is the replica
+        holder unless servers are being added or removed."""
         servers = sorted(self._rows.sharding.servers - {self.rank})
         return [s for s in servers if s > self.rank] + [s for s in servers if s < self.rank]
 
@@ -159,7 +159,7 @@ class ParameterServer:
         send_message(connection, reply, arrays)
 
     def _handle_request(self, request: ServerRequest, body: Array) -> tuple[ServerReply, list[Array]]:
-        """Return the reply and its arrays. Requests about replicas are handled immediately, all others after RESTORING. Raise
+        """Return the reply and its arrays. While this server is RESTORING, requests wait unless they are about replicas. Raise
         `UsageError` if the request is invalid, `StoreError` if files cannot be read or written."""
         if isinstance(request, RestoreRows):
             return self._on_restore_rows(request.server)
@@ -183,8 +183,8 @@ class ParameterServer:
         raise UsageError(f"{type(request).__name__} is not a request to a server")
 
     def _on_restore_rows(self, server: int) -> tuple[ServerReply, list[Array]]:
-        """Return the replica of a restarted server's rows; its initial state, without parameters, if the server cannot have had
-        a replica yet; else `RequestFailed`."""
+        """Return the replica of a restarted server's rows. If there is none because this server, the holder, has not received
+        one yet, return the initial state, without parameters. Otherwise return `RequestFailed`."""
         sharding = self._rows.sharding
         may_have_begun = not self._is_first_instance or sharding.version > 0 or server not in sharding.ring
         initial = None

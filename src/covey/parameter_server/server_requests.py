@@ -1,11 +1,10 @@
 """A worker's connection to one server, and batches of requests to several.
 
-Every request is idempotent. After a broken connection a channel looks the server up again, which may be a restarted process,
-and resends the request; the script only waits. Arrays are sent from the caller's memory, so the caller must not change them
-before the batch is finished.
+After a broken connection a channel looks up the server, which may have restarted, and resends the request. Arrays are sent from
+the caller's memory, so the caller must not change them before the batch is finished.
 
-The small requests of a blocking batch are sent from the caller's thread. All others are sent by one thread per server: these
-threads transfer in parallel, but waking them takes time.
+A blocking batch with little data is sent from the caller's thread if the connections are free. Otherwise each server has a
+thread that sends; these threads transfer in parallel, but waking them takes time.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ log = logging.getLogger("covey")
 
 
 class ServerDirectory(Protocol):
-    """All servers, as a batch uses them."""
+    """The servers and their sharding, as `RequestBatch` uses them."""
 
     def newest_sharding(self) -> Sharding: ...
     def update_sharding(self, sharding: Sharding | None) -> None: ...
@@ -58,18 +57,18 @@ class PendingRequest(msgspec.Struct, frozen=True):
     message: ParameterRequest
     arrays: Arrays = ()
     reply_arrays: Arrays = ()  # memory for the values of `RowValues`
-    reply_callback: Callable[[ServerReply, Array], None] | None = None  # called with every reply and its bytes, on any thread
+    reply_callback: Callable[[ServerReply, Array], None] | None = None  # called with the reply and its bytes, on any thread
 
 
 BuildRequests = Callable[[Sharding], list[PendingRequest]]
 
 
 class RequestBatch:
-    """Requests to one or more servers, finished when all have replied and none has a newer sharding, or one has failed.
+    """Requests to one or more servers, finished when all have replied.
 
-    If a server replies that the sharding is outdated, all requests are built and sent again. `on_finished` is called once, on
-    an arbitrary thread. With `blocking`, the constructor returns when the batch is finished, or raises its error. If arrays
-    exceed `message_max`, it raises `UsageError` also without `blocking`.
+    If none has failed but a server replies that the sharding is outdated, all requests are built and sent again. `on_finished`
+    is called on an arbitrary thread. With `blocking`, the constructor waits until the batch is finished and raises its error.
+    It raises `UsageError` if the arrays of a request are too large.
     """
 
     def __init__(
@@ -104,8 +103,8 @@ class RequestBatch:
                 channel.enqueue(request, self)
 
     def _run_inline(self, channels: list[Channel], requests: list[PendingRequest]) -> bool:
-        """Send all requests from this thread, then receive the replies, and return True. Return False, without sending, if
-        there is too much to transfer or a channel is busy."""
+        """Send all requests from this thread, receive the replies, and return True. Return False, and send nothing, if there is
+        too much to transfer or a channel is busy."""
         if sum(count_bytes(request.arrays) + count_bytes(request.reply_arrays) for request in requests) > INLINE_BYTES_MAX:
             return False
         with contextlib.ExitStack() as acquired:
@@ -161,8 +160,7 @@ class RequestBatch:
 
 
 class Channel:
-    """The connection to one server, and a thread for queued requests. `get_sharding` returns the newest sharding, which is the
-    reply to a request if the server has left."""
+    """The connection to one server, and a thread for queued requests. `get_sharding` returns the newest sharding."""
 
     def __init__(self, server: int, find_server: FindServer, get_sharding: Callable[[], Sharding]) -> None:
         self._server, self._find_server, self._get_sharding = server, find_server, get_sharding
@@ -174,8 +172,7 @@ class Channel:
         self._thread: threading.Thread | None = None
 
     def enqueue(self, request: PendingRequest, batch: RequestBatch) -> None:
-        """Queue a request for this channel's thread (FIFO). The thread passes the reply, or `RequestFailed` if sending failed
-        for another reason than the connection, to the batch."""
+        """Queue a request for this channel's thread (FIFO), which passes the reply to the batch."""
         self._requests.append((request, batch))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"covey to server {self._server}", daemon=True)
@@ -225,9 +222,8 @@ class Channel:
         return True
 
     def wait_for_reply(self, request: PendingRequest, *, sent: bool) -> ServerReply:
-        """Return the server's reply, after the request's callback was called with it. Send the request first unless it was
-        `sent`; reconnect and resend until a process of the server replies. Return `ShardingChanged`, without a callback, if the
-        server has left the cluster. Raise `MessageTooLarge`."""
+        """Send the request unless it was `sent`, and return the reply after the callback. Reconnect and resend until the server
+        replies. If it has left the cluster, return `ShardingChanged` without a callback. Raise `MessageTooLarge`."""
         while True:
             try:
                 if self._connection is None:

@@ -1,15 +1,12 @@
 """Rows of some slots of all parameters, and the order in which gradients are applied.
 
-Sync mode. The gradients of a step are summed in rank order, whatever order they arrive in, and divided by the number of
-workers. When all ranks' gradients are here the step is *complete*, and the server acknowledges them once they are replicated.
-It is *applied* when a rank pulls or saves values for the next step, or pushes gradients of it. The delay is required for
-healing. If any rank has continued, all servers have every gradient of the step. If none has, no server has applied it, and the
-replacement of a rank that died in between still finds the values that its predecessor used on all servers. In the other modes,
-gradients are applied when they arrive.
+In sync mode, the gradients of a step are summed in rank order, whatever order they arrive in, and divided by the number of
+workers. When all ranks' gradients are here, the step is *complete*, and the server acknowledges them once they are replicated.
+The step is *applied* when a rank pulls or saves values for the next step, or pushes gradients of it. Healing requires this
+delay: until a rank continues, no server has applied the step, so the replacement of a dead rank can still pull the values that
+its predecessor used. In the other modes, gradients are applied when they arrive.
 
-A push is identified by (step, rank) and accepted once, so a worker can resend one that may not have arrived.
-
-A shard is not thread-safe; its owner holds a lock. Pushes are validated before they change anything.
+A push is identified by (step, rank) and accepted once, so a worker can resend it. A shard is not thread-safe.
 """
 
 from __future__ import annotations
@@ -59,7 +56,7 @@ class StepGradients:
         self.next_rank = next_rank  # the lowest rank that has not pushed
 
     def add(self, rank: int, gradients: list[RowGradient]) -> None:
-        """Add a rank's gradients: to `summed` as soon as all lower ranks have pushed, until then to `waiting_by_rank`."""
+        """Add a rank's gradients: to `summed` once all lower ranks have pushed, until then to `waiting_by_rank`."""
         self.ranks.add(rank)
         self.waiting_by_rank[rank] = gradients
         while self.next_rank in self.waiting_by_rank:
@@ -104,7 +101,7 @@ class Shard:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def declare(self, spec: ParameterSpec, values: Array) -> None:
-        """Add a parameter, unless it exists; `values` are used if its spec says that initial values are given. Raise
+        """Add a parameter unless it exists. `values` has its initial values if the spec says that they are given. Raise
         `UsageError` if it was declared differently or given values are missing, `ValueError` if they have the wrong size."""
         known = self.tables.get(spec.name)
         if known is not None:
@@ -134,9 +131,8 @@ class Shard:
                 )
 
     def build_gradients(self, push: PushGradients, blocks: list[RowBlock], *, owned: bool) -> list[RowGradient]:
-        """Return a push's gradients for these rows, and change nothing. Raise `UsageError` if the rank does not exist, if in
-        sync mode an earlier step is not complete, or if values are NaN or infinite and `refuse_nan` is set. `owned`: see
-        `RowGradient.owns_memory`."""
+        """Return the gradients of a push. Raise `UsageError` if the rank does not exist, if in sync mode an earlier step is not
+        complete, or if values are NaN or infinite and `refuse_nan` is set. `owned`: see `RowGradient.owns_memory`."""
         if push.rank >= self.serving.workers:
             raise UsageError(f"received a push of rank {push.rank}, expected ranks 0 to {self.serving.workers - 1}")
         if self.serving.mode is ConsistencyMode.SYNC and push.step > self.step + self.is_step_complete(self.step):
@@ -153,12 +149,12 @@ class Shard:
     # -- steps -------------------------------------------------------------------------------------------------------
 
     def has_pushed(self, step: int, rank: int) -> bool:
-        """Return whether this rank has pushed its gradients of this step or of a later one."""
+        """Return whether this rank has pushed this step or a later one."""
         return step <= self.last_pushed_steps[rank]
 
     def add_gradients(self, step: int, rank: int, gradients: list[RowGradient]) -> None:
-        """Add gradients of `build_gradients` that this rank has not pushed before. In sync mode, apply the step before them
-        first if that is pending; in the other modes, apply the gradients themselves."""
+        """Add a rank's gradients, which are new. In sync mode, apply the step before them first if it is pending. In the other
+        modes, apply the gradients."""
         if self.serving.mode is ConsistencyMode.SYNC:
             if step > self.step:
                 self.apply_step()
@@ -169,7 +165,7 @@ class Shard:
         self.last_pushed_steps[rank] = step
 
     def is_step_complete(self, step: int) -> bool:
-        """Return whether all ranks' gradients of a step have arrived, in sync mode."""
+        """Return whether all ranks' gradients of a step have arrived. For sync mode."""
         return step < self.step or (step == self.step and len(self.step_gradients.ranks) == self.serving.workers)
 
     def is_step_readable(self, step: int) -> bool:
@@ -181,7 +177,7 @@ class Shard:
         return min(self.last_pushed_steps) + 1 >= step - ahead
 
     def apply_until(self, step: int) -> None:
-        """In sync mode, apply the step before `step` if that is pending. `step` must be readable."""
+        """In sync mode, apply the step before `step` if it is pending. `step` must be readable."""
         if self.serving.mode is ConsistencyMode.SYNC and step > self.step:
             self.apply_step()
 
@@ -196,8 +192,8 @@ class Shard:
             self._update_table(gradients, 1.0 / self.serving.workers)
 
     def _update_table(self, gradients: list[RowGradient], scale: float) -> None:
-        """Update one parameter, at the first gradient's learning rate, with the sum of its gradients times `scale`. There is
-        one gradient for all rows, or any number for some rows."""
+        """Update one parameter with the sum of its gradients times `scale`, at the first gradient's learning rate. Pass one
+        gradient for all rows, or any number for some rows."""
         first = gradients[0]
         table, lr = self.tables[first.name], first.lr
         if first.rows is None:
@@ -243,7 +239,7 @@ class Shard:
 
     def merge(self, other: Shard) -> Shard:
         """Return one shard with copies of the rows of both, and with this shard's step and pushes. Gradients of the current
-        step are dropped; there are none if `can_merge`."""
+        step are dropped."""
         slots = self.slots | other.slots
         owners = partial_owners(self.server, slots)
         tables = {name: table.merge(other.tables[name], owners) for name, table in self.tables.items()}
@@ -255,7 +251,7 @@ class Shard:
         self.step_gradients = StepGradients()
 
     def pack(self) -> tuple[Any, list[Array]]:
-        """Return everything but the slots: plain data, and arrays in the order that `unpack` expects, which are not copied."""
+        """Return everything but the slots, for `unpack`: plain data, and arrays. Values of rows are not copied."""
         arrays: list[Array] = []
         tables = []
         for table in self.tables.values():
@@ -271,8 +267,8 @@ class Shard:
         return [self.step, self.last_pushed_steps, tables, pushed, packed], arrays
 
     def unpack(self, state: Any, body: Array) -> Array:
-        """Replace everything but the slots by what `pack` returned. `body` has its arrays one after the other, and the rows may
-        be stored in its memory; return the rest of it."""
+        """Replace everything but the slots by what `pack` returned. `body` starts with its arrays; return the rest of `body`.
+        Rows may be stored in the memory of `body`."""
         self.step, last_pushed_steps, tables, (ranks, next_rank, waiting_ranks), packed = state
         self.last_pushed_steps = list(last_pushed_steps)  # a copy: the state may still be sent to a replica
         offset = 0

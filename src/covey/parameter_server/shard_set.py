@@ -1,8 +1,8 @@
 """All rows of a server: one shard, temporarily several, or none if the server owns no slots.
 
-Slots received from another server may have other gradients of the step than the slots here. Each shard records which pushes it
-has, so that a push reaches every row once, even if slots move in between. Shards with the same pushes are merged later. Slots
-that are detached for another server are kept unchanged until that server has received them.
+Slots received from another server may have other gradients of the step than the slots here. Each shard records its pushes, so
+that a push reaches each row once even if slots move in between. Shards with the same pushes are merged later. Slots detached
+for another server are kept unchanged until that server has received them.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class ShardSet:
     # -- requests of workers -----------------------------------------------------------------------------------------
 
     def declare(self, spec: ParameterSpec, values: Array) -> bool:
-        """Add a parameter to all shards that lack it; return whether any did. `values` are the initial ones of all rows here,
-        if its spec says that they are given. Raise as `Shard.declare`."""
+        """Add a parameter to all shards that lack it; return whether any did. `values` has the initial values of all rows here
+        if the spec says that they are given. Raise as `Shard.declare`."""
         new = [shard for shard in self.shards if spec.name not in shard.tables]
         for shard in self.shards:
             shard_values = values
@@ -106,8 +106,8 @@ class ShardSet:
         parse_row_blocks(selections, body, self._parameter_infos(), self.server, values=False)
 
     def read_values(self, selections: list[RowSelection], body: Array) -> list[Array]:
-        """Return the values of these selections; those of complete parameters are not copied if there is one shard. `body` has
-        the row numbers. Raise `UsageError` as `check_pull`."""
+        """Return the values of each selection; `body` has the row numbers. With one shard, values of complete parameters are
+        not copied. Raise `UsageError` as `check_pull`."""
         infos = self._parameter_infos()
         return [
             self._read_block(block, infos[block.name])
@@ -115,8 +115,9 @@ class ShardSet:
         ]
 
     def read_changed(self, selection: RowSelection, body: Array) -> tuple[int, Array, Array]:
-        """Return the table's version, which rows may have changed since the versions that follow their numbers in `body`, and
-        the values of these rows. With several shards, return version -1 and all rows. Raise `UsageError` as `check_pull`."""
+        """Return the table's version, a mask of the rows that may have changed, and their values. `body` has the row numbers,
+        then the worker's version of each row. With several shards, return version -1 and all rows. Raise `UsageError` if
+        `body` or the selection is invalid."""
         infos, half = self._parameter_infos(), body.nbytes // 2
         [block] = parse_row_blocks([selection], body[:half], infos, self.server, values=False)
         since = body[half:].view(np.int64)
@@ -131,7 +132,7 @@ class ShardSet:
     # -- slots -------------------------------------------------------------------------------------------------------
 
     def detach_slots(self, slots: Iterable[int]) -> None:
-        """Move these slots from `shards` to `detached`, to be handed over to one other server."""
+        """Move these slots from `shards` to `detached`. They must have one receiver."""
         leaving = frozenset(slots)
         for shard in list(self.shards):
             if part := shard.slots & leaving:
@@ -141,20 +142,20 @@ class ShardSet:
                     self.shards.append(shard.copy_slots(rest))
 
     def release_slots(self, slots: Iterable[int]) -> None:
-        """Drop detached shards whose slots another server has received."""
+        """Drop the detached shards whose slots are all in `slots`."""
         gone = frozenset(slots)
         self.detached = [shard for shard in self.detached if not shard.slots <= gone]
 
     def add_slots(self, state: Any, body: Array) -> None:
-        """Add slots received from another server, as another shard; its rows may be stored in the memory of `body`. `state` is
-        that of `HandOverSlots`. None of the slots may be here."""
+        """Add slots from another server as a new shard. `state` is that of `HandOverSlots`. None of the slots may be here. Rows
+        may be stored in the memory of `body`."""
         shard = Shard(self.serving, self.server, state[0])
         assert not shard.slots & self.slots
         shard.unpack(state[1], body)
         self.shards.append(shard)
 
     def merge_shards(self) -> None:
-        """Merge the last shard with one that it can be merged with (`Shard.can_merge`); repeat until there is none."""
+        """Merge shards while the last one can be merged with another (`Shard.can_merge`)."""
         while len(self.shards) > 1:
             last = self.shards[-1]
             other = next((shard for shard in self.shards[:-1] if shard.can_merge(last)), None)
@@ -165,15 +166,15 @@ class ShardSet:
     # -- transfers ---------------------------------------------------------------------------------------------------
 
     def as_single_shard(self) -> Shard:
-        """Return all rows, without detached slots, as one shard for a checkpoint. A single shard is returned itself; there must
-        be at least one. Gradients of the current step are dropped if there are several."""
+        """Return all rows, without detached slots, as one shard. There must be at least one; a single shard is not copied. If
+        there are several, gradients of the current step are dropped."""
         found = self.shards[0]
         for shard in self.shards[1:]:
             found = found.merge(shard)
         return found
 
     def pack(self) -> tuple[Any, list[Array]]:
-        """Return everything, with detached slots, as plain data and arrays, which are not copied."""
+        """Return everything, with detached slots, as plain data and arrays. Values of rows are not copied."""
         states: list[Any] = []
         arrays: list[Array] = []
         for shard in (*self.shards, *self.detached):

@@ -1,4 +1,4 @@
-"""One parameter's rows on one server: values and optimizer state, and the generation of initial values."""
+"""One parameter's rows on one server: values, optimizer state and random initial values."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Table:
 
     @classmethod
     def create(cls, spec: ParameterSpec, server: int, owners: SlotOwners, values: Array | None = None) -> Table:
-        """Return a new table with these values (bytes, not copied), or with those that the spec describes: zeros if its kind is
-        "given". Raise `ValueError` if `values` has the wrong size."""
+        """Return a new table with `values` (bytes, not copied). If `values` is None, use the initial values of the spec; zeros
+        if their kind is "given". Raise `ValueError` if `values` has the wrong size."""
         placement = RowPlacement(spec.rows, spec.striped, owners)
         shape, dtype = (placement.count_rows(server), spec.width), DTYPES[spec.dtype]
         if values is not None:
@@ -86,8 +86,8 @@ class Table:
         return self.weights if rows is None else np.take(self.weights, self.placement.local_indexes(rows), axis=0)
 
     def changed_since(self, rows: Array, since: Array) -> Array:
-        """Return for each of these rows whether it may have changed after the given version, an update count. The first call
-        begins to record versions: for updates before it, every row counts as changed by the last one."""
+        """Return for each of these rows whether it may have changed after the update count `since`. Versions are recorded from
+        the first call on; until then, each update counts as a change of all rows."""
         if self._row_versions is None:
             self._row_versions = np.full(len(self.weights), self.update_count, np.int64)
         found: Array = self._row_versions[self.placement.local_indexes(rows)] > since
@@ -95,7 +95,7 @@ class Table:
 
 
 def sum_duplicate_rows(rows: Array, gradient: Array) -> tuple[Array, Array]:
-    """Return the rows sorted and each once, with the sum of its gradients, added in the given order."""
+    """Return the rows sorted and without duplicates, and the sum of each row's gradients, added in the given order."""
     order = np.argsort(rows, kind="stable")
     rows, gradient = rows[order], gradient[order]
     first = np.flatnonzero(np.concatenate(([True], rows[1:] != rows[:-1]))) if len(rows) else np.empty(0, np.int64)
@@ -105,8 +105,7 @@ def sum_duplicate_rows(rows: Array, gradient: Array) -> tuple[Array, Array]:
 
 
 def draw_initial_values(weights: Array, begin: InitialValues, placement: RowPlacement, server: int) -> None:
-    """Fill in random initial values; do nothing for the kinds "zeros" and "given". Each value is a function of seed, row,
-    column and width, independent of the number of servers."""
+    """Fill in random initial values, which do not depend on the number of servers. Do nothing for "zeros" and "given"."""
     if begin.kind in ("zeros", "given") or weights.size == 0:
         return
     width = weights.shape[1]

@@ -68,7 +68,7 @@ def find_template_pid(supervisor: psutil.Process) -> int:
 
 @contextlib.contextmanager
 def open_pidfd(pid: int, supervisors: Collection[psutil.Process]) -> Iterator[int]:
-    """Yield a pidfd of a child of one of these supervisors. Raise `ProcessGone` if it is none, or has exited."""
+    """Yield a pidfd of a child of one of these supervisors. Raise `ProcessGone` if it is not their child, or has exited."""
     try:
         descriptor = os.pidfd_open(pid)
     except OSError as error:

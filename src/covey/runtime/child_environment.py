@@ -1,7 +1,4 @@
-"""Interface between a process of covey and its children: environment variables, a signal, and a scheduler's parameters.
-
-The parent and the child belong to different packages, which import this module and not each other.
-"""
+"""Interface between a process of covey and its children: environment variables, a signal, and a scheduler's parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ STACK_SIGNAL: Final = signal.SIGUSR2  # makes a worker write its threads' stacks
 
 
 class SchedulerHandoff(msgspec.Struct, frozen=True):
-    """Parameters of a scheduler from the agent that starts and restarts its process, or from TaskD's manager."""
+    """Parameters of a scheduler from the process that starts it: an agent, or TaskD's manager."""
 
     socket_fds: tuple[list[int], list[int]]  # descriptors of the listening sockets: of the cluster port, of the REST port
     journal_folder: str  # a restarted scheduler reads its state from here

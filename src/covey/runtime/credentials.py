@@ -17,8 +17,7 @@ from covey.transport import tls
 
 
 class Credentials(NamedTuple):
-    """Join secret and TLS contexts of one process. The context of a side that it does not use, or of both without TLS, is
-    None."""
+    """Join secret and TLS contexts of one process. A context is None without TLS, or if the process does not use that side."""
 
     secret: str = ""  # "": none
     server_context: ssl.SSLContext | None = None
@@ -33,9 +32,8 @@ class Credentials(NamedTuple):
 def load_credentials(settings: Settings, *, listens_at: str = "", reaches: str = "") -> Credentials:
     """Load the credentials of a process that listens at `listens_at`, or else of one that connects to `reaches`.
 
-    Beyond loopback a secret is required. If none is configured and the user's secret file is missing, the first process creates
-    that file, so that the start order does not matter. On loopback a process that listens requires a secret only if one is
-    configured, and one that connects reads the file if it exists.
+    Beyond loopback, the user's secret file is used if no secret is configured, and created if it is missing. On loopback, a
+    process that listens uses only a configured secret; one that connects also reads the file, if it exists.
 
     Raise `UsageError` if a secret or TLS file is unusable or the TLS configuration has no certificate for this side, and
     `StoreError` if the secret file cannot be created.

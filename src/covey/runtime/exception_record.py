@@ -62,8 +62,7 @@ def replace_surrogates(text: str) -> str:
 
 
 def write_error(folder: str | Path, error: ScriptError) -> None:
-    """Write the description for the agent unless one exists. If the write fails, the agent reports the end of the log
-    instead."""
+    """Write the description for the agent, unless a file for this pid exists. Errors are ignored."""
     with contextlib.suppress(OSError), (Path(folder) / _file_name(os.getpid())).open("xb") as file:
         file.write(msgspec.json.encode(error))
 

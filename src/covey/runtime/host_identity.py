@@ -14,7 +14,7 @@ from covey.errors import ExitCode, PeerError
 def describe_host(override: str, address: str, life: str = "") -> Host:
     """Return this host's id and name with the given `address` and `life` (see `Host`). A non-empty `override` replaces the id.
 
-    Processes with the same host id are on one host for the scheduler, which numbers their local ranks together.
+    The scheduler treats processes with the same host id as processes on one host.
     """
     return Host(id=override or compute_host_id(), name=socket.gethostname(), address=address, life=life)
 
@@ -33,7 +33,7 @@ def local_address_for(host: str) -> str:
 
 
 def compute_host_id() -> str:
-    """Return a hash of the kernel's boot id and this process's pid and network namespaces: 16 hexadecimal digits.
+    """Return 16 hexadecimal digits: a hash of the kernel's boot id and of this process's network and pid namespaces.
 
     The host name is used only if the boot id cannot be read, because two machines may have the same name.
     """

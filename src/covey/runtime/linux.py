@@ -64,9 +64,8 @@ def list_thread_ids(pid: int) -> list[int]:
 def find_connection_owner(client: tuple[str, int], server: tuple[str, int], workers: Collection[int]) -> int:
     """Return the pid in `workers` whose process, or a descendant of it, holds the client's end of a local TCP connection.
 
-    Return 0 if none does, or if the client's socket belongs to another user. That is checked first, in the kernel's lists of
-    TCP sockets. Only then does this function read the parent of each process of the host, and the descriptors of the workers'
-    processes and their descendants. It takes milliseconds or more: call it in a thread, while the connection is open.
+    Return 0 if none does, or if the client's socket belongs to another user. Reading /proc takes milliseconds or more: call
+    this in a thread, while the connection is open.
     """
     socket_name = _find_own_socket(client, server)
     children = _children_by_parent() if socket_name else {}

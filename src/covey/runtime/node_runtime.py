@@ -85,7 +85,7 @@ def make_node_settings(settings: Settings, scheduler_address: SchedulerAddress) 
 
 
 class NodeRuntime:
-    """Passes events to a `NodeMachine` and carries out its effects.
+    """Runtime of a `NodeMachine`: passes events to it and carries out its effects.
 
     Its creation starts the first connection attempt. It belongs to the event loop in which it is created; other threads may
     only read its properties.
@@ -124,13 +124,13 @@ class NodeRuntime:
 
     @property
     def registration(self) -> Register | RegisterAgent:
-        """The registration that the next connection sends: identity, and what the cluster has assigned."""
+        """Registration of this node: its identity, and what the cluster has assigned."""
         return self._machine.registration
 
     def leave(self, code: int = 0, reason: str = "", error: ScriptError | None = None) -> None:
         """Request to leave the cluster; a second call has no effect.
 
-        `finished` is called when the scheduler has acknowledged it or cannot be reached in time, perhaps before this returns.
+        `finished` is called when the membership has ended, with or without an acknowledgement, perhaps before this returns.
         """
         self._step_machine(LeaveRequested(code, reason, error))
 
@@ -155,9 +155,9 @@ class NodeRuntime:
         return self.since_last_heard_s()
 
     def since_last_heard_s(self) -> float:
-        """Return the seconds since the scheduler's host last sent something to this node or acknowledged its data (TCP); at
-        most those since this object was created. A refused connection is included, because only a running scheduler can
-        reassign the rank."""
+        """Return the seconds since the scheduler's host last sent something to this node or acknowledged its data (TCP), or
+        since this object was created. A refused connection counts too, because only a running scheduler can reassign the
+        rank."""
         silent = self._loop.time() - self._last_contact_at
         return min(silent, self._connection.since_last_ack_s()) if self._connection is not None else silent
 
@@ -254,8 +254,7 @@ class NodeRuntime:
             self._step_machine(ConnectionLost(reason))
 
     def _with_address(self, message: Message) -> Message:
-        """Return the message; in a registration, with this node's address, which may be known only after the connection is
-        made."""
+        """Return the message; to a registration, add this node's address, which may be unknown before the connection."""
         if isinstance(message, Register | RegisterAgent):
             host = msgspec.structs.replace(message.host, address=self.address)
             return msgspec.structs.replace(message, host=host)

@@ -16,7 +16,7 @@ AGENT_REPLY_TIMEOUT_S: Final = 1.0  # for the reply to a `LastHeardRequest`
 
 
 class RelayedRuntime(NodeRuntime):
-    """A runtime whose connection is to the agent. The agent reports when it connects to the scheduler and when it loses it."""
+    """A runtime that is connected to its agent. The agent reports when it connects to the scheduler and when it disconnects."""
 
     _scheduler_reachable = False
     _last_heard_requested_at: float | None = None  # loop time of the pending request; None: none is pending
@@ -30,9 +30,8 @@ class RelayedRuntime(NodeRuntime):
         return self._scheduler_reachable and super().try_send(message)
 
     async def query_since_last_heard_s(self) -> float:
-        """Return the seconds since the scheduler's host last acknowledged this process, which the agent knows. If the agent is
-        not connected or does not reply within `AGENT_REPLY_TIMEOUT_S`, count from the last known acknowledgement, or from the
-        creation of this object."""
+        """Return the seconds since the scheduler's host last acknowledged this process, which the agent knows. Without a reply
+        of the agent, count from the last known acknowledgement, or from the creation of this object."""
         if self._connection is not None:
             if self._last_heard_requested_at is None:
                 self._last_heard_requested_at, self._last_heard_replied = self._loop.time(), asyncio.Event()

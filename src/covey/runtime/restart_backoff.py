@@ -8,8 +8,8 @@ from collections.abc import Sequence
 class RestartBackoff:
     """Delays between the restarts of one child process.
 
-    Exits are in a row if each process but the first ran for less than `stable_after_s` seconds. `delays_s` has the delay after
-    each exit of a row. If a row has more exits than that, the process must not be restarted.
+    Exits count as a row until a process has run for `stable_after_s` seconds; its exit begins the next row. `delays_s` has the
+    delay after each exit of a row. After more exits than that, the process must not be restarted.
     """
 
     def __init__(self, delays_s: Sequence[float], stable_after_s: float) -> None:

@@ -46,7 +46,7 @@ class ViewStream:
             self._next_update_at = time.monotonic() + (time.monotonic() - started_at) / VIEW_TIME_SHARE
 
     def notify_if_due(self) -> None:
-        """Send the view to all subscribers, unless the last update is so recent that `VIEW_TIME_SHARE` would be exceeded."""
+        """Send the view to all subscribers, unless updates would then take more than `VIEW_TIME_SHARE` of the time."""
         if time.monotonic() >= self._next_update_at:
             self.notify_subscribers()
 

@@ -4,6 +4,6 @@
 `service`           builds a scheduler from the settings and runs it, as the only one, as leader or as standby
 `scheduler`         sockets, journal and clock around the state machine
 `connections`       direct and relayed connections by number
-`leader_commits`   makes effects durable before they are carried out, only while this scheduler leads
+`leader_commits`    writes the decisions of the state machine to the journal
 `lease_keeper`      acquires and renews the leader's lease
 """

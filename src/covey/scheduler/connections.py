@@ -1,7 +1,7 @@
-"""The scheduler's connections by number: direct connections, and relayed connections of children through their agent's.
+"""Numbered connections of the scheduler: direct ones, and those of an agent's children, which share the agent's connection.
 
-The state machine uses only the numbers, so it does not distinguish the two kinds. If one message object is sent to several
-children of the same agent in succession, the agent receives it once, in one envelope.
+The state machine uses only the numbers, so it does not distinguish the two kinds. Successive sends of one message object to
+children of the same agent are merged into one envelope until `flush`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ AGENT_HEARTBEAT: Final = Heartbeat()
 
 
 class RelayedConnections:
-    """Relayed connections of one agent: their numbers here, by the agent's own numbers for its children's connections."""
+    """Connections that one agent relays: their numbers in the `ConnectionTable`, by the agent's own numbers."""
 
     __slots__ = ("newest_child", "numbers_by_child")
 
@@ -36,7 +36,7 @@ class RelayedConnections:
 
 
 class ConnectionTable:
-    """All open connections, by number from 1. A number is never used again."""
+    """Open connections by number. Numbers count from 1 and are not reused."""
 
     def __init__(self) -> None:
         self.direct_connections: dict[int, Connection] = {}
@@ -65,9 +65,9 @@ class ConnectionTable:
     def split_agent_message(
         self, connection: Connection, message: FromChildEnvelope | ChildDisconnected | RelayedHeartbeats
     ) -> Iterator[MessageReceived | ConnectionLost]:
-        """Yield the events that a message of an agent contains, each with its connection's number. The first message of a child
-        opens its relayed connection; messages of closed ones are dropped. Raises `PeerError`, during the iteration, if the
-        agent relays more than `RELAYED_CONNECTIONS_MAX` connections."""
+        """Yield the events in a message of an agent. A child's first envelope opens its relayed connection; messages of closed
+        connections are dropped. Raises `PeerError`, during the iteration, if the agent relays more than
+        `RELAYED_CONNECTIONS_MAX` connections."""
         relayed = self._relayed_by_agent.setdefault(connection.id, RelayedConnections())
         if isinstance(message, RelayedHeartbeats):
             yield MessageReceived(AGENT_HEARTBEAT, connection.id)
@@ -88,8 +88,7 @@ class ConnectionTable:
             yield MessageReceived(message.message, number)
 
     def send(self, number: int, message: Any) -> bool:
-        """Send a message; return False if the connection is not open. A message to a child is delayed until `flush`, `close`,
-        or a `send` that cannot be merged with it."""
+        """Send a message; return False if the connection is not open. A message to a child may be held back until `flush`."""
         if number in self._child_routes:
             agent, child = self._child_routes[number]
             if (
@@ -109,8 +108,7 @@ class ConnectionTable:
         return False
 
     def close(self, number: int) -> None:
-        """Close a connection after the messages sent on it; no effect if it is not open. A relayed one is closed by its
-        agent."""
+        """Close a connection after the messages sent on it; ignore a number that is not open."""
         self.flush()
         if number in self._child_routes:
             agent, child = self._child_routes[number]
@@ -120,7 +118,7 @@ class ConnectionTable:
             self.direct_connections[number].close()
 
     def flush(self) -> None:
-        """Send the pending envelope, if there is one; drop it if the agent's connection is closed."""
+        """Send the message that is held back, if any; drop it if the agent's connection is closed."""
         if self._pending_envelope is not None:
             agent, message, children = self._pending_envelope
             self._pending_envelope = None

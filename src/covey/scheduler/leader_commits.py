@@ -1,7 +1,7 @@
-"""Journal commits of a scheduler, made only while it leads.
+"""Journal commits of a scheduler during its term as leader.
 
-A failed write is retried every second. If there are standbys, the lease is checked before and after each commit. If it is lost,
-`commit` raises `SteppedDown`; the scheduler then closes its connections and discards its pending effects.
+If there are standbys, `commit` raises `SteppedDown` when this scheduler has lost its lease or another leader has written the
+journal.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ LEASE_NOT_RENEWED: Final = "the lease could not be renewed in time"
 
 
 class LeaderTerm(msgspec.Struct, frozen=True):
-    """A leader's term, from the acquisition to the loss of its lease. The default is the term of the only scheduler, which
-    never ends. If there are standbys, the leader sends heartbeats to its nodes, more often than every `silence_s` seconds."""
+    """A scheduler's term as leader. The default, for a scheduler without standbys, never ends."""
 
     token: int = 0  # fencing token; 0: no standbys
     leads: Callable[[], bool] = lambda: True  # returns whether the scheduler still holds the lease of this term
@@ -32,7 +31,7 @@ class LeaderTerm(msgspec.Struct, frozen=True):
 
 
 class LeadershipHandedOver(Exception):
-    """This scheduler exits on request, with `code`, and releases its lease. Its cluster continues under a standby."""
+    """Request to exit this process with `code` and leave the cluster to a standby."""
 
     def __init__(self, code: int) -> None:
         super().__init__()
@@ -44,16 +43,16 @@ class SteppedDown(Exception):
 
 
 class JournalCommits:
-    """Commits to the journal during one term. Without a journal, `commit` only checks the lease."""
+    """Writes to the journal during one term. Without a journal, nothing is written."""
 
     def __init__(self, journal: Journal | CasJournal | None, term: LeaderTerm) -> None:
         self._journal = journal
         self._term = term
-        self.write_blocker = ""  # why the last attempt of `commit` failed; empty after a successful one
+        self.write_blocker = ""  # error of the write that `commit` retries; "": none
 
     async def commit(self, records: list[Any]) -> None:
-        """Write the records and return when they are durable; without records, write nothing. Retries a failed write
-        indefinitely. Raises `SteppedDown` if the lease is lost or another leader has written the journal."""
+        """Write the records durably; retry a failed write until it succeeds. Raises `SteppedDown` if the lease is lost or
+        another leader has written the journal."""
         while True:
             self._check_leads()
             try:
@@ -73,15 +72,14 @@ class JournalCommits:
             return
 
     def rewrite_if_removed(self) -> None:
-        """Write a local journal again if its file was removed, because a restart needs it. No effect if there are standbys. A
-        failure is ignored here."""
+        """Write a local journal again if its file was removed. No effect if there are standbys; errors are ignored."""
         if isinstance(self._journal, Journal):
             with contextlib.suppress(StoreError):  # the next commit reports it
                 self._journal.rewrite_if_removed()
 
     async def write(self, records: list[Any]) -> None:
-        """Write the records, if there are any, without a retry or a check of the lease. Raises `FencedError` if another leader
-        has written the journal, else `StoreError` if the write fails."""
+        """Write the records once, without a check of the lease. Raises `FencedError` if another leader has written the journal,
+        and `StoreError` if the write fails."""
         if isinstance(self._journal, CasJournal) and records:
             await self._journal.commit(records)
         elif self._journal is not None and records:

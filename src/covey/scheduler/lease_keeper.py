@@ -1,4 +1,4 @@
-"""Lease of a scheduler with standbys: acquire it, renew it beside the running scheduler, and release it."""
+"""Leader lease of a scheduler with standbys: acquire it, renew it in the background, release it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from covey.storage.cluster_registry import process_start_time
 
 LEASE_KEY: Final = "lease"
 STORE_CALLS_PER_LEASE: Final = 4  # limit of a store call: a quarter of the lease, so that one can fail before the lease expires
-# Longest interval between two reads of the lease by a standby. A read finds a lease that was released, or whose holder has
+# Longest pause between two reads of the lease by a standby. A read finds a lease that was released, or whose holder has
 # exited on this host. A read of a file is cheap.
 FILE_POLL_S: Final = 0.1
 STORE_POLL_MAX_S: Final = 1.0
@@ -36,9 +36,8 @@ class StandbyClusterEnded(Exception):
 
 
 class LeaseKeeper:
-    """A scheduler's candidacy for the lease. `where` is the URL of its REST port, to which standbys redirect clients; `cluster`
-    the addresses of all schedulers of the cluster; `duration_s` the time without a renewal after which another candidate may
-    take the lease."""
+    """One scheduler's candidacy for the lease. `where` is the URL of its REST port, `cluster` the addresses of all schedulers
+    of its cluster. A lease that is not renewed for `duration_s` seconds may be taken by another candidate."""
 
     def __init__(self, cas_store: CasStore, *, where: str, cluster: str = "", duration_s: float) -> None:
         self.predecessor = ""  # set when this scheduler becomes leader: the last other leader; empty if it saw none
@@ -56,14 +55,13 @@ class LeaseKeeper:
 
     @property
     def leader_url(self) -> str:
-        """URL of the leader's REST port, by the newest known lease; empty if no scheduler holds it or the leader has no REST
-        port."""
+        """URL of the leader's REST port, from the newest known lease; "" if there is no leader or it has no REST port."""
         record = self._candidate.last_record
         return record.where if record.holder else ""
 
     def leads(self, token: int) -> bool:
-        """Return whether this process still holds the lease that it acquired with `token`; False after it was lost, even if
-        another one was acquired since. Reads the clock directly, because the loop's time can be stale after a suspension."""
+        """Return whether this process still holds the lease that it acquired with `token`. Reads the clock directly, because
+        the event loop's time can be stale after a suspension."""
         return self._candidate.token == token and self._candidate.is_leader(time.monotonic())
 
     async def wait_until_leader(self) -> int:
@@ -94,18 +92,17 @@ class LeaseKeeper:
         return self._candidate.token
 
     def raise_token(self, token: int) -> None:
-        """Step down, because the journal has the higher token `token` of another leader. The next acquisition, which may follow
-        immediately, uses a token above it."""
+        """Step down because the journal has the higher token `token`; the next acquisition uses a token above it."""
         self._candidate.raise_token(token)
 
     async def record_cluster_end(self, code: int) -> None:
-        """Release the lease and record in it that the cluster ended with `code`, so that the standbys exit too; close the
-        store. If the store fails, nothing is recorded and the lease expires."""
+        """Release the lease with a record that the cluster ended with `code`, and close the store. Standbys that read the
+        record exit too. If the store fails, the lease expires instead."""
         await self._release_lease(over=True, code=code)
 
     async def hand_over_lease(self) -> None:
-        """Release the lease, so that a standby need not wait until it expires; close the store. If the store fails, the lease
-        expires."""
+        """Release the lease, so that a standby need not wait until it expires, and close the store. If the store fails, the
+        lease expires."""
         await self._release_lease()
 
     async def _release_lease(self, **fields: bool | int) -> None:
@@ -161,17 +158,14 @@ class LeaseKeeper:
 
 
 def has_holder_exited(holder: str) -> bool:
-    """Return whether the process named `holder` ran on this host and has exited; False if it is of another host."""
+    """Return whether `holder` names a process of this host that has exited."""
     process = _parse_local_holder(holder)
     return process is not None and process_start_time(process[0]) != process[1]
 
 
 def kill_predecessor(holder: str) -> bool:
-    """Kill the previous leader (SIGKILL) if it still runs on this host; return whether it was running.
-
-    It did not renew its lease in time, so it must not act any more, and it may hold the port or journal that its successor
-    needs.
-    """
+    """Kill the previous leader (SIGKILL) if it still runs on this host; return whether it did. It no longer has the lease, but
+    may hold the port or journal that its successor needs."""
     process = _parse_local_holder(holder)
     if process is None or process_start_time(process[0]) != process[1]:
         return False

@@ -26,9 +26,8 @@ from covey.settings import LoadedSettings, check_manual_settings, load_settings
 def run_scheduler(
     loaded: LoadedSettings, *, sockets: ListeningSockets | None = None, kept: SchedulerHandoff | None = None
 ) -> int:
-    """Run a scheduler, or one of several that elect a leader; return the exit code when its cluster has ended or it has handed
-    over the lease. `sockets` are bound already; None: bind them here. `kept` has what an agent or TaskD's manager passes.
-    Raises `CoveyError` if the scheduler cannot start or must not continue."""
+    """Run a scheduler, or one of several that elect a leader, and return its exit code. `sockets` are bound already; None: bind
+    them here. Raises `CoveyError` if the scheduler cannot start or must not continue."""
     raise_file_limit()
     service = SchedulerService(loaded, sockets, kept)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
@@ -44,8 +43,7 @@ def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
 
 
 def run_scheduler_and_exit(loaded: LoadedSettings) -> None:
-    """Run the scheduler for `covey.init()` and exit the process with its code, so that it never returns to the script. A
-    `CoveyError` is logged and gives the code."""
+    """Run the scheduler and exit the process with its code. A `CoveyError` is logged, and its code is used."""
     configure_logging(loaded.settings, "scheduler")
     try:
         check_manual_settings(loaded.settings)
@@ -62,8 +60,7 @@ def run_scheduler_and_exit(loaded: LoadedSettings) -> None:
 
 
 def main() -> None:
-    """Run the scheduler of `covey run`, with the sockets and variables that its agent passes, and exit the process with its
-    code."""
+    """Run the scheduler with the sockets and settings that its agent passes, and exit the process with its code."""
     kept = msgspec.json.decode(os.environ.pop(HANDOFF_VARIABLE), type=SchedulerHandoff)
     if kept.agent_pid:
         linux.die_with_parent(kept.agent_pid)

@@ -1,9 +1,8 @@
 """The scheduler process: sockets, journal and clock around `core.cluster.scheduler_machine.SchedulerMachine`.
 
-Messages of nodes and requests of clients are passed to the machine, and the resulting effects are queued. The records of all
-queued effects are committed in one transaction (`leader_commits`) before any of these effects is carried out. While the
-journal is not writable, the effects wait in order, at most `PENDING_EFFECTS_MAX`, and heartbeats are still received. Requests
-for views, events and logs change nothing and do not pass through the machine.
+The machine turns messages and requests into effects, which are queued. Before effects are carried out, their records are
+committed to the journal (`leader_commits`). While the journal is not writable, effects wait in order; above
+`PENDING_EFFECTS_MAX` the scheduler ends with an error. Requests for views, events and logs bypass the machine.
 """
 
 from __future__ import annotations
@@ -124,10 +123,10 @@ class Scheduler:
         return self._machine
 
     async def run(self, sockets: list[socket.socket]) -> EndCluster:
-        """Serve until the cluster has ended and its nodes have disconnected, or their grace period is over; return the end.
+        """Serve until the cluster has ended and its nodes have disconnected, or a time limit has passed; return the end.
 
-        Raises `SteppedDown` if the lease is lost, `LeadershipHandedOver` after `exit_process`, and any error after which the
-        scheduler must not continue.
+        Raises `SteppedDown` or `LeadershipHandedOver` if this scheduler stops leading before the end, and any error after which
+        it must not continue.
         """
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
@@ -175,9 +174,9 @@ class Scheduler:
         self._step(MessageReceived(StopRequest(reason)))
 
     async def submit_request(self, request: ScaleRequest | KillRequest | StopRequest) -> ScaleAccepted | RequestAccepted:
-        """Pass a request of the REST API to the machine, and return its reply once the resulting changes are durable. A
-        `StopRequest` must have `dump`. Raises `PeerError` with the reason if the request is refused, and `StoreError` if the
-        changes may be lost, or this scheduler no longer leads."""
+        """Pass a request to the machine, and return its reply once the resulting changes are durable. A `StopRequest` must have
+        `dump`. Raises `PeerError` if the request is refused, and `StoreError` if the changes may be lost, or this scheduler no
+        longer leads."""
         self._check_active()
         effects = self._step(MessageReceived(request))
         replies = (effect.message for effect in effects if isinstance(effect, Send) and not effect.connection)
@@ -188,9 +187,8 @@ class Scheduler:
         return reply
 
     async def read_log(self, node: str, start: int, find: str) -> LogChunk:
-        """Return a chunk of a node's log, read by its agent; `start` and `find` are the byte and the search text of `ReadLog`.
-        Raises `PeerError` if the node is unknown or has no connected agent, if the agent cannot read the log or does not reply
-        in time, or if too many requests are pending."""
+        """Return a chunk of a node's log, read by its agent; `start` and `find` are `start` and `search_text` of `ReadLog`.
+        Raises `PeerError` if the node is unknown or has no connected agent, or the request fails."""
         member = next((m for m in self.machine.cluster.members.values() if m.name == node), None)
         agent = self.machine.cluster.agents.get(member.agent) if member is not None else None
         if member is None:
@@ -203,7 +201,7 @@ class Scheduler:
         )
 
     async def _wait_until_committed(self) -> None:
-        """Wait until all queued effects are durable and carried out. Raises `StoreError` after `COMMIT_TIMEOUT_S`, or if this
+        """Wait until the queued effects are durable and carried out. Raises `StoreError` after `COMMIT_TIMEOUT_S`, or if this
         scheduler has stopped processing events."""
         turn = self._effects_task
         if turn is None:
@@ -217,8 +215,7 @@ class Scheduler:
         return self._check_active()
 
     def _check_active(self) -> None:
-        """Raise `StoreError` if this scheduler no longer processes events, so that it never answers a request it did not
-        handle."""
+        """Raise `StoreError` if this scheduler no longer processes events."""
         if not self._is_active:
             raise StoreError(
                 "this scheduler no longer leads: check at the leader whether the request took effect, and repeat it if not"
@@ -349,8 +346,8 @@ class Scheduler:
 
     @property
     def _is_active(self) -> bool:
-        """Whether events are processed: false after an error, a lost lease or `exit_process`, because the scheduler then closes
-        its connections itself, and their loss is not a failure of a node."""
+        """Whether events are processed; False after `run` has failed or was cancelled. It then closes the connections itself,
+        and their loss is not a failure of nodes."""
         ended = self._ended
         return ended is None or not ended.done() or (not ended.cancelled() and ended.exception() is None)
 
@@ -362,8 +359,7 @@ class Scheduler:
     # -- effects -----------------------------------------------------------------------------------------------------
 
     async def _apply_pending_effects(self) -> None:
-        """Carry out the queued effects in order, until the queue is empty. In each turn, first commit the records of all
-        effects queued so far. An error ends the scheduler."""
+        """Commit the records of the queued effects, then carry out these effects in order; repeat until the queue is empty."""
         try:
             while self._pending_effects:
                 turn = list(self._pending_effects)
@@ -380,7 +376,7 @@ class Scheduler:
             self._effects_task = None
 
     def _notify_on_change(self) -> None:
-        """Send the view to its subscribers immediately if phase or generation changed; other changes are sent on ticks."""
+        """Send the view to its subscribers if phase or generation changed."""
         state = (self.machine.cluster.phase, self.machine.cluster.generation)
         if state != self._notified_state:
             self._notified_state = state
@@ -402,9 +398,8 @@ class Scheduler:
                 self._ended.set_result(effect)
 
     async def _await_disconnects(self, end: EndCluster) -> None:
-        """Log the failure that ended the cluster, if one did, and send the last view to its subscribers. Then wait until the
-        members and agents that were sent the end have disconnected, at most `grace_s` plus `SHUTDOWN_GRACE_S` seconds, and
-        close the subscribers' connections meanwhile."""
+        """Log the failure that ended the cluster, if any, and send a last view to subscribers. Then wait until the nodes that
+        were sent the end have disconnected, at most `grace_s` plus `SHUTDOWN_GRACE_S` seconds."""
         if end.failure is not None:
             for line in describe_failure(end.failure):
                 log.error("%s", line)
@@ -417,8 +412,8 @@ class Scheduler:
             self._end_notified = self._connections.filter_open(self._end_notified)
 
     async def _record_end_delivered(self) -> None:
-        """Record in the journal, if there is one, that the end was delivered, so that a restarted scheduler does not deliver it
-        again. A failed write is logged."""
+        """Record in the journal, if there is one, that a restarted scheduler need not deliver the end again. A failed write is
+        logged."""
         record = self.machine.cluster.record()
         if self._journal is None or record.ended is None:
             return
@@ -432,14 +427,13 @@ class Scheduler:
         """Look up whether a worker of this cluster opened a connection that uses MindSpore's protocol; if so, pass
         `MindSporeDetected` to the machine.
 
-        Any process that reaches the port can send these bytes, so they alone have no effect. They matter only if the other end
-        of the connection is open in a worker that an agent started on this host, or in a descendant of it: only the run itself,
-        or a user who could kill it, can cause that. Workers on other hosts cannot be checked from here; those on this host run
-        the same script.
+        Any process that reaches the port can send such bytes. They therefore count only if a worker on this host, or a
+        descendant of it, holds the other end: only the run itself, or a user who could kill it, can cause that. Workers on
+        other hosts cannot be checked from here.
 
-        At most one lookup runs at a time, in a thread, and at most one starts per `OWNER_LOOKUP_INTERVAL_S`; a connection that
-        is opened meanwhile is not checked. Until the lookup ends, a copy of the descriptor keeps the connection open, because
-        the client closes its end when this side does.
+        At most one lookup runs at a time, in a thread, and at most one starts per `OWNER_LOOKUP_INTERVAL_S`; other connections
+        are not checked. A copy of the descriptor keeps the connection open during the lookup, because the client closes its end
+        when this side does.
         """
         now = time.monotonic()
         busy = self._owner_lookup is not None and not self._owner_lookup.done()
@@ -483,8 +477,7 @@ class Scheduler:
 
 
 def exit_now(code: int) -> None:
-    """Flush stdout and stderr and end this process with `code`, without exit handlers. It must never return to the script,
-    which would run training code in the scheduler."""
+    """Flush stdout and stderr and end this process with `code`, without exit handlers."""
     with contextlib.suppress(OSError):  # the disk of its log may be full
         sys.stdout.flush()
         sys.stderr.flush()
@@ -492,8 +485,8 @@ def exit_now(code: int) -> None:
 
 
 def on_signal(scheduler: Scheduler, number: int, comes_back: bool) -> None:
-    """Handle a signal: SIGINT ends the cluster. SIGTERM does too, unless the cluster has not ended and can continue under a
-    restarted or another scheduler (`comes_back`): then only this process exits."""
+    """End the cluster on SIGINT or SIGTERM. If another scheduler process can continue the cluster (`comes_back`), SIGTERM
+    before its end exits only this process."""
     name = signal.Signals(number).name
     if number == signal.SIGTERM and comes_back and not scheduler.machine.cluster.has_ended:
         log.warning("%s: the scheduler exits and its cluster continues; restart it with the same variables", name)

@@ -50,8 +50,8 @@ PORT_RELEASE_TIMEOUT_S = 10.0  # limit for the kernel to release the port of a k
 
 
 class SchedulerService:
-    """Builds and runs a scheduler, once per term if there are standbys. `sockets` are bound already; None: bind them when
-    needed. `handoff` has what the process that started this one passes; None: it was started by hand."""
+    """Construction and run of a scheduler, once per term if there are standbys. `sockets` are bound already; None: bind them
+    when needed. `handoff` has the parameters of the process that started this one; None: none."""
 
     def __init__(self, loaded: LoadedSettings, sockets: ListeningSockets | None, handoff: SchedulerHandoff | None) -> None:
         settings = loaded.settings
@@ -81,8 +81,8 @@ class SchedulerService:
 
     async def stand_by(self) -> int:
         """Run one of several schedulers: wait for the lease, lead while it lasts, and wait again. Return the exit code when the
-        cluster has ended or this process has handed over the lease. SIGINT and SIGTERM end a standby's process immediately.
-        Raises `CoveyError` if it cannot start or must not continue."""
+        cluster has ended or this process has handed over the lease. Raises `CoveyError` if it cannot start or must not
+        continue."""
         cas_store = open_cas_store(
             choose_lease_store(self._settings, self._journal_folder),
             folder=self._journal_folder,
@@ -152,8 +152,7 @@ class SchedulerService:
             await asyncio.sleep(0.1)
 
     def _bind_management_port(self) -> list[socket.socket]:
-        """Bind the REST port at the start, because a standby answers there too; [] if REST is off. If the port is in use, for
-        example by another scheduler on this host, bind a free one."""
+        """Bind the REST port, or a free one if it is in use on 127.0.0.1; return [] if REST is off."""
         return bind_management_port(self._settings.manage_port, self._find_own_host(), strict=False)
 
     def _find_own_host(self) -> str:
@@ -161,15 +160,14 @@ class SchedulerService:
         return next((host for host in hosts if address.is_local(host)), hosts[0])
 
     def _join_addresses(self) -> str:
-        """Return the sorted addresses of all schedulers of this cluster, by which a lease of another cluster is recognized. The
-        schedulers of one agent share one address."""
+        """Return the addresses of all schedulers of this cluster, sorted and joined. They identify the cluster in the lease."""
         if self._sockets is not None and "," not in self._settings.sched_host:
             return self._sockets.address
         addresses = address.split_list(self._settings.sched_host, self._settings.sched_port)
         return ",".join(sorted(address.join_host_port(host, port) for host, port in addresses))
 
     def _management_url(self, management_sockets: list[socket.socket]) -> str:
-        """Return the URL of this scheduler's REST port, to which standbys redirect; empty if it has none."""
+        """Return the URL of this scheduler's REST port; "" if it has none."""
         if not management_sockets:
             return ""
         scheme = "https" if self._settings.tls_config else "http"
@@ -179,8 +177,8 @@ class SchedulerService:
     async def _serve_leader_redirect(
         self, management_sockets: list[socket.socket], lease_keeper: LeaseKeeper
     ) -> AsyncIterator[None]:
-        """Redirect REST clients to the leader while the body runs. A port inherited from the agent is shared with the leader,
-        so it is not served here."""
+        """Redirect REST clients to the leader while the body runs. An inherited port is not served here, because the leader
+        shares and serves it."""
         if not management_sockets or self._sockets is not None:
             yield
             return
@@ -189,9 +187,9 @@ class SchedulerService:
             yield
 
     async def _open_leader_journal(self, cas_store: CasStore, lease_keeper: LeaseKeeper, token: int) -> Journal | CasJournal:
-        """Open the journal of the new term. If a local journal cannot be opened and the previous leader still runs on this
-        host, kill it and try once more. A store that fails is retried while this scheduler leads; then `SteppedDown` is raised.
-        Raises `FencedError` if another leader has a higher token, and `StoreError` if the journal is not usable."""
+        """Open the journal of the new term. If a local one cannot be opened, kill a previous leader that still runs on this
+        host and try once more. Raises `FencedError` if the journal has a higher token, `StoreError` if it is not usable, and
+        `SteppedDown` if the lease is lost while a remote store fails."""
         settings, follows = self._settings, bool(lease_keeper.predecessor)
         if isinstance(cas_store, FileCasStore):
             try:
@@ -302,8 +300,7 @@ def choose_lease_store(settings: Settings, folder: str) -> str:
 def make_cluster_settings(
     settings: Settings, max_restarts: int = MAX_RESTARTS, *, agents_return: bool = True
 ) -> ClusterSettings:
-    """Return the settings of the scheduler's state machine. `max_restarts` and `agents_return` come from the process that
-    started the scheduler."""
+    """Return the settings of the scheduler's state machine."""
     return ClusterSettings(
         worker_num=settings.worker_num,
         server_num=settings.server_num,
@@ -351,5 +348,5 @@ def _make_standby_app(lease_keeper: LeaseKeeper) -> Any:
 
 
 def _duplicate_sockets(sockets: list[socket.socket]) -> list[socket.socket]:
-    """Return duplicates, which are closed at the end of a term; the originals stay open for the next one."""
+    """Return duplicates of the sockets. They can be closed at the end of a term while the originals stay open."""
     return [sock.dup() for sock in sockets]

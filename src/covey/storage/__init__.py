@@ -1,9 +1,9 @@
-"""Storage that outlives a process. The core decides when to write (`Persist`).
+"""Storage in files, SQLite and etcd.
 
 `journal`            the scheduler's journal, in SQLite
-`cas_journal`        the same in one compare-and-swap value, for several schedulers
+`cas_journal`        the journal in one compare-and-swap value, for schedulers on several hosts
 `cas_store`          named compare-and-swap values, in files or in etcd
 `cluster_registry`   running clusters of this user on this host
 `join_secret`        the secret that nodes of a cluster share
-`tempdirs`           temporary directories, removed when the process that made them exits
+`tempdirs`           temporary directories, and the removal of abandoned ones
 """

@@ -1,9 +1,8 @@
 """The journal of a scheduler whose successor may be on another host: one compare-and-swap value with all records.
 
-The members alone cannot restore the cluster: they have no information about members that died together with the scheduler,
-about the restarts that are left, or about requested sizes. The successor therefore reads the leader's records, as a restarted
-scheduler reads those of `covey.storage.journal`. Every commit writes the whole value, so this suits clusters of up to some
-thousand nodes. Of the event log only the last `EVENTS_MAX` events are kept.
+The successor reads the leader's records, because the members do not know them: for example, which members died together with
+the scheduler, or how many restarts are left. A commit writes the whole value, so this suits clusters of up to some thousand
+nodes. The value has the last `EVENTS_MAX` events.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class _Header(msgspec.Struct):
 
 
 class _JournalContents(msgspec.Struct):
-    """The value that is stored, as msgpack compressed by zlib."""
+    """The stored value; it is encoded as msgpack and compressed with zlib."""
 
     token: int  # fencing token of the leader that wrote it last
     records: dict[str, Record]  # by `record_key`
@@ -41,7 +40,7 @@ class _JournalContents(msgspec.Struct):
 
 
 class CasJournal:
-    """The journal of one leader, opened by `open_cas_journal`. It can be written until another leader opens it."""
+    """The journal of one leader, opened by `open_cas_journal`. Commits fail after a later leader has opened it."""
 
     def __init__(self, store: CasStore, contents: _JournalContents, version: int) -> None:
         self._store = store
@@ -54,16 +53,16 @@ class CasJournal:
         return tuple(self._contents.records.values())
 
     def append_event(self, event: Event) -> None:
-        """Add an event to the event log; it is written with the next commit."""
+        """Add an event to the event log in memory. `commit` writes the log."""
         self._events.append(event_row(event))
 
     def read_events(self, limit: int = EVENTS_MAX) -> list[EventRow]:
-        """Return the last `limit` events (at least 1), oldest first, including those that are not committed yet."""
+        """Return the last `limit` events, oldest first, including uncommitted ones. `limit` must be at least 1."""
         return list(self._events)[-limit:]
 
     async def commit(self, records: Iterable[Record] = ()) -> None:
-        """Write records and the event log. Raises `FencedError` if another leader has written the journal, else `StoreError` if
-        the write fails; the records and events are then part of the next commit."""
+        """Write records and the event log. Raises `FencedError` if another leader has written the journal, and `StoreError` if
+        the write fails. The next commit writes the records of a failed one too."""
         self._contents.records |= {record_key(record): record for record in records}
         self._contents.story = list(self._events)
         packed = zlib.compress(msgspec.msgpack.encode(self._contents), 1)
@@ -73,8 +72,8 @@ class CasJournal:
         self._version = version
 
     async def _resolve_conflict(self) -> int:
-        """Write again after a version conflict, if the stored value has this leader's token: it is then an own write whose
-        reply was lost. Return the new version. Raises `FencedError` if the token is another leader's, and `StoreError`."""
+        """Write again after a version conflict and return the new version. The cause may be a write of this leader whose reply
+        was lost. Raises `FencedError` if the stored token is another leader's, and `StoreError` if the store fails."""
         value, version = await self._store.get(JOURNAL_KEY)
         stored = _decode_contents(value)
         if stored.token != self._contents.token:
@@ -97,9 +96,9 @@ async def open_cas_journal(
 ) -> CasJournal:
     """Write the leader's `token` into the journal, so that earlier leaders cannot write any more, and return the journal.
 
-    A missing journal is created. If `may_start_new_cluster` with `follows`, all records and events are removed. Raises
-    `FencedError` if the journal has a higher token or another leader writes it meanwhile, and `StoreError` if the store fails
-    or the journal is damaged, of another format or of another job (see `check_job`).
+    A missing journal is created. If a new cluster may replace the recorded one (`may_start_new_cluster`), all records and
+    events are removed; else the journal must be of this job (`check_job`). Raises `FencedError` if the journal has a higher
+    token or another leader writes it meanwhile, and `StoreError` if the store fails or the journal is not usable.
     """
     value, version = await store.get(JOURNAL_KEY)
     contents = _decode_contents(value) if value else _JournalContents(0, {}, [], FORMAT)

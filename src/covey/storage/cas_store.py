@@ -1,8 +1,8 @@
 """Compare-and-swap stores: named values with versions; a write succeeds only if the version is unchanged.
 
-`FileCasStore` keeps a value in files, on one host or on a disk that several hosts share. `EtcdCasStore` keeps it in a key of
-etcd, accessed by etcd's JSON gateway: two kinds of request are sufficient, so no client library is needed. A third store is
-in `covey.kubernetes.cas_store`. After a `StoreError` in a write it is unknown whether the value was written.
+`FileCasStore` keeps values in files, on one host or on a file system that several hosts share. `EtcdCasStore` keeps them in
+etcd and uses its JSON gateway. A third store is in `covey.kubernetes.cas_store`. After `put` has raised `StoreError`, the value
+may have been written or not.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class CasStore(Protocol):
         """Return a value and its version; b"" and 0 if it is missing."""
 
     async def put(self, key: str, value: bytes, version: int) -> int | None:
-        """Write a value if its version is `version` (0: it is missing). Return the new version; None if it has another one."""
+        """Write a value if its stored version is `version` (0: missing). Return the new version; None if the stored differs."""
 
     async def close(self) -> None: ...
 
 
 class FileCasStore:
-    """Values in a directory, created if missing; one file per version. A write creates the file of the next version, which only
-    one writer can do, so there is no lock that a stopped process could hold."""
+    """Values in the files of a directory, which is created if missing. A write creates the file of the next version, unless
+    another writer was first. There is no lock that a stopped process could hold."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._folder = Path(folder)
@@ -74,9 +74,7 @@ class FileCasStore:
         """Do nothing: no resource is held between calls."""
 
     def _claim_version(self, draft: Path, key: str, version: int) -> bool:
-        """Link the draft as version + 1 and remove older versions. Return False, with nothing changed, if the newest version is
-        not `version`. It is checked again after linking: a removed version's name is free, and a suspended writer may take
-        it."""
+        """Link the draft as version + 1 and remove older versions. Return False if the newest version is not `version`."""
         if self._newest_version(key) != version:
             return False
         new_path = self._version_path(key, version + 1)
@@ -84,6 +82,7 @@ class FileCasStore:
             new_path.hardlink_to(draft)
         except FileExistsError:
             return False
+        # Checked again: a removed version's name is free, so a suspended writer can take it.
         if self._newest_version(key) > version + 1:
             new_path.unlink()
             return False
@@ -153,8 +152,8 @@ class EtcdCasStore:
         return decoded
 
     def _check_revision(self, revision: int, revision_before: int) -> None:
-        """Record the revision of a reply. Raise `StoreError`, from then on for every reply, if it is lower than before the
-        request: etcd was wiped or restored from a backup, so its lease and journal are stale."""
+        """Record the revision of a reply. Raise `StoreError`, for this and later replies, if it is lower than before the
+        request: etcd was then wiped or restored from a backup."""
         if revision < revision_before and not self._data_loss_reason:
             self._data_loss_reason = (
                 f"etcd at {self._url} has lost data (its revision decreased from {revision_before} to {revision}):"
@@ -168,11 +167,11 @@ class EtcdCasStore:
 def open_cas_store(
     where: str, *, folder: str, job: str, factories: Mapping[str, Callable[[str], CasStore]] | None = None
 ) -> CasStore:
-    """Return the store that COVEY_LEASE names (`where`).
+    """Return the store that `where`, the value of COVEY_LEASE, names.
 
-    `file` is the directory `lease` in `folder`, `file://DIR` that in DIR. `etcd://HOST:PORT[/PREFIX]` is etcd over HTTP,
-    `etcds://` over HTTPS; the default prefix is covey/JOB. For another SCHEME://REST, `factories[SCHEME]` is called with REST.
-    Raises `UsageError` for an unknown scheme and `StoreError` if the directory cannot be created.
+    `file` is the directory FOLDER/lease, `file://DIR` is DIR/lease. `etcd://HOST:PORT[/PREFIX]` is etcd over HTTP, `etcds://`
+    over HTTPS; the default prefix is covey/JOB. For another SCHEME://REST, `factories[SCHEME]` is called with REST. Raises
+    `UsageError` for an unknown scheme, and `StoreError` if the directory cannot be created.
     """
     scheme, _, rest = where.partition("://")
     if scheme == "file":

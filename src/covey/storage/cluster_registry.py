@@ -1,7 +1,6 @@
 """Registry of the user's running clusters on this host, in which commands such as `covey status` find them.
 
-There is one small file per scheduler, readable by its owner only, because it contains the join secret and the REST token.
-`running_clusters` removes the files of schedulers that have exited.
+There is one small file per scheduler. Only its owner can read it, because it contains the join secret and the REST token.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class RegistryEntry(msgspec.Struct, frozen=True):
 
 def registry_folder(*, make: bool) -> Path:
     """Return the directory of the entries: `covey` in XDG_RUNTIME_DIR if that is a directory, else covey-UID in the temporary
-    directory. With `make` it is created; without, it may not exist. Raises `StoreError` if it is not usable or belongs to
+    directory. With `make` it is created; without, it may not exist. Raises `StoreError` if it cannot be created or belongs to
     another user."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     try:
@@ -76,9 +75,9 @@ def _entry_path(pid: int) -> Path:
 
 
 def running_clusters() -> list[RegistryEntry]:
-    """Return this user's clusters on this host, the one whose scheduler started first at the beginning.
+    """Return this user's running clusters on this host, ordered by the start time of their schedulers.
 
-    Entries of schedulers that have exited are removed, unreadable ones skipped. Raises `StoreError` (see `registry_folder`).
+    Entries of exited schedulers are removed, unreadable ones skipped. Raises `StoreError` as `registry_folder`.
     """
     entries: list[RegistryEntry] = []
     for path in registry_folder(make=False).glob("*.json"):

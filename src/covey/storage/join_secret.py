@@ -1,8 +1,7 @@
-"""The join secret, which a node needs to join a cluster that listens beyond loopback or is configured with a secret.
+"""The join secret, by which the scheduler and the nodes of a cluster authenticate each other.
 
-It comes from COVEY_SECRET, else from the file named by COVEY_SECRET_FILE, else from the user's secret file, which the first
-process that needs a secret beyond loopback creates. Hosts that share a home directory share that file; on other hosts, copy the
-file or set COVEY_SECRET.
+It comes from COVEY_SECRET, else from the file named by COVEY_SECRET_FILE, else from the user's secret file. If the hosts do not
+share a home directory, copy that file to each of them or set COVEY_SECRET.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ def user_secret_path() -> Path:
 def load_join_secret(secret: str, secret_file: str, *, make: bool) -> str:
     """Return `secret` if not empty, else the content of `secret_file` if that is set, else that of the user's secret file.
 
-    If the user's file is missing, return "", or create it with a random secret if `make`. Raises `UsageError` for a file that
-    cannot be read, is not UTF-8, is empty or has any permission for other users, and `StoreError` if none can be created.
+    If the user's file is missing, create it with a random secret if `make`, else return "". Raises `UsageError` if a file
+    cannot be read, is not UTF-8, is empty or has permissions for group or others, and `StoreError` if it cannot be created.
     """
     if secret:
         return secret

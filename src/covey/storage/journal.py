@@ -1,10 +1,9 @@
 """The scheduler's journal in SQLite: the records that a restarted scheduler reads, and the event log.
 
-A commit that returned survives kill -9 and a power cut. The journal is one file. SQLite's write-ahead log is not used, because
-the loss of its second file would lose commits. The journal keeps the last record per key and the last `EVENTS_MAX` events. One
-process uses a journal at a time, enforced by a lock file beside it. Schedulers with standbys share the lock; of them only the
-one with the highest fencing token can write. A journal is created completely under another name and then renamed, so an empty
-or truncated file is always damage.
+A commit that returned survives kill -9 and a power cut. SQLite's write-ahead log is not used, because the loss of its second
+file would lose commits. The journal keeps the last record per key and the last `EVENTS_MAX` events. A lock file beside it keeps
+out a second scheduler. Schedulers with standbys share the lock; a fencing token then keeps out former leaders. A new journal is
+written under another name and then renamed, so an empty file means damage.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ class FencedError(StoreError):
 
 
 class Journal:
-    """An open journal, made by `open_journal`. It holds the lock until it is closed; if schedulers share the journal, it writes
-    only while no higher token is stored."""
+    """An open journal, made by `open_journal`. It holds the lock until it is closed. If it has a fencing token, commits fail
+    while a higher one is stored."""
 
     def __init__(self, path: Path, lock: int, database: sqlite3.Connection) -> None:
         self.path = path
@@ -71,17 +70,15 @@ class Journal:
             raise _damaged_error(self.path, error) from None
 
     def append_event(self, event: Event) -> None:
-        """Add an event to the event log; it is written with the next commit. It is dropped if `EVENTS_MAX` events wait for
-        one."""
+        """Add an event to those that the next commit writes; drop it if there are `EVENTS_MAX` already."""
         if len(self._pending_events) < EVENTS_MAX:
             self._pending_events.append(event_row(event))
 
     def rewrite_if_removed(self) -> None:
-        """Write the journal again if its file was removed together with the lock file, for example by a cleaner of temporary
-        files.
+        """Write the journal again if its file was removed, for example by a cleaner of temporary files.
 
         Does nothing if a token was claimed, because another scheduler may have replaced the journal. Raises `StoreError` if the
-        journal cannot be written, or if the lock file still exists and is locked, also by this process.
+        journal cannot be written or its lock file is locked. This process holds that lock if the lock file was not removed too.
         """
         if self._token or self.path.exists():
             return
@@ -103,10 +100,10 @@ class Journal:
         self._lock_fd, self._database = lock, database
 
     def commit(self, records: Iterable[Record] = ()) -> None:
-        """Write records and the event log to the disk, in one transaction; write a removed journal again before.
+        """Write records and pending events to the disk in one transaction, after `rewrite_if_removed`.
 
-        Raises `FencedError` if a higher token is stored, else `StoreError` if the write fails. No record and no event is then
-        written; the events are part of the next commit, the records are not.
+        Raises `FencedError` if a higher token is stored, and `StoreError` if the write fails. The next commit then writes these
+        events, but not these records.
         """
         self.rewrite_if_removed()
         database = self._database
@@ -132,8 +129,8 @@ class Journal:
             ) from None
 
     def _check_token(self) -> None:
-        """Raise `FencedError`, after a rollback, if a higher token is stored; store this one if a lower token is. Runs inside
-        the transaction, so that no other write comes in between."""
+        """Raise `FencedError`, after a rollback, if a higher token is stored; replace a lower one by this journal's. Must be
+        called in a write transaction. Does nothing without a token."""
         if not self._token:
             return
         newest = self._database.execute("pragma application_id").fetchone()[0]
@@ -164,10 +161,10 @@ def open_journal(
 ) -> Journal:
     """Open the journal `scheduler.journal` in a directory; create both if they are missing.
 
-    `token` is the fencing token if several schedulers share the journal, else 0; `follows`: another scheduler led before. If
-    `may_start_new_cluster`, the journal is renamed to scheduler.journal.CLUSTER_ID and a new one is created. Raises
-    `FencedError` if a higher token is stored, and `StoreError` if another scheduler holds the lock, the directory cannot be
-    used, or the journal is damaged, read-only, of another format or of another job (see `check_job`).
+    `token` is the fencing token if schedulers share the journal, else 0. `follows`: another scheduler led before. If a new
+    cluster may replace the recorded one (`may_start_new_cluster`), the journal is renamed to scheduler.journal.CLUSTER_ID and a
+    new one is created; else it must be of this job (`check_job`). Raises `FencedError` if a higher token is stored, and
+    `StoreError` if another scheduler holds the lock or the journal is not usable.
     """
     path = Path(folder) / "scheduler.journal"
     try:
@@ -202,8 +199,8 @@ def open_journal(
 
 
 def may_start_new_cluster(cluster: ClusterRecord, *, follows: bool) -> bool:
-    """Return whether a new cluster may replace the recorded one: it has ended, and no member must still be told its outcome.
-    False for a scheduler that `follows` another leader: it completes the end of the recorded cluster instead."""
+    """Return whether a new cluster may replace the recorded one: it has ended, and its outcome need not be sent any more. False
+    if the scheduler `follows` another leader, whose cluster it must then end."""
     return cluster.phase is Phase.ENDED and not follows and (cluster.ended is None or cluster.ended.told)
 
 
@@ -226,10 +223,9 @@ def check_job(cluster: ClusterRecord, where: str, *, job: str, worker_num: int, 
 
 
 def has_resumable_journal(folder: Path, job: str) -> bool:
-    """Return whether the directory has a journal of this job whose cluster has not ended, without changing the journal.
+    """Return whether the directory has a journal of this job whose cluster has not ended. The journal is not changed.
 
-    True also if its writer was killed during a commit, because the job cannot be read then; False if it is damaged or
-    unreadable.
+    True also if its writer was killed during a commit, because it cannot be read then; False if it is damaged.
     """
     path = folder / "scheduler.journal"
     try:
@@ -257,9 +253,8 @@ def record_key(record: Record) -> str:
 def _acquire_lock(path: Path, *, shared: bool) -> int:
     """Lock the file scheduler.lock beside the journal and return its descriptor; the kernel releases the lock at process exit.
 
-    Schedulers with standbys share the lock, because a stopped leader must not block its successor; the token protects the
-    journal. A scheduler without standbys has no token and locks exclusively. Raises `StoreError` if the file cannot be locked,
-    and `OSError` if it cannot be opened.
+    Schedulers with standbys share the lock, because a stopped leader must not block its successor; the fencing token protects
+    the journal. Raises `StoreError` if the file cannot be locked, and `OSError` if it cannot be opened.
     """
     lock = os.open(path.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -297,9 +292,9 @@ def _open_database(path: Path) -> sqlite3.Connection:
 
 
 def _check_journal(path: Path) -> None:
-    """Check a journal without changing it, because a refused journal must stay as it is. If its last writer was killed during a
-    commit, SQLite must roll that back before it can read, so a copy is checked. Raises `StoreError` if the journal is damaged
-    or has another format, and `sqlite3.Error` if SQLite cannot open it."""
+    """Check a journal without changing it. If its writer was killed during a commit, check a copy, because SQLite must roll
+    that commit back first. Raises `StoreError` if the journal is damaged or has another format, and `sqlite3.Error` if SQLite
+    cannot read it."""
     try:
         _check_database(path, "ro")
     except sqlite3.OperationalError as error:
@@ -327,7 +322,7 @@ def _check_database(path: Path, mode: str) -> None:
 
 
 def other_format_error(journal: str, version: int) -> StoreError:
-    """Return the error for a journal of format `version`, which this version of covey does not read. `journal` names it."""
+    """Return the error for a journal whose format `version` is not supported. `journal` names it in the message."""
     advice = "finish that run with the version of covey that began it, or move the journal away to start a new cluster"
     sentence = f"{journal} has format {version}, and this version of covey reads {FORMAT}: {advice}; it was not changed"
     return StoreError(sentence, ExitCode.BAD_JOURNAL)

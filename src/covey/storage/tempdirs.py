@@ -1,7 +1,6 @@
 """Temporary directories of `covey run` and of agents, and the removal of those that killed processes have left behind.
 
-A process removes its directories when it ends. Those of a killed process are removed when the next process of the same user on
-this host closes one. A lock on a file in the directory shows that it is in use; the kernel releases it when the process exits.
+A lock on a file in the directory shows that it is in use; the kernel releases the lock when the process exits.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ LOCK_FILE: Final = "in-use"
 
 
 class TempDirectory:
-    """A new directory `covey-WHAT-...` in the temporary directory, removed by `close`, when this object is freed, or when the
-    process exits without being killed. The constructor raises `StoreError` if the directory cannot be created."""
+    """A new directory `covey-WHAT-...` in the temporary directory, removed by `close`, when this object is freed, or at normal
+    process exit. The constructor raises `StoreError` if the directory cannot be created."""
 
     def __init__(self, what: str) -> None:
         try:

@@ -1,10 +1,9 @@
 """Set-up of a forked child before the script's first line, so that the script runs as in a fresh interpreter.
 
-The state that the template has set (thread counts, random states, the main module) is set here to what `python script.py` would
-have. The effects of imports stay, including exit and signal handlers, because an import in the child would have the same
-effects. Variables that Python reads only at its start, such as PYTHONHASHSEED, have no effect in the child. The child ends like
-any interpreter (threads joined, exit handlers run, files flushed, SystemExit evaluated), because no frame of the template that
-could continue is left on the stack. Only the teardown of the template's modules is skipped.
+State of the template, such as thread counts, random states and the main module, is replaced. Effects of imports stay, including
+exit and signal handlers, because an import in the child would have the same effects. Variables that Python reads only at its
+start, such as PYTHONHASHSEED, have no effect in the child. The child ends as an interpreter does (threads joined, exit handlers
+run, files flushed), except that the teardown of the template's modules is skipped.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _template_modules: list[str] = []  # imported before the fork, without the stand
 def run(spec: ChildSpec) -> None:
     """Set up the process as the spec says and run its code. Raises the exception that ends it, `SystemExit` included.
 
-    The description of an exception that is an error is first written to `spec.error_folder`, if that is set.
+    If `spec.error_folder` is set, the description of an error is written there first.
     """
     pid = os.getpid()
     excluded = {*sys.stdlib_module_names, "__main__", "__mp_main__"}
@@ -82,8 +81,8 @@ def restore_process(spec: ChildSpec) -> None:
 
 
 def restore_libraries() -> None:
-    """Seed the random generators of loaded libraries again, and reset what they derived from the template's environment,
-    directory and thread counts. Libraries imported later read the environment themselves."""
+    """Reset state that loaded libraries have from the template: random generators, temporary directory, multiprocessing's
+    directory and key, thread counts."""
     if random := sys.modules.get("random"):
         random.seed()
     if numpy_random := sys.modules.get("numpy.random"):
@@ -115,9 +114,9 @@ def restore_interpreter(spec: ChildSpec) -> None:
 def skip_module_teardown() -> None:
     """Skip the teardown of the template's modules at the end of the interpreter.
 
-    The teardown would free every object of every module. For torch this takes 0.2 s of CPU time and makes a private copy of all
-    memory that was shared until then. The interpreter begins its end by setting each module to None. This is done here for
-    these modules, with one additional reference that keeps their contents alive. Must be the last of the exit handlers.
+    The teardown would free the objects of these modules. For torch this takes 0.2 s of CPU time and copies memory that was
+    shared until then. The interpreter begins its end by setting modules to None. This is done here for these modules, with an
+    additional reference that keeps their contents alive. Must be the last exit handler.
     """
     if "torch.distributed" in sys.modules:
         # Freeing a group joins gloo's thread while the interpreter lock is held. A thread that has just finished its last work
@@ -134,7 +133,7 @@ def silence_leak_checks() -> None:
 
     Freeing them would take 1.1 s of CPU time per worker. nanobind checks after the interpreter's end unless a flag in its
     internal data is false. Only a C++ function can set it, so the flag is changed in memory here. Internal data of another
-    version is not changed; the report is then printed. All other output to stderr is unchanged.
+    version is not changed; the report is then printed.
     """
     api = ctypes.pythonapi
     api.PyInterpreterState_Get.restype = api.PyCapsule_GetPointer.restype = ctypes.c_void_p
@@ -148,8 +147,8 @@ def silence_leak_checks() -> None:
 
 
 def trim_traceback(error: BaseException) -> TracebackType | None:
-    """Let `sys.excepthook` print the traceback without the frames before the script's code. Return the remaining ones; None if
-    there are none."""
+    """Let `sys.excepthook` print the traceback without covey's frames before the script's code. Return the remaining
+    traceback; None if it is empty."""
     first_frame = error.__traceback__
     while first_frame is not None and _is_covey_frame(first_frame):
         first_frame = first_frame.tb_next

@@ -1,9 +1,9 @@
 """The agent's side of the template: start it, restart it, request forks.
 
 A `TemplateProcess` is one process with one socket, on which at most one request is pending. `TemplateClient` restarts a
-template that exited: immediately if it ran for `EARLY_EXIT_S`, with growing delays after early exits in a row, and not at all
-when `RestartBackoff` has counted five exits. From then on children are started by exec, which is slower, and the log says so. A
-template that was replaced because of a module that prevents forks is not counted.
+template that exits, with growing delays if it exits soon after its start. After too many such exits in a row there is no
+template any more, and children are started by exec, which is slower. A template that was replaced because of a module that
+prevents forks does not count.
 """
 
 from __future__ import annotations
@@ -37,13 +37,12 @@ log = logging.getLogger("covey.agent")
 
 
 class TemplateExited(Exception):
-    """The template exited before it replied, or was killed because the request failed: it could not be sent, or no valid reply
-    came in time."""
+    """The template exited, or was killed, before it sent a valid reply."""
 
 
 class TemplateProcess:
-    """One template process, started by the constructor, which raises `OSError` if that fails. It serves one request after the
-    other; `exited` is set when it exits."""
+    """One template process, which handles one request at a time. The constructor starts it, and raises `OSError` if that fails.
+    `exited` is set when it exits."""
 
     def __init__(self) -> None:
         self.was_replaced = False  # killed by the agent because of a module that prevents forks
@@ -81,8 +80,8 @@ class TemplateProcess:
     ) -> protocol.TemplateReply:
         """Send a request when those before it are complete, and return the reply.
 
-        Raises `TemplateExited` if the template exits first, or is killed because it has not replied `limit_s` seconds after the
-        request was sent. A cancelled caller does not disturb the next request, because the exchange continues until its reply.
+        Raises `TemplateExited` if the template exits first. If it does not reply within `limit_s` seconds, it is killed. If the
+        caller is cancelled, the request continues, so that its reply is not taken for that of the next request.
         """
         # Copies, because the caller may close its descriptors before the exchange begins.
         copies = [os.dup(fd) for fd in fds]
@@ -150,7 +149,7 @@ class TemplateProcess:
         os.close(self._pidfd)
 
     def output_tail(self) -> str:
-        """Return the end of the output of the template and its imports, at most `OUTPUT_TAIL_MAX` bytes of it."""
+        """Return the end of the template's output, at most `OUTPUT_TAIL_MAX` bytes."""
         size = os.fstat(self._output_fd).st_size
         return os.pread(self._output_fd, OUTPUT_TAIL_MAX, max(0, size - OUTPUT_TAIL_MAX)).decode(errors="replace").strip()
 
@@ -160,7 +159,7 @@ class TemplateProcess:
 
 
 class TemplateClient:
-    """Keeps one template running, with the wanted modules imported, until it has exited early too often."""
+    """Keeps one template with imported modules running, until it has exited early too often."""
 
     def __init__(self, modules: Iterable[str]) -> None:
         self._modules = list(dict.fromkeys(modules))[:MODULES_MAX]
@@ -175,7 +174,7 @@ class TemplateClient:
 
     async def fork(self, spec: protocol.ChildSpec, outputs: Sequence[int]) -> tuple[int, Lifeline] | None:
         """Wait until the template is ready, fork a child, and return its pid and lifeline. Return None if there is no template
-        any more, or if `FORK_ATTEMPTS_MAX` templates have failed. Raises `CoveyError` if this child cannot be forked."""
+        any more, or after `FORK_ATTEMPTS_MAX` attempts. Raises `CoveyError` if this child cannot be forked."""
         with open_memory_file(protocol.encode_spec(spec)) as data:
             for _ in range(FORK_ATTEMPTS_MAX):
                 template = await self._wait_until_ready()
@@ -298,7 +297,7 @@ class TemplateClient:
 
 @contextlib.contextmanager
 def open_memory_file(data: bytes) -> Iterator[int]:
-    """Yield a descriptor of a memory file with `data`, which may be larger than a packet; close it afterwards."""
+    """Yield a descriptor of a memory file with `data`, and close it afterwards."""
     fd = os.memfd_create("covey-spec")
     try:
         with open(os.dup(fd), "wb") as file:  # noqa: PTH123 (a descriptor has no path)

@@ -1,9 +1,9 @@
-"""The template process: it only imports modules, and an agent's Python children, such as workers, are forked from it.
+"""The template process: it imports modules, and an agent's Python children, such as workers, are forked from it.
 
 It serves requests on a socket to its agent, each with one reply. A safe fork requires that the process has a single thread and
 no children. This is checked before every fork, and after every import, to identify the module that prevents forks. A child is
-forked twice, and the intermediate process exits immediately. The agent is a subreaper, so it becomes the child's parent. It
-therefore reaps every child itself, and the exit of the template does not affect them.
+forked twice, and the intermediate process exits, so the agent, a subreaper, becomes the child's parent and reaps it. The exit
+of the template does not affect the children.
 
 In the child, `serve` returns to `main`, which runs the child's code as the last thing before the interpreter ends.
 """
@@ -49,8 +49,7 @@ THREAD_END_S = 0.5  # a joined thread may be visible in /proc a little longer
 
 
 def main(fd: int, parent: int) -> None:
-    """Run the template, until the agent closes the socket `fd` or the process `parent` exits. In a forked child, run its
-    code."""
+    """Run the template until the agent closes the socket `fd` or the process `parent` exits. In a child, run its code."""
     linux.die_with_parent(parent)
     linux.set_process_title(["covey: template"])
     atexit.register(child_bootstrap.skip_module_teardown)  # registered first, so it runs last
@@ -83,8 +82,8 @@ def serve(agent: socket.socket) -> ChildSpec | None:
 
 
 def import_modules(names: Sequence[str]) -> Imported:
-    """Import each module; stop at the first that leaves a thread or a process behind. Return that one, and the modules that
-    raised, with reasons. Raises only `KeyboardInterrupt` and `MemoryError`."""
+    """Import these modules; stop at the first that leaves a thread or a process behind. Return that one, and the modules that
+    raised, with reasons. Raises `KeyboardInterrupt` and `MemoryError`."""
     failed: dict[str, str] = {}
     for name in names:
         try:
@@ -101,8 +100,8 @@ def import_modules(names: Sequence[str]) -> Imported:
 
 
 def fork_blocker() -> str:
-    """Return why this process cannot be forked safely (other threads or children); "" if it can. Waits at most `THREAD_END_S`
-    for other threads to end."""
+    """Return why this process cannot be forked safely, because of other threads or children; "" if it can. Waits up to
+    `THREAD_END_S` for other threads to end."""
     deadline = time.monotonic() + THREAD_END_S
     while (threads := len(os.listdir("/proc/self/task"))) > 1:  # noqa: PTH208
         if time.monotonic() > deadline:
@@ -165,7 +164,8 @@ def _finish_double_fork(
 ) -> None:
     """Fork the child from the intermediate process; return in the child only.
 
-    An error is reported to the template through `outbox` and ends the process here, so that there is never a second template.
+    If there is an error, report it to the template through `outbox` and exit, so that this process does not become a second
+    template.
     """
     try:
         if os.fork() != 0:
@@ -194,8 +194,8 @@ def _set_up_child(lifeline_fd: int, outputs: Sequence[int]) -> None:
 def build_command(fd: int) -> list[str]:
     """Return the command by which the calling agent starts a template that serves `fd`.
 
-    It removes the current directory, which `-c` adds, from `sys.path`, because every child inherits the path. The trailing
-    blanks reserve space in which `set_process_title` writes the children's commands.
+    It removes the current directory, which `-c` adds, from `sys.path`, because children inherit the path. The trailing blanks
+    reserve space in which `set_process_title` writes the children's commands.
     """
     root = str(Path(__file__).parents[2])
     start = (

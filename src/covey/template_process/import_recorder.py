@@ -1,7 +1,7 @@
-"""Records the modules that a host's first child imports, so that the template imports them for later children.
+"""Recording of the modules that a child imports, so that the template can import them for later children.
 
-A finder that never finds anything records the names of modules that are not imported yet. Of these, the template imports the
-installed ones; the program's own modules are not imported, because an import would run the program.
+A finder that finds nothing records the name of each module that is not imported yet. Only installed modules are used, because
+an import of the program's own modules would run the program.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def read_recorded_imports(path: Path) -> list[str]:
 
 
 def _is_installed(top: str) -> bool:
-    """Return whether a top-level module is part of Python or is installed in its directories of packages."""
+    """Return whether a top-level module is part of Python or of an installed package."""
     spec = importlib.util.find_spec(top) if top.isidentifier() else None
     if spec is None or top == "__main__":
         return False

@@ -1,7 +1,4 @@
-"""Messages between the agent and its template, the description of a child, and its exit.
-
-The agent, the template and the forked child import this module, so it has no slow imports.
-"""
+"""Messages between the agent and its template, the description of a child, and its exit."""
 
 from __future__ import annotations
 
@@ -76,16 +73,16 @@ class Import(msgspec.Struct, frozen=True, tag=True):
 
 
 class Fork(msgspec.Struct, frozen=True, tag=True):
-    """Request to fork a child. Passed with it are descriptors: the encoded spec, the lifeline, stdout, and stderr if that is
+    """Request to fork a child. It is sent with these descriptors: the encoded spec, the lifeline, stdout, and stderr if that is
     another file."""
 
 
-# -- replies of the template: exactly one to each request ------------------------------------------------------------
+# -- replies of the template: one to each request --------------------------------------------------------------------
 
 
 class Imported(msgspec.Struct, frozen=True, tag=True):
-    """Result of an import. If `blocking_module` is not "", it left a thread or process behind, which prevents forks, and the
-    modules after it were not imported."""
+    """Result of an import. `blocking_module` left a thread or process behind, which prevents forks; the modules after it were
+    not imported. It is "" if there is none."""
 
     failed: dict[ModuleName, Reason] = {}  # modules that raised
     blocking_module: ModuleName = ""

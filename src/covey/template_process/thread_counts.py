@@ -33,8 +33,8 @@ def requested_threads(env: Mapping[str, str], *variables: str) -> int:
 
 
 def torch_threads(env: Mapping[str, str], cpus: int, cores: int, *, mkl: bool) -> int:
-    """Return torch's choice: OpenMP's count, by default `cpus`. With MKL: MKL's count, else OpenMP's, by default and at most
-    `cores`, the number of physical cores."""
+    """Return the number of threads that torch chooses. Without MKL it is OpenMP's count; `cpus` if that is not set. With MKL it
+    is MKL's or OpenMP's count, at most `cores` (physical cores); `cores` if none is set."""
     if mkl:
         return min(requested_threads(env, "MKL_NUM_THREADS", "OMP_NUM_THREADS") or cores, cores)
     return requested_threads(env, "OMP_NUM_THREADS") or cpus
@@ -45,7 +45,8 @@ def openblas_threads(env: Mapping[str, str], cpus: int) -> int:
 
 
 def physical_cores(cpus: Iterable[int]) -> int:
-    """Return the number of physical cores of these logical processors; if the kernel does not report it, each counts as one."""
+    """Return the number of physical cores of these logical processors. One that the kernel does not describe counts as a
+    core."""
     cores = set()
     for cpu in cpus:
         try:

@@ -1,9 +1,9 @@
 """Code that runs inside a training process: the loop, its data and state, collectives, checkpoints.
 
-A script that uses none of these runs without torch: modules import torch on first use, or are imported on first use themselves.
+torch is imported on first use, so a script without training code runs without it.
 
     `loop`                `covey.Loop`; `loop_arguments` validates its arguments
-    `argument_checks`     checks of integers and types, for all arguments that a script passes
+    `argument_checks`     checks of the arguments that a script passes
     `model`               MindSpore-style `Model.train` with callbacks
     `ddp`                 stand-in for torch's DistributedDataParallel
     `gradient_reducer`    averages gradients in buckets during backward

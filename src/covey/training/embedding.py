@@ -1,4 +1,4 @@
-"""Embedding table whose rows are on the parameter servers; a worker pulls only the rows that its batches use."""
+"""Embedding table whose rows are on the parameter servers; a worker pulls the rows that its batches use."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Embedding(Module):  # type: ignore[misc]
     def prefetch(self, ids: Any) -> None:
         """Name the rows that the next step will use. The loop requests them when this step's push is complete.
 
-        Call it before the optimizer steps; only the last call in a step has an effect. Raise `UsageError` without a cache, for
+        Call it before the optimizer steps; a later call replaces an earlier one. Raise `UsageError` without a cache, for
         ids that are not a tensor of integers, or for a row that does not exist.
         """
         if self.vocab_cache_size == 0:

@@ -1,9 +1,9 @@
 """Averaging of gradients over all ranks, overlapped with the backward pass.
 
-Each backward pass in the last micro-batch of a step is reduced. Buckets depend only on the list of trainable parameters, not on
-the order in which gradients become ready, because the bits of a sum depend on an element's position. A hook counts the finished
-gradients. When all of a bucket are finished, they are scaled by this rank's share of the samples and copied into a flat buffer,
-which is reduced over all ranks; buckets are issued in the same order on all ranks.
+Each backward pass in the last micro-batch of a step is reduced. Gradients are grouped into buckets. The order in which they
+become ready does not change the buckets, because the bits of a sum depend on an element's position. A hook counts the finished
+gradients. When a bucket is complete, its gradients are scaled by this rank's share of the samples and copied into a flat
+buffer, which is reduced over all ranks. Buckets are issued in the same order on all ranks.
 
 At the end of the backward pass autograd calls `_on_backward_end`, which waits for the buckets and copies the results into
 `.grad`. Local gradients are unchanged until then, so a reduction that a failure interrupted can be repeated. The result stays
@@ -126,10 +126,10 @@ class SampleWeights(Protocol):
     """This rank's share of the samples of the current step; implemented by `DataCursor`."""
 
     def gradient_scale(self) -> float:
-        """Return the weight of this rank's gradients in the sum: its share of the samples of all participating members."""
+        """Return the factor of this rank's gradients in the sum over all ranks."""
 
     def participants_tensor(self) -> Any:
-        """Return the participating members as a tensor, which is cached with the result for ranks that receive it."""
+        """Return a tensor that identifies the participating members; it is cached with the result."""
 
     def on_reduction_complete(self, participants: Any) -> None:
         """Record the members that took part in the completed reduction: the `participants_tensor` of the result."""
@@ -172,7 +172,7 @@ class GradientReducer:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient_ready)
 
     def begin_step(self) -> None:
-        """Start a step. Only its first reduction reuses flat buffers, because all results of the step may stay cached."""
+        """Start a step. Its first reduction may reuse flat buffers of earlier steps."""
         self._first_of_step = True
         self._update_buckets()
 
@@ -223,7 +223,7 @@ FlatBuffers = dict[int, tuple[Any, list[Any]]]  # by bucket number: a flat buffe
 class GradientReduction:
     """Gradient reduction of one backward pass, as a collective that can be reissued on another group.
 
-    `free`: flat buffers to reuse, because that is cheaper than an allocation; {}: allocate all.
+    `free`: flat buffers to reuse; {}: allocate all.
     """
 
     def __init__(self, buckets: list[Bucket], buffers: list[Any], weights: SampleWeights, free: FlatBuffers) -> None:

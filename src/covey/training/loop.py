@@ -7,15 +7,14 @@
         optimizer.step()
         schedule.step()
 
-A step is everything between two step boundaries: forward, backward, optimizer, evaluation, checkpoint. The loop seeds the
-random generators for each micro-batch by (seed, step, micro-batch, position of this rank in the sample schedule), numbers the
-collectives of a step, and commits the step at its boundary.
+A step is everything between two step boundaries, such as forward, backward, optimizer and evaluation. The loop seeds the
+random generators for each micro-batch, numbers the collectives of a step, and commits the step at its end.
 
-A replacement runs the script from the start. Its loop receives the state of a step boundary from another rank, the donor,
-positions the data there and runs that step; results of collectives that the other ranks have completed are handed to it. If the
-donor had already run the step's optimizer, the received state is a later one. The replacement then runs the step with
-`replaying` true. When its own optimizer steps, it loads the state as of right after the donor's optimizer. Before the first
-collective with the other ranks, or at the end of the step, it loads the complete received state.
+A replacement runs the script from the start. Its loop receives a state from another rank, the donor, and runs the donor's step
+again. Collectives that the other ranks have completed return cached results. If the donor has not run the step's optimizer, the
+state is that of the step boundary. Otherwise the replacement runs the step with `replaying` true. After its own optimizer it
+loads the state that the donor had after its optimizer. Before its first collective without a cached result, or at the end of
+the step, it loads the complete received state.
 """
 
 from __future__ import annotations
@@ -50,14 +49,13 @@ log = logging.getLogger("covey")
 class Loop:
     """A training. Iterate over it to receive the micro-batches.
 
-    `data` is a `covey.Data` or a torch DataLoader. `steps` is the number of optimizer steps and replaces `epochs`; it is
-    required with an iterable data set. `accumulate` is the number of micro-batches of a step on each rank, as long as the world
-    has its first size and `Data` has no `limit`. The state that replacements and checkpoints receive includes that of
-    `schedulers` and `scaler`.
+    `data` is a `covey.Data` or a torch DataLoader. `steps` is the number of steps and replaces `epochs`; it is required with an
+    iterable data set. `accumulate` is the number of micro-batches per step and rank; a resize or the `limit` of `Data` can
+    change it. The state of `schedulers` and `scaler` is part of the training state.
 
-    In a replacement the constructor receives the state from another rank; otherwise it resumes from the newest checkpoint, if
-    `checkpoint` is given and there is one. A spare blocks in it until it has a rank. Raise `UsageError` for an argument that
-    cannot be trained, a state that does not fit the model, and a second loop in a process with collectives.
+    If there is a state to resume from, the constructor loads it: from another rank or from the newest checkpoint. A spare
+    blocks until it has a rank. Raise `UsageError` for an invalid argument, a state that does not fit the model, and a second
+    loop in a process with collectives.
     """
 
     def __init__(
@@ -130,7 +128,7 @@ class Loop:
             self.register("scaler", scaler.state_dict, scaler.load_state_dict)
 
     def _begin_training(self, known: ReceiverTensors) -> None:
-        """Create the gradient reducer, receive or load the state, and set and report the first step.
+        """Take the initial state and determine the first step.
 
         Raise `UsageError` if this process already has a loop with collectives.
         """
@@ -162,16 +160,15 @@ class Loop:
     def state(self) -> dict[str, Any]:
         """Return the current state: model, optimizer, registered values and position in the data. Tensors are not copied.
 
-        Rows on parameter servers are not included. Of a sharded optimizer, only the slots that this rank holds are.
+        Rows of a `covey.Embedding` are not included. A sharded optimizer contributes the slots that this rank holds.
         """
         return self._state_manager.current_state()
 
     @property
     def replaying(self) -> bool:
-        """Whether this rank is a replacement that repeats a step whose optimizer other ranks have already run.
+        """Whether this rank is a replacement that repeats a step whose optimizer its donor has already run.
 
-        What it computes before its own optimizer steps is discarded. False again from its first collective with the other ranks
-        on, and from the next step on.
+        It becomes false before the first collective without a cached result, at the latest at the end of the step.
         """
         return self._state_manager.replaying
 
@@ -223,14 +220,14 @@ class Loop:
 
     @property
     def boundary(self) -> bool:
-        """Whether this micro-batch is the last of its step. The optimizer may step only if it is."""
+        """Whether this micro-batch is the last of its step. Step the optimizer only then."""
         return self._cursor.boundary
 
     @property
     def weight(self) -> float:
-        """Share of this micro-batch in this rank's samples of the step; multiply the mean loss by it if a step has several.
+        """Share of this micro-batch in this rank's samples of the step. Undefined outside the batches of an epoch.
 
-        Valid only while there is a current micro-batch; after the last batch of an epoch it raises `IndexError`.
+        Multiply the mean loss by it if a step has several micro-batches.
         """
         parts = self._cursor.micro_batches
         return len(parts[self.micro]) / sum(len(part) for part in parts)
@@ -244,8 +241,8 @@ class Loop:
         """Yield each epoch's number and an iterator of its micro-batches, from the current step on.
 
         Code before the first batch belongs to the epoch's first step, code after the last batch to its last step; both are
-        healed with that step. A rank that resumes in the middle of an epoch runs the code before the first batch too; what that
-        code changes in buffers, registered values and the optimizer's options is undone. Raise `UsageError` when the next epoch
+        healed with that step. A rank that resumes in the middle of an epoch also runs the code before the first batch. Its
+        changes to buffers, registered values and the optimizer's options are then undone. Raise `UsageError` if the next epoch
         is requested before the batches of this one are exhausted.
         """
         self._cursor.discard_loader()
@@ -271,8 +268,7 @@ class Loop:
         self._cursor.seed_outside(self.step)
 
     def _begin_epoch(self) -> None:
-        """Start an epoch. If this rank resumes in the middle of one, `_epoch_batches` undoes what the script changes before its
-        first batch."""
+        """Start an epoch, or continue it if this rank resumes in its middle."""
         first = self.step - self.step_of_epoch
         self._cursor.begin_step()
         self._cursor.discard_loader(keep_persistent=True)
@@ -315,9 +311,9 @@ class Loop:
     def retry(self, *kinds: type[Exception], times: int = 3) -> Iterator[None]:
         """Repeat the step in place, from its first micro-batch, if the loop's body raises one of `kinds`.
 
-        Other ranks wait in their collective. The exception is raised if the state at the start of the step cannot be restored
-        (for example because the optimizer has run), if the step was already repeated `times` times, or if `retry` is not among
-        the cluster's strategies. Raise `UsageError` unless `kinds` are exception classes.
+        The exception is raised if the state at the start of the step cannot be restored (for example because the optimizer has
+        run), if the step was already repeated `times` times, or if `retry` is not among the cluster's strategies. Raise
+        `UsageError` unless `kinds` are exception classes.
         """
         if not kinds or not all(isinstance(kind, type) and issubclass(kind, Exception) for kind in kinds):
             raise UsageError("retry(...) is invalid: expected exception classes, as in loop.retry(ConnectionError)")
@@ -385,9 +381,8 @@ class Loop:
     def _before_optimizer_step(self, optimizer: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Check the optimizer, run its closure, and push the gradients of served parameters. A hook of the optimizer.
 
-        The closure runs here because the state is still that of the boundary; the returned arguments replace it by its result.
-        Return None if there is no closure, or the optimizer may call it several times with changed parameters. Raise
-        `UsageError` if the optimizer has parameters that are not the model's, or steps before the last micro-batch.
+        The closure runs here because the parameters are still unchanged; the returned arguments replace it by its result.
+        Return None to keep the arguments. Raise `UsageError` if the optimizer has new parameters that are not the model's.
         """
         if (count := sum(len(group["params"]) for group in optimizer.param_groups)) != self._optimized_count:
             loop_arguments.check_optimizer_parameters(optimizer, self._parameter_ids)

@@ -40,7 +40,7 @@ def as_covey_data(data: Any) -> Data:
 
 
 def unwrap_model(model: Any, loop: Any) -> Any:
-    """Return the model to train: `model`, or the module in covey's DistributedDataParallel, to which `loop` is attached."""
+    """Return `model`. If it is covey's DistributedDataParallel, attach `loop` to it and return its module."""
     from covey.training.ddp import DistributedDataParallel
 
     if not isinstance(model, DistributedDataParallel):
@@ -50,11 +50,9 @@ def unwrap_model(model: Any, loop: Any) -> Any:
 
 
 def check_model_and_optimizer(model: Any, optimizer: Any) -> None:
-    """Raise `UsageError` for a model or optimizer that the loop cannot train or heal.
+    """Raise `UsageError` for a model or optimizer that is known not to work in a loop.
 
-    Refused are lazy and sharded parameters, torch's data-parallel wrappers, an `optimizer` that is not a torch optimizer or is
-    a `ZeroRedundancyOptimizer`, and parameters of the optimizer that are not the model's. Wrappers, sharded parameters and
-    `ZeroRedundancyOptimizer` are recognized by name, to avoid imports.
+    torch's wrappers and sharded types are recognized by name, to avoid imports.
     """
     from torch.nn.parameter import is_lazy
     from torch.optim import Optimizer
@@ -87,9 +85,9 @@ def check_optimizer_parameters(optimizer: Any, known: Set[int]) -> None:
 
 
 def runs_closure_once(optimizer: Any) -> bool:
-    """Return whether the optimizer is known to call its closure once, before it changes parameters: torch's own except LBFGS.
+    """Return whether `optimizer.step` is torch's own, except LBFGS's; it calls a closure once, before it changes parameters.
 
-    False for all others, because some (SAM) call it with changed parameters.
+    Other optimizers, such as SAM, may call it again with changed parameters.
     """
     from torch.optim import LBFGS
 

@@ -3,10 +3,9 @@
     model = covey.Model(net, loss_fn=loss_fn, optimizer=optimizer)
     model.train(10, data, callbacks=[LossMonitor(20), ModelCheckpoint(directory=f"./ckpt_of_rank/{rank}")])
 
-`train` runs a `covey.Loop` and heals like one. Callbacks run inside the step, so their collectives are healed too. If a
-replacement repeats a step whose optimizer other ranks have run, it calls the callbacks again, because other ranks may be
-blocked in a collective of theirs. `loop.replaying` is then true until the first collective with other ranks, and a callback
-should skip side effects such as printing or writing a file.
+`train` runs a `covey.Loop` and heals like one. Callbacks run inside the step, so their collectives are healed too. A
+replacement that repeats a step calls its callbacks again, because other ranks may wait in a collective of theirs. While
+`loop.replaying` is true, a callback should skip side effects such as printing.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ class Callback:
 
 
 class LossMonitor(Callback):
-    """Prints this rank's loss every `per_print_times` steps, except while `loop.replaying`; 0: never.
+    """Callback that prints this rank's loss every `per_print_times` steps, except while `loop.replaying`; 0: never.
 
-    Epochs and their steps are printed counted from 1. Raise `UsageError` for an invalid `per_print_times`.
+    Epochs and steps are counted from 1. Raise `UsageError` for an invalid `per_print_times`.
     """
 
     def __init__(self, per_print_times: int = 1) -> None:
@@ -59,10 +58,10 @@ class CheckpointConfig:
 
 
 class ModelCheckpoint(Callback):
-    """Requests checkpoints, and that the training resumes from them. The loop writes them between two steps.
+    """Callback that makes the loop write checkpoints between steps, and resume from them.
 
-    `directory` is this rank's own, and its last part is the rank; None: `ckpt_of_rank/<rank>`. Its siblings are those of the
-    other ranks; a rank can resume from any of them that it can read. An invalid `prefix` or `config` raises `UsageError`.
+    The last part of `directory` is the rank; None: `ckpt_of_rank/<rank>`. A rank can also resume from the directories of other
+    ranks beside it. Raise `UsageError` for an invalid `prefix` or `config`.
     """
 
     def __init__(self, prefix: str = "train", directory: str | None = None, config: CheckpointConfig | None = None) -> None:

@@ -4,8 +4,8 @@ A parameter marked by `set_param_ps` has a local copy, which is refreshed at eve
 the optimizer steps, the gradients of both are pushed to the servers, which run their own optimizer; the local optimizer finds
 `grad=None` and skips marked parameters. If it does not step, an empty push ends the step.
 
-In sync mode the push is one of the step's collectives, if the world is or may become larger than 1: it has a number, completes
-when every rank's push has, and is repeated after a failure like any other.
+In sync mode the push is a numbered collective, unless the world size is 1 and cannot grow. It completes when the servers have
+the gradients of every rank.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class ServedParameters:
 
     @property
     def is_independent(self) -> bool:
-        """Whether the ranks run no common collectives: everything trained is served, and not in sync mode.
+        """Whether training needs no collectives: all trained parameters are served, and not in sync mode.
 
         In bounded mode a pull still waits while this worker is too many steps ahead of another.
         """
@@ -254,7 +254,7 @@ class ServedParameters:
         return found
 
     def discard_gradients(self) -> None:
-        """Drop this step's gradients, because the step is repeated or the optimizer did not step. The push is still to come."""
+        """Drop this step's gradients, and allow another push in this step."""
         self.is_pushed = not self.has_parameters
         for parameter in self.full_parameters.values():
             parameter.grad = None
@@ -288,7 +288,7 @@ class ServedParameters:
         self.client.save(step, folder, keep)
 
     def save_before_exit(self, step: int, folder: str) -> None:
-        """Save like `save`, for at most `FINAL_SAVE_TIMEOUT_S`, because a server may be gone. Log a failure."""
+        """Have the servers write their rows at this step, and wait at most `FINAL_SAVE_TIMEOUT_S`. Log a failure."""
         if not self.client.try_save(step, folder, FINAL_SAVE_TIMEOUT_S):
             log.warning(
                 "parameter servers did not save step %d within %g s: the run cannot resume from it", step, FINAL_SAVE_TIMEOUT_S
@@ -299,7 +299,7 @@ class ServedParameters:
         self._group.node_interface.inbox.put(WorkDone(work))
 
     def _claim_proof(self, generation: int) -> bool:
-        """Return whether the push must include an all_reduce of all ranks: True in the first call of each generation."""
+        """Return whether the push must include an all_reduce of all ranks: True if the last call had another generation."""
         is_first, self._proven_generation = generation != self._proven_generation, generation
         return is_first
 

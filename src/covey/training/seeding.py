@@ -45,7 +45,7 @@ def seed_process(seed: int) -> None:
 def seed_all(seed: int) -> None:
     """Seed the generators of Python, numpy (by the lowest 32 bits of `seed`) and torch (CUDA's only if CUDA is initialized).
 
-    Called for every batch, so the functions are looked up once. Raise `UsageError` if torch is not installed.
+    Raise `UsageError` if torch is not installed.
     """
     for seed_generator in _seed_functions():
         seed_generator(seed)

@@ -1,8 +1,8 @@
 """Optimizer whose state is sharded: each rank keeps its part of the state, and replicas of other ranks' parts.
 
-Theory of operation. A *slot* is the optimizer's state of one parameter. Slots are assigned to ranks by size. Rank r has part r
-and replicas of the parts of the `copies` ranks before it. Every rank has the complete reduced gradient, so a replica is kept up
-to date by computing the same update: this needs no traffic, and a replica is never behind.
+Theory of operation. A *slot* is the optimizer's state of one parameter. Slots are divided into one part per rank. Rank r has
+part r and replicas of the parts of the `copies` ranks before it. Every rank has the complete reduced gradient, so it updates a
+replica by computing the same update; this needs no traffic.
 
 `step()` is one collective, `ShardedUpdate`. Each rank computes the new values of its slots' parameters in separate memory and
 broadcasts those of its own part. The parameters are written only when all values have arrived. A rank blocked in the collective
@@ -128,7 +128,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             self._rebuild_inner_optimizer({}, self._needed_slots(rank, world))
 
     def state_without_slots(self) -> dict[str, Any]:
-        """Return the state in the format of `state_dict`, without slots; it is equal on all ranks."""
+        """Return the state in the format of `state_dict`, without slots."""
         numbers, groups = iter(range(len(self._parameters))), []
         for group in self.param_groups:
             plain = {key: value for key, value in group.items() if key != "params"}
@@ -196,7 +196,7 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                 self._set_ahead_values(self._ahead_values(collected, self._update_count))
 
     def drop_unneeded_slots(self) -> None:
-        """Drop slots that this rank does not need. Called when all ranks have fetched theirs."""
+        """Drop slots that this rank does not need. Call it when all ranks have fetched theirs."""
         needed = self._needed_slots(*self._rank_and_world)
         if self._inner_parameters.keys() - needed:
             with self._lock:
@@ -218,9 +218,9 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     # -- update ------------------------------------------------------------------------------------------------------
 
     def compute_update(self) -> None:
-        """Compute the update of every slot held here that is not ahead, from the gradients; all of them are ahead afterwards.
+        """Compute the update of the slots held here from the gradients, except of those that are ahead. Then all are ahead.
 
-        The parameters are not changed. A slot whose parameter has no gradient is unchanged.
+        The parameters are not changed. A slot whose parameter has no gradient keeps its state.
         """
         with self._lock:
             for group, inner in zip(self.param_groups, self._inner_optimizer.param_groups, strict=True):
@@ -242,14 +242,14 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         return (self._inner_parameters[number] if number in self._ahead_slots else self._parameters[number]).detach()
 
     def updated_numbers(self) -> list[int]:
-        """Return the numbers of the parameters that this update changes: those with a gradient, equal on all ranks."""
+        """Return the numbers of the parameters that this update changes: those with a gradient."""
         return [number for number, parameter in enumerate(self._parameters) if parameter.grad is not None]
 
     def dtype_and_device(self, number: int) -> tuple[Any, Any]:
         return self._parameters[number].dtype, self._parameters[number].device
 
     def detached_parameter(self, number: int) -> Any:
-        """Return the parameter itself, without autograd; used for its shape."""
+        """Return the parameter itself, without autograd."""
         return self._parameters[number].detach()
 
     def write_values(self, values: list[Any]) -> list[Any]:
@@ -271,9 +271,9 @@ class ShardedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     # -- assignment of slots -----------------------------------------------------------------------------------------
 
     def slots_by_rank(self, world: int) -> list[list[int]]:
-        """Return the slot numbers of each rank's part: by decreasing size, each is assigned to the rank with the least so far.
+        """Return the slot numbers of each rank's part. Parts have similar numbers of elements.
 
-        A size is the number of elements of the parameter.
+        By decreasing size, each slot goes to the rank with the fewest elements so far.
         """
         if len(self._slots_by_rank) != world:
             sizes = [parameter.numel() for parameter in self._parameters]
@@ -381,7 +381,7 @@ class ShardedUpdate:
 
 
 def encode_mask(numbers: Iterable[int], count: int) -> bytes:
-    """Return different numbers below `count` as a bit mask: bit n % 8 of byte n // 8."""
+    """Return distinct numbers below `count` as a bit mask: bit n % 8 of byte n // 8."""
     return sum(1 << number for number in numbers).to_bytes((count + 7) // 8, "little")
 
 

@@ -56,10 +56,9 @@ def split_host_port(text: str, default_port: int = 0) -> tuple[str, int]:
 
 
 def split_list(hosts: str, port: int) -> list[tuple[str, int]]:
-    """Return the addresses in a list such as MS_SCHED_HOST: HOST,HOST or HOST:PORT,HOST:PORT. `port` is that of a host without
-    one.
+    """Return the addresses in a list such as MS_SCHED_HOST: HOST,HOST or HOST:PORT,HOST:PORT. `port` is the default port.
 
-    A text without a comma is one host, in which no port is looked for. Raises `UsageError` as `split_host_port`.
+    A text without a comma is one host; a port in it is not recognized. Raises `UsageError` as `split_host_port`.
     """
     if "," not in hosts:
         return [(strip_brackets(hosts), port)]
@@ -71,11 +70,11 @@ class AddressNotLocal(UsageError):
 
 
 def listen(host: str, port: int, what: str) -> list[socket.socket]:
-    """Return listening, non-blocking sockets, one per address of a host name or address; port 0 chooses one free port for all.
+    """Return listening, non-blocking sockets, one per address of a host name; port 0 chooses one free port for all of them.
 
-    After the first socket, an address at which this host cannot listen is skipped, unless its port is in use. `what` names the
-    setting of the address in error messages. Raises `AddressNotLocal` if the first address is not of this host, and
-    `UsageError` if the name cannot be resolved, the port is in use, or listening fails for another reason.
+    Addresses after the first are skipped if this host cannot listen there, unless the port is in use. `what` names the setting
+    of the address in error messages. Raises `AddressNotLocal` if the first address is not of this host, and `UsageError` if the
+    name cannot be resolved, the port is in use, or this host cannot listen at the first address for another reason.
     """
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

@@ -1,8 +1,7 @@
-"""A TCP server whose clients send a token first and are then served on a thread each.
+"""A TCP server with one thread per client; a client must first send a token.
 
-Ranks use it to hand over state, parameter servers to receive requests. A client that has not sent the token costs a thread and
-a descriptor. If there are more than `UNAUTHENTICATED_MAX` of them, the oldest one without unread bytes is closed, so that
-clients that only connect do not keep out clients that send the token immediately.
+If more than `UNAUTHENTICATED_MAX` clients have not sent the token, the oldest one without unread bytes is closed. Idle clients
+therefore cannot use up threads and descriptors.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ log = logging.getLogger("covey")
 
 
 class AuthenticatedServer:
-    """Accepts connections at `port` until closed. For a client that sends `token`, `serve` is called with the connection on a
-    thread of its own; `OSError` and `EOFError` of `serve` are ignored. The connection is closed when `serve` returns."""
+    """A server at `port`. It calls `serve` with the connection of each client that sends `token`, on a thread per client. The
+    connection is closed when `serve` returns; `OSError` and `EOFError` of `serve` are ignored."""
 
     def __init__(self, address: str, serve: Callable[[socket.socket], None], name: str, *, first_s: float) -> None:
         """Listen at a free port of the IP address `address`. Raises `OSError` if that fails.
@@ -74,8 +73,8 @@ class AuthenticatedServer:
                 self._on_accept_error(error)
 
     def _on_accept_error(self, error: Exception) -> None:
-        """Handle missing descriptors or threads: log a warning once until a client is accepted again, pause for
-        `RETRY_DELAY_S`, and close the oldest client that has not sent anything. Does nothing after `close`."""
+        """Handle missing descriptors or threads: warn in the log, pause for `RETRY_DELAY_S`, and close the oldest idle client
+        that has not sent the token. Does nothing after `close`."""
         if self._socket.fileno() >= 0:
             if not self._out_of_resources:
                 log.warning("cannot accept connections: %s", error)
@@ -109,7 +108,7 @@ class AuthenticatedServer:
 
 
 def _has_unread_data(connection: socket.socket) -> bool:
-    """Return whether the connection has received bytes, or its end, that its thread has not read yet."""
+    """Return whether bytes, the end of the stream or an error wait to be read."""
     waiting = select.poll()
     waiting.register(connection, select.POLLIN)
     return bool(waiting.poll(0))

@@ -1,10 +1,8 @@
-"""Connections of a scheduler or server with its nodes and clients, over TCP with or without TLS, and of an agent with its
-children.
+"""Connections that carry messages in both directions after a handshake: over TCP, with or without TLS, or a Unix socket.
 
-After a handshake a connection carries messages in both directions until one side closes it. It reports to its owner by
-callbacks. Limits: the handshake must be complete within `HANDSHAKE_TIMEOUT_S`, and a peer that does not read is disconnected
-when more than `WRITE_BUFFER_MAX` bytes are queued. If more than `UNAUTHENTICATED_MAX` peers (or half the limit of open files)
-have connected without sending anything, the oldest of them is closed, so that they do not keep other peers out.
+A connection reports to its owner by callbacks. Its handshake must be complete within `HANDSHAKE_TIMEOUT_S`. It is aborted if
+more than `WRITE_BUFFER_MAX` bytes are queued, because the peer does not read. A listener limits the peers that have not sent
+anything: to `UNAUTHENTICATED_MAX`, or half the limit of open files if that is lower. Above the limit the oldest one is closed.
 """
 
 from __future__ import annotations
@@ -69,14 +67,14 @@ class SilentPeers(Generic[T]):
 
 
 class NoListenerError(PeerError):
-    """The host refused the connection, because no process listens on the port. A host name with several addresses that all
-    refuse raises a plain `PeerError` instead."""
+    """The host refused the connection; usually no process listens on the port. If a host name has several addresses and all
+    refuse, a plain `PeerError` is raised instead."""
 
 
 class Connection(asyncio.Protocol):
     """One end of a connection. The callbacks are called in the event loop: `on_open` after the handshake, `on_message` for each
-    message, and at the end `on_close` once, with the reason, also if the handshake failed. At a listener, `on_mindspore` is
-    called for a peer that uses MindSpore's protocol, before this side closes the connection."""
+    message, and `on_close` once, with the reason, also if the handshake failed. At a listener, `on_mindspore` is called before
+    `on_close` if the peer's first bytes are MindSpore's."""
 
     __slots__ = (
         "_frame_decoder",
@@ -154,7 +152,7 @@ class Connection(asyncio.Protocol):
         return self._send_hello() if self._hello_timer is None else None
 
     def _send_hello(self) -> None:
-        """Send this side's first line of the handshake. A client then insists on its secret if the peer is beyond loopback."""
+        """Send this side's first line of the handshake. A client whose peer is beyond loopback insists on its secret."""
         if self._hello_timer is not None:
             self._hello_timer.cancel()
             self._hello_timer = None
@@ -164,8 +162,8 @@ class Connection(asyncio.Protocol):
         self._write(self._handshake.first_line())
 
     def _abort_self_connection(self, sock: Any) -> None:
-        """Abort a connection of a socket to itself, which TCP can make if no process listens on a port of the ephemeral range.
-        SO_LINGER is 0 seconds, so that the port is free immediately."""
+        """Abort a connection of a socket to itself. TCP can make one if no process listens on an ephemeral port. SO_LINGER is 0
+        seconds, so that the port does not stay in TIME_WAIT."""
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.abort("no process listens there")
 
@@ -291,8 +289,7 @@ class Connection(asyncio.Protocol):
 
 def set_tcp_options(sock: Any) -> None:
     """Set the options by which the kernel detects a lost host: keepalive after 10 s without data, then every 5 s, and an error
-    if data is not acknowledged for 30 s. Disable Nagle's algorithm. Options that the socket lacks are skipped; None is
-    ignored."""
+    if data is not acknowledged for 30 s. Disable Nagle's algorithm. Skip options that the socket lacks. None is ignored."""
     options = (
         (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
         (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -307,8 +304,8 @@ def set_tcp_options(sock: Any) -> None:
 
 
 class Listener:
-    """Accepts connections on bound sockets between `open` and `close`. `calls` are the callbacks of each `Connection`. If a TLS
-    handshake fails, `on_close` is called with a `Connection` that was never open. Unix sockets do not use TLS."""
+    """A server on bound sockets, from `open` to `close`. `calls` are the callbacks of each `Connection`. If a TLS handshake
+    fails, `on_close` is called with a `Connection` that was never open. Unix sockets do not use TLS."""
 
     def __init__(
         self,
@@ -429,11 +426,11 @@ async def connect(
     decoder: Any = from_scheduler_decoder,
     **calls: Any,
 ) -> Connection:
-    """Connect once to a scheduler, or to another peer that `role` names in messages; return after TLS and before the handshake.
+    """Connect to a scheduler, or to another peer that `role` names in messages; return after TLS and before the handshake.
 
-    `calls` are the callbacks of the `Connection`. With `insist`, a peer that does not require the secret is refused; beyond
-    loopback such a peer is always refused. An empty secret is never insisted on. Raises `PeerError` if there is no connection
-    within `CONNECT_TIMEOUT_S`, and `NoListenerError` if no process listens.
+    `calls` are the callbacks of the `Connection`. The handshake fails if this side has a secret, the peer does not require one,
+    and `insist` is set or the peer is beyond loopback. Raises `PeerError` if connecting fails or takes longer than
+    `CONNECT_TIMEOUT_S`, and `NoListenerError` if no process listens.
     """
     loop = asyncio.get_running_loop()
     where = f"the {role} at {address.join_host_port(host, port)}"
@@ -456,7 +453,7 @@ async def connect(
 
 async def connect_to_agent(path: str, **calls: Any) -> Connection:
     """Connect to an agent at the path of its Unix socket, and return before the handshake. `calls` are the callbacks of the
-    `Connection`. Raises `PeerError` if there is no connection within `CONNECT_TIMEOUT_S`."""
+    `Connection`. Raises `PeerError` if connecting fails or takes longer than `CONNECT_TIMEOUT_S`."""
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):

@@ -21,7 +21,7 @@ from_agent_decoder: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decode
 
 
 class _LastFrame(threading.local):
-    """The last frame encoded on this thread, so that a message for many nodes is encoded once. Messages are immutable."""
+    """The last frame encoded on this thread, so that a message sent to many nodes in a row is encoded once."""
 
     message: Message | None = None
     data = b""
@@ -31,7 +31,7 @@ _last_frame = _LastFrame()
 
 
 def encode_frame(message: Message) -> bytes:
-    """Return the frame of a message. Its size is not checked; a receiver refuses more than `FRAME_MAX` bytes."""
+    """Return the frame of a message. The size is not compared with `FRAME_MAX`."""
     if message is not _last_frame.message:
         body = _encoder.encode(message)
         _last_frame.message, _last_frame.data = message, len(body).to_bytes(HEADER_BYTES, "big") + body

@@ -5,13 +5,12 @@
     node:           NONCE PROOF
     scheduler:      ok PROOF CLOCK TOKEN SILENCE    or: no MESSAGE
 
-A proof is an HMAC over both nonces, or "-" without a secret. The secret itself is never sent, and both sides prove that they
-have it. CLOCK is the scheduler's wall clock in seconds, TOKEN its fencing token (0: no standbys). SILENCE is the number of
-seconds without a message after which the node connects to another scheduler (negative: never). "no" may also answer the node's
-first line. The lines are text, so `telnet HOST PORT` shows what listens there. A node sends its first line without waiting for
-the scheduler's, so that a peer with TLS or another protocol is detected immediately. The scheduler sends its line after the
-peer's first bytes, or after a second without any, because a MindSpore process closes a connection that receives bytes before it
-has sent its own. Frames follow.
+A proof is an HMAC over both nonces, or "-" without a secret. With a secret, both sides prove that they have it; the secret
+itself is not sent. CLOCK is the scheduler's wall clock in seconds, TOKEN its fencing token (0: no standbys). SILENCE is the
+number of seconds without a message after which the node connects to another scheduler (negative: never). "no" may also answer
+the node's first line. The lines are text, so `telnet HOST PORT` shows what listens there. The scheduler sends its first line
+after the node's first bytes, or after a second without any, because a MindSpore process closes a connection that receives bytes
+before it has sent its own. Frames follow.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ MINDSPORE_PEER_REASON: Final = (
 class HandshakeError(PeerError):
     """The handshake failed. The caller sends `reply` to the peer (b"": nothing); it is HTTP if the peer uses HTTP.
 
-    `final`: the peer is covey, and a retry would fail in the same way.
+    `final`: a node should not retry.
     """
 
     def __init__(self, message: str, reply: bytes = b"", *, final: bool = False) -> None:
@@ -57,11 +56,11 @@ class HandshakeError(PeerError):
 
 
 class SecretNotRequired(HandshakeError):
-    """The peer requires no join secret, but this side has one that it insists on."""
+    """The peer does not require a join secret, but this side insists on one."""
 
 
 class ServerHandshake:
-    """The scheduler's side of a handshake."""
+    """The side of a handshake that accepts the connection."""
 
     def __init__(self, secret: str, token: int = 0, silence_s: float = -1.0) -> None:
         self._secret = secret
@@ -107,8 +106,8 @@ class ServerHandshake:
 
 
 class ClientHandshake:
-    """The side of a node, an agent or a client. `where` names the other side in error messages. With `insist`, a peer that does
-    not require the secret is refused; it has no effect if the secret is empty."""
+    """The side of a handshake that connects. `where` names the peer in an error message. With `insist`, a peer that does not
+    require the secret is refused, unless the secret is empty."""
 
     def __init__(self, secret: str, *, insist: bool = False, where: str = "the scheduler") -> None:
         self._secret = secret
@@ -132,8 +131,7 @@ class ClientHandshake:
         return f"covey/{PROTOCOL}\n".encode()
 
     def feed(self, data: bytes) -> tuple[bytes, bytes | None]:
-        """Add received bytes. Return the bytes to send, maybe none, and None while the handshake is incomplete, else the bytes
-        after it.
+        """Add received bytes. Return the bytes to send, maybe none, and the bytes after the handshake (None: it is incomplete).
 
         Raises `HandshakeError` if the peer has another protocol or version, sends an invalid line, refuses this side, or does
         not prove the secret, and `SecretNotRequired` if it does not require the secret on which this side insists.

@@ -43,8 +43,7 @@ def make_authority(
 
     The certificates are valid from one day before `now` until `days` days after it. `names` are the host names and addresses in
     the two identities; `password` encrypts the two `.p12` files and `ca.key`. Returns the paths of the files. Raises
-    `UsageError` if an argument is invalid or one of the files exists, and `StoreError` if a file cannot be written; no file is
-    then written.
+    `UsageError` if an argument is invalid or one of the files exists, and `StoreError` if a file cannot be written.
     """
     start = now or datetime.now(UTC)
     end = start + timedelta(days=_check_days(days))
@@ -225,9 +224,9 @@ def _parse_general_name(name: str) -> x509.GeneralName:
 
 
 def _write_all(folder: Path, files: dict[str, tuple[bytes, int]]) -> list[Path]:
-    """Write all files or none, because incomplete files would block the next attempt; return their paths.
+    """Write all files and return their paths. If one fails, remove the others, because they would block the next attempt.
 
-    Raises `UsageError` if one of them exists, and `StoreError` if one cannot be written.
+    Raises `UsageError` if one of the files exists, and `StoreError` if one cannot be written.
     """
     existing = [name for name in files if os.path.lexists(folder / name)]
     if existing:

@@ -2,15 +2,13 @@
 
 Each side presents a certificate and verifies the other side's against `ca_cert_path`. As in MindSpore, host names are not
 checked: a peer is accepted if the authority issued its certificate, unless that is expired, revoked or for the other side. The
-files are checked completely at the start, where one process can report an error in full; in a failed handshake each of two
-processes sees only a part of it.
+files are checked at the start, because a failed handshake shows each of the two processes only a part of the error.
 
 Behaviour of OpenSSL that is handled here:
 
 - A cipher list applies to TLS 1.2 only. If one is given, connections are therefore limited to TLS 1.2.
-- OpenSSL ignores unknown names in a cipher list silently. Here each is a warning.
-- If the revocation list that `crl_path` names is missing or expired, OpenSSL refuses every peer. Here it is an error at the
-  start.
+- OpenSSL ignores unknown names in a cipher list. Here each is a warning.
+- If the revocation list in `crl_path` is expired, OpenSSL refuses the peers. Here it is an error at the start.
 - A file of revocation lists may also contain certificates, which OpenSSL would trust. Only the checked lists are passed on.
 - With TLS 1.3 a client is connected before the server has verified its certificate. A refusal arrives later, often only as the
   end of the stream: see `explain_connection_error`.
@@ -49,8 +47,7 @@ _HAS_MEMFD = hasattr(os, "memfd_create") and Path("/proc/self/fd").exists()
 
 
 class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
-    """The keys of `config.json` that covey uses, with absolute paths; "" if an optional file or the cipher list is not
-    given."""
+    """The TLS settings in `config.json`, with absolute paths; "" if an optional file or the cipher list is not given."""
 
     ca_cert_path: str
     server_cert_path: str = ""
@@ -89,8 +86,8 @@ def read_limited(path: str | os.PathLike[str], what: str) -> bytes:
 def read_config(path: str | os.PathLike[str]) -> TlsFiles:
     """Read MindSpore's `config.json`, not the files that it names. Relative paths in it are relative to its directory.
 
-    Raises `UsageError` if `path` is empty or cannot be read, if the file is not a JSON object, has an unknown key or an invalid
-    value, or names no certificate authority. `IGNORED_KEYS` are skipped.
+    Raises `UsageError` if it cannot be read, is not a JSON object, has an unknown key or an invalid value, or lacks
+    `ca_cert_path`. `IGNORED_KEYS` are skipped.
     """
     name = os.fspath(path)
     if not name:
@@ -138,8 +135,8 @@ def _check_value(key: str, value: object, name: str) -> None:
 def build_contexts(files: TlsFiles, *, server_password: str, client_password: str, now: datetime) -> TlsContexts:
     """Check all files and return a context for each side that has a certificate. `now` must be timezone-aware.
 
-    Raises `UsageError` if neither side has one, if a file is not usable or not valid at `now`, or if no cipher is supported.
-    The warnings name files that expire soon and ciphers that are ignored.
+    The warnings are about files that expire soon and about the cipher list. Raises `UsageError` if neither side has a
+    certificate, if a file is not usable or not valid at `now`, or if no cipher of the list is supported.
     """
     from covey.transport.tls_files import (
         ValidityChecker,
@@ -162,10 +159,9 @@ def build_contexts(files: TlsFiles, *, server_password: str, client_password: st
 
 
 def _select_ciphers(cipher_list: str) -> tuple[list[str], list[str]]:
-    """Return the names that are TLS 1.2 ciphers of OpenSSL, and warnings: one per other name, and one about the limit to TLS
-    1.2.
+    """Return the names that OpenSSL supports as TLS 1.2 ciphers, and warnings. Both are empty for an empty list.
 
-    Both are empty for an empty list. Raises `UsageError` if the list has names, and OpenSSL supports none of them.
+    Raises `UsageError` if the list has names, and OpenSSL supports none of them.
     """
     names = [name.strip() for name in cipher_list.split(":") if name.strip()]
     if not names:
@@ -213,8 +209,8 @@ def _build_context(side: Side, identity: TlsIdentity, trust: TlsTrust, ciphers: 
 
 @contextmanager
 def _temporary_path(content: bytes, *, in_memory: bool = _HAS_MEMFD) -> Iterator[str]:
-    """Yield a path at which this content can be read: in memory on Linux, else a file that is removed afterwards. Python's ssl
-    module reads keys and revocation lists from paths only."""
+    """Yield a path at which this content can be read: in memory if possible, else a file that is removed afterwards. Python's
+    ssl module reads keys and revocation lists from paths only."""
     if in_memory:
         with os.fdopen(os.memfd_create("covey-tls"), "wb") as memory:
             memory.write(content)
@@ -292,8 +288,7 @@ _LOCAL_ERROR_TEXTS = {
 def explain_connection_error(error: BaseException, *, connecting: bool) -> str:
     """Return what an error of a connection means, as a text that can follow "HOST:PORT: ".
 
-    `connecting`: the handshake is not complete. The end of the stream is then most likely a refusal: with TLS 1.3 a client is
-    connected before its certificate is verified, and asyncio closes the connection without an alert.
+    `connecting`: the handshake is not complete. The end of the stream then probably means that the peer refuses this side.
     """
     if isinstance(error, ssl.SSLCertVerificationError):
         return _VERIFY_ERROR_TEXTS.get(error.verify_code, f"its certificate is not accepted: {error.verify_message}")

@@ -1,7 +1,7 @@
 """Files of a TLS configuration, opened and checked: authorities, revocation lists, identities.
 
-Errors in these files that can be detected at the start are detected here and raised as `UsageError`. Only `covey.transport.tls`
-imports this module, and only if TLS is on, because importing `cryptography` is slow.
+An unusable file raises `UsageError`. `covey.transport.tls` imports this module only if TLS is on, because importing
+`cryptography` is slow.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class TlsIdentity(NamedTuple):
 
 
 class ValidityChecker:
-    """Checks validity dates. `check` raises `UsageError` for a file that has expired or is not valid yet, and adds to
-    `warnings` one that expires in less than `warn_days` days."""
+    """Check of validity dates. `check` raises `UsageError` for a file that has expired or is not valid yet. It adds a warning
+    for one that expires in less than `warn_days` days."""
 
     def __init__(self, now: datetime, warn_days: int) -> None:
         self.now = now
@@ -99,7 +99,7 @@ def _load_authorities(path: str, dates: ValidityChecker) -> list[x509.Certificat
 def _load_revocations(
     files: TlsFiles, authorities: list[x509.Certificate], dates: ValidityChecker
 ) -> list[x509.CertificateRevocationList]:
-    """Return the revocation lists of the file `crl_path`. A certificate in it is left out, because OpenSSL would trust it.
+    """Return the revocation lists in the file `crl_path`. Certificates in it are left out, because OpenSSL would trust them.
 
     Raises `UsageError` if the file cannot be read or has no list, and if a list is damaged, not signed by an authority, expired
     or not valid yet.

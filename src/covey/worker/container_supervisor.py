@@ -5,11 +5,11 @@ recover-in-place). The first process runs the script up to `covey.init()`; each 
 If it cannot be forked safely, because a thread, a process or CUDA was started before `covey.init()`, it executes a small
 supervisor instead, whose children run the whole script.
 
-The supervisor exits with the code of a child that exits with 0, with one of covey's own codes (`ExitCode`: for example, the
-cluster has ended or refused it), or after a signal that requested its exit. After any other exit it starts the next child, with
-the same environment. It gives up, with the child's code, after `DEATHS_WITHOUT_PROGRESS_MAX` exits in a row between which no
-new highest step was reported. It also gives up if a child raises an exception of the same type at the same place as the child
-before, without completing a step, because the script is then in error.
+The supervisor exits with the child's code if that is 0 or one of covey's own (`ExitCode`), or if a signal requested the exit.
+Otherwise it starts the next child with the same environment. It gives up, with the child's code, in two cases:
+
+* `DEATHS_WITHOUT_PROGRESS_MAX` exits in a row without a new highest step between them
+* a child that has completed no step raised the same type of exception at the same place as the child before
 """
 
 from __future__ import annotations
@@ -100,9 +100,8 @@ class Supervisor:
 
 
 def run_supervised() -> None:
-    """Fork the training process and supervise it. Return in every forked child. The calling process does not return: it exits
-    with the last child's code, or executes another supervisor if it cannot be forked. Only if the script is read from stdin, it
-    returns and is not supervised."""
+    """Fork the training process and supervise it; return in each forked child. The calling process returns only if the script
+    is read from stdin; such a script is not supervised."""
     if sys.argv[0] in ("", "-"):
         print_message("a program read from standard input cannot be restarted: it is not supervised")
         return
@@ -154,8 +153,8 @@ def _uses_cuda() -> bool:
 
 
 def _set_up_child(parent: int, progress_fd: int) -> None:
-    """Make a child the leader of a process group, let the kernel kill it when its supervisor exits, and close `progress_fd` in
-    the programs that it executes."""
+    """Make a child the leader of a process group, and let the kernel kill it when its supervisor exits. Programs that it
+    executes do not inherit `progress_fd`."""
     os.setpgid(0, 0)
     os.set_inheritable(progress_fd, False)
     linux.die_with_parent(parent)

@@ -53,7 +53,7 @@ def find_foreign_rank(environ: Mapping[str, str]) -> ForeignRank | None:
 
 
 def describe_refusal(foreign: ForeignRank, script: str) -> str:
-    """Return the error message for a process that has such a rank but no scheduler to join, with the command to use instead."""
+    """Return the error message for a process with a foreign rank but no scheduler to join, with the command to use instead."""
     launcher, script = foreign.launcher, script or "train.py"
     command, where = f"covey run -n {foreign.world} {script}", ""
     if 0 < foreign.local_world < foreign.world:

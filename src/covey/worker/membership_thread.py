@@ -1,8 +1,7 @@
 """A thread beside the training thread that keeps this process a member of its cluster.
 
-The thread runs an event loop with a `NodeRuntime`. It sends heartbeats, so that a process whose main thread is busy is not
-declared dead. If the membership ends while the program trains, it ends the process even if the main thread is blocked in a
-collective. It also transfers the values of the rendezvous store.
+The thread runs an event loop with a `NodeRuntime`. It sends heartbeats while the main thread is busy. If the membership ends
+while the program trains, it ends the process even if the main thread is blocked in a collective.
 """
 
 from __future__ import annotations
@@ -68,12 +67,12 @@ class GenerationChanged(PeerError):
 
 
 class MembershipThread:
-    """The membership of this process. All methods except `start_leaving` may be called from the program's threads."""
+    """The membership of this process. The program's threads may call its public methods, except `start_leaving`."""
 
     def __init__(
         self, settings: Settings, scheduler: SchedulerAddress, on_program_end: Callable[[], None] = lambda: None
     ) -> None:
-        """`on_program_end` is called before this process leaves, if the program ends with exit code 0."""
+        """`on_program_end` is called when the program ends with exit code 0, unless it is leaving already."""
         self._settings = settings
         self._scheduler_address = scheduler
         self.on_program_end = on_program_end
@@ -129,9 +128,8 @@ class MembershipThread:
         return self._assignment
 
     def leave(self, code: int = 0, reason: str = "", error: ScriptError | None = None) -> None:
-        """Leave the cluster and wait for the acknowledgement, at most `LEAVE_TIMEOUT_S`; with recovery and without a connection
-        also for the node timeout. Without an acknowledgement, log a warning and return. With code 1, first wait at most
-        `PEER_FAILURE_WAIT_S` for the end of the cluster. No effect in a forked child or before `join`."""
+        """Leave the cluster and wait a limited time for the acknowledgement; without one, log a warning and return. No effect
+        in a forked child or before `join`."""
         if os.getpid() != self._pid or self._loop is None:
             return
         with self._changed:
@@ -150,8 +148,8 @@ class MembershipThread:
 
     @property
     def assignment(self) -> RankAssigned:
-        """The present rank, world and generation, after `join`. In a spare this blocks until it is promoted, then changes its
-        variables and log to those of the worker."""
+        """Rank, world and generation, after `join`. In a spare, block until it is promoted and set its variables and log to
+        those of the worker."""
         assert self._assignment is not None
         if self._assignment.rank < 0:
             self._wait_for_rank()
@@ -189,7 +187,7 @@ class MembershipThread:
 
     @property
     def leave_requested(self) -> bool:
-        """Whether SIGTERM was received, so that the program must finish its step and leave."""
+        """Whether covey's SIGTERM handler was called, so that the program must finish its step and leave."""
         return self._process_exit.exit_requested
 
     @property
@@ -204,9 +202,8 @@ class MembershipThread:
         return self._progress
 
     def report_progress(self, progress: Progress) -> None:
-        """Set the program's progress. It is sent now if `progress_interval_s` has passed since the last report, or if a loop
-        has just started, else with the next heartbeat. `steps_completed` is computed here; without a loss, the last one is
-        kept."""
+        """Set the program's progress. It is sent now or with a later heartbeat. `steps_completed` is computed here. Without a
+        loss, the last reported one is kept."""
         if self._first_step < 0:
             self._first_step = progress.step
         # step numbers may start over in each epoch
@@ -237,27 +234,25 @@ class MembershipThread:
         return Heartbeat(msgspec.structs.replace(self._progress, waiting_in=str(number) if number is not None else ""))
 
     def set_waiting_in(self, number: CollectiveNumber | None) -> None:
-        """Set the collective that the program waits in (None: in none); the next heartbeat contains it."""
+        """Set the collective that the program waits in; None: in none."""
         self.waiting_in = number
 
     def leave_at_step_boundary(self) -> None:
-        """From now on, do not exit the program on SIGTERM: its loop leaves at a step boundary. The process still exits when the
-        grace period is over."""
+        """Declare that the program leaves at a step boundary after SIGTERM, so that the signal does not end it before. The
+        process still exits when the grace period is over."""
         self.leaves_at_step_boundary = True
 
     def hand_over_rank(self) -> None:
-        """Exit at a step boundary after SIGTERM: send `Draining`, so that the exit is not a failure and another process can
-        take the rank over, and raise `SystemExit` with code 143."""
+        """Send `Draining`, so that another process can take over the rank, and raise `SystemExit` with code 143."""
         reason = "asked to leave (SIGTERM), its step is finished"
         self._send_threadsafe(Draining(reason))
         self._process_exit.exit_program(reason)
 
     def wait_until_confirmed(self) -> None:
-        """Block until the scheduler's host has acknowledged this process within the last half of the node timeout. Its rank
-        cannot have been reassigned then, so it may write a checkpoint. An isolated process waits here until it reconnects, or
-        the membership thread ends it. The limit is half of the timeout, because its agent may be declared dead earlier. Return
-        immediately if there is no node timeout or heartbeats are disabled."""
-        limit = self._settings.node_timeout_s / 2
+        """Block until the scheduler's host has acknowledged this process within the last half of the node timeout. An isolated
+        process, whose rank may have been reassigned, therefore waits before it writes a checkpoint. Return immediately without
+        a node timeout or if heartbeats are disabled."""
+        limit = self._settings.node_timeout_s / 2  # half, because its agent may be declared dead earlier
         if limit <= 0 or self._settings.disable_heartbeat or self._loop is None or self._runtime is None:
             return
         waited = False
@@ -272,8 +267,8 @@ class MembershipThread:
         return await self._runtime.query_since_last_heard_s()
 
     def send_to_scheduler(self, message: Message) -> None:
-        """Send a message; drop it if there is no connection. Reports of a heal are sent again after a reconnect in the same
-        generation."""
+        """Send a message; drop it if there is no connection. The newest reports of a heal are sent again after a reconnect in
+        the same generation."""
         if isinstance(message, SafePointReport | CollectiveFailed | RankResumed):
             self._last_reports[type(message)] = message
         self._send_threadsafe(message)
@@ -439,9 +434,8 @@ def exit_code_of(end: EndMembership) -> int:
 
 
 def scheduler_address(settings: Settings) -> SchedulerAddress:
-    """Return the scheduler's address with the credentials for it. For the child of an agent of this scheduler, return the path
-    of the agent's relay instead of credentials, which only the agent needs. Raises `UsageError` if MS_WORKER_IP is of another
-    IP version than the scheduler, or the TLS configuration is not usable."""
+    """Return the scheduler's address with the credentials for it; in a child of its agent, with the relay's path instead.
+    Raises `CoveyError` if MS_WORKER_IP is of another IP version than the scheduler, or the credentials are not usable."""
     (host, port), *others = address.split_list(settings.sched_host, settings.sched_port)
     if settings.worker_ip:
         scheduler_version = address.ip_version(host)
@@ -471,7 +465,6 @@ def _make_fingerprint(settings: Settings) -> dict[str, str]:
 
 
 def wait_until_cluster_ends(node: MembershipThread) -> None:
-    """Log a warning and block until the membership thread ends the process. For a federated server in a training cluster, which
-    has no work for it."""
+    """Log a warning and block until the membership thread ends the process. For a federated server in a training cluster."""
     log.warning("this server has no work in a training cluster: for federated rounds call covey.federated.run, not covey.init")
     threading.Event().wait()

@@ -1,4 +1,4 @@
-"""`covey.init()` in a process of role MS_PSERVER: serves rows, and publishes its endpoint in every generation."""
+"""`covey.init()` in a process of role MS_PSERVER: it serves rows of parameters."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def make_serving_settings(settings: Settings) -> ServingSettings | None:
 
 
 def run_parameter_server(node: MembershipThread, settings: Settings) -> NoReturn:
-    """Serve until the membership thread ends this process. Raises `PeerError` if this server was restarted and no server has a
-    replica of its rows."""
+    """Serve until the membership thread ends this process. Raises `PeerError` if this server was restarted and its rows are
+    lost."""
     assignment = node.assignment
     serving = make_serving_settings(msgspec.structs.replace(settings, worker_num=assignment.workers))
     assert serving is not None

@@ -1,7 +1,7 @@
 """Exit of a process that has joined a cluster: by the end of its program, an exception, or SIGTERM.
 
-In these cases the process itself reports its exit code and the reason to the scheduler before it exits. SIGTERM also ends a
-process whose main thread is blocked in a collective.
+In these cases the process reports its exit code and the reason to the scheduler before it exits. Unless the program has its own
+handler, SIGTERM also ends a process whose main thread is blocked in a collective.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class ExitReporter(Protocol):
 
 
 class ProcessExit:
-    """Exit code and reason of this process, and whether its exit was requested (SIGTERM). Reports them when the process exits.
-    `grace_s` is the time in seconds that the process may take to exit after SIGTERM."""
+    """Exit code and reason of this process, and the hooks that report them. `grace_s` is the time in seconds that the process
+    may take to exit after SIGTERM."""
 
     def __init__(self, node: ExitReporter, grace_s: float, agent_folder: str = "") -> None:
         self.exit_requested = False
@@ -69,7 +69,7 @@ class ProcessExit:
         self._install_exit_hooks()
 
     def exit_program(self, reason: str) -> NoReturn:
-        """Raise `SystemExit` with code 143, because the exit was requested."""
+        """Raise `SystemExit` with code 143."""
         self._exit_code, self._exit_reason = SIGTERM_EXIT_CODE, reason
         sys.exit(self._exit_code)
 
@@ -105,8 +105,8 @@ class ProcessExit:
         return exception_record.describe(error, trace, self._node.progress, loop=self._node.leaves_at_step_boundary)
 
     def _report_error(self, error: ScriptError | None) -> None:
-        """Report the exception to the agent in a file, or without an agent to the scheduler in the leave request; also to the
-        container's supervisor, if there is one. No effect for None, and in a forked child."""
+        """Report the exception to the container's supervisor, if there is one, and to the agent in a file. Without an agent,
+        keep it for the leave request. No effect for None, and in a forked child."""
         if error is None or os.getpid() != self._pid:
             return
         container_supervisor.record_error(error)
@@ -143,16 +143,16 @@ class ProcessExit:
         loop.call_soon_threadsafe(loop.add_reader, reader, self._on_wakeup_fd, reader)
 
     def _on_sigterm(self, *_: object) -> None:
-        """Raise `SystemExit` in the main thread, once it is not blocked. No effect if the program has ended, or has a loop,
-        which leaves at a step boundary."""
+        """Raise `SystemExit` in the main thread. No effect if the program has ended, or has a covey.Loop, which leaves at a
+        step boundary."""
         if not self._node.leaves_at_step_boundary and not self._program_ended:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second signal must not disturb the exit
             self._exit_code, self._exit_reason = SIGTERM_EXIT_CODE, "asked to leave (SIGTERM)"
             raise SystemExit(self._exit_code)
 
     def _on_wakeup_fd(self, reader: socket.socket) -> None:
-        """Handle the first SIGTERM in the loop's thread. Without a loop in the program, send the leave request and check later
-        whether the main thread is blocked. In any case exit when the grace period is over."""
+        """Handle the first SIGTERM in the membership thread: exit when the grace period is over. Unless the program has a
+        covey.Loop or is leaving already, also send the leave request and check later whether the main thread is blocked."""
         if signal.SIGTERM in reader.recv(64) and not self.exit_requested:
             assert self._loop is not None
             self.exit_requested = True
@@ -162,14 +162,15 @@ class ProcessExit:
             self._loop.call_later(self._grace_s, flush_and_exit, SIGTERM_EXIT_CODE)
 
     def _exit_if_stuck(self) -> None:
-        """Exit if the main thread has not handled the signal, because it is blocked, for example in a collective."""
+        """Exit unless the main thread has begun to exit with code 143. It may be blocked, for example in a collective."""
         if self._exit_code != SIGTERM_EXIT_CODE:
             flush_and_exit(SIGTERM_EXIT_CODE)
 
     # -- forks of this process (a data loader's workers) -------------------------------------------------------------
 
     def before_fork(self) -> None:
-        """Block SIGTERM, because the child shares the wakeup socket: its signal would be handled in the parent."""
+        """Block SIGTERM during the fork. The child inherits the wakeup socket, by which the parent would handle the child's
+        signal."""
         self._signal_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def after_fork_in_parent(self) -> None:
@@ -184,7 +185,7 @@ class ProcessExit:
 
 
 def install_error_hook() -> None:
-    """Install a hook that prints a `CoveyError` that ends the program as one line, without a traceback, and exits with its
+    """Install a hook for a `CoveyError` that ends the program: print it as one line, without a traceback, and exit with its
     code."""
     previous_hook = sys.excepthook
     codes: list[int] = []
@@ -211,8 +212,7 @@ def describe(error: BaseException, trace: TracebackType | None) -> ScriptError |
 
 
 def note_exit(status: Any) -> None:
-    """Record the status of a `SystemExit` that ends the program, if the process has joined a cluster. Called in a forked child
-    by the code that runs the script."""
+    """Record the status of a `SystemExit` that ends the program, if the process has joined a cluster."""
     for process_exit in _process_exits:
         process_exit.record_exit_status(status)
 

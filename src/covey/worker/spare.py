@@ -29,8 +29,8 @@ def _calling_frame() -> FrameType | None:
 
 
 def assume_worker_identity(assignment: RankAssigned) -> None:
-    """Set the variables of the assigned worker, except GROUP_RANK, and redirect stdout and stderr to its log; earlier output
-    stays in the spare's log. Raises `OSError` if the log cannot be opened."""
+    """Set the rank and world variables of the assigned worker, and redirect stdout and stderr to its log. Raises `OSError` if
+    the log cannot be opened."""
     rank, local = str(assignment.rank), str(assignment.local_rank)
     os.environ.update(dict.fromkeys(("RANK", "ROLE_RANK", "RANK_ID"), rank) | dict.fromkeys(("LOCAL_RANK", "DEVICE_ID"), local))
     os.environ.update(dict.fromkeys(("WORLD_SIZE", "ROLE_WORLD_SIZE", "RANK_SIZE"), str(assignment.world)))

@@ -52,10 +52,10 @@ SCHEDULER_STOP_TIMEOUT_S: Final = 20.0  # for the scheduler to exit after its cl
 
 
 def run(argv: list[str]) -> int:
-    """Run the command with these arguments and return the exit code; --help, --dry-run and --join=False return 0 immediately.
+    """Run the command with these arguments and return the exit code. With --join=False the run continues in the background.
 
     Raise UsageError for an invalid command line or setting, a script that cannot be read, or a log directory, address, secret
-    or TLS file that is not usable. If this process is a child of a worker, the worker's variables are removed from os.environ.
+    or TLS file that is not usable.
     """
     drop_cluster_variables(os.environ)
     plan = parse_command_line(argv, os.environ, cpu_count=os.cpu_count() or 1, gpu_count=count_gpus())
@@ -136,10 +136,7 @@ async def _run_plan(plan: RunPlan, log_dir: Path) -> int:
 
 
 class _SchedulerHost:
-    """The scheduler and its standbys, if they run on this host.
-
-    They start with the run if it binds the scheduler's address, or, with --or-join, after the joined scheduler is gone.
-    """
+    """The scheduler and its standbys on this host, if any. With --or-join, they may start later than the run (`stand_by`)."""
 
     def __init__(self, plan: RunPlan, agent: Agent, environ: Mapping[str, str], log_dir: Path) -> None:
         self._plan = plan
@@ -166,8 +163,7 @@ class _SchedulerHost:
     async def stand_by(self) -> None:
         """Wait until the joined scheduler is gone, then start one here from its journal.
 
-        The journal must have this run's job name (--rdzv-id or COVEY_JOB). Of several agents that try, the first one that binds
-        the scheduler's address starts it. An agent that cannot bind it continues to wait.
+        Continue to wait while the address cannot be bound or the journal cannot be resumed (`has_resumable_journal`).
         """
         journal_dir = Path(self._plan.or_join)
         while True:
@@ -207,8 +203,8 @@ def _print_message(plan: RunPlan, message: str, **fields: object) -> None:
 def _report_outcome(plan: RunPlan, outcome: RunOutcome, interrupted: list[int], printed: set[tuple[str, str]]) -> int:
     """Print how the run ended, a failure with its report on stderr, and return the exit code.
 
-    The code is 128 + the first received signal if the run was interrupted and did not succeed, else the outcome's. `printed`
-    has the causes of exceptions whose traceback is on stdout already; it is not repeated if stderr is the same file.
+    The code is 128 + the first received signal if the run was interrupted and did not succeed, else the outcome's. A traceback
+    whose cause is in `printed` is on stdout already; it is not repeated if stderr is the same file.
     """
     code = 128 + interrupted[0] if interrupted and outcome.code else outcome.code
     if outcome.code == 0:
@@ -225,11 +221,10 @@ def _report_outcome(plan: RunPlan, outcome: RunOutcome, interrupted: list[int], 
 
 
 def _bind_sockets(plan: RunPlan) -> ListeningSockets | None:
-    """Bind and return the scheduler's listening sockets if it runs on this host, else return None; the agent then joins it.
+    """Bind and return listening sockets for a scheduler on this host; return None if the agent shall join one elsewhere.
 
-    An address of another host, or one whose port is in use, is skipped. If all workers run here and --or-join is not given, the
-    last address raises UsageError instead. UsageError is also raised if an address cannot be used for another reason, such as a
-    name that does not resolve, or if a given REST port is in use.
+    The first address that is local and free is used. Raise UsageError if an address is not usable, or if a given REST port is
+    in use. Raise it also if no address is free, all workers run here and --or-join is not given.
     """
     if plan.loaded.settings.role is Role.WORKER or not plan.local_workers:
         return None  # MS_ROLE=MS_WORKER: the scheduler is in another pod; or only spares run here
@@ -253,9 +248,9 @@ def _prepare_scheduler_access(
 ) -> tuple[SchedulerAddress, dict[str, str], credentials.Credentials]:
     """Return the scheduler's address with its secret, the environment of child processes, and the credentials.
 
-    Without a configured secret that of the user's secret file is used. If there is no such file, it is created if the address
-    is beyond loopback; else a run on this host only gets a random secret. With --tls, missing passwords are prompted for. Raise
-    UsageError if secret or TLS files are not usable, and StoreError if the secret file cannot be created.
+    If no secret is configured or found, a scheduler of a single-host run gets a random one. With --tls, missing passwords are
+    completed (`_prompt_for_passwords`). Raise UsageError if secret or TLS files are not usable, and StoreError if the user's
+    secret file cannot be created.
     """
     settings = msgspec.structs.replace(plan.loaded.settings, tls_config=plan.tls or plan.loaded.settings.tls_config)
     (host, port), *others = address.split_list(plan.master_host, plan.master_port)
@@ -296,10 +291,7 @@ def variables_from_options(loaded: LoadedSettings) -> dict[str, str]:
 
 
 def _prompt_for_passwords(settings: Settings) -> Settings:
-    """Return the settings with the passwords of the p12 files. Prompt for missing ones if stdin is a terminal.
-
-    Without a terminal they stay "".
-    """
+    """Return the settings with the passwords of the p12 files. Prompt for missing ones if stdin is a terminal."""
     found = {}
     for side in ("server", "client"):
         value = getattr(settings, f"tls_{side}_password")
@@ -351,10 +343,9 @@ def _expand_log_name(plan: RunPlan) -> str:
 
 
 def guess_imports(plan: RunPlan) -> list[str]:
-    """Return the modules that the template shall import before it forks, in addition to --preload; [] if nothing is forked.
+    """Return modules that the template shall import before it forks, guessed from the script's text; [] if nothing is forked.
 
-    They are modules of covey; numpy if the script's text contains "numpy" or "torch"; torch if it contains "torch"; and
-    torch._dynamo, which the first optimizer imports, if it also contains "optim". The text of a module (-m) is not read.
+    The text of a module (-m) is not read.
     """
     if not plan.is_python or plan.start != "fork":
         return []
@@ -375,8 +366,8 @@ def guess_imports(plan: RunPlan) -> list[str]:
 def _assign_cores(plan: RunPlan) -> dict[int, list[int]]:
     """Return the cores of each local rank for --bind_core: equal shares, or the named ones; {} without the option.
 
-    The shares are of the cores that this process may use; if there are more workers than cores, workers share a core. Cores of
-    the scheduler are ignored.
+    Equal shares are of the cores that this process may use; if there are more workers than cores, workers share a core. Cores
+    of the scheduler are ignored.
     """
     if isinstance(plan.bind_core, dict):
         named = {name: cores for name, cores in plan.bind_core.items() if name.startswith("device")}
@@ -414,9 +405,9 @@ def _install_signal_handlers(agent: Agent, display: ThreadedDisplay) -> list[int
 
 
 def _install_pause_handler(agent: Agent, host: _SchedulerHost) -> None:
-    """Make Ctrl-Z suspend, and `fg` or `bg` continue, this process with its workers, parameter servers and schedulers.
+    """Make Ctrl-Z suspend this process with its workers, parameter servers and schedulers. `fg` and `bg` continue them.
 
-    If only this process were suspended, its workers would continue, and the scheduler would declare the host lost.
+    If only this process were suspended, the scheduler would declare the host lost.
     """
 
     def on() -> None:

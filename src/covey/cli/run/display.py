@@ -43,9 +43,8 @@ class LineFilter(Protocol):
 class LiveDisplay:
     """Display of a cluster's changes, its messages and the echoed logs, from `open` until `close`.
 
-    With `live`, without `as_json` and on a terminal there is a live table below the lines. Connections to a scheduler that is
-    starting or lost are retried for `reconnect_timeout_s` seconds. If that is finite and there is no table, a line that cannot
-    be written raises OSError; else it and all further output are discarded.
+    With `live`, without `as_json` and on a terminal there is a live table below the lines. A scheduler that is starting or lost
+    has `reconnect_timeout_s` seconds to reply.
     """
 
     def __init__(
@@ -111,7 +110,10 @@ class LiveDisplay:
         self._print_line(msgspec.json.encode({"rank": rank, "line": text}).decode() if self._as_json else prefix + text)
 
     def _print_line(self, text: str) -> None:
-        """Print a line, above the live table if there is one. See the class for failed writes."""
+        """Print a line, above the live table if there is one. If that fails, discard this and all further output.
+
+        Without a table and with a finite `reconnect_timeout_s`, raise OSError instead.
+        """
         if self._live_table is None and self._reconnect_timeout_s < math.inf:
             return print(text, flush=True)  # covey top exits on a broken pipe; a run continues
         if self._live_table is None:
@@ -139,7 +141,7 @@ class LiveDisplay:
     async def _follow_view(self) -> None:
         """Show views until the cluster has ended. Reconnect to a scheduler that is starting or lost.
 
-        Raise PeerError if none is reached for `reconnect_timeout_s`, UsageError if the scheduler refuses.
+        Raise PeerError if it stays unreachable for `reconnect_timeout_s`, UsageError if it refuses.
         """
         clock = asyncio.get_running_loop().time
         seen_at = clock()
@@ -288,7 +290,7 @@ class LogTail:
         self._partial_line = b""
 
     def read(self, *, end: bool = False) -> list[str]:
-        """Return the complete lines since the last call, [] if there is no file; at the `end`, also an incomplete last line.
+        """Return the complete lines since the last call; with `end`, also an incomplete last line. The file may be missing.
 
         A file that has become shorter is read again from its beginning. Bytes that are not UTF-8 are replaced. Raise OSError if
         the file cannot be read.

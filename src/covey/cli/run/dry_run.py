@@ -35,7 +35,7 @@ def describe_plan(plan: RunPlan) -> str:
 
 
 def worker_variables(plan: RunPlan) -> list[tuple[str, str]]:
-    """Return the main variables of this host's workers with their values. Variables with the same value share an entry.
+    """Return the main variables of this host's workers with their values. An entry may name several variables.
 
     The ranks of several workers are a range such as 0..3. A value that is not known yet is a text in parentheses.
     """

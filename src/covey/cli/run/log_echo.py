@@ -20,11 +20,10 @@ TRACEBACK_STARTS: Final = ("Traceback (most recent call last):", '  File "', "  
 
 
 class LogEcho:
-    """Callback of the agent that starts the echo of the selected logs when workers are started.
+    """Callback of the agent: when workers start, begin to echo the logs that `select_echoed_streams` selects.
 
-    Without --tee, --tail_worker_log and --local-ranks-filter, that is the log of this host's lowest rank; when that worker is
-    not here any more, the log of the then lowest one. The log of a worker that ran before is echoed from its current end. If
-    several logs are selected, each line has as prefix the rank that the worker had when its echo began.
+    By default one log is echoed; when its worker is not here any more, another one. The log of a worker that ran before is
+    echoed from its current end. If several logs are selected, the prefix of a line is the worker's rank when its echo began.
     """
 
     def __init__(self, plan: RunPlan, display: ThreadedDisplay, agent: Agent) -> None:
@@ -58,10 +57,8 @@ class LogEcho:
 class TracebackFilter:
     """Filter that drops the traceback of an uncaught exception whose cause is already in `printed`.
 
-    A script that fails again, or on every rank, prints the same traceback each time. `newest` returns the exception that the
-    log's newest process has reported, else that of the process before it; a process reports an exception before it prints it.
-    Only lines that are equal to the reported traceback are dropped. Other tracebacks are printed, and also one that is longer
-    than its report (`ERROR_TRACE_MAX`).
+    A script that fails on several ranks prints the same traceback on each. `newest` returns the newest exception that the log's
+    worker has reported. Only lines that are equal to its traceback are dropped.
     """
 
     def __init__(self, newest: Callable[[], ScriptError | None], printed: set[tuple[str, str]]) -> None:
@@ -69,7 +66,7 @@ class TracebackFilter:
         self._held_lines: list[str] = []  # lines that may be the beginning of such a traceback
 
     def feed(self, line: str) -> list[str]:
-        """Add a line and return the lines to print now: none while they may be the beginning of a reported traceback."""
+        """Add a line and return the lines to print now. Lines that may begin a reported traceback are held."""
         if not self._held_lines and not line.startswith(TRACEBACK_STARTS):
             return [line]
         error = self._newest_error()
@@ -93,9 +90,8 @@ class TracebackFilter:
 def select_echoed_streams(plan: RunPlan, ranks: Mapping[int, int]) -> dict[int, int]:
     """Return the streams of each echoed rank: 1 stdout, 2 stderr, 3 both. `ranks` maps ranks to local ranks; it is not empty.
 
-    --tee selects ranks and streams, of which --local-ranks-filter leaves only its own. Without --tee, --local-ranks-filter or
-    else --tail_worker_log selects the ranks, the lowest one if that selects none, and --redirects removes streams. A rank
-    without a stream is left out.
+    --tee selects ranks and streams; --local-ranks-filter restricts the ranks. Without --tee, --local-ranks-filter or else
+    --tail_worker_log selects ranks (the lowest one if it selects none), and --redirects removes streams.
     """
     both = STDOUT | STDERR
     if plan.tee:

@@ -1,9 +1,8 @@
 """Options of `covey run`: the table, the parser of the command line, and `--help`.
 
-The table contains all options of msrun and torchrun; a few of torchrun's are refused. A long option may be written with dashes
-or underscores, its value after a space or after "=". Options end at the script; later arguments belong to the script. Each of
-torchrun's options can also be set by a variable, as with torchrun (`PET_NNODES` for `--nnodes`), because Kubernetes operators
-for PyTorch set these variables in pods.
+The table contains the options of msrun and torchrun; a few of torchrun's are refused. A long option may be written with dashes
+or underscores, its value after a space or after "=". Options end at the script; later arguments belong to the script. As with
+torchrun, its options can also be set by variables (`PET_NNODES` for `--nnodes`). Kubernetes operators for PyTorch set these.
 """
 
 from __future__ import annotations
@@ -364,8 +363,8 @@ OPTION_BY_VARIABLE: dict[str, Option] = {
 class OptionReader:
     """Options read so far.
 
-    `given_options` has each one as typed, by field; `values` the parsed values of those that are not settings; `remarks` a
-    sentence for each option without effect.
+    `given_options` has them as typed, by field; `values` the parsed values of those that are not settings; `remarks` sentences
+    about options without effect.
     """
 
     def __init__(self) -> None:
@@ -377,8 +376,8 @@ class OptionReader:
     def add_option(self, option: Option, typed: str, text: str) -> None:
         """Add an option with its value ("" for a switch). For --help, only set `help_requested`.
 
-        Raise UsageError if the option is not supported, its value is invalid or it contradicts another one. The value of a
-        setting is not checked here, but by `load_settings`.
+        Raise UsageError if the option is not supported, its value is invalid or it contradicts another one. `load_settings`
+        checks the values of settings later.
         """
         if option.refusal:
             raise UsageError(f"{typed} is not supported: {option.refusal}.")
@@ -401,7 +400,7 @@ class OptionReader:
             self.values[option.field] = value
 
     def add_variables(self, environ: Mapping[str, str]) -> None:
-        """Add options from torchrun's variables (PET_...), except those that the command line has given: call it after them.
+        """Add options from torchrun's variables (PET_...). Call it last, because options of the command line take precedence.
 
         Raise UsageError as `add_option`, and for a switch whose variable is not 0 or 1.
         """
@@ -506,7 +505,8 @@ def _take_value(option: Option, typed: str, words: deque[str]) -> str:
 
 
 def _is_option_value(option: Option, word: str) -> bool:
-    """Return whether a word is a value of an option whose value is optional; also for invalid JSON, to report it as such."""
+    """Return whether the word is the value of an option whose value is optional. True also for malformed JSON, so that its
+    error is reported."""
     if option.kind is None:
         return False
     try:

@@ -1,7 +1,7 @@
 """Plan of `covey run`: number of workers on each host, address of the scheduler, command of the workers.
 
-`make_run_plan` is a pure function: the result depends only on its arguments. It raises UsageError for a contradiction. An
-option or variable that is accepted, but ignored, overridden or only passed on to the workers, adds a remark to the plan.
+`make_run_plan` is a pure function. It raises UsageError for a contradiction. The plan has remarks about some options and
+variables that are ignored or overridden.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class RunPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def first_rank(self) -> int:
-        """Rank of this host's first worker; -1 if the scheduler chooses it, because `node_rank` is -1."""
+        """Rank of this host's first worker; -1 if the scheduler chooses it."""
         return self.node_rank * self.local_workers if self.node_rank >= 0 else -1
 
     @property
@@ -212,10 +212,9 @@ def make_run_plan(
 
 
 def _plan_world_size(request: PlanInputs) -> WorldSize:
-    """Return the sizes: two of world size, local workers and hosts determine the third; by default there is one host.
+    """Return the sizes; a number that is not given is derived from the others and from the Slurm step.
 
-    Without world size and local workers, a host has one worker, or those of the Slurm step. Raise UsageError if the given
-    numbers disagree or exceed the limits.
+    Raise UsageError if the given numbers disagree or exceed the limits.
     """
     world, local, nnodes = _given_world_size(request), _given_local_workers(request), _given_hosts(request)
     if request.options.local == 0:
@@ -252,7 +251,7 @@ def _plan_world_size(request: PlanInputs) -> WorldSize:
 def _max_world_size(request: PlanInputs, world: int, local: int) -> int:
     """Return the maximum world size: by the range of --nnodes, else COVEY_WORKER_MAX if that is not 0, else `world`.
 
-    Raise UsageError if COVEY_WORKER_MAX is less than `world`.
+    Raise UsageError if COVEY_WORKER_MAX is used and less than `world`.
     """
     hosts = request.options.nnodes or (1, 1)
     if hosts[1] > hosts[0]:
@@ -385,8 +384,8 @@ def _unwrap_interpreter(words: list[str], *, module: bool, no_python: bool) -> t
     """Return the command without a leading "python" or "python3"; the other results are those of `_resolve_command`.
 
     "pytest" is run as a module. Another interpreter, such as python3.12 or one with a path, is run as a program, and so is
-    "python" without a script or with an option other than -m. Any other word is a Python script. With -m or --no-python the
-    command is returned unchanged. Raise UsageError if it is empty, or if both options are given.
+    "python" with an option other than -m. With -m or --no-python the command is returned unchanged. Raise UsageError if it is
+    empty, or if both options are given.
     """
     if not words:
         raise UsageError("No script is given: use covey run [options] train.py [its arguments].", ExitCode.BAD_SCRIPT)

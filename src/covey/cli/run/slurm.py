@@ -1,6 +1,6 @@
 """Number of hosts, index of this host and address of the scheduler in a Slurm job step (`srun covey run`).
 
-Outside a job step they are not taken from Slurm: a batch script has several hosts too, but covey is started on one only.
+Outside a job step Slurm's variables are not used, because a batch script runs on one host only.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def expand_nodelist(nodelist: str) -> list[str]:
 
 
 def _split_nodelist(nodelist: str) -> list[str]:
-    """Return the parts between commas outside brackets. Raise ValueError if a part is empty or a bracket is not closed."""
+    """Split at commas outside brackets. Raise ValueError if a part is empty or a bracket is not closed."""
     parts = re.findall(r"(?:[^][,]|\[[^][]*\])+", nodelist)
     if ",".join(parts) != nodelist:
         raise ValueError(nodelist)

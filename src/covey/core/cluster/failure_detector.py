@@ -1,8 +1,8 @@
 """Detection of silent and stuck members. Time in which the scheduler was suspended is not counted.
 
 A member is suspect after half the node timeout without a heartbeat, and dead after the full node timeout. An agent that is
-silent for the full node timeout is dead, and its children with it. A rank that computes without progress while other ranks wait
-in a collective is stuck after `stuck_s`, and declared dead.
+silent for the full node timeout is lost with its children. A rank that makes no progress for `stuck_s`, while the others wait
+for it in a collective, is stuck and declared dead.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class FailureDetector:
         self._last_tick_at = now
 
     def take_suspension_s(self, step: Step) -> float:
-        """Return the seconds since the last tick if they exceed `SUSPENSION_S`: this process was suspended. Otherwise return 0.
+        """Return the seconds since the last tick if this process was suspended, else 0. Publish the suspension.
 
-        Record the time of this tick, and publish a suspension.
+        A gap of more than `SUSPENSION_S` between two ticks counts as a suspension.
         """
         gap, self._last_tick_at = step.now - self._last_tick_at, step.now
         if gap <= SUSPENSION_S:
@@ -41,8 +41,7 @@ class FailureDetector:
     def check_heartbeats(self, step: Step) -> None:
         """Declare silent agents dead with their children, and silent members suspect, then dead.
 
-        Skip members whose agent is checked in their place (`_is_judged_with_agent`). Do nothing if heartbeats are disabled or
-        the node timeout is unlimited.
+        Do nothing if heartbeats are disabled or the node timeout is unlimited.
         """
         if not self._settings.checks_heartbeats:
             return
@@ -69,17 +68,12 @@ class FailureDetector:
                 step.out.publish(member.name, "suspect", f"no heartbeat for {step.now - heard_at:.1f} s", Level.WARNING)
 
     def _is_judged_with_agent(self, member: Member) -> bool:
-        """Return whether the heartbeats of an agent decide about this member: it is a child whose process has not registered or
-        has left, or whose agent is disconnected."""
+        """Return whether the agent's heartbeats decide about this member. True for a child that is not registered, or whose
+        agent is disconnected."""
         return bool(member.agent) and (not member.instance_id or not self._members.agents[member.agent].connection)
 
     def check_blocked_collectives(self, step: Step) -> None:
-        """Dump or end a run in which ranks wait for one that finished or left; declare stuck ranks dead.
-
-        A rank is stuck if it is connected, is not in a collective and has made no progress for over `stuck_s`, while every
-        other present rank has waited in a collective for over `stuck_s`, or is connected and not in a collective. At least one
-        rank must wait. Before these checks, ranks that left are counted as resumed or finished (`count_left_ranks`).
-        """
+        """Dump or end a run in which ranks wait for one that finished or left. Otherwise declare stuck ranks dead."""
         if self._barrier.count_left_ranks(step):
             self._recovery.on_rank_resumed(step)
         limit, workers = self._settings.stuck_s, self._members.members_in_role(Role.WORKER)
@@ -90,6 +84,7 @@ class FailureDetector:
         if reason := self._barrier.find_endless_wait(step, len(waiting), where, limit):
             return self._shutdown.dump_or_end(step, ExitCode.PEER_FAILED, reason)
         late = [m for m in workers if not progress(m).waiting_in and m.is_present and m.connection] if waiting else []
+        # ranks are stuck only if each present rank has waited in a collective for over the limit, or computes and is connected
         if len(waiting) + len(late) == sum(m.is_present for m in workers):
             for member in late:
                 stuck_since = changed_at(member)  # not read earlier: the death of one may restart or remove another

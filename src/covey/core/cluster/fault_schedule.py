@@ -1,10 +1,8 @@
 """Schedule of the faults that `covey chaos` injects, and the summary of the recoveries that followed.
 
 The next fault is a pure function of the seed, the allowed faults, the view of the cluster, the faults so far and the time.
-Faults that may kill a worker leave the training state on at least one other, and on half of the workers. The scheduler and the
-template are not killed so often that covey stops restarting them. A run that ends under these faults has a defect, or its
-settings lack a strategy or a sufficient restart limit, or its script reports no steps: a rank that dies repeatedly without a
-step in between is no longer replaced.
+Faults that may kill a worker leave the training state on at least one other, and on half of the workers (rounded down). The
+scheduler and the template are not killed so often that covey stops restarting them.
 """
 
 from __future__ import annotations

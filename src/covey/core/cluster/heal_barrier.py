@@ -1,11 +1,11 @@
 """The heal barrier: the reports of all ranks of a generation, the heal plans computed from them, and the rendezvous store.
 
-In every generation after the first, the ranks report at a safe point (inside a collective, or at the end of the script) which
-collective they completed last. The plans bring all ranks to the highest of these. A rank that completed it can hand over its
-result. A rank that did not is blocked in exactly that collective, because the result depends on every rank; if it is blocked in
-another one, the script or covey has a bug, and the plans fail. A replacement or joining rank receives the full state. The state
-of a sharded optimizer has one slot for each parameter, distributed over the ranks: the plans list which rank holds which slots,
-and fail if a slot has no holder. If the plans fail, all workers restart from the newest checkpoint, or the run ends.
+In every generation after the first, the ranks report at a safe point which collective they completed last. A safe point is
+inside a collective, or at the end of the script. The plans bring all ranks to the highest of these collectives. A rank that
+completed it can hand over its result. A rank that did not must be blocked in it, because the result depends on every rank. If
+it is blocked in another one, the plans fail. A replacement or joining rank receives the full state. The state of a sharded
+optimizer has one slot for each parameter, distributed over the ranks. The plans list which rank holds which slots, and fail if
+a slot has no holder. If the plans fail, all workers restart from the newest checkpoint, or the run ends.
 
 Ranks and parameter servers find each other through the rendezvous store: each sets its address and gets those of its peers. The
 store is emptied when a generation after the first begins.
@@ -47,8 +47,7 @@ def make_heal_plans(
     """Return the heal plan of each rank; `reports` has one report of each rank.
 
     If all ranks have finished, every plan is `done`. If the ranks cannot resume, every plan has the same `failure`. Otherwise
-    the ranks that need the state or are behind get a donor, which may be a finished rank. If every rank needs the state, no
-    plan has a donor.
+    the ranks that need the state or are behind get a donor, unless every rank needs the state.
     """
     if all(report.finished for report in reports.values()):
         return dict.fromkeys(reports, HealPlan(generation, done=True))
@@ -109,8 +108,7 @@ def _divergence_blocker(reports: Mapping[int, SafePointReport], highest: tuple[i
 def find_wait_beyond_end(reports: Mapping[int, SafePointReport], waits: Mapping[int, CollectiveNumber]) -> str:
     """Return which rank waits for one that has finished its script, as a sentence; "" if none does.
 
-    A finished rank takes part in no collective after the one that it completed last. `waits` has the collective in which each
-    waiting rank is blocked.
+    `waits` has the collective in which each waiting rank is blocked.
     """
     ends = {rank: _number_sort_key(report.completed) for rank, report in reports.items() if report.finished}
     if not ends or not waits:
@@ -138,7 +136,7 @@ def _missing_slots_blocker(reports: Mapping[int, SafePointReport]) -> str:
 
 
 def _choose_donor(rank: int, donors: list[int], addresses: Mapping[int, str], turn: int) -> int:
-    """Return a donor for this rank, with the same address if there is one. `turn` counts the calls, to rotate over donors."""
+    """Return a donor for this rank, with the same address if there is one. Donors are taken in turn, by the number `turn`."""
     near = [donor for donor in donors if addresses[donor] == addresses[rank]] or donors
     return near[turn % len(near)]
 
@@ -180,11 +178,7 @@ class RendezvousStore:
 
 
 class SafePoint:
-    """Barrier of one generation: it collects the newest report of each rank, then has the plans. It is done once all ranks have
-    finished their scripts or left.
-
-    Owns the reports, the plans computed from them, the ranks that resumed, and whether a collective of this generation failed.
-    """
+    """Barrier of one generation: the newest report of each rank, the plans made from them, and the ranks that resumed."""
 
     def __init__(self, generation: int) -> None:
         self.generation = generation
@@ -200,9 +194,8 @@ class SafePoint:
     ) -> dict[int, HealPlan]:
         """Add a rank's report; return the plans to send, by rank.
 
-        Return {} until all ranks have reported, then all plans. For a later report, return only that rank's plan, which may
-        have been lost with its connection; once every rank has finished, return all plans, which are `done`. If the plans fail
-        although some ranks have resumed, return {}. `addresses` is called only to make plans, which keeps a heal O(N).
+        Return {} until all ranks have reported, then all plans. For a later report, return that rank's plan again, or all plans
+        when every rank has finished. Return {} if the plans fail although some ranks have resumed.
         """
         self.reports[rank] = report
         if self.done:
@@ -212,6 +205,7 @@ class SafePoint:
         if self._plans and not self.done:
             return {rank: self._plans[rank]}
         if complete:
+            # `addresses` is not called for each report, so a heal costs O(N)
             plans = make_heal_plans(self.generation, self.reports, addresses())
             # some ranks have resumed under a previous scheduler's plan, so a failure derived from older reports is stale
             held = self.resumed and not self.done
@@ -236,11 +230,7 @@ class SafePoint:
 
 
 class HealBarrier:
-    """Owns the barrier and the rendezvous values of the current generation.
-
-    A rank gets a plan only after every rank of this generation has reported. One exception: if all remaining ranks have
-    finished, they get `done` plans without the reports of ranks that left.
-    """
+    """Owner of the safe point and the rendezvous store of the current generation."""
 
     def __init__(self, base: BaseParts) -> None:
         self._lifecycle, self._heartbeats, self._members = base.lifecycle, base.heartbeats, base.members
@@ -254,11 +244,11 @@ class HealBarrier:
     # -- generations -------------------------------------------------------------------------------------------------
 
     def open_generation(self, generation: int) -> None:
-        """Open the barrier of this generation, at formation or after a restart of the scheduler; keep the rendezvous values."""
+        """Open the barrier of this generation without emptying the rendezvous store."""
         self.safe_point = SafePoint(generation)
 
     def start_generation(self, step: Step, *changed: Member) -> None:
-        """Start the next generation, without reports and rendezvous values: persist the cluster, then the changed members."""
+        """Start the next generation, without reports and rendezvous values. Persist the cluster, then the changed members."""
         generation = self._lifecycle.advance_generation()
         self._rendezvous = RendezvousStore()
         self.safe_point = SafePoint(generation)
@@ -267,8 +257,7 @@ class HealBarrier:
             step.out.persist(MemberRecord.from_member(self._members.current(member)))
 
     def regroup(self, step: Step, reason: str, *changed: Member) -> None:
-        """Start the next generation: persist the cluster, then the changed members, then send `NewGeneration` to all members
-        that are present and connected."""
+        """Start the next generation as `start_generation` does, then send `NewGeneration` to all present, connected members."""
         self.start_generation(step, *changed)
         message = NewGeneration(self._lifecycle.generation, reason)
         for member in self._members.reachable():
@@ -277,11 +266,11 @@ class HealBarrier:
     # -- agreement ---------------------------------------------------------------------------------------------------
 
     def require_agreement(self) -> None:
-        """Make READY wait for all ranks to resume, if any use the rendezvous: a rank was replaced or the world size changed."""
+        """Make READY wait for all ranks to resume, if the rendezvous store was ever used."""
         self.is_pending = True
 
     def require_all_to_resume(self) -> None:
-        """Require all ranks to resume before READY, because it is unknown which ones have. The caller starts a generation."""
+        """Make READY wait for all ranks to resume. The caller starts a generation."""
         self.is_pending = self.has_group_met = True
 
     def finish_agreement(self) -> None:
@@ -297,7 +286,7 @@ class HealBarrier:
 
     @property
     def is_agreeing(self) -> bool:
-        """Whether READY must wait for ranks that have yet to resume; False if the rendezvous was never used."""
+        """Whether READY must wait for ranks to resume; False if the rendezvous store was never used."""
         return self.is_pending and self.has_group_met and not self.all_resumed
 
     # -- rendezvous --------------------------------------------------------------------------------------------------
@@ -336,10 +325,7 @@ class HealBarrier:
         self.safe_point.add_resumed([rank])
 
     def is_state_lost(self) -> bool:
-        """Return whether every rank has reported that it needs the training state, none has resumed, and not all have finished.
-
-        Call this only after all ranks have reported.
-        """
+        """Return whether no rank has the training state. Call this only after all ranks have reported."""
         point = self.safe_point
         return not point.resumed and not point.done and all(report.needs_state for report in point.reports.values())
 
@@ -348,8 +334,8 @@ class HealBarrier:
             self.safe_point.note_failure(step.now, failed.reason)
 
     def has_unexplained_failure(self, now: float) -> bool:
-        """Return whether a collective of this generation failed over `DEATH_REPORT_S` ago. The recovery from a death that
-        explains it would have started another generation."""
+        """Return whether a collective of this generation failed over `DEATH_REPORT_S` seconds ago."""
+        # a death that explains the failure would have started another generation
         return now - self.safe_point.failed_at > DEATH_REPORT_S
 
     def count_retry(self) -> bool:
@@ -363,11 +349,10 @@ class HealBarrier:
     # -- waits that cannot end ---------------------------------------------------------------------------------------
 
     def count_left_ranks(self, step: Step) -> bool:
-        """Stop waiting for ranks that left.
+        """Do not wait for ranks that left, if all remaining ranks have finished or resumed.
 
-        If some of them have not reported, and all reports are of finished ranks and include all remaining ones, send the
-        remaining ranks `done` plans. If all of them have reported and all remaining ranks have resumed, count them as resumed
-        and return True. Otherwise return False.
+        If the remaining ranks have finished, send them `done` plans. If they have resumed, count the ranks that left as resumed
+        too and return True. Otherwise return False.
         """
         workers, point = self._members.members_in_role(Role.WORKER), self.safe_point
         left = {m.rank for m in workers if m.state is NodeState.LEFT}
@@ -397,10 +382,7 @@ class HealBarrier:
         )
 
     def _find_wait_on_finished_rank(self) -> str:
-        """Return which rank waits for a finished one; "" if none does, or the cluster is not READY.
-
-        This needs no timeout, because a finished rank has reported its last collective.
-        """
+        """Return which rank waits for a finished one; "" if none does, or the cluster is not READY."""
         reports = self.safe_point.reports
         if self._lifecycle.phase is not Phase.READY or not any(report.finished for report in reports.values()):
             return ""
@@ -413,8 +395,7 @@ class HealBarrier:
         return find_wait_beyond_end(reports, waits)
 
     def _find_wait_on_left_rank(self, waiting: int, where: str) -> str:
-        """Return which ranks left without a report while all others have reported, or left while all others wait in a
-        collective; "" if none did."""
+        """Return which ranks left while all others wait for their reports, or wait in a collective; "" if none did."""
         workers, point = self._members.members_in_role(Role.WORKER), self.safe_point
         left = [m for m in workers if m.state is NodeState.LEFT]
         unreported = [m for m in left if m.rank not in point.reports]
@@ -425,10 +406,9 @@ class HealBarrier:
         return ""
 
     def _find_wait_to_resume(self, step: Step, limit_s: float) -> str:
-        """Return which ranks left without `RankResumed`, if the others have not resumed within the limit; "" otherwise.
+        """Return which ranks left before they resumed, if the wait for that has exceeded the limit; "" otherwise.
 
-        The limit is counted from the first call that finds such ranks. If the others resume in time, the ranks that left count
-        as resumed (`count_left_ranks`).
+        The time is measured from the first call that finds such ranks.
         """
         workers, point = self._members.members_in_role(Role.WORKER), self.safe_point
         left = [m for m in workers if m.state is NodeState.LEFT and m.rank not in point.resumed]

@@ -1,9 +1,4 @@
-"""Log of incidents: recoveries and resizes, each open until all ranks have resumed, all workers restart, a scale-out is rolled
-back, or the run ends.
-
-A fault during a recovery opens a further incident. All open incidents reach the later stages together, because the ranks resume
-together. Incidents that add or remove parameter servers are closed separately.
-"""
+"""Log of incidents: the open and closed recoveries and resizes of a cluster (see `covey.core.incidents`)."""
 
 from __future__ import annotations
 
@@ -29,7 +24,7 @@ class IncidentTimes:
         self._stage_times[stage] = now
 
     def stage_durations_ms(self) -> dict[Stage, float]:
-        """Return the duration of each stage reached, in milliseconds: since the stage before it, or `began_at`; at least 0."""
+        """Return the duration of each stage reached, in milliseconds: the time since the stage before it, or `began_at`."""
         times, reached = {}, self.began_at
         for stage in Stage:
             if stage in self._stage_times:
@@ -51,8 +46,7 @@ class IncidentLog:
         self._open_times: dict[int, IncidentTimes] = {}  # by number
 
     def restore(self, records: list[Incident]) -> None:
-        """Restore the incidents of the journal. Open ones stay open, with only the stages DETECTED and DECIDED, both at the
-        time when the scheduler learned of the fault."""
+        """Restore the incidents of the journal. Open ones stay open, with the stages DETECTED and DECIDED."""
         self.records = sorted(records, key=lambda incident: incident.number)
         for incident in self.records:
             if incident.outcome is Outcome.OPEN:
@@ -103,12 +97,12 @@ class IncidentLog:
     def close(self, step: Step, outcome: Outcome, node: str = "", reason: str = "") -> None:
         """Close open incidents, persist and publish them.
 
-        ENDED and FINISHED close all. Otherwise only those of the parameter servers are closed if `node` is SERVERS_NODE, and
-        only the others if it is not. Scale-ins stay open when the ranks resume or restart while members have yet to leave.
-        ROLLED_BACK closes only scale-outs, and appends `reason` to their reason; a death in the same time stays open.
+        ENDED and FINISHED close all. Otherwise `node` selects those of the parameter servers (SERVERS_NODE) or the others.
+        ROLLED_BACK closes only scale-outs, and appends `reason` to their reason.
         """
         closing = [incident for incident in self.records if incident.number in self._open_times]
         if outcome not in (Outcome.ENDED, Outcome.FINISHED):
+            # a scale-in stays open while members have yet to leave
             kept_open = "scale-in" if step.cluster.departing_ids and outcome in (Outcome.RESUMED, Outcome.RESTARTED) else ""
             closing = [i for i in closing if (i.node == SERVERS_NODE) == (node == SERVERS_NODE) and i.strategy != kept_open]
         if outcome is Outcome.ROLLED_BACK:
@@ -124,8 +118,8 @@ class IncidentLog:
             step.out.publish("cluster", "recovery", str(incident), outcome=incident.outcome)
 
     def close_if_resumed(self, step: Step) -> None:
-        """Close the incidents as resumed; the caller has checked that the recovery is complete. Do nothing if a worker whose
-        last process ended with an exception has made no progress since, because its script may raise the exception again."""
+        """Close the incidents as resumed. Do nothing if an exception ended a worker's last process and the worker has made no
+        progress since, because it may raise the exception again."""
         if all(member.error is None for member in step.cluster.members_in_role(Role.WORKER)):
             self.close(step, Outcome.RESUMED)
 

@@ -1,13 +1,10 @@
 """The members of the cluster, their agents, connections, heartbeats and ranks.
 
-Ranks at formation. A node id of digits claims that rank; an agent with --node-rank claims ranks for its workers. The other
-members get the free ranks in order of their hosts (lowest address, then host id) and node ids. Without claims, the ranks of a
-host are therefore contiguous.
+At formation, a node id of digits claims that rank, and an agent with --node-rank claims ranks for its workers. The other
+members get the free ranks in order of their hosts and node ids. Without claims, the ranks of a host are therefore contiguous.
 
-Ownership. Only `Members` replaces the frozen records `Member` and `AgentInfo`. A record that was read earlier may be stale:
-methods that change a member or agent take any version of its record and read the current one. `uid` identifies a record,
-because role, node id and rank of a member may change. The order of `members` is that of joining (after a restart of the
-scheduler, that of the journal); a new rank in a resize, or a next incarnation without an agent, moves a member to the end.
+`Member` and `AgentInfo` are frozen records, and only `Members` replaces them. A record that was read earlier may be stale.
+Methods that change a member or agent take any version of its record and use the current one, which they find by `uid`.
 """
 
 from __future__ import annotations
@@ -55,10 +52,9 @@ def parse_rank_claim(node_id: str) -> int | None:
 
 
 def assign_ranks(members: Iterable[Member], world: int) -> dict[str, int]:
-    """Return the rank of each member, by name. The rank of a member, if it is not -1, is its claim.
+    """Return the rank of each member, by name. `Member.rank` is the rank that a member claims, or -1.
 
-    There are at most `world` members, and their claims are distinct. A claim of `world` or above is ignored: fewer members
-    registered than were allowed.
+    There are at most `world` members, and their claims are distinct. A claim of `world` or above is ignored.
     """
     known = list(members)
     claims = {m.name: m.rank for m in known if 0 <= m.rank < world}
@@ -108,7 +104,7 @@ def natural_sort_key(text: str) -> list[tuple[int, int, str]]:
 
 
 def describe_members(members: Iterable[Member]) -> str:
-    """Return the names of these members in natural order, the first `NAMES_MAX` and how many more; "none" without members."""
+    """Return the names of these members in natural order, at most `NAMES_MAX`, and how many more; "none" without members."""
     sorted_names = sorted((member.name for member in members), key=natural_sort_key)
     shown = ", ".join(sorted_names[:NAMES_MAX])
     more = len(sorted_names) - NAMES_MAX
@@ -131,16 +127,14 @@ class Heartbeats:
         self._progress_changed_at: dict[int, float] = {}
 
     def last_heartbeat_at(self, node: Member | AgentInfo) -> float:
-        """Return the time of the last heartbeat, or of a later event that counts as one, such as a registration or a restart of
-        the scheduler; 0 if there was none."""
+        """Return the time from which the node's silence is measured, usually that of its last heartbeat; 0: none."""
         return self._last_heartbeat_at.get(node.uid, 0.0)
 
     def progress(self, member: Member) -> Progress:
         return self._progress.get(member.uid, NO_PROGRESS)
 
     def progress_changed_at(self, member: Member) -> float:
-        """Return the time from which missing progress is measured: that of the last change, or a later one for a new process; 0
-        if there is none."""
+        """Return the time from which missing progress is measured, usually that of the last progress; 0: none."""
         return self._progress_changed_at.get(member.uid, 0.0)
 
     def add(self, node: Member | AgentInfo, now: float) -> None:
@@ -160,14 +154,14 @@ class Heartbeats:
         self._progress_changed_at[member.uid] = max(self.progress_changed_at(member), now)
 
     def begin_life(self, member: Member, now: float) -> None:
-        """Reset the progress for a new process. Before its first progress it is not stuck for at least `FIRST_PROGRESS_S`."""
+        """Reset the progress for a new process. Until its first progress it may take at least `FIRST_PROGRESS_S`."""
         self._progress[member.uid], self._progress_changed_at[member.uid] = NO_PROGRESS, now + self._first_progress_s
 
     def clear_progress(self, member: Member) -> None:
         self._progress[member.uid] = NO_PROGRESS
 
     def discount_suspension(self, slept_s: float, now: float) -> None:
-        """Move all times forward, at most to now, by the seconds in which the scheduler was suspended and could not receive."""
+        """Move all times forward by the seconds in which the scheduler was suspended, at most to now."""
         for uid, at in self._last_heartbeat_at.items():
             self._last_heartbeat_at[uid] = min(at + slept_s, now)
         for uid, at in self._progress_changed_at.items():
@@ -216,7 +210,7 @@ class HostLayout:
         return RankAssigned(cluster.generation, *ranks, world if is_server else 0, self._sharding_for(member), *promoted)
 
     def _sharding_for(self, member: Member) -> Sharding | None:
-        """Return the sharding for a member; None: the initial one. For a joining server, the ring includes all joining ones."""
+        """Return the sharding for a member; None: the initial one. The ring for a joining server includes all joining ones."""
         cluster = self._cluster
         if member.role is Role.PSERVER and member.rank in cluster.joining_servers:
             sharding = cluster.current_sharding
@@ -248,8 +242,7 @@ class HostLayout:
 class Members:
     """Owns the records of members and agents, their connections, and the indexes over them.
 
-    A connection belongs to at most one member or agent. A (role, node id), and a rank among workers, servers or spares, belongs
-    to at most one member.
+    A connection belongs to at most one member or agent. Two members never have the same role and node id, or role and rank.
     """
 
     def __init__(self, settings: ClusterSettings, heartbeats: Heartbeats) -> None:
@@ -308,7 +301,7 @@ class Members:
         return self.agents[name] if name is not None else None
 
     def is_connected(self, connection: int) -> bool:
-        """Return whether messages on this connection are those of a member or agent; False for an ignored connection."""
+        """Return whether a member or agent has this connection; False if `ignore_connection` was called for it."""
         return connection in self._by_connection
 
     def connections(self) -> list[int]:
@@ -381,7 +374,7 @@ class Members:
         return member
 
     def _change(self, member: Member, **changes: Any) -> Member:
-        """Replace the current record at its position and return it. For a removed member only the returned record changes."""
+        """Change the current record of a member; return the new record. A removed member is not added again."""
         key = self._keys.get(member.uid)
         changed = replace(self.current(member), **changes)
         if key is not None:
@@ -398,9 +391,9 @@ class Members:
         return changed
 
     def set_ranks(self, ranks: Mapping[str, int]) -> None:
-        """Set the rank of every member at formation, by name, and its local rank; the members are alive from now on.
+        """Set the ranks (by member name) and local ranks at formation, and mark all members as alive.
 
-        The rank is also the member index and, for a child, the node id.
+        The rank is also the member index and, for a child of an agent, the node id.
         """
         ranked = []
         for member in list(self.members.values()):
@@ -426,13 +419,12 @@ class Members:
         return member
 
     def admit_joining_node(self, registration: Register, node_id: str, generation: int) -> Member:
-        """Add a worker without an agent that registered after formation, as the highest rank of `generation`, which the caller
-        starts."""
+        """Add a worker without an agent that registered after formation. It joins in `generation`, with the highest rank."""
         return self._add_last_worker(_make_member(registration, node_id), generation, 0.0)
 
     def admit_joining_child(self, agent: str, generation: int, now: float) -> Member:
-        """Add a worker that an agent must start, as the highest rank of `generation`, which the caller starts. Its node id is
-        its member index."""
+        """Add a worker that an agent must start. It joins in `generation`, with the highest rank; its node id is its member
+        index."""
         member = Member(Role.WORKER, str(self._free_member_index()), "", self.agents[agent].host, agent=agent)
         return self._add_last_worker(member, generation, now)
 
@@ -470,7 +462,7 @@ class Members:
 
     def admit_children(self, agent: AgentInfo) -> None:
         """Add the workers and servers of an agent that registers while the cluster forms. Its workers claim the ranks from its
-        `first_rank` on, if it has one. At formation the ranks become their node ids."""
+        `first_rank` on, if that is not -1."""
         for role, count in ((Role.WORKER, agent.slots), (Role.PSERVER, agent.servers)):
             for slot in range(count):
                 rank = agent.first_rank + slot if role is Role.WORKER and agent.first_rank >= 0 else -1
@@ -511,7 +503,7 @@ class Members:
     # -- agents ------------------------------------------------------------------------------------------------------
 
     def add_agent(self, registration: RegisterAgent) -> AgentInfo:
-        """Add an agent; it replaces an earlier one with the same name, and has that one's children."""
+        """Add an agent. It replaces an earlier one with the same name and takes over its children."""
         if (earlier := self.agents.get(registration.agent)) is not None:
             self._forget_agent(earlier)
         self._last_uid += 1
@@ -556,11 +548,8 @@ class Members:
         return self._change_agent(agent, slots=min(self._current_agent(agent).slots, workers))
 
     def mark_children_alive(self, agent: AgentInfo, now: float) -> None:
-        """Mark the suspect children of a re-attached agent as alive, except connected ones, which send heartbeats themselves.
-
-        The agent reports those that have exited.
-        """
-        for member in self.children(agent.id):
+        """Mark the suspect children of a re-attached agent as alive, except connected ones."""
+        for member in self.children(agent.id):  # connected ones send heartbeats; the agent reports those that exited
             if member.state is NodeState.SUSPECT and not member.connection:
                 self._change(member, state=NodeState.ALIVE)
                 self._heartbeats.note_heartbeat(member, now)
@@ -571,9 +560,9 @@ class Members:
     # -- processes ---------------------------------------------------------------------------------------------------
 
     def prepare_next_incarnation(self, member: Member, now: float) -> Member:
-        """Advance a child to its next incarnation, whose process has not started yet, and ignore messages of the old process.
+        """Advance a child to its next incarnation, and ignore further messages of its old process.
 
-        The child's agent is registered. It ends the old process when it receives `DesiredChildren`.
+        The child's agent must be registered.
         """
         old = self.current(member)
         self._by_connection.pop(old.connection, None)
@@ -594,7 +583,7 @@ class Members:
 
     def reset_for_restart(self, member: Member, now: float) -> Member:
         """Advance a child to its next incarnation for a full restart. Reset its deaths, ended processes and exception, and set
-        its member index to its rank; `restarts` is not reset."""
+        its member index to its rank."""
         old = self.current(member)
         self.prepare_next_incarnation(old, now)
         return self._change(
@@ -608,8 +597,10 @@ class Members:
         )
 
     def promote_spare(self, spare: Member, member: Member) -> int:
-        """Make the process of a spare the process of this member, and mark the spare as left. Return the connection of the
-        process, which the caller attaches to the member after the change was persisted."""
+        """Make the process of a spare the process of this member, and mark the spare as left.
+
+        Return the connection of the process. The caller attaches it to the member after the change was persisted.
+        """
         spare = self.current(spare)
         self._change(member, promoted_from=f"{spare.name}.{spare.incarnation}", instance_id=spare.instance_id, pid=spare.pid)
         self._change(spare, handovers=spare.handovers + 1)
@@ -705,11 +696,9 @@ class Members:
     # -- the journal -------------------------------------------------------------------------------------------------
 
     def restore_members(self, records: Sequence[Record], cluster: ClusterRecord, servers: Iterable[int], now: float) -> None:
-        """Restore members and agents from the journal. Members that were present are suspect until they, or their agents,
-        re-attach.
+        """Restore members and agents from the journal. Members that were present become suspect.
 
-        Workers beyond the world size after the last resize, and parameter servers whose rank is not in `servers`, are ignored:
-        they had left, or their scale-out was not recorded.
+        Skip workers whose rank is beyond the recorded world size, and parameter servers whose rank is not in `servers`.
         """
         known_servers = set(servers)
         for record in records:

@@ -1,16 +1,16 @@
 """State machine of a node: how a worker, parameter server, spare or agent joins its cluster, stays in it and leaves.
 
-A node has one connection to its scheduler and registers on every new one. The first registration contains what the node
-requests, later ones what it has (cluster, incarnation, generation, rank), so that a restarted scheduler can re-attach it. When
-a member loses its connection, the script continues and the node reconnects, first after at most 50 ms, then with exponential
-backoff. Without recovery, the membership ends after `node_timeout_s` without a scheduler. If standbys are configured, a node
-that receives no message for `silence_s` seconds connects to another scheduler.
+A node has one connection to its scheduler and registers on every new one. A registration contains what the node requests, or,
+once it is a member, what it has (cluster, incarnation, generation, rank). A restarted scheduler can therefore re-attach it.
+When a member loses its connection, the script continues and the node reconnects with exponential backoff. Without recovery, the
+membership ends after `node_timeout_s` without a scheduler. A node that receives no message for `silence_s` seconds reconnects,
+to another scheduler if standbys are configured.
 
     CONNECTING → REGISTERING → WAITING → MEMBER → LEAVING → ENDED
          ↑____________↓___________↓________↓  (connection lost)
 
-A member that registers again is MEMBER without WAITING. A request to leave leads to LEAVING from every stage before it, or
-directly to ENDED. A refusal that is not a deferral, the end of the cluster, or an expired deadline leads to ENDED.
+A member that registers again is MEMBER without WAITING. A request to leave leads to LEAVING or ENDED from every stage before. A
+refusal that is not a deferral, the end of the cluster, or too long a wait leads to ENDED.
 
 `due_at` is the time by which the runtime must pass the next `Tick`; only `step` changes the state. The caller passes the source
 of jitter, a function that returns numbers between 0 and 1, so that the machine is deterministic.
@@ -272,7 +272,7 @@ class NodeMachine:
 
     @property
     def _must_deliver_leave(self) -> bool:
-        """Whether the node reconnects if necessary to deliver its `Leave`, because a restarted scheduler would wait for it."""
+        """Whether the node reconnects if necessary to deliver its `Leave`."""
         return self._was_member and self._settings.recovery
 
     def _end_overdue(self) -> list[NodeEffect]:

@@ -1,10 +1,10 @@
 """Recovery: from the exit of a process until all ranks have resumed.
 
-The ladder of strategies is ordered: retry, recover-in-place, recover, elastic-training, dump, exit. `retry` is for a collective
-that failed without a death. After a death, `choose_action` takes the first of the others that is enabled, possible with the
-remaining members and hosts, and within its limit, with two exceptions: a ready spare (`recover`) precedes `recover-in-place`,
-and depending on the settings the cluster first waits for a lost host or a process without an agent to return. If no process
-has called `covey.init()`, no worker can be replaced alone: all workers restart, up to --max-restarts times, as with torchrun.
+The strategies form a ladder: retry, recover-in-place, recover, elastic-training, dump, exit. `retry` follows a collective that
+failed without a death. After a death, `choose_action` usually takes the first of the others that is enabled and possible.
+A ready spare (`recover`) precedes `recover-in-place`. Depending on the settings, the cluster first waits for a host or process
+to return. Until a child of an agent has called `covey.init()`, agents do not replace a single worker: all workers restart, up
+to --max-restarts times, as with torchrun.
 
 `Recovery` carries the action out. Its sections follow one recovery in order: (1) a process ended, (2) the action after a death,
 (3) hosts that join or do not join in time, (4) the ranks report and resume.
@@ -84,12 +84,11 @@ def choose_action(
 
 
 def _script_error_blocker(cluster: ClusterState, dead: Member, error: ScriptError | None) -> str:
-    """Return why an exception is an error of the script, which no replacement repairs; "" if it may be transient, or if there
-    is none.
+    """Return why the exception is an error of the script that a replacement would repeat; "" if it may be transient.
 
-    Return "" also in three cases. Without covey.init() no rank is replaced, and only --max-restarts limits the full restarts. A
-    process without an agent is restarted by a user, who may have corrected the script. Servers are not checked.
+    Return "" also for a server, for a process without an agent, and if no child of an agent has called covey.init().
     """
+    # a process without an agent is restarted by a user, who may have corrected the script
     if error is None or not cluster.heals or not dead.agent or dead.role is not Role.WORKER:
         return ""
     if dead.error is not None and dead.error.cause == error.cause and (not error.completed or error.step <= dead.error.step):
@@ -126,15 +125,15 @@ def _choose_without_shrink(cluster: ClusterState, dead: Member) -> tuple[Recover
 
 
 def can_replace(cluster: ClusterState) -> bool:
-    """Return whether script and settings allow to replace a single child of an agent, or to continue without it: a process has
-    called covey.init(), and recover-in-place, recover or elastic-training is enabled."""
+    """Return whether a child of an agent may be replaced alone, or given up: a child has called covey.init(), and
+    recover-in-place, recover or elastic-training is enabled."""
     return cluster.heals and bool(
         {RecoveryStrategy.IN_PLACE, RecoveryStrategy.RECOVER, RecoveryStrategy.ELASTIC} & set(cluster.settings.strategies)
     )
 
 
 def can_restart_all(cluster: ClusterState) -> bool:
-    """Return whether every worker, and every server that an agent runs, has an agent that is neither lost nor leaving."""
+    """Return whether every worker has a registered agent that is not leaving, and the same for servers that agents run."""
     agents = [cluster.agents.get(m.agent) for m in cluster.members_without_spares() if m.agent or m.role is Role.WORKER]
     return all(agent is not None and not agent.is_leaving for agent in agents)
 
@@ -147,7 +146,7 @@ def restart_limit(agent: AgentInfo | None, limit: int) -> int:
 def _choose_after_rows_lost(cluster: ClusterState, dead: Member, lost: str) -> tuple[RecoveryAction, str]:
     """Return RESTART_ALL if all workers can and may restart from the last checkpoint, else END; and the reason.
 
-    `lost` says which rows were lost; with them the progress since the last checkpoint is lost.
+    The reason begins with `lost`, which says which rows were lost.
     """
     settings = cluster.settings
     if not cluster.heals or dead.agent not in cluster.agents or not can_restart_all(cluster):
@@ -201,8 +200,10 @@ def waits_before_shrink(settings: ClusterSettings) -> bool:
 
 
 def replacement_hosts(cluster: ClusterState) -> list[tuple[Member, AgentInfo]]:
-    """Return pairs of a dead child and an agent with a free slot for it, for as many dead children as possible. The successor
-    of the child's own agent has priority."""
+    """Return pairs of a dead child and an agent with a free slot for it, for as many dead children as possible.
+
+    An agent that replaces the child's former agent has priority.
+    """
     lost = sorted((m for m in cluster.members.values() if m.agent and m.state is NodeState.DEAD), key=lambda m: m.rank)
     found = []
     for role in (Role.WORKER, Role.PSERVER):
@@ -219,16 +220,20 @@ def replacement_hosts(cluster: ClusterState) -> list[tuple[Member, AgentInfo]]:
 
 
 def _is_successor_agent(agent: AgentInfo, lost: Member) -> bool:
-    """Return whether the agent succeeds the one that had this member. An agent that claims ranks (--node-rank) does if they
-    include the member's node id, any other agent if it has the same host id."""
+    """Return whether this agent replaces the former agent of a lost member.
+
+    An agent that claims ranks (--node-rank) does if they include the member's node id, another one if it has its host id.
+    """
     number = parse_rank_claim(lost.node_id)
     claimed = range(agent.first_rank, agent.first_rank + agent.slots) if agent.first_rank >= 0 else range(0)
     return number in claimed if claimed else agent.host.id == lost.host.id
 
 
 def host_with_capacity(cluster: ClusterState, dead: Member) -> AgentInfo | None:
-    """Return the agent with the fewest extra members, among connected agents other than the dead member's that are not leaving;
-    None if none has fewer than `extra_ranks`."""
+    """Return the connected agent with the fewest members beyond its slots; None if none has fewer than `extra_ranks`.
+
+    The agent of the dead member, and agents that are leaving, are not considered.
+    """
     others = (
         agent for agent in cluster.agents.values() if agent.id != dead.agent and agent.connection and not agent.is_leaving
     )
@@ -240,10 +245,10 @@ def host_with_capacity(cluster: ClusterState, dead: Member) -> AgentInfo | None:
 
 
 def choose_spare(cluster: ClusterState, dead: Member) -> Member | None:
-    """Return a ready spare for a dead worker: of the same agent if possible, else of the one with the fewest extra members.
+    """Return a ready spare for a dead worker: of the same agent if possible, else of an agent with few extra members.
 
-    The spare of another agent is used only if that agent has fewer than `extra_ranks` extra members. Return None if there is no
-    such spare, or the dead member is not a worker.
+    Another agent must have fewer than `extra_ranks` members beyond its slots. Return None if there is no such spare, or if the
+    dead member is not a worker.
     """
     found: list[tuple[bool, int, int, Member]] = []
     for spare in cluster.members_in_role(Role.SPARE):
@@ -257,14 +262,14 @@ def choose_spare(cluster: ClusterState, dead: Member) -> Member | None:
 
 
 def can_refill_spare(cluster: ClusterState, spare: Member) -> bool:
-    """Return whether another process may be started for a spare: the limits of its deaths before it was ready, and of replaced
-    processes of its agent, are not reached."""
+    """Return whether another process may be started for a spare. False if the spare has died too often, or if its agent has
+    replaced too many processes."""
     limit = restart_limit(cluster.agents.get(spare.agent), cluster.settings.replacements_max)
     return spare.deaths_without_progress < DEATHS_WITHOUT_PROGRESS_MAX and _count_replacements(cluster, spare) < limit
 
 
 def _count_replacements(cluster: ClusterState, member: Member) -> int:
-    """Return the number of replaced processes of all children that the member's agent has now, without handovers."""
+    """Return how many processes of the present children of the member's agent were replaced, without handovers."""
     return sum(m.restarts - m.handovers for m in cluster.children(member.agent))
 
 
@@ -307,20 +312,17 @@ def _describe_activity(cluster: ClusterState, member: Member) -> str:
 
 
 class Spares:
-    """Starts spares, promotes one, and handles their exits. It has no state of its own.
+    """Starts spares, promotes one, and handles their exits.
 
-    A spare runs the script up to the line that needs a rank, and is ready when it waits there. It is a member of the role
-    `spare`, outside the world; its rank only numbers it among the spares. Missing spares are started while the cluster is
-    READY, after a covey.Loop has finished a step: only then the script is known to be healable, and the first start is not
-    slowed down. The death of a spare is not a failure of the run. It is restarted within the limit of replaced processes of its
-    host, unless its script exits with code 0, or it dies repeatedly before it is ready.
+    A spare runs the script up to the line that needs a rank, and is ready when it waits there. It is outside the world, and its
+    rank numbers it among the spares. The exit of a spare is not a failure of the run.
     """
 
     def __init__(self, heartbeats: Heartbeats, members: Members) -> None:
         self._heartbeats, self._members = heartbeats, members
 
     def fill(self, step: Step) -> None:
-        """Start the missing spares of every agent that is connected and not leaving, except those that may not be restarted."""
+        """Start the missing spares of connected agents that are not leaving, except spares that may not be restarted."""
         for agent in list(self._members.agents.values()):
             if agent.spares and agent.connection and not agent.is_leaving:
                 self._fill_agent(step, agent)
@@ -336,8 +338,10 @@ class Spares:
             self._members.send_desired_children(step, {agent.id})
 
     def promote(self, step: Step, spare: Member, member: Member) -> int:
-        """Make the process of a spare the process of a worker. Return its connection, which the caller attaches to the worker
-        after the change was persisted. The agent starts no other process, because the worker's record names this one."""
+        """Make the process of a spare the process of a worker.
+
+        Return its connection. The caller attaches it to the worker after the change was persisted.
+        """
         step.out.publish(spare.name, "promoted", f"its process is {member.name} now")
         step.out.count("promotions")
         return self._members.promote_spare(spare, member)
@@ -345,7 +349,7 @@ class Spares:
     def on_exit(self, step: Step, spare: Member, code: int, reason: str) -> None:
         """Mark a spare whose process exited as left, and persist it.
 
-        It is not started again if the code is 0, or after `DEATHS_WITHOUT_PROGRESS_MAX` deaths in a row before it was ready.
+        Give it up if the code is 0, or after `DEATHS_WITHOUT_PROGRESS_MAX` deaths in a row before it was ready.
         """
         is_ready = self._heartbeats.progress(spare).is_spare_ready
         deaths = 0 if is_ready else spare.deaths_without_progress + 1
@@ -365,9 +369,8 @@ class Spares:
 class Recovery:
     """Recovery of a cluster, from the exit of a process until all ranks have resumed.
 
-    The cluster enters READY when no member is dead or suspect, and all ranks have resumed if they have to
-    (`HealBarrier.is_agreeing`). Two rules let a restarted scheduler continue from any point. A new generation is durable before
-    its incarnations. A death that restarts all workers is not durable before the restart, so that the agent reports it again.
+    Two rules let a restarted scheduler continue a recovery. A new generation is durable before its incarnations. A death that
+    restarts all workers is not durable before the restart, so that the agent reports it again.
     """
 
     def __init__(
@@ -402,8 +405,8 @@ class Recovery:
     def on_connection_lost(self, step: Step, connection: int, reason: str) -> None:
         """Handle a lost connection.
 
-        A node without an agent is dead. A child is not: its agent reports the exit. If the cluster has formed and the settings
-        allow it (`waits_for_agents`), an agent has the node timeout to reconnect; otherwise its children are dead.
+        For a node without an agent this counts as its exit. The exit of a child is reported by its agent. An agent has the node
+        timeout to reconnect if `waits_for_agents` is set and the cluster has formed; otherwise it is lost.
         """
         lost = self._members.detach(connection)
         if isinstance(lost, Member):
@@ -418,8 +421,8 @@ class Recovery:
     def on_leave(self, step: Step, connection: int, leave: Leave) -> None:
         """Handle the leave of a node or an agent, and acknowledge it.
 
-        A node without an agent has left if the code is 0, else it is dead; the same applies to all children of an agent that
-        leaves. If a child leaves, only its agent's report of the exit decides.
+        The leave of a node without an agent counts as its exit, that of an agent as the exit of its children. If a child
+        leaves, its agent still reports the exit.
         """
         left = self._members.detach(connection)
         if isinstance(left, AgentInfo):
@@ -455,10 +458,10 @@ class Recovery:
         self._members.close_member(member, connection, step.out)
 
     def _on_agent_lost(self, step: Step, agent: AgentInfo, code: int, reason: str, since: float | None = None) -> None:
-        """Remove a lost agent and handle the exit of its children: they have left if the code is 0, else they are dead.
+        """Remove a lost agent and handle the exit of its children with this code.
 
-        Choose the action again for its dead members if the agent was leaving. Do nothing if the cluster has ended, or if all
-        workers and servers of the agent had ended before.
+        If the agent was leaving, choose the action for its dead members again. Do nothing if the cluster has ended, or if
+        nothing is left to decide because the workers and servers of the agent had ended before.
         """
         children = self._members.children(agent.id)
         placed = [m for m in children if m.role is not Role.SPARE]
@@ -492,8 +495,8 @@ class Recovery:
     ) -> None:
         """Handle the exit of a process: it left (code 0) or died. `since` is the time of the first sign of it; None: now.
 
-        After all ranks have finished, every exit counts as code 0. While the cluster forms, the member is removed. A spare only
-        leaves. Do nothing if the member is not present, or the cluster has ended.
+        After all ranks have finished, an exit of a worker or server counts as code 0. While the cluster forms, the member is
+        removed. Do nothing if the member is not present, or the cluster has ended.
         """
         member = self._members.current(member)
         # the member may have been removed by the rollback of a scale-out
@@ -524,7 +527,7 @@ class Recovery:
     def _on_death(self, step: Step, member: Member, failure: Failure, since: float) -> None:
         """Choose the action after a death, open an incident, and carry the action out.
 
-        A death during a dump is only recorded. The death of a joining member rolls its scale-out back, if possible.
+        During a dump no action is chosen. The death of a joining member rolls its scale-out back, if possible.
         """
         member = self._members.current(member)
         if self._shutdown.state is ShutdownState.DUMPING:
@@ -557,9 +560,9 @@ class Recovery:
         return None
 
     def _replace(self, step: Step, member: Member, failure: Failure, reason: str, action: RecoveryAction) -> None:
-        """Replace the process of a worker or server on its host, on another, or by a spare; other ranks wait in their step.
+        """Replace the process of a worker or server on its host, on another host, or by a spare.
 
-        In a world of one worker this is a full restart, because no other rank has the state.
+        The replacement of the only worker is a full restart, because no other rank has the state.
         """
         if not member.leave_reason:
             self.first_failure = self.first_failure or failure
@@ -595,8 +598,8 @@ class Recovery:
         self._members.send_desired_children(step, {before, member.agent})  # the former agent may have to end the old process
 
     def _move(self, step: Step, member: Member, agent: AgentInfo, reason: str) -> Member:
-        """Move a member to another agent; return its new record. If its old process is connected, refuse it directly, because
-        its agent may be gone."""
+        """Move a member to another agent; return its new record. Refuse its old process if that is connected, because its
+        agent may be gone."""
         if member.connection:
             step.out.send(member.connection, Refused(f"this process was superseded: {reason}"))
             step.out.close(member.connection)
@@ -664,8 +667,8 @@ class Recovery:
             self._shrink_deadline = min(self._shrink_deadline, step.now + self._settings.shrink_after_s)
 
     def use_new_hosts(self, step: Step) -> None:
-        """While HEALING, restart lost members on hosts with free slots. If there are none to restart, let the world grow on
-        free slots, up to the target."""
+        """While HEALING, restart lost members on hosts with free slots. If none can be restarted, let the world grow on free
+        slots, up to the target."""
         if self._lifecycle.phase is Phase.HEALING and self._shutdown.state is ShutdownState.RUNNING:
             pairs = replacement_hosts(step.cluster)
             if pairs:
@@ -712,8 +715,8 @@ class Recovery:
         return True
 
     def _absent_members(self) -> list[Member]:
-        """Return the members that are dead or suspect, without spares. While all ranks have to resume, also those that are
-        present but not connected, such as replacements that have not registered."""
+        """Return the members that are dead or suspect, without spares. While all ranks have to resume, also return present
+        members that are not connected, such as replacements that have not registered."""
         absent, is_pending = (NodeState.DEAD, NodeState.SUSPECT), self._barrier.is_pending
         members = self._members.members_without_spares()
         return [m for m in members if m.state in absent or (is_pending and m.is_present and not m.connection)]
@@ -721,7 +724,7 @@ class Recovery:
     def _shrink_to_survivors(self, step: Step) -> None:
         """Continue without the lost members, for which no host joined in time.
 
-        If that is not possible, dump or end; if MS_ENABLE_RECOVERY is set, keep waiting.
+        If that is not possible, keep waiting if MS_ENABLE_RECOVERY is set, else dump or end.
         """
         self._shrink_deadline = NEVER
         workers = self._members.members_in_role(Role.WORKER)
@@ -760,8 +763,8 @@ class Recovery:
     def on_report(self, step: Step, connection: int, report: SafePointReport) -> None:
         """Handle the report of a rank at a safe point; ignore it if it is not of the current generation.
 
-        When all ranks have reported, send each its heal plan; after a repeated report, send that rank's plan again. If the
-        plans fail, restart all workers from the newest checkpoint.
+        When all ranks have reported, send each its heal plan. After a repeated report, send that rank's plan again. If the
+        ranks cannot resume, roll back to the newest checkpoint, unless a dump is in progress.
         """
         member = self._members.member_at(connection)
         if member is None or member.role is not Role.WORKER or report.generation != self._lifecycle.generation:
@@ -806,8 +809,8 @@ class Recovery:
             self._incidents.close_if_resumed(step)
 
     def on_rank_resumed(self, step: Step) -> None:
-        """If all ranks have resumed, complete the recovery or resize, or release the next members of a scale-in. In any case,
-        check whether the cluster is READY."""
+        """If all ranks have resumed, complete the recovery or resize, or release the next members of a scale-in. Then update
+        the phase."""
         if self._barrier.all_resumed:
             self._barrier.reset_retries()
             if self._lifecycle.note_restart_resumed():
@@ -823,7 +826,7 @@ class Recovery:
         self.update_readiness(step, "all ranks resumed")
 
     def update_readiness(self, step: Step, reason: str) -> None:
-        """Enter READY from HEALING or RETURNING if no member is dead or suspect and no rank has yet to resume.
+        """Enter READY from HEALING or RETURNING if no member is dead or suspect, and READY need not wait for ranks to resume.
 
         Go from RETURNING to HEALING if no member is suspect, but members are dead or ranks have yet to resume. Persist and
         publish the change. Do nothing in other phases or during a dump.
@@ -865,7 +868,7 @@ class Recovery:
     # -- end, drain and idle work ------------------------------------------------------------------------------------
 
     def end_if_all_left(self, step: Step) -> None:
-        """End the cluster with code 0 if every worker has left; else check whether it is READY."""
+        """End the cluster with code 0 if every worker has left; else update the phase."""
         last = self._unfinished_worker
         if last is None or not self._members.contains(last) or self._members.current(last).state is NodeState.LEFT:
             workers = reversed(self._members.members_in_role(Role.WORKER))
@@ -878,7 +881,7 @@ class Recovery:
     def on_draining(self, step: Step, connection: int, drain: Draining) -> None:
         """Handle the drain of a member, whose exit is then not a failure, or of a host, which then gets no further processes.
 
-        If the scheduler leaves with the host, end the cluster after a dump, if one is possible.
+        If the scheduler leaves with the host and a dump is possible, dump and end the cluster.
         """
         member, agent = self._members.member_at(connection), self._members.agent_at(connection)
         if member is not None:
@@ -890,8 +893,7 @@ class Recovery:
                 self._shutdown.dump_or_end(step, ExitCode.STOPPED, drain.reason)
 
     def run_idle_work(self, step: Step) -> None:
-        """Release the next members of a scale-in, or start missing spares, if the cluster is READY and a covey.Loop has
-        finished a step since the last full restart."""
+        """Release the next members of a scale-in, or start missing spares, if the cluster is READY and `trains` is set."""
         if self._lifecycle.phase is Phase.READY and self._lifecycle.trains and not self._resize.release_next_leavers(step):
             self._spares.fill(step)
 

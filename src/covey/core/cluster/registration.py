@@ -3,9 +3,8 @@
 A node id names a member, an *instance id* its process, and the *incarnation* counts the processes of the member. A node is
 admitted as a new member while there is room. It is re-attached to an existing member if it is the known process, or the one
 that the member's agent started. A new process is admitted as the next incarnation if the known one is dead, the member has no
-agent and recovery is enabled. If there may be room later, or if the known process is not known to be dead yet, the registration
-is deferred: the node repeats it. Otherwise it is refused. Two processes are therefore never the same member at the same time.
-Only a refusal closes the connection.
+agent and recovery is enabled. If there may be room later, or if it is uncertain whether the known process is alive, the
+registration is deferred: the node repeats it. Otherwise it is refused, and its connection is closed.
 """
 
 from __future__ import annotations
@@ -152,8 +151,8 @@ def _registration_blocker(cluster: ClusterState, request: Register | RegisterAge
 
 
 def _claim_blocker(cluster: ClusterState, request: Register) -> str:
-    """Return why no member can exist for this registration: the cluster has none of its role, its id claims a rank that does
-    not exist, or its generation is newer than the cluster's. Return "" if none of these is true."""
+    """Return why no member can exist for this registration: the cluster has no members of its role, its id claims a rank that
+    does not exist, or its generation is newer than the cluster's. Return "" if none of these is true."""
     world = cluster.target_workers if request.role is Role.WORKER else cluster.settings.required_count(request.role)
     if world == 0 and request.role is not Role.SPARE:
         count = "MS_WORKER_NUM" if request.role is Role.WORKER else "MS_SERVER_NUM"
@@ -269,7 +268,7 @@ def _decide_other_instance(cluster: ClusterState, member: Member, request: Regis
 
 
 class Registration:
-    """Admission of nodes and agents, and the formation. Two processes are never the same member at the same time.
+    """Admission of nodes and agents, and the formation.
 
     Owns the deferred instances, the deadlines of the formation, and the last refusal while the cluster forms.
     """
@@ -296,8 +295,10 @@ class Registration:
     # -- formation ---------------------------------------------------------------------------------------------------
 
     def form_or_give_up(self, step: Step) -> bool:
-        """Form the cluster if it is complete and no more workers are awaited. If it has not formed within `topo_timeout_s`
-        (negative: no limit), end it and return True; else return False."""
+        """Form the cluster if it is complete and no more workers are awaited.
+
+        If it has not formed within `topo_timeout_s` (negative: no limit), end it and return True; else return False.
+        """
         self._form_if_complete(step)
         if self._lifecycle.phase is not Phase.FORMING or step.now <= self._forming_deadline:
             return False
@@ -367,10 +368,10 @@ class Registration:
         step.out.send(connection, Registered(self._lifecycle.cluster_id, member.node_id, member.incarnation))
 
     def _reattach(self, step: Step, connection: int, member: Member, request: Register) -> None:
-        """Attach a process to a connection: the known process of the member, or the one that its agent started for it.
+        """Attach the process of a member to this connection, and send `Registered`.
 
-        The member keeps its rank, and is alive again if it was suspect or dead. Send `Registered`, and unless the member waits
-        for the formation or has left, its rank, and the request of a dump in progress.
+        Unless the member waits for the formation or has left, it is alive again. It is then sent its rank, and the request of
+        a dump in progress.
         """
         if member.connection != connection:
             self._members.close_connection(member.connection, step.out)
@@ -449,9 +450,8 @@ class Registration:
     ) -> bool:
         """Refuse or defer the request if that is the decision; return whether it was refused or deferred.
 
-        It is also refused if its connection belongs to another process. A refusal closes the connection, which is then lost for
-        the node or agent that had it. If the cluster has ended and the request is of one of its nodes, `ClusterEnded` is sent
-        in place of `Refused`.
+        It is also refused if its connection belongs to another process. A refusal closes the connection. If the cluster has
+        ended, its own nodes are sent `ClusterEnded` in place of `Refused`.
         """
         known = self._members.member_at(connection) or self._members.agent_at(connection)
         reason = decision.reason

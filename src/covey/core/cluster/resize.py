@@ -65,13 +65,13 @@ def remaining_departing(cluster: ClusterState) -> list[Member]:
 
 
 def has_left_worker(cluster: ClusterState) -> bool:
-    """Return whether a worker has left, usually because its script finished: then the world size can no longer change."""
+    """Return whether a worker has left, usually because its script finished. The world size cannot change then."""
     return any(m.state is NodeState.LEFT for m in cluster.members_in_role(Role.WORKER))
 
 
 def can_roll_back(cluster: ClusterState) -> bool:
-    """Return whether a scale-out is in progress and can be rolled back: an earlier worker is present, which holds the training
-    state, and no worker has left."""
+    """Return whether a scale-out is in progress and can be rolled back: `trains` is set, a worker from before the scale-out is
+    present, and no worker has left."""
     before = [m for m in cluster.members_in_role(Role.WORKER) if m.node_id not in cluster.joining_ids]
     return bool(cluster.joining_ids) and cluster.trains and any(m.is_present for m in before) and not has_left_worker(cluster)
 
@@ -126,9 +126,9 @@ def plan_resize(cluster: ClusterState, request: ScaleRequest) -> tuple[ResizePla
 
 
 def least_loaded_agents(cluster: ClusterState, count: int) -> list[str]:
-    """Return the ids of `count` agents for new members, each time the one with the fewest children so far, whatever its slots.
+    """Return the agent ids for `count` new members: for each, the agent with the fewest children, whatever its slots.
 
-    Return [] if no agent is connected, or all are leaving.
+    Agents that are disconnected or leaving are not used. Return [] if there are no others.
     """
     load = {
         agent.id: len(cluster.children(agent.id))
@@ -174,8 +174,8 @@ def select_departing(
 def plan_growth(cluster: ClusterState) -> tuple[ResizePlan | None, str]:
     """Return the plan to grow up to the target on free slots of hosts whose templates are not importing; and the reason.
 
-    The plan is None if the target is reached, the world size cannot change now, or no slot is free; in the last case the text
-    is not a reason.
+    The plan is None if the target is reached, the world size cannot change now, or no slot is free. In the last case, ignore
+    the reason.
     """
     world = cluster.size(Role.WORKER)
     if world >= cluster.target_workers:
@@ -206,9 +206,8 @@ def make_member_indexes(cluster: ClusterState) -> MemberIndexes:
 class Resize:
     """Target size of the world, and the resizes in progress.
 
-    A scale-out is in progress while `joining_ids` is not empty: until all ranks have resumed, it is rolled back, or all workers
-    restart. A scale-in has further batches of workers to release while `departing_ids` is not empty. Both can be in progress
-    together.
+    A scale-out is in progress while `joining_ids` is not empty. A scale-in has further workers to release while `departing_ids`
+    is not empty. Both can be in progress together.
     """
 
     def __init__(self, base: BaseParts, barrier: HealBarrier) -> None:
@@ -223,8 +222,8 @@ class Resize:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def request(self, step: Step, request: ScaleRequest) -> ScaleAccepted | Refused:
-        """Start a scale-out or scale-in of the workers, roll a scale-out back, or only set the target (`start_processes` is
-        false). Return the reply, `Refused` if that is not possible now."""
+        """Start a scale-out or scale-in of the workers, roll a scale-out back, or set the target (`start_processes` is false).
+        Return the reply, `Refused` if that is not possible now."""
         if request.roll_back:
             if not can_roll_back(step.cluster):
                 return Refused("no scale-out is in progress that could be rolled back")
@@ -245,10 +244,7 @@ class Resize:
         return ScaleAccepted(number, reason)
 
     def _raise_target(self, step: Step, more: int) -> ScaleAccepted | Refused:
-        """Set the target to the world size plus `more`: workers that register by themselves are admitted up to it.
-
-        Also start a scale-out on hosts that have free slots. Return the reply.
-        """
+        """Set the target to the world size plus `more`, and start a scale-out if that is possible now. Return the reply."""
         wanted, reason = target_with_extra(step.cluster, more)
         if wanted is None:
             return Refused(reason)
@@ -261,7 +257,7 @@ class Resize:
     # -- growing -----------------------------------------------------------------------------------------------------
 
     def grow_on_free_slots(self, step: Step) -> None:
-        """Start a scale-out on hosts with free slots, up to the target, if there are any and the world size can change now."""
+        """Start the scale-out that `plan_growth` returns, if any."""
         plan, reason = plan_growth(step.cluster)
         if plan is not None:
             self._grow_on_agents(step, plan.agents, reason, "a host joined")
@@ -274,10 +270,7 @@ class Resize:
         return number
 
     def grow_by(self, step: Step, joining: list[Member], reason: str, cause: str) -> int:
-        """Start a scale-out: a generation with these members, which are admitted already. Return the number of its incident.
-
-        The other ranks wait for them inside their step.
-        """
+        """Start a scale-out: a generation with these members, which are admitted already. Return the number of its incident."""
         step.out.count("scale_out")
         number = self._incidents.open(step, "scale-out", reason, cause)
         self.joining_ids = tuple(m.node_id for m in joining)
@@ -288,7 +281,7 @@ class Resize:
         return number
 
     def finish_growth(self) -> None:
-        """Record that no scale-out is in progress, because all ranks have resumed, all workers restart, or the cluster ends."""
+        """Record that no scale-out is in progress any more."""
         self.joining_ids = ()
 
     def roll_back_if_joining(self, step: Step, member: Member, reason: str) -> bool:
@@ -368,8 +361,7 @@ class Resize:
         """Release the next batch of departing members; return whether a generation was started.
 
         If it is unknown whether all ranks have resumed, the new generation only makes them resume, and no member leaves yet.
-        Return False if no member is to leave, or if the world size cannot change now. In the second case the scale-in waits:
-        after a full restart for the first step, near the end of the script for the end of the run.
+        Return False if no member is to leave, or if the world size cannot change now.
         """
         departing = remaining_departing(step.cluster)
         if not departing:

@@ -8,10 +8,10 @@ the formation, are not.
 The machine is composed of parts. Each part owns its fields and alone writes them. A part calls only parts that `__init__`
 constructs before it. All handlers get a `Step`: the time, the readable state and the outbox for effects.
 
-A connection belongs to at most one member or agent. A node without an agent is dead when its connection is lost, unless all
-ranks have finished. The exit of a child is reported by its agent; a lost connection of the child alone has no consequence. When
-the connection of an agent is lost, its children are dead; with recovery, the agent first has the node timeout to reconnect (see
-`ClusterSettings.waits_for_agents`). Nodes that are lost while the cluster forms are removed.
+A node without an agent is dead when its connection is lost, unless all ranks have finished. The exit of a child is reported by
+its agent; the loss of the child's connection is not a failure. When the connection of an agent is lost, its children are dead;
+with recovery, the agent first has the node timeout to reconnect (see `ClusterSettings.waits_for_agents`). Nodes that are lost
+while the cluster forms are removed.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class SchedulerMachine:
         self._recovery.run_idle_work(step)
 
     def _discount_suspension(self, step: Step, suspended_s: float) -> None:
-        """Extend all deadlines and timeouts by the time in which the scheduler was suspended and could not receive."""
+        """Extend deadlines and timeouts by the time in which the scheduler was suspended and could not receive."""
         for part in (self._registration, self._lifecycle, self._resize, self._server_resize, self._recovery):
             part.postpone(suspended_s)
         for timed in (self._barrier, self._shutdown, self._heartbeats):
@@ -250,7 +250,7 @@ class SchedulerMachine:
     def _on_mindspore_detected(self, step: Step, worker: str) -> None:
         """End the run of a MindSpore script, because its workers would wait for a MindSpore scheduler that does not exist.
 
-        Do nothing if a child of an agent has called covey.init(), because that script trains with covey's scheduler.
+        Do nothing if a child of an agent has called covey.init().
         """
         if not self._lifecycle.heals:
             reason = f"{worker} runs a MindSpore script, which needs MindSpore's own scheduler: add --framework mindspore"

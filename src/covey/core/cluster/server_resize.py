@@ -87,10 +87,7 @@ def plan_server_resize(cluster: ClusterState, in_sync: set[int], request: ScaleR
 
 
 class ServerResize:
-    """Sharding of the rows over the parameter servers, and its changes.
-
-    A sharding is sent only after it was persisted. New servers own no rows until all servers are in sync.
-    """
+    """Sharding of the rows over the parameter servers, and its changes."""
 
     def __init__(self, base: BaseParts) -> None:
         self._settings, self._lifecycle = base.settings, base.lifecycle
@@ -110,7 +107,7 @@ class ServerResize:
 
     @property
     def rows_in_place(self) -> bool:
-        """Whether the state is not MOVING: no slots move to other servers."""
+        """Whether no slots are being moved to other servers."""
         return self.state is not ServerResizeState.MOVING
 
     @property
@@ -223,17 +220,15 @@ class ServerResize:
                 )
 
     def _send_sharding(self, step: Step, sharding: Sharding) -> None:
-        """Persist the sharding, then send it to all reachable members, because a restarted scheduler must know every sharding
-        that a server has received."""
-        step.out.persist_cluster()
+        """Persist the sharding, then send it to all reachable members."""
+        step.out.persist_cluster()  # first: a restarted scheduler must know each sharding that a server has received
         for member in self._members.reachable():
             step.out.send(member.connection, ShardingAssigned(sharding))
 
     # -- deaths ------------------------------------------------------------------------------------------------------
 
     def roll_back_if_joining(self, step: Step, member: Member, reason: str) -> bool:
-        """Record that a dead server is not in sync. Roll the scale-out back if the server was part of one; return whether it
-        was."""
+        """Record that a dead server is not in sync. Roll the scale-out back if it was a new server; return whether it was."""
         self._in_sync.discard(member.rank)
         if member.rank not in self.joining_servers:
             return False

@@ -80,7 +80,7 @@ class Shutdown:
         return dumpable_ranks(step.cluster)[0] if RecoveryStrategy.DUMP in self._settings.strategies else set()
 
     def dump_or_end(self, step: Step, code: int, reason: str, failure: Failure | None = None) -> None:
-        """End the cluster, after a dump of the ranks that can dump if the strategy `dump` is enabled."""
+        """End the cluster. If the strategy `dump` is enabled, the ranks that can dump their state do so first."""
         if survivors := self.dumpable_ranks(step):
             self._start_dump(step, Ended(code, reason, failure), survivors)
         else:
@@ -111,8 +111,7 @@ class Shutdown:
                 step.out.send(member.connection, DumpRequest(reason))
 
     def repeat_dump_request(self, step: Step, member: Member) -> None:
-        """Send the dump request again to a re-attached member whose dump is awaited, because the request or its reply may be
-        lost."""
+        """Send the dump request again to a re-attached member if its dump is awaited: request or reply may have been lost."""
         if self._is_awaited(member):
             assert self.planned_end is not None
             step.out.send(self._members.current(member).connection, DumpRequest(self.planned_end.reason))
@@ -152,8 +151,8 @@ class Shutdown:
     def end(self, step: Step, code: int, reason: str, failure: Failure | None = None) -> None:
         """End the cluster: close the incidents, persist the outcome and send it to every connected member and agent.
 
-        The newest full restart, if there was one, is appended to the reason.
-        `EndCluster` is emitted when those that lost their connection recently have received it too, or after `_tell_s` seconds.
+        The newest full restart, if there was one, is appended to the reason. `EndCluster` is emitted when recently disconnected
+        nodes have received the outcome too, or after `_tell_s` seconds.
         """
         if self._lifecycle.full_restart is not None:
             reason = f"{reason}; {self._lifecycle.full_restart}"
@@ -178,8 +177,8 @@ class Shutdown:
     def _list_unreachable(self, now: float) -> Iterator[tuple[str, bool]]:
         """Yield the instance ids of disconnected agents and of members without an agent that were heard within `_tell_s`.
 
-        Members must be present, and agents must have a child that is not dead. The flag is False for an agent without a child
-        that is present.
+        Members must be present, and agents must have a child that is not dead. The flag is False for an agent that has no
+        present child.
         """
         since = now - self._tell_s
         for member in self._members.members.values():
@@ -206,8 +205,8 @@ class Shutdown:
         """Send the outcome to a node or agent that registers after the end, if it belongs to this cluster; return whether it
         was sent.
 
-        One without a cluster id may have waited for a formation that failed; it is sent the outcome while any instance is
-        awaited. When none is awaited any more, `EndCluster` is emitted.
+        A node without a cluster id is sent the outcome while any instance is awaited: it may have waited for the formation.
+        Emit `EndCluster` when no instance is awaited any more.
         """
         is_ours = cluster_id == self._lifecycle.cluster_id or (self._untold and not cluster_id)
         if self.ended is None or not is_ours:
@@ -241,9 +240,9 @@ class Shutdown:
     def resume_end(self, step: Step, ended: Ended) -> None:
         """Continue the delivery of the outcome after a restart of the scheduler: members receive it when they reconnect.
 
-        Nodes that waited for a failed formation are not in the journal, so the whole time limit is waited for them. If the
-        outcome was delivered before (`told`), `EndCluster` is emitted immediately.
+        If the outcome was delivered before (`told`), `EndCluster` is emitted immediately.
         """
+        # nodes that waited for a failed formation are not in the journal: wait for an unknown one until the time limit
         self.ended = ended
         self._lifecycle.set_phase(Phase.ENDED, ended.reason)
         has_formed = self._lifecycle.generation > 0

@@ -1,8 +1,8 @@
 """State shared by the parts of the scheduler's state machine.
 
-`Step` is one step of the machine, not of the training: the time, the readable state and the outbox for one event. `Outbox`
-collects the effects of the event in order. `Lifecycle` owns the phase and the generation. `ClusterState` is the read-only view
-of the parts that the pure functions take as an argument when they decide.
+`Step` has the time, the readable state and the outbox for one event; it is not a step of the training. `Outbox` collects the
+effects of the event in order. `Lifecycle` owns the phase and the generation. `ClusterState` is a read-only view of the parts,
+from which pure functions decide.
 """
 
 from __future__ import annotations
@@ -48,10 +48,7 @@ PHASE_TRANSITIONS: dict[Phase, frozenset[Phase]] = {
 
 
 class Outbox:
-    """The effects of the event that is being handled, in order, and the counters for metrics since the machine was created.
-
-    `persist_cluster` makes the record when it is called, so the record has the state of that moment.
-    """
+    """Effects of the event that is being handled, in order; and counters for metrics."""
 
     def __init__(self, make_cluster_record: Callable[[], ClusterRecord]) -> None:
         self._make_cluster_record = make_cluster_record
@@ -68,7 +65,7 @@ class Outbox:
         self._effects.append(Persist(record))
 
     def persist_cluster(self) -> None:
-        self._effects.append(Persist(self._make_cluster_record()))
+        self._effects.append(Persist(self._make_cluster_record()))  # the state at the time of this call
 
     def publish(self, node: str, what: str, reason: str, level: Level = Level.NOTE, *, outcome: Outcome | None = None) -> None:
         self._effects.append(PublishEvent(node, what, reason, level, outcome))
@@ -86,7 +83,7 @@ class Outbox:
 
 
 class Step(msgspec.Struct, frozen=True):
-    """Argument of every handler: the time, the state it may read, and the outbox for its effects."""
+    """Argument of the handlers: the time, the state they may read, and the outbox for their effects."""
 
     now: float  # seconds on the machine's clock
     cluster: ClusterState
@@ -104,10 +101,7 @@ class BaseParts(msgspec.Struct, frozen=True):
 
 
 class Lifecycle:
-    """Phase of the cluster with its reason, generation, full restarts, and what is known about the script.
-
-    The phase changes only as in `PHASE_TRANSITIONS`; the generation only increases. `note_...` methods record facts.
-    """
+    """Phase of the cluster with its reason, generation, full restarts, and what is known about the script."""
 
     def __init__(self, cluster_id: str, settings: ClusterSettings) -> None:
         self._settings = settings
@@ -119,7 +113,7 @@ class Lifecycle:
         self.restarts = 0  # full restarts by the agents
         self.full_restart: FullRestart | None = None  # the newest one; None: there was none
         self.heals = False  # a child of an agent has called covey.init(), so a single worker of an agent can be replaced
-        self.trains = False  # a covey.Loop has finished a step since this was last reset; required for a resize
+        self.trains = False  # a covey.Loop has reported progress since this was last reset; required for a resize
         self.highest_step = -1  # highest step reported to this scheduler since the agents last restarted all workers; -1: none
         self.heal_deadline = NEVER  # time after which members that are still absent in HEALING or RETURNING end the cluster
 
@@ -129,7 +123,7 @@ class Lifecycle:
 
     @property
     def is_restarting(self) -> bool:
-        """Whether there was a full restart since which not all ranks have resumed."""
+        """Whether ranks have yet to resume after the newest full restart; False if there was none."""
         return self.full_restart is not None and not self.full_restart.resumed
 
     def set_phase(self, phase: Phase, reason: str) -> None:
@@ -166,7 +160,7 @@ class Lifecycle:
         return is_first
 
     def note_loop(self) -> bool:
-        """Record that a covey.Loop has finished a step; return whether `trains` was false before."""
+        """Record that a covey.Loop has reported progress; return whether `trains` was false before."""
         is_first, self.trains = not self.trains, True
         return is_first
 
@@ -196,8 +190,7 @@ class Lifecycle:
         return True
 
     def note_state_lost(self, cause: str) -> None:
-        """Record a full restart because no rank holds the training state. The world size is fixed until a covey.Loop has
-        finished a step again. The caller persists the cluster."""
+        """Record a full restart because no rank holds the training state; reset `trains`. The caller persists the cluster."""
         self.trains = False
         self.note_full_restart(cause)
 
@@ -211,17 +204,14 @@ class Lifecycle:
         self.heal_deadline += by_s
 
     def restore(self, record: ClusterRecord) -> None:
-        """Restore the fields that the journal stores, except the phase, which the machine sets."""
+        """Restore the fields that the journal stores, except the phase."""
         self.cluster_id, self.generation, self.restarts = record.cluster_id, record.generation, record.restarts
         self.resized_generation, self.heals, self.trains = record.resized_generation, record.heals, record.trains
         self.full_restart = record.full_restart
 
 
 class ClusterState:
-    """Read-only view, for decisions, of Lifecycle, Members, Heartbeats, Registration, Resize, ServerResize and Shutdown.
-
-    It has no state of its own.
-    """
+    """Read-only view of the settings and of the other parts, for decisions."""
 
     def __init__(
         self,
@@ -302,7 +292,7 @@ class ClusterState:
     def free_slots_by_agent(self, role: Role) -> dict[str, int]:
         """Return the number of free slots for workers (role WORKER) or parameter servers (any other role), by agent id.
 
-        Agents that have none, are leaving or are not connected are omitted. Every child that is not dead occupies a slot.
+        Agents that have none, are leaving or are not connected are omitted. A child occupies a slot unless it is dead.
         """
         found = {}
         for agent in self.agents.values():
@@ -335,7 +325,7 @@ class ClusterState:
 
     @property
     def target_workers(self) -> int:
-        """The requested world size, as lowered by a rolled-back scale-out; the configured one if none was requested."""
+        """Requested world size; the configured one if none was requested."""
         return self.requested_workers or self.settings.default_target_workers
 
     # -- of ServerResize -----------------------------------------------------------------------------------------------

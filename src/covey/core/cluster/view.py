@@ -24,11 +24,7 @@ STRAGGLER_MARGIN_S = 0.005  # and by this time, in seconds
 
 
 class NodeView(msgspec.Struct, frozen=True):
-    """One node: the scheduler, or a member of the cluster.
-
-    `beat_age_s` is the time in seconds since the node's last heartbeat or registration (its agent's, while the node has not
-    registered), at most since the scheduler started; negative: not known.
-    """
+    """One node: the scheduler, or a member of the cluster."""
 
     @property
     def name(self) -> str:
@@ -43,7 +39,7 @@ class NodeView(msgspec.Struct, frozen=True):
     alive: bool  # in a training cluster: neither dead nor left
     step: int = -1  # last reported step, of a federated server the iteration; -1: none
     phase: str = ""  # what the node reports about its progress, for display
-    beat_age_s: float = -1.0
+    beat_age_s: float = -1.0  # seconds since the node (before its registration: its agent) was heard; negative: not known
     restarts: int = 0  # processes of this member that were replaced
     incarnation: int = 1
     pid: int = 0  # 0: not known
@@ -80,7 +76,7 @@ class ClusterView(msgspec.Struct, frozen=True):
     goal: int = 0  # target number of workers
     heals: bool = False  # a child of an agent has called covey.init(), so a single worker of an agent can be replaced
     job: str = ""  # name of the job; "" if it has none
-    trains: bool = False  # a covey.Loop has finished a step; required for a resize
+    trains: bool = False  # a covey.Loop has reported progress; required for a resize
     full_restart: FullRestart | None = None  # the newest restart of all ranks from a checkpoint or from step 0; None: none
 
     @property

@@ -1,8 +1,7 @@
 """Plain and secure aggregation of the updates of one round.
 
-An aggregation belongs to one round and returns verdicts; `Round` changes the stage. In a secure round unmasking comes between
-sealing and summing. The list of uploaders (the devices whose updates are in the sum) is persisted before any device can receive
-it. A restarted scheduler continues from that list, or abandons the round if there is none.
+An aggregation returns verdicts, and `Round` acts on them. In a secure round, unmasking comes between sealing and summing. The
+list of uploaders (the devices whose updates are in the sum) is persisted before devices receive it.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Abandon(msgspec.Struct, frozen=True):
 class Aggregation(Protocol):
     """Aggregation of one round, as `Round` uses it.
 
-    `secagg_round` is None for a plain round. `admits_devices` is whether a further device can still take part.
+    `secagg_round` is None for a plain round. `admits_devices` is False after the key exchange of a secure round.
     """
 
     @property
@@ -45,15 +44,15 @@ class Aggregation(Protocol):
     def admits_devices(self) -> bool: ...
 
     def check_deadline(self, now: float) -> str:
-        """Let the secure protocol end or fail a phase whose window has ended; return why the round must be abandoned, or ""."""
+        """Let the secure protocol act if a window has ended; return why the round must be abandoned, or ""."""
 
     def on_window_missed(self, reason: str) -> str:
         """Handle a missed window of the round; return why the round must be abandoned, or ""."""
 
     def on_all_sealed(self, statuses: Sequence[ServerStatus], now: float) -> Unmask | Abandon | None:
-        """Return the verdict after every server has sealed its part; None if the parts can be added.
+        """Return the verdict when every server has sealed its part; None if the parts can be added.
 
-        In a secure round, the first call fixes the list of uploaders, and each call acts on the window as `check_deadline`.
+        In a secure round, also fix the list of uploaders (`SecaggRound.fix_uploaders`).
         """
 
     def handle_request(self, request: AnySecaggRequest, *, is_admitted: bool, now: float) -> SecaggOutcome | None:
@@ -64,7 +63,7 @@ class Aggregation(Protocol):
 
 
 class PlainAggregation:
-    """Aggregation of updates that are not masked: no protocol, so the parts can always be added."""
+    """Aggregation of updates that are not masked: sealed parts can be added without a further step."""
 
     secagg_round = None
     admits_devices = True
@@ -83,14 +82,14 @@ class PlainAggregation:
 
 
 class SecureAggregation:
-    """Aggregation of masked updates, by a `SecaggRound`; shares that devices reveal remove the masks from the sum."""
+    """Aggregation of masked updates; a `SecaggRound` runs the protocol."""
 
     def __init__(self, secagg_round: SecaggRound) -> None:
         self.secagg_round = secagg_round
 
     @property
     def admits_devices(self) -> bool:
-        """Whether the key exchange is open; a device that has sent no keys cannot take part in the round."""
+        """Whether the key exchange is open; later, a new device cannot take part."""
         return self.secagg_round.phase is SecaggPhase.KEYS
 
     def check_deadline(self, now: float) -> str:
@@ -98,7 +97,7 @@ class SecureAggregation:
         return self.secagg_round.failure_reason
 
     def on_window_missed(self, reason: str) -> str:
-        """Let the round fail, for `reason`, if its key exchange is over: no further device can replace a missing one.
+        """Fail the round if its key exchange is over, because no further device can join.
 
         Return why the round must be abandoned, or "".
         """
@@ -122,7 +121,7 @@ class SecureAggregation:
 
 
 def make_aggregation(plan: RoundPlan, session: str) -> Aggregation:
-    """Return the aggregation of a new round: secure if the plan says so. `session` is unique to the round."""
+    """Return the aggregation of a new round: secure if the plan says so. `session` names the round."""
     if not plan.secure:
         return PlainAggregation()
     return SecureAggregation(

@@ -1,9 +1,8 @@
-"""Privacy loss of Gaussian noise over any number of rounds: the exact loss up to rounding errors, not an upper bound.
+"""Privacy loss of Gaussian noise, added up over rounds.
 
 A round whose noise has a standard deviation of z times the greatest influence of one device is "Gaussian differentially
 private" with mu = 1/z (Dong, Roth, Su). The squares of mu add up over rounds, and mu and delta determine epsilon (Balle and
-Wang). Every device is assumed to take part in every round. Sampling of devices does not reduce the loss here, because the
-sample is public.
+Wang). Every device is assumed to take part in every round, also if rounds sample devices, because the sample is public.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Noise(msgspec.Struct, frozen=True):
 
     @property
     def noise_std(self) -> float:
-        """Standard deviation of the noise on each value of one device's update (local) or of the sum of all updates (central).
+        """Standard deviation of the noise on each value: of one device's update if local, else of the sum of all updates.
 
         With local noise the influence of a device is 2 * clip, because its update may be replaced by any other.
         """
@@ -74,7 +73,7 @@ def compute_noise_multiplier(eps: float, delta: float) -> float:
 def _smallest_fitting(fits: Callable[[float], bool], limit: float) -> float:
     """Return the smallest positive number that fits, rounded up. All greater numbers must fit too.
 
-    The search ends at the first power of two that is at least `limit`; return that number if none fits.
+    If none fits up to the first power of two that is at least `limit`, return that power.
     """
     low, high = 0.0, 1.0
     while not fits(high) and high < limit:
@@ -92,7 +91,7 @@ def _log_normal_cdf(x: float) -> float:
     """Return the logarithm of the probability that a standard normal variable is below x."""
     if x > -8:
         return math.log(0.5 * math.erfc(-x / math.sqrt(2)))
-    # An asymptotic series, which is too great by less than 1e-6 here: the error has the safe sign or is negligible.
+    # An asymptotic series, which is too great by less than 1e-6 here.
     square = x * x
     series = 1 - 1 / square + 3 / square**2 - 15 / square**3 + 105 / square**4
     return -square / 2 - math.log(-x * math.sqrt(2 * math.pi)) + math.log(series)

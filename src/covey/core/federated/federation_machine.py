@@ -1,13 +1,12 @@
 """State machine of a federated cluster's scheduler.
 
-Theory of operation. Servers send their complete status (`ServerStatus`), and the scheduler sends complete instructions
-(`ServerInstructions`). Both are sent again whenever they change. `step` takes one event, records it in the part that it
-concerns, and then advances as far as possible. The cluster forms when enough servers are alive. From then on the order is
-always: resolve lost servers, start a generation if members changed or returned, advance the round until its stage is stable,
-send instructions that changed.
+Servers send their complete status (`ServerStatus`), and the scheduler sends complete instructions (`ServerInstructions`).
+`step` takes one event, records it, and then advances as far as possible. The cluster forms when enough servers are alive. From
+then on, each step does this in order: resolve lost servers, start a generation if members changed or returned, advance the
+round until its stage is stable, send instructions that changed.
 
 `Roster` owns the servers, `FederatedInstance` the plan and the end of an instance, `Round` the stages of the current round.
-Each field has one owner. `FederationRecord` is made of the fields of all parts, and each part restores its own.
+`FederationRecord` has the fields that survive a restart of the scheduler; each part restores its own.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ FederationEvent = MessageReceived | ConnectionLost | Tick
 class FederationMachine:
     """State machine of one federated cluster. The effects that a method returns must be carried out in order.
 
-    Administrative requests raise `UsageError` if they are refused. All but `roll_back` and `set_enabled` are refused unless
-    `state` is CLUSTER_READY.
+    Administrative requests raise `UsageError` if they are refused; most are, unless `state` is CLUSTER_READY.
     """
 
     def __init__(
@@ -144,8 +142,10 @@ class FederationMachine:
             self.roster.send_instructions(step, self.make_instructions())
 
     def _form_if_complete(self, step: Step) -> None:
-        """Open the first round if enough servers are alive, with the plan and model of the server that has the newest model; of
-        several, of the one with the lowest rank. Publish a warning for each server that has another plan."""
+        """Open the first round if enough servers are alive, with plan and model of the server that has the newest model.
+
+        If several have it, the lowest rank decides. Publish a warning for each server that has another plan.
+        """
         members = self.roster.form()
         if not members:
             return
@@ -206,7 +206,7 @@ class FederationMachine:
         return self._finish_request(step)
 
     def scale_in(self, node_ids: Iterable[str], now: float) -> list[FederationEffect]:
-        """Remove members, each after another server has adopted its updates, if it holds any.
+        """Let members drain and leave; their updates move to other servers.
 
         Refused if no id is given, an id is not that of a member, or no member would remain.
         """
@@ -216,8 +216,11 @@ class FederationMachine:
         return self._finish_request(step)
 
     def request_new_instance(self, plan: RoundPlan, now: float) -> list[FederationEffect]:
-        """Start a new instance: now, if this round is open without a counted update; else when this round is complete or
-        abandoned, or, unless it is secure, when it misses a window. Refused if the privacy budget allows no further round."""
+        """Start a new instance: now if this round is open and has no counted update, else later.
+
+        Later means when the next round opens, or when this round misses a window and is not secure. Refused if the privacy
+        budget allows no further round.
+        """
         step = self._begin_step(now)
         self._require_ready()
         blocker = privacy_budget_blocker(plan, self.instance.spent)
@@ -230,7 +233,7 @@ class FederationMachine:
         return self._finish_request(step)
 
     def set_enabled(self, enabled: bool, now: float) -> list[FederationEffect]:
-        """Admit devices and accept updates, or stop that. Counted updates are kept, and a finished instance remains finished.
+        """Enable or disable the instance; a finished one stays finished. Counted updates are kept.
 
         Refused while the cluster forms.
         """

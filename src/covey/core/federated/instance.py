@@ -14,7 +14,7 @@ from covey.core.federated.outbox import Step
 
 
 class FederatedInstance:
-    """The current instance: its plan, its state, the best round so far, the missed windows and the privacy loss."""
+    """The current instance: plan, state, best round so far, missed windows and privacy loss."""
 
     def __init__(self, plan: RoundPlan, job: str = "") -> None:
         self.job = job
@@ -38,10 +38,9 @@ class FederatedInstance:
         return round_number - self.base
 
     def start_round(self, step: Step, round_number: int) -> None:
-        """Update the state for a round that opens, and publish changes.
+        """Update the state for a round that opens: finish after the last iteration, and start a requested instance.
 
-        The instance finishes after its last iteration. A requested instance starts. The instance, also a new one, finishes if
-        another round would exceed the privacy budget.
+        Then finish, also a new instance, if another round would exceed the privacy budget. Publish changes.
         """
         if self.state is not InstanceState.FINISHED and self.iteration_of(round_number) > self.plan.iterations:
             self.state = InstanceState.FINISHED
@@ -55,7 +54,7 @@ class FederatedInstance:
             step.out.publish("cluster", "finished", blocker, Level.WARNING)
 
     def begin(self, step: Step, plan: RoundPlan, round_number: int) -> None:
-        """Start a new instance with this plan; this round is its iteration 1. The privacy loss is kept."""
+        """Start a new instance with this plan and this round as iteration 1. The privacy loss is kept."""
         self.plan, self.next_plan = plan, None
         self.base, self.state = round_number - 1, InstanceState.RUNNING
         self.missed_count, self.best = 0, (-1, 0.0)
@@ -74,15 +73,14 @@ class FederatedInstance:
         self.missed_count += 1
 
     def repeat_iteration(self) -> None:
-        """Increase `base`, so that the next round has the number of this iteration; count the abandoned round as missed."""
+        """Let the next round repeat this iteration; count the abandoned round as missed."""
         self.missed_count += 1
         self.base += 1
 
     def on_round_done(self, step: Step, round_number: int, metrics: dict[str, float]) -> None:
         """Add the round's privacy loss, and record the round if its loss is the best so far.
 
-        Finish if the best round was `patience` rounds ago (0: never). The loss is the metric `central_loss`, else `loss`;
-        without either only the privacy loss is added.
+        The loss is the metric `central_loss`, else `loss`. Finish if the best round was `patience` rounds ago (0: never).
         """
         self.spent += self.plan.noise.mu_squared_per_round if self.plan.noise is not None else 0.0
         loss = metrics.get("central_loss", metrics.get("loss"))

@@ -1,8 +1,7 @@
 """Types of a federated cluster, and the messages between its processes.
 
-Scheduler and servers exchange complete states, not differences: `ServerInstructions` has everything a server needs,
-`ServerStatus` everything it reports. Either may be lost, repeated or made obsolete by a restart, because the next one replaces
-it. Requests with replies are registrations, admissions, requests of secure rounds, heartbeats, claims, fetches and replicas.
+Scheduler and servers exchange complete states (`ServerInstructions`, `ServerStatus`), not differences. A lost or repeated one
+does no harm, because the next one replaces it.
 
 Round numbers only grow. Round n makes model n from model n - 1. A device sees `iteration`, the number of the round within the
 current instance.
@@ -51,7 +50,7 @@ DeviceIds = Annotated[tuple[DeviceId, ...], Meta(max_length=IDS_PER_MESSAGE_MAX)
 
 
 class RoundStage(StrEnum):
-    """Stage of a round. A round that misses its window stays open, unless it is a secure round that must be abandoned."""
+    """Stage of the current round."""
 
     FORMING = "forming"  # waiting for the first servers; there is no round yet
     OPEN = "open"  # devices are admitted, and updates counted
@@ -61,7 +60,7 @@ class RoundStage(StrEnum):
 
 
 class InstanceState(StrEnum):
-    """State of an instance. Only while RUNNING are devices admitted and updates counted; models are served in every state.
+    """State of an instance. Devices are admitted only while it is RUNNING; models are served in every state.
 
     The values are MindSpore's.
     """
@@ -80,7 +79,7 @@ class ScaleOperation(StrEnum):
 
 
 class RoundPlan(msgspec.Struct, frozen=True):
-    """Settings of the rounds of an instance. `/newInstance` can change some; devices receive those that concern them."""
+    """Settings of the rounds of an instance."""
 
     threshold: int = 1  # devices that a round admits
     start_window_s: float = 3.0  # for `threshold` devices to join, from the first one
@@ -135,7 +134,7 @@ class LogAdoption(msgspec.Struct, frozen=True):
 
 
 class RoundTotals(msgspec.Struct, frozen=True):
-    """Totals of one server's part of a round, or of all parts. Integers: sums do not depend on the order of addition."""
+    """Totals of one server's part of a round, or of all parts. Integers make the sum independent of the order."""
 
     count: int = 0  # updates
     size: int = 0  # sum of the updates' weights: samples, or 1 for each update if the plan has noise
@@ -156,7 +155,7 @@ class RoundTotals(msgspec.Struct, frozen=True):
 
 
 class RegisterServer(Message, frozen=True):
-    """Server to scheduler: registration of a server's process; the first message on every connection.
+    """Server to scheduler: registration of a server's process.
 
     A new process registers a second time when it has opened its log directory.
     """
@@ -178,8 +177,7 @@ class RegisterServer(Message, frozen=True):
 
 
 class ServerRegistered(Message, frozen=True):
-    """Scheduler to server: registration accepted. A new process then opens its logs and registers again; others send their
-    status."""
+    """Scheduler to server: the registration is accepted."""
 
     node_id: Name
     cluster_id: Name
@@ -188,7 +186,7 @@ class ServerRegistered(Message, frozen=True):
 
 
 class ServerStatus(Message, frozen=True):
-    """Server to scheduler: the server's complete state, sent again whenever it changes."""
+    """Server to scheduler: the server's complete state."""
 
     generation: int = 0  # of its newest instructions
     round: int = 0  # of its part
@@ -214,7 +212,7 @@ class RoundModel(msgspec.Struct, frozen=True):
 
 
 class ServerInstructions(Message, frozen=True):
-    """Scheduler to server: the complete state of the cluster, the same for all servers; sent again whenever it changes."""
+    """Scheduler to server: the complete state of the cluster, the same for all servers."""
 
     generation: int
     members: tuple[ServerInfo, ...]
@@ -264,7 +262,7 @@ class DevicesAdmitted(Message, frozen=True):
 class ServerHeartbeat(Message, frozen=True):
     """Server to scheduler: heartbeat. Scheduler to server: the same message as reply.
 
-    The server's lease, without which it acknowledges no update, counts from `sent_at`, also if the reply is read late.
+    The reply extends the server's lease, counted from `sent_at`. Without the lease the server acknowledges no update.
     """
 
     sent_at: float = 0.0  # by the server's clock
@@ -274,13 +272,13 @@ class ServerHeartbeat(Message, frozen=True):
 
 
 class PeerHello(Message, frozen=True):
-    """Id of the server that opened the connection to another server; the first message on it."""
+    """First message on a connection between servers: the id of the server that opened it."""
 
     node_id: Name
 
 
 class Claim(Message, frozen=True):
-    """Request to the owner of the ids to let the sender count these devices' updates in this round.
+    """Request to the owner of these device ids: let the sender count their updates in this round.
 
     The reply is `ClaimReply`; there is none if the owner can decide none of the ids yet.
     """
@@ -291,16 +289,13 @@ class Claim(Message, frozen=True):
 
 
 class ClaimReply(Message, frozen=True):
-    """Owner's reply to a claim. `counted`: already; `late`: the round is closed, or a lost server may have counted the update.
-
-    Ids in no list are undecided; the sender repeats the claim for them.
-    """
+    """Owner's reply to a claim. Ids in no list are undecided; the sender repeats the claim for them."""
 
     generation: int
     round: int
     granted: DeviceIds = ()
-    counted: DeviceIds = ()
-    late: DeviceIds = ()
+    counted: DeviceIds = ()  # updates that were counted before
+    late: DeviceIds = ()  # updates that can no longer be counted
 
 
 class ReleaseClaim(Message, frozen=True):
@@ -312,10 +307,9 @@ class ReleaseClaim(Message, frozen=True):
 
 
 class HeldUpdates(Message, frozen=True):
-    """Report to an owner: updates of its ids that the sender has logged, or was granted and is about to log.
+    """Report to an owner: updates of its ids that the sender has logged or is about to log.
 
-    The last message of a report has `is_complete`. The owner grants claims when it has a complete report of every other member.
-    A message without it also reports a single update that was just logged.
+    The last message of a complete report has `is_complete`. An update that was just logged is reported without it.
     """
 
     generation: int
@@ -329,7 +323,7 @@ class HeldUpdates(Message, frozen=True):
 class FetchChunk(Message, frozen=True):
     """Request to another server for a chunk of a resource of a round, from byte `offset` on. The reply is `Chunk`.
 
-    Resources: the "model", the strategy's "state", the server's "part", the number of its "logs", and the logs "log0", "log1".
+    Resources: the "model", the strategy's "state", the server's "part", the number of its "logs", and "log0", "log1", ...
     """
 
     resource: str
@@ -430,9 +424,9 @@ class FederationRecord(msgspec.Struct, frozen=True):
 def claim_owner(device: str, members: Sequence[ServerInfo]) -> str:
     """Return the node id of the owner: the member that decides claims of this device's updates.
 
-    All servers must pass the members in the same order. There must be at least one. Plain hashing suffices, because all servers
-    report their updates again in each generation.
+    All servers must pass the members in the same order. There must be at least one.
     """
+    # Consistent hashing is not needed, because all servers report their updates again in each generation.
     digest = hashlib.blake2b(device.encode(), digest_size=8).digest()
     return members[int.from_bytes(digest, "big") % len(members)].node_id
 
@@ -467,6 +461,6 @@ def should_evaluate(plan: RoundPlan, cluster_id: str, iteration: int, device: st
 
 
 def hash_fraction(seed: str, device: str) -> float:
-    """Return a number from 0 to 1, derived from a hash of both arguments: it is predictable, and no substitute for a secret."""
+    """Return a number from 0 to 1, made from a hash of both arguments. It is predictable."""
     digest = hashlib.blake2b(f"{seed}/{device}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64

@@ -1,12 +1,10 @@
 """The current federated round: its opening, closing and completion.
 
-A round is open until enough updates are counted. Then every server seals its part, and one server (the members take turns) adds
-the parts and makes the model of the round. The next round has the next number. A window that ends with too few devices or
-updates is *missed*: the round stays open, keeps its updates, and admits further devices in place of those that sent none. A
-secure round cannot do that after its key exchange and is abandoned.
+A round closes when enough updates are counted. Then every server seals its part, and one server adds the parts and makes the
+model. A window that ends with too few devices or updates is *missed*: the round stays open, keeps its updates and may admit
+further devices. After its key exchange, a secure round cannot admit devices, so it is abandoned instead.
 
-A round that cannot be summed is *abandoned*. It passes the same stages, but no part is added: its model is a copy of the
-previous one, and the next round repeats the iteration.
+A round that cannot be summed is *abandoned*. Its model is a copy of the previous one, and the next round repeats the iteration.
 """
 
 from __future__ import annotations
@@ -77,11 +75,9 @@ class Round:
     # -- devices -----------------------------------------------------------------------------------------------------
 
     def admit(self, step: Step, request: AdmitDevices) -> DevicesAdmitted:
-        """Admit devices to the round, and return which were admitted and why others were not.
+        """Admit devices to the round; return which were admitted, and why others were not.
 
-        All are refused if the round is another one, is not open, or is secure and has completed its key exchange. Otherwise a
-        device that was admitted before is admitted again, also if the round is full. A device that is refused because it is not
-        in the sample starts the window for joining, as an admitted one does.
+        A full round still admits a device again, unless its key exchange is over.
         """
         if request.round == self.number and not self.aggregation.admits_devices:
             reason = f"iteration {self.iteration} has completed its key exchange and admits no more devices"
@@ -107,14 +103,14 @@ class Round:
         return DevicesAdmitted(request.round, tuple(admitted), tuple(refused), reason)
 
     def readmit(self, devices: Iterable[str]) -> None:
-        """Admit devices that the previous scheduler admitted, as a server reports, regardless of the capacity."""
+        """Admit devices that a server reports as admitted before, regardless of the capacity."""
         self.window.admit(devices)
 
     def handle_secagg_request(self, step: Step, message: SecaggForward) -> SecaggReply:
         """Handle a device's request of the secure aggregation protocol, and return the reply.
 
-        DONE if the request is of the previous round, unless that was abandoned. LATE if it is of another closed round, or this
-        round is abandoned or not secure. Else the reply of the protocol.
+        The verdict is DONE for the previous round, unless that was abandoned. It is LATE for other rounds, and if this round is
+        abandoned or not secure.
         """
         if message.round == self.number - 1 != self.voided[0]:
             return SecaggReply(message.serial, SecaggVerdict.DONE, "the round is done")
@@ -156,17 +152,16 @@ class Round:
     # -- servers -----------------------------------------------------------------------------------------------------
 
     def note_losses(self, losses: Losses) -> None:
-        """Record lost parts, without which the round continues, and the rounds of forgotten updates (`forgotten`).
+        """Record lost parts, and up to which round the ids of counted updates may be lost (`forgotten`).
 
-        If ids of counted updates are lost, an update that began before this round may be in a model without a record of its id.
-        One that began in this round cannot be, unless the round is already closed.
+        The current round is included only if it is closed.
         """
         self.missing += tuple(node_id for node_id in losses.missing if node_id not in self.missing)
         if losses.updates_forgotten:
             self.forgotten = self.number - (self.stage is RoundStage.OPEN)
 
     def reseal(self) -> None:
-        """Return to SEALING if the stage is UNMASKING or SUMMING. Called when members changed, because parts may have moved."""
+        """Return to SEALING from UNMASKING or SUMMING, because parts may have moved to other members."""
         if self.stage in (RoundStage.UNMASKING, RoundStage.SUMMING):
             self._start_sealing()
 
@@ -236,10 +231,9 @@ class Round:
         return False
 
     def _on_all_sealed(self, step: Step, members: Sequence[ServerMember], able: Sequence[ServerMember]) -> bool:
-        """Start summing or unmasking, or abandon the round, when every part is sealed. Return whether it was abandoned.
+        """Start summing or unmasking, or abandon the round; return whether it was abandoned.
 
-        Called again in UNMASKING, until the secrets are known, and in SUMMING, because the aggregator may report an error.
-        `able` are the servers that have the previous model; the aggregator is one of them.
+        Every part must be sealed. `able` are the servers that have the previous model, which the aggregator needs.
         """
         if not self.abandon_reason:
             if not self.count_updates(members):
@@ -262,7 +256,7 @@ class Round:
         return False
 
     def _abandon(self, step: Step, reason: str) -> bool:
-        """Abandon the round, publish that, and go to SEALING: every server seals its part, and none is added. Return True."""
+        """Abandon the round: publish that, and go to SEALING. Return True."""
         self.abandon_reason, self.reason = reason, f"abandoned: {reason}"
         self._start_sealing()
         text = f"iteration {self.iteration} is repeated and its updates are discarded: {reason}"
@@ -270,8 +264,7 @@ class Round:
         return True
 
     def _finish(self, step: Step, maker: ServerMember, members: Sequence[ServerMember]) -> bool:
-        """Complete this round with the model of server `maker`, and open the next one: of the same iteration, if the round was
-        abandoned. Return True."""
+        """Complete this round with the model of server `maker`, and open the next one. Return True."""
         assert maker.status is not None
         self.digest, self.source = maker.status.digest, maker.node_id
         if self.abandon_reason:
@@ -293,9 +286,9 @@ class Round:
     # -- models ------------------------------------------------------------------------------------------------------
 
     def unreplicated_model(self, members: Sequence[ServerMember]) -> RoundModel | None:
-        """Return this round's model while only one live member has it and must replicate it; else None.
+        """Return this round's model if one live member has it and a second must fetch it; else None.
 
-        It must if a member has durability "host" and there is more than one member.
+        A second copy is required if a member has durability "host" and there are several members.
         """
         having = [
             (server.node_id, server.status)
@@ -308,8 +301,10 @@ class Round:
         return RoundModel(node_id, status.digest, status.metrics)
 
     def find_model_source(self, servers: Iterable[ServerMember]) -> str:
-        """Return the server from which others fetch the newest model: the one that made it, or, if that is not alive, the first
-        live one that has it. If none is alive, the one that made it."""
+        """Return the server from which others fetch the newest model: a live one that has it, preferably its maker.
+
+        If there is none, return the maker.
+        """
         having = [
             server.node_id
             for server in servers
@@ -337,10 +332,10 @@ class Round:
         }
 
     def restore(self, step: Step, record: FederationRecord) -> None:
-        """Continue the round of the previous scheduler, with a new window and without its admissions (see `readmit`).
+        """Continue the round of the previous scheduler, with a new window and no admitted devices.
 
-        A secure round continues from the list of uploaders. Without a list it is abandoned, because its keys and shares are
-        lost. Neither is done if the instance is finished. If the cluster had not formed, the stage stays FORMING.
+        A secure round of an unfinished instance continues from the list of uploaders; without a list it is abandoned. If the
+        cluster had not formed, the stage stays FORMING.
         """
         self.number, self.missing, self.forgotten = record.round, record.missing, record.forgotten
         self.digest, self.source, self.metrics, self.voided = record.digest, record.source, record.metrics, record.voided

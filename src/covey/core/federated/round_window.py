@@ -1,7 +1,7 @@
 """Admissions and time windows of one round: for devices to join, for updates, and for the whole round.
 
-A window that ends with too few devices or updates is *missed*. It restarts, and the round keeps its updates. If the round was
-full and updates are missing, it admits as many further devices.
+A window that ends with too few devices or updates is *missed*. It restarts, and the round keeps its updates. A full round then
+admits one further device for each missing update.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ class RoundWindow:
     def decide_closing(self, counted: int, now: float) -> ThresholdReached | WindowMissed | None:
         """Decide whether the round closes with `counted` updates, or has missed a window; return None if neither.
 
-        Windows start at the first call after the first device or update. A missed window is counted and restarts, and a full
-        round then admits further devices for the missing updates.
+        A missed window is counted and restarts.
         """
         found = self._decide_closing(counted, now)
         self.missed_count += isinstance(found, WindowMissed)
@@ -90,6 +89,6 @@ class RoundWindow:
         return None
 
     def _admit_more(self, devices: int) -> None:
-        """Raise the capacity of a full round, so that it admits this number of further devices."""
+        """If the round is full, raise its capacity, so that it admits this number of further devices."""
         if self.is_full:
             self._capacity = len(self.admitted) + devices

@@ -1,9 +1,8 @@
 """Servers of a federated cluster: registration, loss, adoption of logs, generations and scaling.
 
-The members of a generation are fixed. A lost server stays a member until its log has been read, either by the server itself
-when it returns, or by a member on the same host or with replicas (`LogAdoption`). If that does not happen within
-`return_timeout_s`, which starts again while no member is alive, the round continues without that part. A change of the members,
-and the return of a restarted member, start a new generation.
+The members of a generation are fixed. A lost server stays a member at first: it may return, or another member may adopt its log
+(`LogAdoption`). If neither happens within `return_timeout_s` while another member is alive, it is removed, and the round
+continues without its part. A change of the members, and the return of a restarted member, start a new generation.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class ServerTimeouts(msgspec.Struct, frozen=True):
 
 
 class ServerMember(msgspec.Struct, frozen=True):
-    """Scheduler's record of a server, member or not. The record is replaced on every change; `node_id` never changes."""
+    """Scheduler's record of a server, member or not. A change makes a new record."""
 
     node_id: str
     instance_id: str
@@ -69,7 +68,7 @@ class ServerMember(msgspec.Struct, frozen=True):
     last_heartbeat_at: float = 0.0
     lost_at: float = 0.0  # time of the last lost connection; after a restart of the scheduler in the future (grace)
     adoption_retry_at: float = 0.0  # before this time no server is asked to adopt its log
-    is_log_locked: bool = False  # a hanging process holds the log: only replicas can be adopted
+    is_log_locked: bool = False  # its log could not be adopted, probably because a process holds it: replicas are preferred
     restarts: int = 0
     status: ServerStatus | None = None
     sent_instructions: ServerInstructions | None = None  # the last ones sent over its current connection
@@ -81,7 +80,7 @@ class ServerMember(msgspec.Struct, frozen=True):
 
     @property
     def has_left(self) -> bool:
-        """Whether it is being or was scaled in, by this scheduler or the previous one; it is not made a member again."""
+        """Whether this process is being or was scaled in; it is not made a member again."""
         return self.leaving or (self.status is not None and self.status.drained)
 
     def totals_of(self, round_number: int) -> RoundTotals:
@@ -91,7 +90,7 @@ class ServerMember(msgspec.Struct, frozen=True):
 
 
 class Losses(msgspec.Struct, frozen=True):
-    """Updates that are lost to the current round, or no longer recorded, after a loss of servers."""
+    """Losses of the current round after the loss, restart or removal of servers."""
 
     missing: tuple[str, ...] = ()  # members whose part of the round is lost
     updates_forgotten: bool = False  # the ids of some counted updates are no longer recorded by any server
@@ -159,8 +158,7 @@ class Roster:
     def register(self, step: Step, connection: int, request: RegisterServer, *, key: bytes, is_forming: bool) -> Losses | None:
         """Register a server and reply with `ServerRegistered`; return what the round has lost.
 
-        Return None if the server is refused (another cluster, or its id is in use), or if its connection is closed because its
-        replicas are being adopted; it then retries. A restarted member with durability "none" has lost its part.
+        Return None if the server is refused, or if its connection is closed because its replicas are being adopted.
         """
         node_id = request.node_id or self._choose_node_id(request, is_forming)
         known = self.servers.get(node_id)
@@ -229,8 +227,8 @@ class Roster:
     def _choose_node_id(self, request: RegisterServer, is_forming: bool) -> str:
         """Return the id of the known server at this host and port, if that is disconnected or the same process.
 
-        Otherwise return a number that no server has: the preferred one, if it is below the target size, else the lowest. While
-        the cluster forms and no number is preferred, it is the highest below the target size: users often configure the lowest.
+        Otherwise return a free number: the preferred one if it is below the target size, else the lowest. While the cluster
+        forms, a server without a preference gets the highest below the target size, if one is free.
         """
         for server in self.servers.values():
             if (server.host.id, server.http_address) == (request.host.id, request.http_address) and (
@@ -238,6 +236,7 @@ class Roster:
             ):
                 return server.node_id
         preferred = [request.preferred_number] if 0 <= request.preferred_number < self.wanted else []
+        # Users often configure the lowest numbers themselves.
         high = reversed(range(self.wanted)) if is_forming and not preferred else ()
         numbers = (*preferred, *high, *range(len(self.servers) + 1))
         return next(str(number) for number in numbers if str(number) not in self.servers)
@@ -250,10 +249,7 @@ class Roster:
         self._replace(server, last_heartbeat_at=now)
 
     def on_status(self, step: Step, server: ServerMember, status: ServerStatus, round_number: int) -> Losses:
-        """Record a server's status; return what the round has lost by the adoptions that it reports.
-
-        A server whose log was adopted is no longer a member. After a failed adoption another one is chosen later.
-        """
+        """Record a server's status and the adoptions that it reports; return what the round has lost."""
         server = self._replace(server, status=status)
         losses = NO_LOSSES
         for instance_id in status.adopted_instances:
@@ -274,7 +270,7 @@ class Roster:
             self._on_server_lost(step, server, reason)
 
     def check_heartbeats(self, step: Step) -> None:
-        """Disconnect servers without a heartbeat, status or admission request for `heartbeat_timeout_s`; they are lost."""
+        """Disconnect servers whose `last_heartbeat_at` is more than `heartbeat_timeout_s` ago; they are lost."""
         limit_s = self.timeouts.heartbeat_timeout_s
         for server in list(self.servers.values()):
             if server.connection and step.now - server.last_heartbeat_at > limit_s:
@@ -291,10 +287,10 @@ class Roster:
     # -- logs of lost servers ----------------------------------------------------------------------------------------
 
     def resolve_lost_servers(self, step: Step, announced: tuple[ServerInfo, ...], round_number: int) -> Losses:
-        """For each member that is lost or drained, choose a server that adopts its log; return what the round has lost.
+        """Let other servers adopt the logs of lost and drained members; return what the round has lost.
 
-        A drained member without updates of this round is removed immediately. The log of a member that has been lost for
-        `return_timeout_s` is abandoned, if another member is alive, and the member removed.
+        A drained member without updates of this round and without an adopter is removed. If a member is lost for
+        `return_timeout_s` and another one is alive, it is removed and its log abandoned.
         """
         losses = NO_LOSSES
         if not any(server.alive for server in self.members()):
@@ -314,8 +310,10 @@ class Roster:
         return losses
 
     def _find_adopter(self, step: Step, server: ServerMember, announced: tuple[ServerInfo, ...]) -> None:
-        """Choose the adopter of a log: a live member on the server's host. With durability "host", it is the one that has the
-        replicas, if there is no such member or the log is locked. Do nothing if none is able, or one is chosen already."""
+        """Choose the adopter of a log: a live member on the server's host, or the one that has its replicas.
+
+        Replicas are adopted if no such member exists, or the log is locked. Do nothing if none is able, or one is chosen.
+        """
         adoption = self._adoptions.get(server.instance_id)
         if adoption is not None:
             adopter = self.servers.get(adoption.adopter)
@@ -375,7 +373,7 @@ class Roster:
     # -- generations -------------------------------------------------------------------------------------------------
 
     def form(self) -> list[ServerMember]:
-        """Start the first generation if the target number of servers is alive. Return its members; [] if it is not."""
+        """Start the first generation if the target number of servers is alive. Return its members; [] if too few are alive."""
         ready = [server for server in self.servers.values() if server.alive]
         if len(ready) < self.wanted or not ready:
             return []
@@ -416,7 +414,7 @@ class Roster:
             taken.add(rank)
 
     def send_instructions(self, step: Step, instructions: ServerInstructions) -> None:
-        """Send instructions to every live server, member or not, that has not received the same ones over its connection."""
+        """Send instructions to every live server, member or not, that was not sent the same ones over its connection."""
         if instructions != self._instructions or self._instructions is None:
             self._instructions = instructions
         for server in list(self.servers.values()):
@@ -477,7 +475,7 @@ class Roster:
         }
 
     def restore(self, record: FederationRecord, now: float) -> None:
-        """Restore the servers of the previous scheduler, not connected. No log is adopted within `REATTACH_GRACE_S`."""
+        """Restore the servers of the previous scheduler as disconnected. No log is adopted within `REATTACH_GRACE_S`."""
         self.generation = record.generation
         self.wanted, self.wanted_before, self.operation = record.wanted, record.wanted_before, record.operation
         self.voids = dict(record.voids)
@@ -492,8 +490,7 @@ class Roster:
 
 
 def _loss_of_part(server: ServerMember) -> Losses:
-    """Return the loss of all updates that a server has counted in this round. Of a server that is not a member, no part is
-    missing."""
+    """Return the losses if all updates of a server are lost; only a member has a part of the round."""
     return Losses((server.node_id,) if server.is_member else (), updates_forgotten=True)
 
 

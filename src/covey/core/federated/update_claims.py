@@ -10,8 +10,8 @@ late is void; the claim is sent again.
 With an asynchronous strategy, the id is that of one update (`async_update_key`): device, and the round it began with.
 
 An owner does not reply to a claim that it cannot decide yet: a report is missing, its round is not known here, or the update
-was granted to another server that has not reported it as logged. `tick` repeats claims until the runtime tells the device to
-retry. If that other server is gone, its log decides; a new generation starts when the log was read.
+was granted to another server that has not reported it as logged. `tick` repeats such claims. If that other server is gone, its
+log decides; a new generation starts when the log was read.
 """
 
 from __future__ import annotations
@@ -106,12 +106,11 @@ class Claims:
 
     @property
     def has_all_reports(self) -> bool:
-        """Whether this server is a member and has, in this generation, the report of held updates of every other member."""
+        """Whether this server is a member, and every other member has reported its held updates in this generation."""
         return self.is_member and len(self._reported_servers) == len(self.members) - 1
 
     def is_known_counted(self, round_number: int, device: str) -> bool:
-        """Return whether this server knows that an update is counted: it has logged the update, or, as owner of the id or from
-        the owner's reply, knows that another server has. If False, the update may be counted nevertheless."""
+        """Return whether this server knows that an update is counted, here or elsewhere. If False, it may be counted."""
         owned = self._holders.get(round_number, {}).get(device, ("", False))[1]
         return (
             owned or self.held_updates.get(round_number, {}).get(device, False) or (round_number, device) in self._known_counted
@@ -170,10 +169,8 @@ class Claims:
         return out
 
     def _reject_pending(self) -> list[ClaimEffect]:
-        """Reject pending updates that this server can no longer count, and forget their claims.
-
-        Claims of a round that has just closed stay pending, because the id's owner may know that the update is counted.
-        """
+        """Reject pending updates that this server can no longer count, and forget their claims."""
+        # Claims of a round that has just closed stay pending, because the id's owner may know that the update is counted.
         expired = [key for key in self._pending_claims if self._rejects_updates or key[0] < self.round - self._retained_rounds]
         for key in expired:
             del self._pending_claims[key]
@@ -182,8 +179,7 @@ class Claims:
     def holdings_for(self, node_id: str) -> list[ClaimEffect]:
         """Return the messages that report to a member all updates that this server holds of the member's ids.
 
-        Return [] if `node_id` is this server, or one of the two is not a member. The report is sent in each new generation,
-        when the member is connected again, and repeatedly while reports are missing here.
+        Return [] if `node_id` is this server, or one of the two is not a member.
         """
         if node_id == self.node_id or not self.is_member or all(peer.node_id != node_id for peer in self.members):
             return []
@@ -200,7 +196,7 @@ class Claims:
     # -- updates -----------------------------------------------------------------------------------------------------
 
     def on_update_received(self, round_number: int, device: str, now: float) -> list[ClaimEffect]:
-        """Claim an update that was received and checked; return the effects. These or later ones store or reject the update."""
+        """Claim an update that was received and checked; return the effects. The decision may follow in later effects."""
         held = self.held_updates.get(round_number, {}).get(device)
         if held or (self._allows_stale_updates and any(ids.get(device) for ids in self.held_updates.values())):
             return [RejectUpdate(round_number, device, UpdateOutcome.COUNTED)]
@@ -215,7 +211,7 @@ class Claims:
         return self._send_claims([(round_number, device)], now)
 
     def on_update_logged(self, round_number: int, device: str) -> list[ClaimEffect]:
-        """Record that an update is logged; return the effects that report it to the id's owner. It may now be acknowledged."""
+        """Record that an update is logged; return the effects that report it to the id's owner."""
         self.held_updates.setdefault(round_number, {})[device] = True
         holder = claim_owner(device, self.members)
         if holder == self.node_id:
@@ -287,8 +283,7 @@ class Claims:
 
     @property
     def _allows_stale_updates(self) -> bool:
-        """Whether an update may have begun some rounds ago (asynchronous strategies). One that an earlier round counted must
-        then not be counted again."""
+        """Whether an update may have begun in an earlier round (asynchronous strategies)."""
         return self._retained_rounds > 1
 
     def _find_holder(self, round_number: int, device: str) -> tuple[str, bool]:

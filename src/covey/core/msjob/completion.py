@@ -15,8 +15,8 @@ from covey.core.msjob.status import FAILED, SUCCEEDED, JobStatus
 def check_success(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> str:
     """End the job as Succeeded, and return the verdict, if enough workers succeeded; otherwise return "".
 
-    Enough are all workers; or worker 0, unless successPolicy is AllWorkers; or, with dynamic workers, at least one if all
-    others failed.
+    Enough are all workers, or worker 0 unless successPolicy is AllWorkers. With dynamic workers, one is enough if all others
+    failed.
     """
     job, pods, finished = context.job, context.pods, status.finished_pods
     workers = context.expected_workers(status.world)
@@ -42,8 +42,7 @@ def check_deadline(context: ReconcileContext, status: JobStatus, out: PlanBuilde
 
 
 def end_job(context: ReconcileContext, status: JobStatus, out: PlanBuilder, condition: str, reason: str, message: str) -> str:
-    """Record an event, set the final condition, Succeeded or Failed, and clean up. Return `message`, the verdict of the
-    calling step."""
+    """Record an event, set the final condition, Succeeded or Failed, and clean up. Return `message` as the verdict."""
     out.record_event(reason, message, warn=condition == FAILED)
     status.set_condition(condition, reason, message)
     apply_clean_policy(context, status, out)
@@ -113,15 +112,14 @@ def report_finished(context: ReconcileContext, status: JobStatus, out: PlanBuild
 
 
 def count_restarts(context: ReconcileContext, status: JobStatus) -> int:
-    """Return the number of restarts so far: replacements of one or all pods after a failure, and container restarts by the
-    kubelet."""
+    """Return the number of restarts so far, by the operator after failures and by the kubelet."""
     replaced = {note["uid"] for note in status.replacements.values()}
     kubelet = sum(pod.kubelet_restarts for pod in context.pods.values() if pod.uid not in replaced)
     return status.read_count("restarts") + kubelet
 
 
 def update_counters(context: ReconcileContext, status: JobStatus) -> None:
-    """Set the counters of the status; `kubectl get` and the scale subresource show some of them."""
+    """Set the counters of the status."""
     job, world = context.job, status.world or context.job.desired_replicas
     statuses: dict[str, dict[str, int]] = {}
     for role in job.roles:

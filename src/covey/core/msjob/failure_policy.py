@@ -4,7 +4,7 @@ If `fault-scheduling` is grace or force, MindCluster's labels are applied first,
 
     fault-retry-times                    number of failures of the program that are followed by a restart; then the job fails
     recover-strategy: recover            replace the pod on another node while the other pods wait; restart all pods if they
-                                         cannot wait: the scheduler's journal is lost, or healing is not known to be possible
+                                         may not be able to wait
     recover-strategy: elastic-training   replace a worker's pod while the other workers continue without it, if they can
     pod-rescheduling: on                 replace the pod; otherwise all pods restart
 

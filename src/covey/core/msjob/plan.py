@@ -69,8 +69,10 @@ def plan_job(job: Mapping[str, Any], observed: Observed, now: float) -> Reconcil
 
 
 def _plan_invalid_job(status: JobStatus, out: PlanBuilder, message: str) -> ReconcilePlan:
-    """Fail a job that has not started or is suspended. A started job keeps running, without further actions until its spec is
-    valid again. An event is recorded for each new message; a finished job does not change."""
+    """Fail a job that has not started or is suspended; a finished job does not change.
+
+    A started job keeps running, without actions until its spec is valid again. Record an event for each new message.
+    """
     if status.final_condition or (status.world and not status.report_text("refused", message)):
         return out.build(None, message)
     out.record_event("InvalidSpec", message, warn=True)
@@ -149,8 +151,8 @@ def delete_extra_pods(context: ReconcileContext, status: JobStatus, out: PlanBui
 def create_missing(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
     """Create the service, the PodGroup, the secret and the pods that are missing.
 
-    If the job needs a service, pods are created only once it has an address. If another owner's pod has the name of a pod, that
-    pod is retried every `NAME_RETRY_S`, with one event.
+    If the job needs a service, pods are created only once it has an address. If another owner's pod has the name of a missing
+    one, retry every `NAME_RETRY_S` and record one event.
     """
     finished, foreign = status.finished_pods, context.foreign_pods
     missing = [pod for pod in context.expected_pods(status.world) if pod[2] not in context.pods and pod[2] not in finished]

@@ -47,12 +47,9 @@ def record_finished_pods(context: ReconcileContext, status: JobStatus, out: Plan
 
 
 def handle_failed_pods(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> str:
-    """Decide about each expected pod that failed or must leave its node: replace it, restart all pods, ignore it or fail the
-    job. Return the verdict if the job failed, else "".
+    """Decide about expected pods that failed or must leave their node. Return the verdict if the job failed, else "".
 
-    Pods that a scale-in releases are skipped, and the first failed pod of a scale-out rolls the scale-out back. Pods whose
-    replacement was recorded earlier are deleted. After a decision to restart all pods, the remaining pods are not considered.
-    If all workers failed and are ignored, the job fails.
+    The first failed pod of a scale-out rolls the scale-out back. If all workers failed and are ignored, the job fails.
     """
     job, ignored = context.job, []
     for role, _, name in context.expected_pods(status.world):
@@ -98,8 +95,8 @@ def handle_failed_pods(context: ReconcileContext, status: JobStatus, out: PlanBu
 def check_overdue_replacements(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> str:
     """Restart all pods if a replacement does not run within wait-reschedule-timeout, in jobs with fault-scheduling.
 
-    Fail the job, and return the verdict, if that replacement belongs to a restart of all pods already, or if backoffLimit
-    allows no further restart. There is no limit while the other workers train without the pod.
+    Fail the job, and return the verdict, if the replacement is part of a restart of all pods, or if backoffLimit allows no
+    further restart. There is no limit while the other workers train without the pod.
     """
     job, recovery = context.job, context.job.recovery
     if not recovery.is_enabled:
@@ -147,8 +144,8 @@ def check_kubelet_restarts(context: ReconcileContext, status: JobStatus, out: Pl
 def check_pending_pods(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> str:
     """Fail the job, and return the verdict, if a pod is Pending or missing for pendingTimeoutSeconds; the message says why.
 
-    If the pod belongs to a scale-out, only the scale-out is rolled back. There is no limit for a replacement while the other
-    workers train without it.
+    If the pod belongs to a scale-out, roll that back instead. There is no limit for a replacement while the other workers train
+    without it.
     """
     timeout_s = context.job.pending_timeout_s
     if timeout_s is None:
@@ -192,7 +189,7 @@ def report_gone_pods(context: ReconcileContext, status: JobStatus, out: PlanBuil
 def trains_without_replaced(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> bool:
     """Return whether the other workers train without every replaced pod; True if there is none.
 
-    Record one event for each pod without which they train, up to the first without which they do not.
+    Also record events for pods without which they train, once per pod.
     """
     for name, note in status.replacements.items():
         if not _can_train_without(context, name):
@@ -215,8 +212,7 @@ def unhealthy_nodes(context: ReconcileContext) -> list[str]:
 
 
 def is_abandoned(status: JobStatus, pod: PodState) -> bool:
-    """Return whether a pod's outcome is ignored: it is being replaced, or it terminates and was created before the job last
-    started or resumed."""
+    """Return whether a pod's outcome is ignored: it is being replaced, or is a terminating pod of an earlier start."""
     started = status.read_time("startTime") or 0.0
     is_from_earlier_start = pod.is_terminating and pod.created_at is not None and pod.created_at < started
     return is_from_earlier_start or status.replacements.get(pod.name, {}).get("uid") == pod.uid
@@ -231,8 +227,7 @@ def _scheduler_status_outside(context: ReconcileContext, status: JobStatus, name
 
 
 def _can_train_without(context: ReconcileContext, name: str) -> bool:
-    """Return whether the other workers train in a world without this pod, by elastic-training, so that its replacement has no
-    deadline."""
+    """Return whether the other workers train without this pod (elastic-training)."""
     scheduler = context.observed.scheduler_status
     return (
         context.job.recovery.is_elastic
@@ -284,10 +279,9 @@ def _replace_pods(
     *,
     node_problem: str,
 ) -> None:
-    """Record and delete a pod for replacement, or for RESTART_ALL all pods that have not succeeded.
+    """Record and delete a pod for replacement; for RESTART_ALL, also all other pods that have not succeeded.
 
-    Count one restart, and a fault if the program failed; set the condition Restarting. A replacement avoids the node of its
-    predecessor if the action is MOVE; if there is a `node_problem`, so do all replaced pods of that node.
+    A replacement avoids its old node if the action is MOVE, or if that node has the `node_problem`.
     """
     job, restarts_all = context.job, action is PodFailureAction.RESTART_ALL
     is_lost = node_problem == LATE_REPLACEMENT or _is_node_lost(context, out, pod)

@@ -6,7 +6,7 @@ There are four ways, tried in this order; each records an event:
 2. If only the number of Worker pods changes, covey's scheduler answers and its world is resizable, the job is resized without a
    restart. To scale out, new pods are created and their workers join the world; if one of them fails, the scale-out is rolled
    back and not tried again. To scale in, the scheduler releases the workers of the last pods, which are then deleted.
-3. Otherwise, after a wait for the scheduler, all pods restart with the new number, if the job's policies allow restarts.
+3. Otherwise all pods restart with the new number, if the job's policies allow restarts.
 4. Otherwise the job keeps its size.
 
 `scaling_status` has the states of a resize.
@@ -156,8 +156,7 @@ def _restart_all(context: ReconcileContext, status: JobStatus, out: PlanBuilder,
 
 
 def _start_growth(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """Begin a scale-out: add pods, which a later step creates. They get the numbers with which the cluster formed, and the
-    scheduler gets the number of workers that may join."""
+    """Begin a scale-out: record the new number of pods, and send the scheduler the number of workers that may join."""
     wanted, previous = context.job.desired_replicas, status.world[WORKER_ROLE]
     status.keep_formed_world()
     status.resize(wanted)
@@ -188,10 +187,9 @@ def _finish_growth_if_joined(context: ReconcileContext, status: JobStatus, out: 
 
 
 def _announce_workers(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> None:
-    """Send the scheduler the number of workers that may join: the workers of all expected pods minus the world size.
+    """Send the scheduler the number of workers that may join, until its target is the number of expected workers.
 
-    Repeat it every `REQUEST_RETRY_S` until the scheduler's target is the number of workers of all expected pods. Nothing is
-    sent while the scheduler does not answer, its world is not resizable, or its world is larger than that number.
+    Send it at most every `REQUEST_RETRY_S`, and not while the scheduler is unknown or not resizable, or its world is larger.
     """
     scaling, scheduler = status.scaling, context.observed.scheduler_status
     workers = context.count_workers(status.world) * context.job.processes_per_pod

@@ -12,7 +12,7 @@ def format_timestamp(now: float) -> str:
 
 
 def parse_timestamp(text: str | None) -> float | None:
-    """Return an RFC 3339 time as seconds since 1970; None if `text` is empty or None. Raise `ValueError` for other text."""
+    """Return an RFC 3339 time as seconds since 1970; None if `text` is empty or None. Raise `ValueError` if it is invalid."""
     if not text:
         return None
     return datetime.fromisoformat(text.replace("Z", "+00:00")).timestamp()

@@ -1,4 +1,4 @@
-"""Settings of parameter serving. The scheduler refuses a node whose mode, staleness, copies or NaN policy differ."""
+"""Settings of parameter serving."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ServingSettings(msgspec.Struct, frozen=True):
 
 
 def parse_mode(text: str) -> tuple[ConsistencyMode, int]:
-    """Return mode and staleness of "sync", "async" (staleness 0) or "bounded:N". Raise `ValueError` for any other text."""
+    """Return mode and staleness of "sync", "async" (staleness 0) or "bounded:N". Raise `ValueError` if `text` is invalid."""
     word, _, steps = text.strip().partition(":")
     mode = ConsistencyMode(word)
     if (mode is ConsistencyMode.BOUNDED) != bool(steps) or (steps and not steps.isdecimal()):

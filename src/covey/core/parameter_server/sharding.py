@@ -19,7 +19,7 @@ ServerRanks = tuple[int, ...]
 
 
 class Sharding(msgspec.Struct, frozen=True):
-    """Owner of each slot, with a version. A server replies to a request of an older version with the newer sharding."""
+    """Owner of each slot, with a version."""
 
     version: int
     owners: SlotOwners

@@ -5,8 +5,8 @@
         weights = train(task.weights, task.plan)     # dicts of numpy arrays
         task.send(weights, loss=0.3)
 
-If a server does not reply, or replies that it cannot serve, the device sends the same request to the next server. An update
-that is sent several times is counted at most once.
+If a server does not reply, or replies that it cannot serve, the device sends the request to the next server. An update that is
+sent several times is counted at most once.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ class Task:
         self._evaluation: dict[str, str] = {}
 
     def evaluated(self, samples: int, *, loss: float, accuracy: float | None = None) -> None:
-        """Set the result of evaluating `weights` on held-out samples, which `send` sends. `plan.evaluate` requests it.
+        """Set the result of an evaluation of `weights` on held-out samples, if `plan.evaluate` requests one.
 
-        It is not sent with encrypt_type=DP_ENCRYPT, nor in a secure round with dp_noise. Raise `UsageError` if `samples` is
-        below 1.
+        `send` sends it, except with encrypt_type=DP_ENCRYPT and in a secure round with dp_noise. Raise `UsageError` if
+        `samples` is below 1.
         """
         if samples < 1:
             raise UsageError(f"samples={samples} is invalid: an evaluation needs at least one sample")
@@ -98,13 +98,13 @@ class Task:
     def send(
         self, weights: Mapping[str, Any] | NDArray[Any], *, loss: float | None = None, accuracy: float | None = None
     ) -> bool:
-        """Send the trained weights until a server has counted them, and return True; return False if the round closed before.
+        """Send the trained weights and return True; return False if the round closed before, or if a secure round failed.
 
         `weights` has all tensors by name, or is an array of all values. Loss and accuracy are not sent with
         encrypt_type=DP_ENCRYPT, nor in a secure round with dp_noise. Raise `UsageError` if weights do not fit the model or are
-        out of the secure round's range, `ValueError` if they cannot be clipped because they are not finite, `RequestRefused` if
-        a server refuses the update or none counts it within `patience_s`, and `PeerError` if no server replies for that long or
-        a secure round would reveal more than the sum.
+        out of the secure round's range, and `ValueError` if they cannot be clipped because they are not finite. Raise
+        `RequestRefused` if a server refuses the update, and `PeerError` if no server replies within `patience_s` or a server
+        tries to learn more than the sum of a secure round.
         """
         flat = self._layout.as_flat_array(weights) if isinstance(weights, np.ndarray) else self._layout.flatten(weights)
         noise = self.plan.cipher.noise
@@ -215,9 +215,9 @@ class Device:
             yield task
 
     def join(self) -> Task | None:
-        """Wait, without limit, until this device is admitted to a round; return None if the training is disabled or finished.
+        """Wait until this device is admitted to a round; return None if the training is disabled or finished.
 
-        Raise `RequestRefused` if a server refuses the request as invalid or servers report errors for `patience_s`, and
+        Raise `RequestRefused` if a server refuses the request as invalid or servers report errors for `patience_s`. Raise
         `PeerError` if no server replies for that long or the received model is invalid.
         """
         limit = time.monotonic() + self._patience_s
@@ -244,10 +244,10 @@ class Device:
             self._wait_for_retry(answer, move_on=failed)
 
     def model(self, iteration: int = -1, wait_ms: int = LONG_POLL_MS) -> tuple[int, Weights]:
-        """Return (iteration, weights) of the newest model (-1), or of an iteration; wait while that is the current iteration.
+        """Return (iteration, weights) of the newest model (-1) or of an iteration. Wait if that iteration is in progress.
 
-        Return the newest model also for a model that was removed and for an iteration that has not begun. `wait_ms` is how long
-        a server may delay one reply, below 40 000. Raise `RequestRefused` if a server refuses the request, and `PeerError` if
+        Return the newest model if the requested one was removed or its iteration has not begun. `wait_ms` is how long a server
+        may delay one reply; it must be below 40 000. Raise `RequestRefused` if a server refuses the request, and `PeerError` if
         no server replies within `patience_s` or the received model is invalid.
         """
         while True:
@@ -286,7 +286,7 @@ class Device:
         self._last_counted_iteration = iteration
 
     def phase(self, path: str, body: bytes) -> SecureAnswer:
-        """Send one request of a secure round and return the reply. Before returning NOT_READY, sleep until the retry is due.
+        """Send one request of a secure round and return the reply; if it is NOT_READY, first sleep before the retry.
 
         Raise `RequestRefused` if the reply is REQUEST_ERROR, and `PeerError` if no server replies within `patience_s`.
         """

@@ -1,8 +1,7 @@
 """Device side of a secure round: sends the messages of `SecaggSession` to a server.
 
-A round that ends early for the device (a phase that closed, a round that was abandoned) is not an error: the device joins the
-next one. If a server's reply would make the device reveal more than the sum, that is an error, and the device sends nothing
-more in this round.
+If the device misses a phase or the round is abandoned, that is not an error: the device can join the next round. It is an error
+if a server's reply is unsafe, so that the device would reveal more than the sum. The device then sends nothing more.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ class RoundMissed(Exception):
 def send_masked_update(device: Device, task: Task, change: Floats, metrics: DeviceMetrics) -> bool:
     """Take part in a secure round with this difference to the model.
 
-    Return True when the device has done its part, False if the round continues without it or was abandoned. Raise `PeerError`
-    if the server's lists would reveal more than the sum or no server replies in time, `RequestRefused` if a server refuses a
-    request, and `UsageError` if a value is out of range or certificates are required and missing. With noise, raise
-    `ValueError` if a value is not finite.
+    Return True when the device has done its part, False after `RoundMissed`. Raise `PeerError` if the server's lists are unsafe
+    or no server replies in time, `RequestRefused` if a server refuses a request, and `UsageError` if a value is out of range or
+    certificates are required and missing. Raise `ValueError` if an update to be clipped is not finite, or the server's numbers
+    of samples, devices or indices are invalid.
     """
     try:
         _run_secagg_round(device, task, change, metrics)
@@ -85,10 +84,9 @@ def _run_secagg_round(device: Device, task: Task, change: Floats, metrics: Devic
 
 
 class DeviceSignatures:
-    """Signatures between devices that have certificates, so that a server cannot substitute keys or lists of its own.
+    """Signatures by which devices with certificates verify each other's keys and lists, if the plan requires it.
 
-    They are made and verified only if the plan requires them. The constructor raises `UsageError` if it does and the device has
-    no identity or no trust.
+    The constructor raises `UsageError` if the plan requires it and the device has no identity or no trust.
     """
 
     def __init__(self, device: Device, task: Task) -> None:
@@ -126,9 +124,9 @@ class DeviceSignatures:
         return self._device.identity.sign(encode_list_to_sign(session, clients))
 
     def verify_client_list(self, answer: SecureAnswer, keys: messages.KeyList, clients: tuple[str, ...]) -> None:
-        """Raise `PeerError` unless `keys.needed` devices have signed this list, or the round is already done.
+        """Raise `PeerError` if fewer than `keys.needed` devices have signed this list and the round is not done.
 
-        Counted are this device and the neighbours whose keys `verify_keys` has verified.
+        This device and the neighbours whose keys were verified count.
         """
         signed = encode_list_to_sign(keys.session, clients)
         same = {
@@ -142,7 +140,7 @@ class DeviceSignatures:
 
 
 def _request_until_decided(device: Device, task: Task, path: str, kind: Any, fields: dict[str, Any]) -> SecureAnswer:
-    """Send a request until the reply is not NOT_READY, without a limit of time, and return the reply if it is SUCCEED.
+    """Repeat a request while the reply is NOT_READY, and return the reply if it is SUCCEED.
 
     Raise `RequestRefused` for REQUEST_ERROR, `PeerError` if no server replies, and `RoundMissed` for any other code or if the
     round was complete before this device's update.

@@ -16,10 +16,9 @@ def fit(
     """Train a module with SGD from the task's weights according to its plan, and send it; result and errors as `Task.send`.
 
     `inputs` and `targets` are tensors with one row per sample; the default loss is cross entropy. The reported loss and
-    accuracy are those of the received weights before training, so over all devices they measure the global model; accuracy is
-    reported only for outputs of two dimensions and targets of one. `held_out` is a pair like `inputs` and `targets` that is not
-    used for training. If it is given and the plan requires an evaluation, it is done on that pair. `seed` and the iteration
-    determine the order of samples.
+    accuracy are those of the received weights, before training. Accuracy is reported if outputs have two dimensions and targets
+    one. `held_out` is a pair like `inputs` and `targets`, on which the module is evaluated if the plan requires it. `seed` and
+    the iteration determine the order of samples.
     """
     import torch
 

@@ -4,7 +4,7 @@
     `secagg_masks`          keys between two devices, masks derived from them, sealed shares
     `secagg_device_state`   a device's side of a secure round, and the unmasking of a sum
     `dp_noise`              clipping and Gaussian noise
-    `device_certificates`       device certificates and signatures (`identity` is its deprecated name)
+    `device_certificates`   device certificates and signatures (`identity` is its deprecated name)
 
 The protocol's decisions are in `covey.core.federated.secagg`.
 """

@@ -29,8 +29,8 @@ class DeviceIdentity:
     def __init__(self, certificates: bytes, key: bytes, password: bytes | None = None) -> None:
         """Load chain and key from PEM.
 
-        Raise `ValueError` if one is invalid, the password is wrong, or the key is neither elliptic curve nor RSA or not that of
-        the first certificate. Raise `TypeError` if a password is missing, or is given for a key that is not encrypted.
+        Raise `ValueError` if one is invalid, the password is wrong, the key is not that of the first certificate, or its type
+        is not supported. Raise `TypeError` if a password is missing, or is given for a key that is not encrypted.
         """
         loaded = x509.load_pem_x509_certificates(certificates)
         private = serialization.load_pem_private_key(key, password)
@@ -64,9 +64,9 @@ class DeviceTrust:
     def verify(self, chain: Sequence[bytes], now: datetime) -> tuple[str, PublicKey]:
         """Return device id (the common name, "" if there is none) and public key of a chain of 1 to 3 DER certificates.
 
-        Each certificate must be valid at `now` and issued by the next one, the last one by a root. Raise `ValueError` if that
-        is not so, a certificate is revoked, the device's key is neither elliptic curve nor RSA, or a revocation list of an
-        issuer is out of date or not signed by it. Authorities without a list, and the roots' own validity, are not checked.
+        Each certificate must be valid at `now` and issued by the next one, the last one by a root. Raise `ValueError` if it is
+        not, if it is revoked, if its issuer's revocation list is out of date or badly signed, or if the device's key has
+        another type than elliptic curve or RSA. The dates of roots are not checked.
         """
         if not 1 <= len(chain) <= CHAIN_LENGTH_MAX:
             raise ValueError(f"the chain has {len(chain)} certificates: expected 1 to {CHAIN_LENGTH_MAX}")
@@ -127,7 +127,7 @@ def is_valid_signature(key: PublicKey, signature: bytes, message: bytes) -> bool
 
 
 def encode_request_to_sign(path: str, nonce: str, timestamp: str, digest: bytes) -> bytes:
-    """Return the bytes that a device signs for every request. `digest` is the SHA-256 of the complete body."""
+    """Return the bytes that a device signs for a request. `digest` is the SHA-256 of the complete body."""
     return f"covey request\n{path}\n{nonce}\n{timestamp}\n".encode() + digest
 
 
@@ -137,8 +137,5 @@ def encode_keys_to_sign(fl_id: str, iteration: int, c_pk: bytes, s_pk: bytes) ->
 
 
 def encode_list_to_sign(session: str, clients: Sequence[str]) -> bytes:
-    """Return the bytes that a device signs for the list of devices in the sum of a secure round.
-
-    Other devices verify the signature, so that they know that all received the same list.
-    """
+    """Return the bytes that a device signs for the list of devices in the sum of a secure round."""
     return "\n".join(["covey list", session, *clients]).encode()

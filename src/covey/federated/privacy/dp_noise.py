@@ -51,9 +51,9 @@ def add_device_noise(change: Floats, noise: Noise) -> Floats:
 
 
 def draw_mean_noise(size: int, noise: Noise, devices: int, key: bytes, round_number: int) -> NDArray[np.float64]:
-    """Return the noise that servers add to the mean of the clipped differences of `devices` devices.
+    """Return the noise for the mean of the clipped differences of `devices` devices.
 
-    It is determined by the cluster's key and the round.
+    It is derived from the cluster's `key` and the round, so each server computes the same noise.
     """
     secret = hashlib.blake2b(f"noise/{round_number}".encode(), key=key, digest_size=secagg_masks.KEY_BYTES).digest()
     return draw_normal(secret, size) * (noise.noise_std / devices)

@@ -2,8 +2,7 @@
 
 A device sends the difference to the model it received, times its weight (its samples; 1 with differential privacy), rounded to
 a multiple of a unit. The unit is derived from the total weight of the round, so that the sum cannot overflow. A value out of
-range is an error on the device, never clipped. The values are followed by a few metrics of the training, so that servers learn
-only their sums too.
+range is an error on the device. A few metrics of the training follow the values, so servers learn only their sums too.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class DeviceMetrics(NamedTuple):
 
 
 class FixedPointScale(NamedTuple):
-    """Fixed-point scale of a round. The factors are the greatest powers of two with which no sum can overflow."""
+    """Fixed-point scale of a round. The factors are powers of two with which the sum cannot overflow."""
 
     reach: float  # the greatest magnitude of a device's value before weighting
     value_factor: float  # integer = value * weight * value_factor, rounded
@@ -46,7 +45,7 @@ class FixedPointScale(NamedTuple):
 def make_scale(reach: float, samples: int, devices: int) -> FixedPointScale:
     """Return the scale of a round of `devices` devices with a total weight of `samples` and values up to `reach`.
 
-    Raise `ValueError` if `reach` is not above 0, there is less than one sample per device, or the devices are too many.
+    Raise `ValueError` if `reach` is not above 0, `samples` is below `devices`, or the devices are none or too many.
     """
     if not (reach > 0 and samples >= devices >= 1):
         raise ValueError(

@@ -1,8 +1,8 @@
 """Device side of a secure round without the transport, and the unmasking of a sum.
 
-A device has two secrets: the seed of its own mask, and the private key of its pairwise masks. A `SecaggSession` reveals shares
-for one list of uploaders (devices whose updates are in the sum) only. Whatever a server requests, the session never reveals
-shares of both secrets of one device, and it refuses a threshold of half of the shares or fewer.
+A device shares two secrets with its neighbours: the seed of its own mask, and the private key of its pairwise masks. A
+`SecaggSession` never reveals shares of both secrets of one device. It therefore accepts one list of the devices whose updates
+are in the sum. It refuses a threshold of half of the shares or fewer.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class SecaggSession:
     def make_shares(self, keys: KeyList) -> tuple[SealedShare, ...]:
         """Return encrypted shares of both secrets, one pair for each neighbour in the list of keys.
 
-        Raise `PeerError` if the threshold is not more than half of at least 3 shares (the neighbours' and the device's own) and
-        at most all, a neighbour is listed twice or is this device, or a key is invalid.
+        Raise `PeerError` if there are fewer than 3 shares (this device keeps one), the threshold is at most half of them or
+        exceeds their number, a device is listed twice, or a key is invalid. Raise `ValueError` for an invalid index.
         """
         holders = len(keys.remote_publickeys) + 1
         if holders < 3 or not holders < 2 * keys.needed <= 2 * holders:
@@ -105,7 +105,7 @@ class SecaggSession:
             )
 
     def mask_update(self, words: Words) -> Words:
-        """Return the words plus this device's own mask and its pairwise masks, modulo 2^32."""
+        """Return the words masked with this device's own mask and its pairwise masks, modulo 2^32."""
         size, session = len(words), self.keys.session
         masked = words + secagg_masks.make_self_mask(self._self_mask_seed, session, size)
         for device in self._held_shares:
@@ -118,7 +118,7 @@ class SecaggSession:
     def reveal_shares(self, clients: tuple[str, ...]) -> tuple[PlainShare, ...]:
         """Return a share for each device whose shares this one holds: of its seed if it is on the list, else of its key.
 
-        Raise `PeerError` for a second, different list, or a list that lacks this device, names one twice, or names fewer than
+        Raise `PeerError` if the list differs from an earlier one, lacks this device, names a device twice, or names fewer than
         `keys.needed` of these devices.
         """
         if self._revealed_list is not None and self._revealed_list != clients:
@@ -137,9 +137,9 @@ class SecaggSession:
 
 
 def unmask_sum(total: Words, found: UnmaskingSecrets) -> Words:
-    """Return a copy of the sum without masks.
+    """Return the sum minus the masks that are derived from the reconstructed secrets. A wrong seed is not detected.
 
-    Raise `ValueError` if a reconstructed key does not belong to the public key that its device sent, or a key is invalid.
+    Raise `ValueError` if a reconstructed key does not match the public key that its device sent, or a key is invalid.
     """
     listed, ring_index = found.uploaders, {device: index for index, device in enumerate(found.uploaders.ring)}
     bare = total.copy()

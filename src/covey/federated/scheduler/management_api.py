@@ -1,7 +1,7 @@
 """Management API of a federated cluster: MindSpore's paths and JSON, added to the API that all clusters have.
 
-A refused request is answered with `{"error_message": ..., "code": "1"}` and HTTP 400, as in MindSpore, or with HTTP 503 if it
-was accepted but cannot be stored yet.
+A request that the scheduler refuses is answered with `{"error_message": ..., "code": "1"}` and HTTP 400, as in MindSpore. One
+that it accepted but cannot store yet is answered with HTTP 503.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Scheduler of a federated cluster: sockets, a file and a clock around `covey.core.federated.federation_machine`.
 
-One small record (`FederationRecord`) survives the process. It is written atomically before any message that depends on it is
-sent.
+One small file, the `FederationRecord`, survives the process. It is written before messages that depend on it are sent.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ class FederatedScheduler:
         self._counted_updates = 0  # in rounds completed since this process started
 
     async def run(self, sockets: list[socket.socket], guard: Credentials) -> int:
-        """Serve until the cluster has ended, wait DISCONNECT_TIMEOUT_S at most for servers to disconnect; return the code."""
+        """Serve until the cluster ends, wait up to DISCONNECT_TIMEOUT_S for servers to disconnect, and return the exit code."""
         loop = asyncio.get_running_loop()
         self._ended = loop.create_future()
         calls: dict[str, Any] = {
@@ -138,7 +137,7 @@ class FederatedScheduler:
             self.apply_effects(self.machine.step(Tick(), self.now()))
 
     def apply_effects(self, effects: list[FederationEffect]) -> None:
-        """Carry out effects in order. While a record cannot be written, it and the effects after it are queued and retried.
+        """Carry out effects in order. If a record cannot be written, queue it and the effects after it, and retry.
 
         Exit the process if the first record cannot be written or more than WAITING_EFFECTS_MAX effects are queued.
         """
@@ -209,7 +208,7 @@ class FederatedScheduler:
     # -- status and administration -----------------------------------------------------------------------------------
 
     def stop(self, reason: str) -> None:
-        """Send `ClusterEnded` to all connected servers, and let `run` return 0. The record is kept."""
+        """Send `ClusterEnded` to the connected servers, and end the cluster with code 0. The record is kept."""
         for server in self.machine.roster.servers.values():
             connection = self._connections.get(server.connection)
             if connection is not None:
@@ -247,7 +246,7 @@ class FederatedScheduler:
         }
 
     def console_details(self) -> dict[str, Any]:
-        """Return the fields that the console shows only for federated clusters."""
+        """Return the console's fields that are specific to federated clusters."""
         refused: Counter[str] = Counter()
         load = {}
         for server in self.machine.roster.servers.values():
@@ -267,7 +266,7 @@ class FederatedScheduler:
         }
 
     def _record_round_metrics(self) -> None:
-        """Record the newest metrics for the console, if the round number grew since the last call and there are metrics."""
+        """Record the newest metrics for the console, if there are any, at most once per round."""
         number, metrics = self.machine.round.number, self.machine.round.metrics
         if number <= self._last_noted_round or not metrics:
             return
@@ -278,7 +277,7 @@ class FederatedScheduler:
         self._finished_rounds = [*self._finished_rounds, finished][-ROUNDS_SHOWN_MAX:]
 
     def _privacy_status(self, noise: Noise) -> dict[str, float]:
-        """Return the privacy loss of a device that took part in every round so far, of all instances, and its limits."""
+        """Return the privacy loss of a device that took part in every round of all instances so far, and the noise settings."""
         return {
             "epsilon": noise.epsilon_after(self.machine.instance.spent),
             "delta": noise.delta,
@@ -371,7 +370,7 @@ def plan_to_hyperparameters(plan: RoundPlan) -> dict[str, Any]:
 
 
 def change_plan(plan: RoundPlan, changes: dict[str, Any]) -> RoundPlan:
-    """Return a plan with the changes of a /newInstance request. Settings that depend on each other are not checked.
+    """Return a plan with the changes of a /newInstance request. Each value is checked on its own.
 
     Raise `UsageError` for a key that is not in HYPERPARAMETERS or a value that `set_fl_context` would refuse.
     """

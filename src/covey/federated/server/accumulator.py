@@ -1,7 +1,7 @@
 """Sum of a round's updates in fixed point. It does not depend on their order or on the number of servers.
 
-A value times its weight, in units of 2^-24, is rounded to an integer and added to an int64. Adding 1.5 * 2^52 to a float64
-leaves that integer in its low bits, so the sum of the bits is the sum of the integers after the constants are subtracted. This
+A value times its weight, in units of 2^-24, is rounded to an integer and added to an int64. The integer is read from the low
+bits of a float64: adding the constant 1.5 * 2^52 puts it there. The bits are added, and `get_sum` subtracts the constants. This
 needs three passes per update and no conversion from float to integer.
 """
 
@@ -27,7 +27,7 @@ BLOCK_SIZE: Final = 16384  # values at a time, so that a block fits into the CPU
 
 
 class Accumulator:
-    """One server's sum of a round's updates."""
+    """Sum of a round's updates, with totals of their weights and metrics."""
 
     def __init__(self, size: int) -> None:
         self._sum = np.zeros(size, np.int64)
@@ -98,9 +98,9 @@ def _multiply_bias(count: int) -> np.int64:
 
 
 def to_weighted_fixed_point(size: int, value: float | None) -> tuple[int, int]:
-    """Return `size`, a number of samples, and a loss or accuracy times `size` in units of 2^-24, for sums over devices.
+    """Return (`size`, `value` * `size` in units of 2^-24) for sums over devices; (0, 0) if the value is None or not finite.
 
-    Return (0, 0) if the value is None or not finite. Raise `ValueError` if its magnitude times `size` is 2^27 or more.
+    Raise `ValueError` if the magnitude of `value` * `size` is 2^27 or more.
     """
     if value is None or not math.isfinite(value):  # a diverged loss does not exclude the device's update
         return 0, 0

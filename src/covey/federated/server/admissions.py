@@ -12,11 +12,7 @@ from covey.federated.server.server_state import Position
 
 
 class Admissions:
-    """Admission requests of one server.
-
-    `admitted` has the devices admitted to the current round through this server; a restarted scheduler restores its admissions
-    from it.
-    """
+    """Admission requests of one server. `admitted` has the devices that these requests got admitted to the current round."""
 
     def __init__(self, position: Callable[[], Position], send_to_scheduler: Callable[[Message], None]) -> None:
         self.admitted: dict[str, None] = {}  # in the current round
@@ -31,13 +27,12 @@ class Admissions:
     async def request(self, device: str, until: float) -> tuple[bool, str]:
         """Ask the scheduler to admit a device to the current round. Return (True, "") if it does, else (False, reason).
 
-        Wait for the reply until `until` (`time.monotonic`), but at least 0.5 s and at most 2 s; without a reply the result is
-        False. Requests made in one iteration of the event loop share messages.
+        Wait for the reply until `until` (`time.monotonic`), but at least 0.5 s and at most 2 s. No reply counts as a refusal.
         """
         waiter: asyncio.Future[tuple[bool, str]] = asyncio.get_running_loop().create_future()
         self._waiters.setdefault(device, []).append(waiter)
         if not self._requested:
-            asyncio.get_running_loop().call_soon(self._send_requests)
+            asyncio.get_running_loop().call_soon(self._send_requests)  # together with requests made until then
         self._requested.append(device)
         try:
             async with asyncio.timeout(max(0.5, min(2.0, until - time.monotonic()))):

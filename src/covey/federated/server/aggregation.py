@@ -1,6 +1,6 @@
-"""End of a round on the aggregator, the server chosen for it: it adds the parts and makes the next model.
+"""Aggregation of a round: one server, the aggregator, adds the parts of all servers and makes the next model.
 
-All sums are integers until the last division, so the model does not depend on which server makes it.
+Parts are sums of integers, so their sum does not depend on the order of addition.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ async def collect_parts(
 ) -> Sum:
     """Return the sum of all parts: this server's (`mine`) and those fetched from the other servers in `parts`.
 
-    Raise `PeerError` if a part cannot be fetched or differs from the totals that its server sealed.
+    Raise `PeerError` if a part cannot be fetched or its totals differ from those in `parts`.
     """
     total = mine.copy_sum()
     for node_id, expected in parts:
@@ -71,7 +71,7 @@ class UnmaskingFailed(CoveyError):
 def unmask_mean(total: MaskedSum, instructions: ServerInstructions, model: Floats) -> tuple[NDArray[np.float64], RoundTotals]:
     """Return the mean of a secure round's updates (model plus mean difference), and its totals with the summed metrics.
 
-    Raise `UnmaskingFailed` if the reconstructed secrets are wrong.
+    Raise `UnmaskingFailed` if a reconstructed key does not belong to its public key. A wrong seed is not detected.
     """
     secrets = instructions.unmasking
     assert secrets is not None
@@ -131,7 +131,7 @@ def evaluate_model(evaluate: Evaluate, layout: ModelLayout, values: Floats) -> d
 
 
 def compute_metrics(numbers: RoundTotals) -> dict[str, float]:
-    """Return the numbers of updates and samples, and means of the devices' metrics weighted by samples.
+    """Return the number of updates, their total weight ("samples"), and weighted means of the devices' metrics.
 
     Metrics that no device reported are left out.
     """
@@ -157,11 +157,10 @@ async def aggregate_spooled_updates(
     directory: Path,
     size: int,
 ) -> NDArray[np.float64]:
-    """Return the aggregate of a strategy with `sees_all`: write all updates to disk as rows, then process blocks of columns.
+    """Return the aggregate of a strategy with `sees_all`. A temporary file in `directory` has all updates.
 
-    The file is in `directory` and is removed at the end. Raise `PeerError` if a server's updates cannot be fetched or are not
-    as many as it sealed, `ModelNotStored` if they cannot be written, `StoreError` if a log cannot be read, and `UsageError` if
-    they exceed SPOOL_BYTES_MAX or the strategy fails.
+    Raise `PeerError` if the updates of a server cannot be fetched or are not as many as in `parts`. Raise `StoreError` if a
+    file cannot be read or written, and `UsageError` if the updates exceed SPOOL_BYTES_MAX or the strategy fails.
     """
     count = sum(numbers.count for _, numbers in parts)
     if 4 * size * count > SPOOL_BYTES_MAX:
@@ -216,7 +215,7 @@ def _make_strategy_error(strategy: Strategy, method: str, error: Exception) -> U
 def _reserve_disk_space(path: Path, size: int) -> None:
     """Create a file and allocate its space on disk. Raise `ModelNotStored` if that fails.
 
-    Without the space, writing to the mapped file would end the process with SIGBUS instead of raising an error.
+    If the disk became full later, a write to the mapped file would end the process with SIGBUS instead of raising an error.
     """
     try:
         with path.open("wb") as file:
@@ -228,7 +227,7 @@ def _reserve_disk_space(path: Path, size: int) -> None:
 async def _iterate_updates(
     own_id: str, node_id: str, mine: PartialAggregate, server_links: ServerLinks
 ) -> AsyncIterator[tuple[Update, Floats]]:
-    """Yield the updates in the logs of a server's part. Of a log of another server, only a chunk and a record are in memory.
+    """Yield the updates in the logs of a server's part. Logs of another server are fetched in chunks.
 
     Raise `PeerError` if a log cannot be fetched, and `StoreError` if an own log cannot be read.
     """

@@ -10,7 +10,7 @@ _CONTENT_TYPES: Final = {".html": "text/html; charset=utf-8", ".js": "text/javas
 
 
 def load_files(prefix: str) -> dict[str, tuple[bytes, str]]:
-    """Return content and content type of each file by URL path; `prefix`/device/ is the same as index.html there."""
+    """Return {URL path: (content, content type)} of the page's files. The path `prefix`/device/ has index.html."""
     found = {
         f"{prefix}/device/{path.name}": (path.read_bytes(), _CONTENT_TYPES[path.suffix])
         for path in sorted(BROWSER_DIRECTORY.iterdir())

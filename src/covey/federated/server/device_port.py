@@ -206,9 +206,9 @@ class DevicePort:
             await self._notifier.wait(changed, min(left, 1.0))
 
     def _has_counted_update(self, instructions: ServerInstructions, job: StartJob) -> bool:
-        """Return whether the current round has this device's update, according to the device (`job.iteration`).
+        """Return whether the device says, in `job.iteration`, that its update of the current round is counted.
 
-        If updates may have been lost, return True only if this server has evidence too that the update is counted.
+        If updates may have been lost, this server must know it too.
         """
         if job.iteration != instructions.round - instructions.base:
             return False
@@ -284,7 +284,7 @@ class DevicePort:
 
 
 def _make_cipher(plan: RoundPlan) -> Cipher:
-    """Return how devices must protect their updates: masking, noise, or neither."""
+    """Return how devices must protect their updates."""
     if plan.secure:
         return Cipher("PW_ENCRYPT", plan.signed, plan.reach, plan.noise)
     return Cipher("DP_ENCRYPT" if plan.noise is not None and plan.noise.local else "NOT_ENCRYPT", noise=plan.noise)

@@ -1,8 +1,8 @@
-"""HTTP server for many devices with large bodies. A body is received directly into the memory from which it is decoded.
+"""HTTP server for many devices with large bodies. A body is received into the memory from which it is decoded.
 
 It implements what devices need: HTTP/1.1, keep-alive, Content-Length. The handler receives complete requests and may reply
-later. httptools parses the headers. Headers, body, time per request and connections are limited. At the limit of connections, a
-new connection replaces the oldest one that has sent no byte, so that connections that send nothing cannot exclude devices.
+later. The sizes of headers and bodies, the time to receive a request, and the number of connections are limited. If there are
+too many connections, a new one replaces the oldest that has sent no byte.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 HEADER_BYTES_MAX: Final = 16 * 1024
 BYTES_IN_FLIGHT_MAX: Final = 2**30  # bytes of all bodies that are being received or processed
-REQUEST_TIMEOUT_S: Final = 60.0  # from the first byte to the last, extended by the time for the received bytes at:
+REQUEST_TIMEOUT_S: Final = 60.0  # to receive a request; a body adds its received bytes divided by:
 BYTES_PER_SECOND_MIN: Final = 10_000  # so that a slow connection is not treated as a stuck one
 IDLE_TIMEOUT_S: Final = 600.0
 REFUSED_LINGER_S: Final = 5.0  # for a device to read the reason
@@ -43,7 +43,7 @@ BytesLike = bytes | memoryview
 
 
 class DeviceRequest:
-    """One complete request. The handler must call `reply` exactly once."""
+    """One complete request. The handler must call `reply` once."""
 
     __slots__ = ("_connection", "_headers", "accept", "body", "content_type", "device", "method", "path")
 
@@ -162,7 +162,7 @@ class DeviceConnection(asyncio.BufferedProtocol):
     # -- a request ---------------------------------------------------------------------------------------------------
 
     def _parse_head(self) -> None:
-        """Parse the headers if they are complete, and start to receive the body; refuse a request that is not accepted."""
+        """Parse the headers if they are complete, and start to receive the body. Refuse an invalid request."""
         if self._header_buffer[0] == _TLS_HANDSHAKE_BYTE:  # it never contains the end of HTTP headers
             return self._send_refusal(
                 400, "this port expects plain HTTP but received a TLS handshake: use http://, or start the server with TLS"
@@ -242,8 +242,8 @@ class DeviceConnection(asyncio.BufferedProtocol):
     def _send_refusal(self, status: int, reason: str) -> None:
         """Send the reason and discard further bytes.
 
-        A plain connection is closed later (`check_timeouts`), because closing it immediately could lose the reply. One with
-        TLS, which has no half-close, is closed immediately.
+        A connection without TLS is half-closed, because a full close could lose the reply; `check_timeouts` closes it. One with
+        TLS, which has no half-close, is closed after the reply.
         """
         self._close_after_reply = self._is_refused = True
         self.send_response(status, "application/json", [self._server.encode_refusal(status, reason)])

@@ -1,4 +1,4 @@
-"""Sum of a round's masked updates, modulo 2^32. It reveals nothing until it is unmasked, and then only the sum.
+"""Sum of a round's masked updates, modulo 2^32.
 
 A masked update is kept as the 32-bit words that the device sent. In the log they have the type float32, which has the same
 size; they are never interpreted as floats.
@@ -18,7 +18,7 @@ from covey.federated.server.accumulator import EMPTY_TOTALS, WEIGHT_MAX
 
 
 class MaskedSum:
-    """One server's sum of a secure round, for a model of `size` values."""
+    """Sum of masked updates of a model with `size` values, with their number and total weight."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -30,7 +30,7 @@ class MaskedSum:
         return MaskedSum(self._size)
 
     def check_update(self, values: Floats, weight: int) -> None:
-        """Raise `ValueError` if `weight` is not from 1 to WEIGHT_MAX, or the number of words is not that of the model."""
+        """Raise `ValueError` if `weight` is not from 1 to WEIGHT_MAX, or the number of words is wrong."""
         if not 1 <= weight <= WEIGHT_MAX:
             raise ValueError(f"data_size is {weight}: expected 1 to {WEIGHT_MAX}")
         if len(values) != len(self._sum):
@@ -49,6 +49,6 @@ class MaskedSum:
         return self._sum
 
     def merge(self, total: NDArray[Any], numbers: RoundTotals) -> None:
-        """Add the masked sum and the totals of another server's part."""
+        """Add another masked sum and its totals."""
         self._sum += total
         self.totals = self.totals + numbers

@@ -1,4 +1,4 @@
-"""Models of a server: loaded when it starts, made at the end of a round, or fetched from the server that made them."""
+"""Models of a server: loaded when it starts, made at the end of a round, or fetched from another server."""
 
 from __future__ import annotations
 
@@ -31,10 +31,9 @@ class WantedModel(NamedTuple):
 
 
 def wanted_model(instructions: ServerInstructions) -> WantedModel:
-    """Return the model that every server should have.
+    """Return the model that every server should have: that of this round if it is made, else that of the previous round.
 
-    It is the model of this round if it is made and must be replicated before the round ends, else that of the previous round,
-    whose digest is "" until it is chosen.
+    The digest of the previous round's model is "" until that model is chosen.
     """
     made = instructions.new_model
     if made is not None:
@@ -43,7 +42,7 @@ def wanted_model(instructions: ServerInstructions) -> WantedModel:
 
 
 class ModelCache:
-    """The newest model and those that devices may have begun with, in memory, and the store of models on disk."""
+    """Models of one server: the newest ones in memory, and a `ModelStore` on disk."""
 
     def __init__(
         self,
@@ -67,8 +66,8 @@ class ModelCache:
     def open(self, directory: Path, *, name: str, keep: int, sync: bool) -> None:
         """Load the models stored by an earlier process, or store the initial one.
 
-        `keep` is the number of models to keep, 0 for all; models that devices may have begun with are always kept. `name` and
-        `sync` are those of `ModelStore`. Raise `StoreError` if a model cannot be read or stored.
+        `name`, `keep` and `sync` are those of `ModelStore`, but at least the strategy's staleness + 1 models are kept.
+        Raise `StoreError` if a model cannot be read or stored.
         """
         kept = max(keep, self._strategy.staleness + 1) if keep else 0
         self._store = ModelStore(directory, self._layout, name=name, keep=kept, sync=sync)
@@ -80,17 +79,17 @@ class ModelCache:
             self._set_newest(entry.round, values, entry.digest)
 
     def quantize_newest(self) -> QuantizedModel:
-        """Return the newest model with 8 bits per value; it is computed once per model."""
+        """Return the newest model with 8 bits per value. The result is cached."""
         if self._quantized is None or self._quantized[0] != self.digest:
             self._quantized = (self.digest, self._layout.quantize(self.values))
         return self._quantized[1]
 
     def get_cached(self, round_number: int) -> Floats | None:
-        """Return the model of a round from memory; None if devices cannot have begun with it or this server lacks it."""
+        """Return the model of a round from memory; None if it is not in memory."""
         return self._values_by_round.get(round_number)
 
     async def get_or_load(self, round_number: int) -> Floats | None:
-        """Return the model of a round from memory or the store; None if it is in neither or is damaged."""
+        """Return the model of a round from memory or the store; None if it is in neither or cannot be read."""
         found = self.get_cached(round_number)
         if found is None and self._store is not None and self._store.has_round(round_number):
             with contextlib.suppress(StoreError):  # removed in the meantime, or damaged
@@ -98,7 +97,7 @@ class ModelCache:
         return found
 
     def read_chunk(self, what: str, round_number: int) -> BytesLike | None:
-        """Return the complete file of the newest model or, for "state", of the strategy's state, for another server.
+        """Return the file of the newest model or, if `what` is "state", of the strategy's state.
 
         Return None if the newest model is of another round or the file cannot be opened.
         """
@@ -113,13 +112,11 @@ class ModelCache:
     async def make_model(
         self, node_id: str, instructions: ServerInstructions, part: PartialAggregate, spool: Path, cluster_key: bytes
     ) -> bool:
-        """Make and store the model of this round from all parts, and return True.
+        """Make and store this round's model from all parts, and return True. An abandoned round repeats the previous model.
 
-        The model of an abandoned round is the previous one. `spool` is the directory for the updates of a strategy with
-        `sees_all`. Noise that servers add is derived from `cluster_key`. Return False if this server's newest model is not that
-        of the previous round, or the part is of another round. Raise `PeerError` if a part cannot be fetched or differs from
-        its totals, `UnmaskingFailed`, `StoreError` (`ModelNotStored` if the disk is full), or `UsageError` if the strategy
-        fails.
+        Return False if this server's newest model or part does not fit this round. `spool` is a directory for temporary files;
+        noise is derived from `cluster_key`. Raise `PeerError` if a part cannot be fetched, `UsageError` if the strategy fails,
+        `StoreError` if a file cannot be read or written, and `UnmaskingFailed`.
         """
         assert self._store is not None
         if instructions.is_abandoned:
@@ -164,11 +161,10 @@ class ModelCache:
     async def fetch_model(
         self, node_id: str, instructions: ServerInstructions, latest: Callable[[], ServerInstructions | None]
     ) -> bool:
-        """Fetch and store the model of `wanted_model(instructions)`, and return True; return False if no other server has it.
+        """Fetch and store the model of `wanted_model(instructions)`, and return True; False if no other server is its source.
 
-        Raise `PeerError` if the source is unreachable or does not have it, or the `latest` instructions want another model.
-        Raise `UsageError` if the model has another layout, `ModelNotStored` if it cannot be stored, and `ValueError` if the
-        strategy's state is damaged.
+        Raise `PeerError` if the model cannot be fetched or is not the one of the `latest` instructions. Raise `UsageError` if
+        it has another layout, `ModelNotStored` if it cannot be stored, and `ValueError` if the strategy's state is damaged.
         """
         assert self._store is not None
         wanted = wanted_model(instructions)

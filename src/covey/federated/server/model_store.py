@@ -1,4 +1,4 @@
-"""Store of models on disk: one safetensors file per round, and a manifest. It keeps the newest few and the best."""
+"""Store of models on disk: one safetensors file per round, and a manifest. It keeps the newest models and the best one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NO_STATE = b"-"
 
 
 class ModelNotStored(StoreError):
-    """A model, or the updates from which it is made, cannot be written to disk. The server retries."""
+    """A model, or the updates from which it is made, cannot be written to disk."""
 
 
 class StoredModel(msgspec.Struct, frozen=True):
@@ -62,8 +62,8 @@ class ModelStore:
     def save(self, round_number: int, values: Floats, state: StrategyState, metrics: Mapping[str, float]) -> str:
         """Store a model and the strategy's state, and return the model's digest.
 
-        Models of this round and later ones are replaced, and models that need not be kept are removed. Raise `ModelNotStored`
-        if a file cannot be written or removed, and `UsageError` if `state` is not a dict of arrays.
+        The model replaces those of this round and later ones. Models that need not be kept are removed. Raise `ModelNotStored`
+        if a file cannot be written or removed, and `UsageError` if `state` cannot be encoded.
         """
         found = compute_digest(values)
         file = f"{self._file_prefix}_iteration_{round_number}.safetensors"
@@ -133,7 +133,7 @@ class ModelStore:
 def pack_state(state: StrategyState) -> bytes:
     """Encode a strategy's arrays for a file or another server; NO_STATE if there are none.
 
-    Raise `UsageError` if they are not arrays by name.
+    Raise `UsageError` if one cannot be encoded.
     """
     try:
         return save({name: np.ascontiguousarray(array) for name, array in state.items()}) if state else NO_STATE

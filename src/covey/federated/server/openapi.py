@@ -1,4 +1,4 @@
-"""OpenAPI 3.1 document of the device port, made from the types of `protocol` and of the requests of secure rounds."""
+"""OpenAPI 3.1 document of the device port, made from the types of its requests and replies."""
 
 from __future__ import annotations
 

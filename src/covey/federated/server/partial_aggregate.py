@@ -36,7 +36,7 @@ class PartialAggregate:
         return self._sum.totals
 
     def check_update(self, values: Floats, weight: int) -> None:
-        """Raise `ValueError` if weight, values or their number are invalid or too large for the sum."""
+        """Raise `ValueError` if the update cannot be added; see `Accumulator` and `MaskedSum`."""
         self._sum.check_update(values, weight)
 
     def append_to_log(self, update: Update, values: Floats) -> None:
@@ -52,9 +52,9 @@ class PartialAggregate:
         self._encoded = None
 
     def add_log(self, log: LogFile) -> list[str]:
-        """Add the updates of a log, each device once, and return the ids of their devices. Record an adopted log as such.
+        """Add the updates of a log, each device once, and return the device ids. Note an adopted log in `adopted_instances`.
 
-        Truncate an incomplete record at the end of the log. Raise `StoreError` if the log cannot be read.
+        An incomplete record at the end is removed from the file. Raise `StoreError` if the log cannot be read.
         """
         devices: dict[str, None] = {}
         for update, values in read_log(log.path):
@@ -70,11 +70,11 @@ class PartialAggregate:
         return self._log.sync if self._log is not None and self._durability == "disk" else None
 
     def seal(self) -> None:
-        """Mark the part as sealed; the caller adds no more updates."""
+        """Mark the part as sealed."""
         self.sealed = True
 
     def supersede(self) -> None:
-        """Close the log and set `is_superseded`, because another part has replaced this one."""
+        """Close the log and set `is_superseded`. Call it when another part replaces this one."""
         self.close()
         self.is_superseded = True
 
@@ -88,7 +88,7 @@ class PartialAggregate:
         return [log.path for log in self._directory.list_logs() if log.round == self.round]
 
     def encode(self) -> bytes:
-        """Return totals and sum as bytes for the aggregator, which decodes them with `aggregation.decode_part`."""
+        """Return totals and sum as bytes for `aggregation.decode_part`."""
         if self._encoded is None:
             head = _encode_msgpack(self.totals)
             self._encoded = len(head).to_bytes(4, "little") + head + self._sum.get_sum().tobytes()

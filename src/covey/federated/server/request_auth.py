@@ -1,7 +1,7 @@
 """Authentication and rate limit of the device port: signatures of devices with certificates (`pki_verify`), replay protection.
 
-A signature covers path, nonce, time and the complete body. With `pki_verify`, a request that was received before is refused, so
-a device that retries must sign again. Root certificates and revocation lists are read again when their files change.
+A signature covers path, nonce, time and the complete body. A server process refuses a signed request that it has accepted
+before, so a device must sign again to retry. Root certificates and revocation lists are read again when their files change.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class RequestAuthenticator:
     def authenticate(self, request: DeviceRequest) -> str:
         """Return the id of the device that signed a request; "" without authentication.
 
-        Raise `AuthRefusal` if the request is not signed by a trusted device, was received before, or exceeds the rate limit,
-        which counts by device, or by IP address without authentication.
+        Raise `AuthRefusal` if the request is not signed by a trusted device, is a replay, or exceeds the rate limit. The limit
+        is per device, or per IP address without authentication.
         """
         device = self._authenticate_device(request) if self._settings.root_ca_paths else ""
         if self._settings.requests_per_second:
@@ -96,7 +96,7 @@ class RequestAuthenticator:
     def _verify_chain(self, chain: str) -> tuple[str, PublicKey]:
         """Return device id and key of a chain (base64 certificates, separated by commas).
 
-        Results are cached for a minute, or until the files change. Raise `ValueError` if the chain is invalid or not trusted,
+        A result may be cached for a minute, unless the files change. Raise `ValueError` if the chain is invalid or not trusted,
         or changed files cannot be used.
         """
         self._reload_if_due()

@@ -1,7 +1,7 @@
 """Storage of a server's part of a round: the directory with its logs, the sum, and logs adopted from other servers.
 
-A part (the server's partial aggregate) is sealed when the instructions close the round and no granted update is still being
-written (`seal_and_drain`). Only then does the aggregator read it.
+A part (the server's partial aggregate) is sealed when the round is closed and every granted update is logged. The aggregator
+fetches only sealed parts.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class RoundStorage:
     def open(self, path: Path, void: int) -> None:
         """Create and lock the directory, remove logs up to round `void`, and read the logs of an earlier process.
 
-        The part continues that of the newest log. Block while the directory is locked; raise `StoreError` if that takes longer
-        than LOCK_TIMEOUT_S, or if the directory or a log cannot be used.
+        The part then has the updates of the newest round. Raise `StoreError` if the directory cannot be locked within
+        LOCK_TIMEOUT_S, or a log cannot be read.
         """
         self._directory = LogDirectory(path)
         limit = time.monotonic() + LOCK_TIMEOUT_S
@@ -62,9 +62,9 @@ class RoundStorage:
             log.info("read %d updates of round %d from the log", part.totals.count, part.round)
 
     def begin_round(self, round_number: int) -> PartialAggregate:
-        """Replace the part by an empty one for this round, and return it. No log is removed.
+        """Replace the part by an empty one for this round, and return it. The files of the logs stay.
 
-        If there was a part, close its log, and remove the updates of this round from the claims.
+        If there was a part, close its log, and remove the updates of the new part's round from the claims.
         """
         if self.partial_aggregate is not None:
             self.partial_aggregate.supersede()
@@ -123,7 +123,7 @@ class RoundStorage:
         return [update.device for update, _ in read_log(found.path)]
 
     def seal_and_drain(self, instructions: ServerInstructions) -> bool:
-        """Seal the part if the round is closed, and release directory and log if this server leaves; return whether either.
+        """Seal the part if the round is closed. Release directory and log if this server leaves. Return whether it did either.
 
         Do nothing while a granted update is being written, or if the instructions are of another round.
         """
@@ -162,9 +162,9 @@ class RoundStorage:
     def store_replica(self, node_id: str, message: ReplicateUpdate) -> None:
         """Store a replica of another server's update.
 
-        Raise `PeerError` if it cannot be stored, if this server has adopted the other's replicas, or if the round is past,
-        because its replicas may have been adopted. A server that was suspended must not acknowledge updates of such a round.
+        Raise `PeerError` if it cannot be stored, its round is past, or this server has adopted the other's log.
         """
+        # A sender that was suspended must not acknowledge an update whose round is past or whose log was adopted.
         if self.partial_aggregate is not None and (
             message.instance_id in self.partial_aggregate.adopted_instances or message.round < self.partial_aggregate.round
         ):

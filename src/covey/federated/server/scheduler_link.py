@@ -1,4 +1,4 @@
-"""Connection of a server to its scheduler, reopened when it is lost, within a time limit."""
+"""Connection of a server to its scheduler, reopened when it is lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from covey.transport.address import join_host_port
 from covey.transport.connection import Connection, connect
 
 RECONNECT_DELAY_S: Final = (0.05, 0.5)
-FIRST_CONNECT_TIMEOUT_S: Final = 900.0  # as long as the scheduler waits for servers, which may be started first
+FIRST_CONNECT_TIMEOUT_S: Final = 900.0  # servers may be started long before the scheduler
 _decoder: Final[msgspec.msgpack.Decoder[Any]] = msgspec.msgpack.Decoder(ToServer)
 
 
@@ -52,7 +52,7 @@ class SchedulerLink:
         return self._connection is not None
 
     def send(self, message: Message) -> None:
-        """Send a message; drop it if there is no connection, because state is sent again after reconnecting."""
+        """Send a message; drop it if there is no connection."""
         if self._connection is not None:
             self._connection.send(message)
 
@@ -62,7 +62,7 @@ class SchedulerLink:
     async def keep_connected(self) -> None:
         """Connect and reconnect; call `end` and return if the connection is refused or a time limit is exceeded.
 
-        The limit is FIRST_CONNECT_TIMEOUT_S for the first connection, later `patience_s`.
+        The limit is FIRST_CONNECT_TIMEOUT_S for the first connection, and `patience_s` (negative: none) after a lost one.
         """
         wait, has_warned = RECONNECT_DELAY_S[0], False
         host, port = self._scheduler_address

@@ -1,8 +1,8 @@
-"""Paths of secure rounds at the device port. Requests are checked here and decided by the scheduler.
+"""Paths of secure rounds at the device port. Requests are checked here and forwarded to the scheduler.
 
-A device may send a request to any server, and repeat it. A request that must wait is held here, at most for its `wait`, and
-forwarded again when the instructions change and every second. The last request, reconstructSecrets, succeeds only when the
-round is complete, so that a device sends its shares again to a scheduler that lost them in a restart.
+A device may repeat a request, also at another server. A request that must wait is held here for its `wait` time. It is
+forwarded again when the instructions change, and about every second. The last request, reconstructSecrets, succeeds only when
+the round is complete, so that a device sends its shares again to a scheduler that lost them in a restart.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class SecaggEndpoints:
         self._pending_requests: dict[int, asyncio.Future[SecaggReply]] = {}
 
     def check_request(self, request: DeviceRequest, name: str) -> Any:
-        """Return a coroutine that replies to a request, or None if a refusal was already sent. `name` is the path.
+        """Return a coroutine that replies to a request, or None if a refusal was sent. `name` is a key of SECAGG_REQUEST_TYPES.
 
-        Raise errors as `decode_request` if the body is invalid.
+        If the body is invalid, raise the same errors as `decode_request`.
         """
         send_status, position = self._replies.send_status, self._position()
         message: AnySecaggRequest = decode_request(SECAGG_REQUEST_TYPES[name], request.body, request.content_type)

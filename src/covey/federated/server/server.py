@@ -1,8 +1,8 @@
-"""Server of a federated cluster: follows the scheduler's instructions, and sends its status whenever that changes.
+"""Server of a federated cluster: follows the scheduler's instructions and reports its status.
 
 `FederatedServer` constructs its parts, owns the connection to the scheduler, and runs the tasks that make and fetch models.
-The parts receive their collaborators in their constructors and read the server's `Position`; none of them writes the server's
-fields. All state belongs to one event loop; only long computations and disk operations run in threads.
+The parts receive their collaborators in their constructors and read the server's `Position`. State is changed on one event
+loop; some long computations and disk operations run in threads.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class FederatedServer:
             self._send_status()
 
     def _on_update_counted(self) -> None:
-        """Seal or drain the part if that was instructed and is now possible, and schedule a status; updates may share one."""
+        """Seal or drain the part if that is now possible, and schedule a status. Several updates may share one status."""
         self._seal_and_drain()
         if self._status_timer is None:
             wait = max(0.0, self._status_sent_at + STATUS_INTERVAL_S - time.monotonic())
@@ -311,7 +311,7 @@ class FederatedServer:
             self._send_status()
 
     def _send_status(self) -> None:
-        """Send the status to the scheduler now, and cancel a scheduled one. Send nothing before registration is complete."""
+        """Send the status to the scheduler, if this server is connected and registered. Cancel a scheduled status."""
         if self._status_timer is not None:
             self._status_timer.cancel()
             self._status_timer = None
@@ -348,7 +348,7 @@ class FederatedServer:
         self.update_handler.apply_effects(self.claims.holdings_for(node_id))
 
     def _read_for_peer(self, what: str, round_number: int) -> BytesLike | None:
-        """Return a resource that another server fetches; None if it is not available. Raise `StoreError` as `map_file`."""
+        """Return a resource for another server; None if it is not available. Raise `StoreError` if a log cannot be opened."""
         source = self.model_cache if what in ("model", "state") else self.round_storage
         return source.read_chunk(what, round_number)
 
@@ -371,5 +371,5 @@ class FederatedServer:
 
 
 def _aggregation_inputs(instructions: ServerInstructions) -> tuple[int, object, bool]:
-    """Return the fields of which a change makes a running aggregation obsolete."""
+    """Return the fields whose change makes a running aggregation obsolete."""
     return instructions.round, instructions.expected_totals, instructions.is_abandoned

@@ -1,7 +1,7 @@
 """Connections between servers.
 
-A server connects to another one when it first sends to it. Chunks and acknowledgements of replicas are sent back over the
-connection of their request. All other messages, also replies to claims, are sent over the sender's own connection.
+A server connects to another one when it sends to it. Chunks and acknowledgements of replicas are sent back over the connection
+of their request. Other messages, also replies to claims, are sent over the sender's own connection.
 """
 
 from __future__ import annotations
@@ -40,10 +40,7 @@ BytesLike = bytes | memoryview
 
 
 class ServerLinks:
-    """Connections to the other servers.
-
-    `send_to_server` is best effort; its callers repeat what must arrive. `fetch` and `copy` raise `PeerError` if they fail.
-    """
+    """Connections to the other servers. `send_to_server` is best effort; `fetch` and `copy` raise `PeerError` if they fail."""
 
     def __init__(
         self,
@@ -94,7 +91,7 @@ class ServerLinks:
             self._listener.close()
 
     def set_members(self, node_id: str, members: tuple[ServerInfo, ...]) -> None:
-        """Set the id of this server and the members. Close connections to members whose address has changed."""
+        """Set this server's id and the members. Close outbound connections to members whose address has changed."""
         self._node_id = node_id
         for peer in members:
             old = self._members.get(peer.node_id)
@@ -115,7 +112,7 @@ class ServerLinks:
     async def fetch(self, node_id: str, what: str, round_number: int) -> bytearray:
         """Return a complete resource of a member, named as in `FetchChunk`.
 
-        Raise `PeerError` if the member is unreachable, does not have it, or sends no chunk within PEER_REPLY_TIMEOUT_S.
+        Raise `PeerError` if the member is unreachable or lacks the resource, or a chunk takes longer than PEER_REPLY_TIMEOUT_S.
         """
         content = bytearray()
         async for chunk in self.fetch_chunks(node_id, what, round_number):
@@ -123,7 +120,7 @@ class ServerLinks:
         return content
 
     async def fetch_chunks(self, node_id: str, what: str, round_number: int) -> AsyncIterator[bytes]:
-        """Yield the chunks of a resource of a member in order, at least one. Raise `PeerError` as `fetch`."""
+        """Yield the chunks of a member's resource in order. Raise `PeerError` as `fetch`."""
         start = 0
         while True:
             chunk = await self._fetch_chunk(node_id, what, round_number, start)

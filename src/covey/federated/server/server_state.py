@@ -36,7 +36,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Position(msgspec.Struct, frozen=True):
-    """A server's state in its cluster at one moment. It must be read again after every await."""
+    """A server's state in its cluster at one moment. It may be outdated after an await."""
 
     instructions: ServerInstructions | None = None
     cluster_id: str = ""

@@ -1,4 +1,4 @@
-"""Replies and checks that all endpoints of the device port share: code and reason, timestamp, job name, device id."""
+"""Replies and checks that endpoints of the device port share: code and reason, timestamp, job name, device id."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class StatusReplies:
     def send_status(
         self, request: DeviceRequest, code: Code, reason: str, *, retry_ms: int = 0, elsewhere: bool = False
     ) -> None:
-        """Reply with a code and a reason, of at most REASON_MAX characters. Count a code other than SUCCEED as refusal.
+        """Reply with a code and a reason, cut to REASON_MAX characters. Count a code other than SUCCEED as refusal.
 
-        `retry_ms` sets the time of the next request, 0 sets none; `elsewhere` tells the device to use another server.
+        The device must wait `retry_ms` before it retries (0: not set). `elsewhere` tells it to use another server.
         """
         if code is not Code.SUCCEED:
             self.refusal_counts[code.name.lower().replace("_", " ")] += 1
@@ -59,9 +59,9 @@ class StatusReplies:
             request.reply([msgspec.json.encode(answer)], JSON)
 
     def refuse_if_invalid(self, request: DeviceRequest, timestamp: int, name: str, fl_id: str = "") -> bool:
-        """Check timestamp (ms), job name and authenticated device id. Return True if one is wrong and a refusal was sent.
+        """Send a refusal if the timestamp (ms), job name or device id is wrong; return whether one was sent.
 
-        An empty job name (here or of the server), an empty `fl_id` and a request without authentication are not checked.
+        An empty name or id is not checked, nor is the id of a request without authentication.
         """
         limit, own_name = self._settings.replay_window_ms, self._settings.fl_name
         difference = abs(now_ms() - timestamp)

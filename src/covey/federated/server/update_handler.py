@@ -1,8 +1,7 @@
 """updateModel: handling of an update from the device's request to the acknowledgement.
 
 1. `on_update_request` decodes and checks it, `_compute_contribution` scales it for asynchronous strategies.
-2. `_claim_update` claims it at the owner of the device's id. Until the claim is decided, the update is kept in memory, within
-   limits of time and bytes.
+2. `_claim_update` keeps it in memory and claims it at the server that owns the device's id.
 3. `_store_update` logs it, `_make_durable` syncs or replicates it if required, `_count_update` adds and acknowledges it.
 """
 
@@ -95,8 +94,7 @@ class UpdateHandler:
     def on_update_request(self, request: DeviceRequest) -> None:
         """Handle one request; the reply is sent now or later.
 
-        Raise `ValueError` or `msgspec.MsgspecError` if the body is not an update of this model, or its values or metrics are
-        not finite or too large. The caller must then reply.
+        Raise `ValueError` or `msgspec.MsgspecError` if the body is invalid; the caller must then reply.
         """
         send_status, position = self._replies.send_status, self._position()
         instructions, part = position.instructions, self._round_storage.partial_aggregate
@@ -143,10 +141,7 @@ class UpdateHandler:
     def _compute_contribution(
         self, request: DeviceRequest, instructions: ServerInstructions, began: int, values: Floats
     ) -> Floats | None:
-        """Return what an update of an asynchronous strategy adds to the sum; None if a refusal was sent instead.
-
-        It is refused if it is too old, may already be in a model, or the model it began with is not available here.
-        """
+        """Return what an update of an asynchronous strategy adds to the sum; None if a refusal was sent instead."""
         strategy, age = self._strategy, instructions.round - began
         old, unknown = age > strategy.staleness, began <= instructions.forgotten
         if old or unknown:
@@ -193,7 +188,7 @@ class UpdateHandler:
     def _store_update(self, key: UpdateKey) -> None:
         """Log a granted update, sync or replicate it if the durability requires that, then count it.
 
-        Release the claim if the update cannot be logged, or is no longer pending or of the current round, or the lease is over.
+        Release the claim if the update is not pending any more, its round or the lease has ended, or it cannot be logged.
         """
         pending, part = self._pending.get(key), self._round_storage.partial_aggregate
         if pending is None or part is None or part.round != key[0] or not self._position().may_acknowledge:
@@ -213,7 +208,7 @@ class UpdateHandler:
         return self._count_update(part, update, values)
 
     async def _make_durable(self, part: PartialAggregate, update: Update, values: Floats) -> None:
-        """Sync the log to disk, or replicate the update to another server; then count it. End this server if that fails."""
+        """Sync the log or replicate the update, then count it. End this server if the log cannot be used."""
         try:
             if self._settings.durability == "disk":
                 await self._replication.sync(part)

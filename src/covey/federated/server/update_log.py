@@ -1,9 +1,8 @@
-"""Log of updates: keeps counted updates until the model of their round is stored.
+"""Log of updates, one file per round, from which a restarted server restores its part of the round.
 
-There is one file per round and server. A record is appended before the update is acknowledged and is then in the kernel's page
-cache, so it survives the process (durability `process`). With `disk`, records are also synced before the acknowledgement,
-several at a time. A record that is incomplete after a crash is the last one, and it was not acknowledged. A log is adopted by
-renaming it into another server's directory, so it is in one directory at any time.
+A record is appended before its update is acknowledged. It is then in the kernel's page cache, so it survives the process. With
+durability `disk`, the log is also synced before the acknowledgement. With `none`, there is no log. A server adopts another
+server's log by renaming it into its own directory.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def pack_record(update: Update, values: Floats, *, checksum: bool) -> list[bytes
 def unpack_records(content: memoryview) -> Iterator[tuple[Update, Floats, int]]:
     """Yield the records of a log, and the offset where each ends.
 
-    Stop at the first record that is incomplete, has a wrong magic number, or does not match its checksum, if it has one.
+    Stop at the first record that is incomplete or damaged. Records without a checksum are not checked for damaged values.
     """
     start = 0
     while len(content) - start >= _RECORD_HEADER.size:
@@ -93,11 +92,11 @@ class UpdateLog:
             raise _make_store_error(self.path, error) from None
 
     def append(self, update: Update, values: Floats) -> None:
-        """Append a record. If that fails, truncate the log to its previous size and raise `StoreError`."""
+        """Append an update. Raise `StoreError` if that fails."""
         self.write(pack_record(update, values, checksum=self._checksum))
 
     def write(self, pieces: list[bytes | memoryview]) -> None:
-        """Append a packed record. If that fails, truncate the log to its previous size and raise `StoreError`."""
+        """Append a packed record. If that fails, try to remove its written bytes, and raise `StoreError`."""
         size = sum(len(piece) for piece in pieces)
         try:
             written = os.writev(self._fd, pieces)
@@ -120,7 +119,7 @@ class UpdateLog:
 
 
 class LogDirectory:
-    """A server's directory: its logs, and a file lock that the server holds until it exits or has left the cluster."""
+    """A directory of update logs, with a file lock."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -129,7 +128,7 @@ class LogDirectory:
     def acquire(self) -> bool:
         """Create the directory if it is missing, and lock it; return False if it is locked already.
 
-        The kernel releases the lock when the process ends. Raise `StoreError` if directory or lock file cannot be created.
+        Raise `StoreError` if directory or lock file cannot be created.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -165,12 +164,11 @@ class LogDirectory:
                 log.path.unlink(missing_ok=True)
 
     def adopt_logs_from(self, other: Path, instance_id: str, oldest: int, newest: int) -> list[LogFile]:
-        """Move the logs of rounds `oldest` to `newest` from the directory `other` of another server into this one; return them.
+        """Move another server's logs of rounds `oldest` to `newest` from the directory `other` into this one; return them.
 
-        `instance_id` is that of the other server's process. It becomes part of a log's name, unless that server had adopted the
-        log itself. If no log of round `newest` has this id then, an empty one is added, which records the adoption. Raise
-        `BlockingIOError` if `other` is locked, because its server is running or another process adopts the logs, and
-        `StoreError` or another `OSError` if `other` cannot be locked or a log cannot be moved.
+        A log's new name contains the instance id of the process that wrote it; `instance_id` is that of the other server. An
+        empty log of round `newest` is added if none has this id. Raise `BlockingIOError` if `other` is locked, and `StoreError`
+        or another `OSError` if a log cannot be moved.
         """
         theirs = LogDirectory(other)
         if not theirs.acquire():
@@ -183,7 +181,7 @@ class LogDirectory:
                     log.path.rename(mine)
                     adopted.append(LogFile(mine, log.round, log.instance_id or instance_id))
             marker = self.path / f"updates-{newest}-from-{instance_id}.log"
-            if not marker.exists():  # there was no log: an empty one records the adoption for a restart
+            if not marker.exists():  # an empty log records the adoption for a restart
                 marker.touch()
                 adopted.append(LogFile(marker, newest, instance_id))
             return adopted
@@ -202,7 +200,7 @@ def map_file(path: Path) -> memoryview:
 
 
 def read_log(path: Path) -> Iterator[tuple[Update, Floats]]:
-    """Yield the records of a log as `unpack_records`; then truncate the file after the last of them.
+    """Yield the records of a log up to the first incomplete or damaged one, and then truncate the file there.
 
     Raise `StoreError` if the file cannot be opened, and `OSError` if it cannot be truncated.
     """

@@ -1,8 +1,8 @@
 """Durability of updates before they are acknowledged: on disk, or on a second server.
 
-A sync serves all updates that were written before it began. A server's replicas are stored on the next server by rank, on
-another host if there is one, in a directory named by the instance id of the first server. A new replica holder first receives
-all earlier updates of the round, so that its replicas are complete.
+A sync serves all updates that were written before it began. Replicas are stored on the next server by rank, on another host if
+there is one. Their directory is named by the sender's instance id. A new replica holder first receives all earlier updates of
+the round, so that its replicas are complete.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class UpdateReplication:
         self._replicated_to = (-1, "", 0)  # round, address of the server with complete replicas, number of adopted logs
 
     async def sync(self, part: PartialAggregate) -> None:
-        """Flush a part's log to disk; the caller's record must be written. Concurrent callers share a flush that began later.
+        """Flush a part's log to disk, with all records written before the call. Concurrent calls may share a flush.
 
-        Return immediately if the durability is not "disk" or the log is closed. Raise `OSError` if the flush fails.
+        Flush nothing if the durability is not "disk" or the log is closed. Raise `OSError` if the flush fails.
         """
         if self._sync_task is not None and not self._sync_task.done():
             await asyncio.wait([self._sync_task])  # it began before the record was written; its result is for other callers
@@ -47,12 +47,12 @@ class UpdateReplication:
         await asyncio.shield(self._sync_task)
 
     async def replicate_update(self, part: PartialAggregate, update: Update, values: Floats, claims: Claims) -> None:
-        """Store a replica of a logged update on the next server; retry until that succeeds.
+        """Store a replica of a logged update on the next server; retry if the server cannot be reached or refuses it.
 
-        A new replica holder receives all updates of the part's logs. Return without a replica if the cluster has one member, or
-        if the part is superseded, because the replica holder may then refuse replicas of this part. Raise `StoreError` if a log
-        cannot be read.
+        Return without a replica if there is no other member or the part is superseded. Raise `StoreError` if a log is
+        unreadable.
         """
+        # The replica holder may refuse replicas of a superseded part, so a retry could be endless.
         while not part.is_superseded:
             peer = replica_keeper(claims.node_id, claims.members)
             if peer is None:
@@ -77,13 +77,13 @@ class UpdateReplication:
 
 
 class ReplicaLogs:
-    """Replicas that one server stores for others: one log for each process of another server, of the round it sent last."""
+    """Logs of replicas that this server stores for others: one open log for each sender, of the round it sent last."""
 
     def __init__(self) -> None:
         self._logs: dict[str, UpdateLog] = {}
 
     def store_replica(self, directory: LogDirectory, message: ReplicateUpdate) -> None:
-        """Append a replica of another server's update to the log in `directory`; remove that server's replicas of other rounds.
+        """Append a replica to its sender's log below `directory`; remove that sender's replicas of other rounds.
 
         Raise `StoreError` if that fails.
         """
@@ -96,16 +96,15 @@ class ReplicaLogs:
         log.write([message.record])
 
     def close_log(self, instance_id: str) -> None:
-        """Close the log of a server's replicas, if it is open, because they are adopted or obsolete."""
+        """Close the log of a sender's replicas, if it is open."""
         if (log := self._logs.pop(instance_id, None)) is not None:
             log.close()
 
 
 def _open_replica_log(path: Path, round_number: int) -> UpdateLog:
-    """Open the log of replicas of a round in the directory `path`, and remove the logs of other rounds there.
+    """Open the replica log of a round in the directory `path`, and remove the logs of other rounds there.
 
-    An incomplete record of an earlier process is truncated, because more records are appended after it. Raise `StoreError` if
-    that fails.
+    An incomplete last record is removed, because more records are appended. Raise `StoreError` if that fails.
     """
     try:
         path.mkdir(exist_ok=True)

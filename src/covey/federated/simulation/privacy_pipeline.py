@@ -42,7 +42,7 @@ class PrivacyOptions(msgspec.Struct, frozen=True):
 
 
 class PrivacyPipeline:
-    """Clipping, noise and compression of the updates of all devices of a simulation, with a counter of the bytes sent."""
+    """Clipping, noise and compression of simulated updates, with a counter of the bytes sent."""
 
     def __init__(self, options: PrivacyOptions) -> None:
         self.options = options
@@ -50,10 +50,9 @@ class PrivacyPipeline:
         self._compressors: dict[int, Compressor] = {}
 
     def transform_update(self, device: int, change: Floats, iteration: int) -> Floats:
-        """Return a device's difference to the model as servers decode it: clipped, with local noise, compressed.
+        """Return a device's difference to the model after the clipping, local noise and compression of `options`.
 
-        Add its size to `sent_bytes` and keep the device's residual. Masking is separate: `compute_masked_mean`. Raise
-        `ValueError` if a value is not finite and must be clipped or compressed.
+        Add its encoded size to `sent_bytes`. Raise `ValueError` if a value that must be clipped or compressed is not finite.
         """
         plan = self.options
         if plan.noise is not None:
@@ -69,7 +68,7 @@ class PrivacyPipeline:
         return change
 
     def draw_mean_noise(self, size: int, devices: int, iteration: int) -> NDArray[np.float64] | float:
-        """Return the noise that servers add to the mean of `devices` updates, the same in every simulation; 0.0 if none."""
+        """Return the noise that servers add to the mean of `devices` updates; 0.0 if they add none. It is deterministic."""
         plan = self.options.noise
         return 0.0 if plan is None or plan.local else dp_noise.draw_mean_noise(size, plan, devices, b"simulation", iteration)
 
@@ -77,7 +76,8 @@ class PrivacyPipeline:
 def compute_masked_mean(changes: Sequence[Floats], weights: Sequence[int], session: str) -> NDArray[np.float64]:
     """Return the weighted mean of differences, computed by the protocol of a secure round with one device for each.
 
-    Raise `PeerError` if the round fails, as with fewer than 3 devices, and `UsageError` if a value exceeds UPDATE_REACH.
+    Raise `PeerError` if the round fails, as with fewer than 3 devices. Raise `UsageError` if a value is not finite or
+    exceeds UPDATE_REACH.
     """
     count = len(changes)
     machine = SecaggRound(session, wanted=count, least=count, share_ratio=1.0, reconstruct=0, window_s=1.0)

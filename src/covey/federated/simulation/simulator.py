@@ -1,8 +1,8 @@
 """Simulated federation in one process, without sockets: real data, unequal devices, and the servers' own sums and strategies.
 
-The images of digits that covey includes are partitioned unevenly: each device's labels follow a draw from a Dirichlet
-distribution, so most devices have few of the ten. The devices of a round are trained as batched computations. The time of the
-framework itself (sampling, checking, adding, making the model) is measured apart from the training.
+The data are images of digits that covey includes. A Dirichlet distribution partitions them unevenly by label. The devices of a
+round are trained in batches. The time of the framework itself (sampling, checking, adding, making the model) is measured apart
+from the training.
 """
 
 from __future__ import annotations
@@ -163,9 +163,9 @@ def simulate(
 ) -> Iterator[RoundResult]:
     """Yield the result of each round. The same arguments give the same results, apart from times and the noise of devices.
 
-    A device takes part in a round with probability `sample`; if none is drawn, device 0 does. `treatment` is the
-    compression, noise and masking of updates. Raise `UsageError` if the training diverges, the strategy fails, or there are
-    more devices than digits, `ValueError` if it diverges with compression or noise, and `PeerError` if masking fails.
+    A device takes part in a round with probability `sample`; if none is drawn, device 0 does. Raise `UsageError` or
+    `ValueError` if the training diverges, `UsageError` if there are more devices than digits, and `PeerError` if a secure round
+    fails.
     """
     pipeline = PrivacyPipeline(treatment or PrivacyOptions())
     draw = np.random.default_rng(seed)

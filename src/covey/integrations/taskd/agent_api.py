@@ -1,9 +1,8 @@
 """TaskD's agent, worker and proxy calls.
 
-covey's own agent starts and monitors the workers, and every node connects to the scheduler itself. So most of these calls only
-validate their arguments. `start_taskd_agent` runs torch's elastic agent; `start_taskd_worker` checks that a scheduler is
-reachable and sets the variables by which `covey.init()` joins it. All but `start_taskd_agent` log a `CoveyError` and return
-False, else True.
+covey's own agent starts and monitors the workers, so most of these calls only validate their arguments. `start_taskd_agent`
+runs torch's elastic agent. `start_taskd_worker` checks that a process listens at the scheduler's address and sets the variables
+by which `covey.init()` joins it. All calls but `start_taskd_agent` log a `CoveyError` and return False, else True.
 """
 
 from __future__ import annotations
@@ -129,8 +128,7 @@ def destroy_taskd_worker() -> None:
 
 @false_on_error
 def init_taskd_proxy(config: dict[str, Any]) -> None:
-    """Validate a proxy's config; return False if it is invalid. No proxy is started, because every node connects to the
-    scheduler itself."""
+    """Validate a proxy's config; return False if it is invalid. No proxy is started, because covey needs none."""
     check_config(config, UPSTREAM_CHECKS | LISTEN_CHECKS)
     load_taskd_settings()
     _initialized_roles.has_proxy = True

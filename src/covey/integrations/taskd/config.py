@@ -1,4 +1,4 @@
-"""Shared by TaskD's calls: validation of configs, handling of errors, address of the manager."""
+"""Validation of configs, handling of errors, and address of the manager, for TaskD's calls."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def ensure_logging() -> None:
 
 def check_config(config: object, checks: Mapping[str, Callable[[object], str]]) -> dict[str, Any]:
     """Return the config. Raise `UsageError` unless it is a dict of known keys with valid values. `checks` has a function for
-    each key, which returns "" for a valid value, else what is expected."""
+    each known key; it returns "" if a value is valid, else what is expected."""
     if not isinstance(config, dict):
         raise UsageError(f"the config is of type {type(config).__name__}: expected a dict")
     for key, value in config.items():
@@ -73,7 +73,7 @@ def check_switch(value: object) -> str:
 
 
 def check_cluster_infos(value: object) -> str:
-    """Return "" for a dict, or a list of dicts, of strings with no other keys than ip, port, name and role; else what is
+    """Return "" if the value is a dict or a list of dicts with some of these keys and strings as values, else what is
     expected."""
     listed = value if isinstance(value, list) else [value]
     keys = {"ip", "port", "name", "role"}

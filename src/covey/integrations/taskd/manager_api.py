@@ -2,7 +2,7 @@
 
 The process that binds the port first is the scheduler, unless MS_SCHED_HOST and MS_SCHED_PORT name one that is started
 elsewhere. The journal is in the directory MS_RECOVERY_PATH, else in the job's directory below TASKD_LOG_PATH (./taskd_log). A
-manager that was killed continues from it after a restart; its workers continue to train in between.
+manager that was killed continues from it after a restart.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def init_taskd_manager(config: dict[str, Any]) -> None:
 
 @false_on_error
 def start_taskd_manager() -> None:
-    """Run or monitor the job's scheduler until the job has ended. Return False if the job failed, no scheduler answers, or
-    `init_taskd_manager` has not returned True since the last call."""
+    """Run or monitor the job's scheduler until the job has ended. Return False if the job failed, no scheduler answers, or the
+    manager is not initialized. Each call needs its own `init_taskd_manager`."""
     if not _initialized_settings:
         raise UsageError("the manager is not initialized: call init_taskd_manager first and check that it returns True")
     wanted = _initialized_settings.pop()
@@ -90,8 +90,8 @@ def start_taskd_manager() -> None:
 
 
 def _try_bind(wanted: LoadedSettings, where: ManagerAddress) -> tuple[ListeningSockets | None, str]:
-    """Return the manager's sockets and ""; or, if another process is the scheduler, None and how that is known. Raise
-    `UsageError` if the address cannot be bound for another reason."""
+    """Bind the scheduler's ports and return the sockets and "". If another process is the scheduler, return None and how this
+    is known. Raise `UsageError` if the address cannot be bound for another reason."""
     if where.is_external:
         return None, "MS_SCHED_HOST and MS_SCHED_PORT name its address"
     try:
@@ -143,12 +143,12 @@ def _run_scheduler(wanted: LoadedSettings, where: ManagerAddress, sockets: Liste
 
 
 async def _watch_scheduler(where: ManagerAddress, settings: Settings, reason: str) -> bool:
-    """Monitor the scheduler until the job has ended, and return True. Return False if the scheduler is gone and left its
-    journal and port, so that this process can take over.
+    """Monitor the scheduler until the job has ended, and return True. Return False if the scheduler is gone and this process
+    can take over its journal.
 
-    Raise `PeerError` if the job failed or no scheduler answers, and `UsageError` if it is the scheduler of another job. For its
-    first answer an external scheduler has `topo_timeout_s`, and another one a single attempt. After a lost connection the limit
-    is `node_timeout_s`. `reason` is part of the error message.
+    Raise `PeerError` if the job failed or no scheduler answers, and `UsageError` if it is the scheduler of another job. An
+    external scheduler may take `topo_timeout_s` for its first answer; another one must answer the first attempt. After a lost
+    connection the limit is `node_timeout_s`. `reason` is part of the error message.
     """
     loop = asyncio.get_running_loop()
     was_connected, attempt = False, 0
@@ -186,8 +186,8 @@ def _timeout_or_infinite(seconds: float) -> float:
 
 
 def _scheduler_address(where: ManagerAddress, settings: Settings) -> SchedulerAddress:
-    """Return the scheduler's address with credentials. If the registry of this user's clusters on this host has the address,
-    its secret and TLS file take precedence over those of the settings."""
+    """Return the scheduler's address with credentials. Those in the registry of this user's clusters on this host take
+    precedence over the settings."""
     known = next((entry for entry in cluster_registry.running_clusters() if entry.address == where.host_port), None)
     if known is not None:
         settings = msgspec.structs.replace(
@@ -200,8 +200,8 @@ def _scheduler_address(where: ManagerAddress, settings: Settings) -> SchedulerAd
 async def _follow_view(scheduler: SchedulerAddress, attempt: int, job: str, *, first: bool) -> ClusterView:
     """Connect to the scheduler, receive views of the cluster, and return the last one when the connection has ended.
 
-    Attempts rotate over the scheduler and its standbys. `job` is the expected job; "": any. Raise `PeerError` if no view was
-    received, and `UsageError` if it is the scheduler of another job.
+    `attempt` selects the scheduler or one of its standbys, in rotation. `job` is the expected job; "": any. Raise `PeerError`
+    if no view was received, and `UsageError` if it is the scheduler of another job.
     """
     host, port = scheduler.addresses[attempt % len(scheduler.addresses)]
     closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()

@@ -2,9 +2,8 @@
 
 A job for MindCluster has that line in torch/distributed/run.py, so it runs in the launcher, before any worker exists. There it
 replaces torchrun's last step, which would start an elastic agent: the process execs `covey run` with the equivalent options.
-`covey run` joins the manager's scheduler, or starts one if there is no manager yet. covey then replaces a worker that dies, or
-restarts all if the script does not call `covey.init()`. If covey does not support an option, a warning is logged and torchrun
-runs the workers itself.
+`covey run` joins the manager's scheduler, or starts one if there is no manager yet. If covey does not support an option, a
+warning is logged and torchrun runs the workers itself.
 
 In a worker that torchrun itself started, the same line lets `covey.init()` join the manager. torchrun still ends all workers
 when one dies; this is logged.
@@ -84,7 +83,7 @@ def _patch_launch_agent() -> None:
 
 
 def _exec_covey_run(arguments: list[str]) -> NoReturn:
-    """Replace this process by `covey run`, which keeps the process id. torchrun's PET_* variables are not passed on."""
+    """Replace this process by `covey run`. torchrun's PET_* variables are not passed on."""
     sys.stdout.flush()
     sys.stderr.flush()
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PET_")}  # are in `arguments`
@@ -123,8 +122,8 @@ def covey_run_arguments(config: Any, entrypoint: Any, args: list[Any], environ: 
 
 
 def _log_arguments(specs: Any, environ: Mapping[str, str]) -> list[Any]:
-    """Return the options for logs and output. If torchrun's have no filter or redirection, the output of all ranks is shown, as
-    torchrun does."""
+    """Return the options for logs and output. Without a filter or redirection the output of all ranks is shown, as by
+    torchrun."""
     own = str(specs.root_log_dir or "")
     temporary = Path(own).name.startswith("torchelastic_")  # torch's default directory
     arguments: list[Any] = ["--log-dir", log_folder(environ) if temporary or not own else own]

@@ -4,10 +4,9 @@ Every rank writes into its own directory, because ranks may use different disks.
 same state, so any rank's copy replaces a lost or damaged one, also in a world of another size. (With a sharded optimizer each
 rank writes the slots it has, and `resume` assembles them.)
 
-A checkpoint exists if its manifest does, and is used only if all of it verifies (`files`). A checkpoint is never removed
-because ranks disagree or because it cannot be read. A new checkpoint replaces one of the same step. When it is durable, the
-rank removes its own checkpoints that are older than the `keep` newest. Dumps, which are checkpoints written before a cluster
-ends, are counted separately.
+A checkpoint exists if its manifest does, and is loaded only if it verifies (`files`). A new checkpoint replaces one of the same
+step. When it is durable, the rank removes its own checkpoints that are older than the `keep` newest. Dumps, which are
+checkpoints written before a cluster ends, are counted separately.
 """
 
 from __future__ import annotations
@@ -171,10 +170,7 @@ class Checkpoint:
             shutil.rmtree(temporary, ignore_errors=True)  # `_prune` removes what is left of it
 
     def _prune(self, folder: Path, step: int) -> None:
-        """Remove checkpoints older than the `keep` newest up to `step`, and temporary directories of this job.
-
-        Remove no checkpoint if there are fewer than `keep` up to `step`.
-        """
+        """Remove checkpoints older than the `keep` newest up to `step`, and temporary directories of this job."""
         for entry in folder.iterdir():
             if re.fullmatch(rf"\.{re.escape(self.prefix)}-\d+\.\d+", entry.name):
                 shutil.rmtree(entry, ignore_errors=True)  # of a killed process, or of an isolated one that still runs

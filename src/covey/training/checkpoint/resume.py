@@ -59,9 +59,8 @@ def load_newest_state(
 def _agree_on_newest(group: Communicator, step: int, state: Any) -> tuple[int, Any]:
     """Return the newest step and state of all ranks; -1 and None if no rank has one.
 
-    A rank that lacks it receives it, without slots, from one that has it. There may be two states of one step, if a rank wrote
-    a checkpoint and died before any other rank had the step's result, and the others repeated the step. The one of the later
-    generation is used.
+    A rank that lacks it receives it, without slots, from one that has it. If ranks have different states of that step, the one
+    of the later generation is used.
     """
     own = [step, *_generation_and_world(state)]
     gathered = [t.tolist() for t in group.all_gather(torch_module().tensor(own))]

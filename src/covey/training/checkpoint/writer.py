@@ -20,9 +20,9 @@ log = logging.getLogger("covey")
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one rank. `write` writes the current state, or raises `StoreError` if it cannot.
+    """Writer of the checkpoints of one rank. `write` writes the current state, or raises `StoreError` if it cannot.
 
-    `context` is None outside a cluster; failures are then only logged.
+    `context` is None outside a cluster; failures are then not reported.
     """
 
     def __init__(self, checkpoint: Checkpoint, write: Callable[[Checkpoint], None], context: NodeInterface | None) -> None:
@@ -47,12 +47,12 @@ class CheckpointWriter:
             self._last_written_step, self._failed_step = step, None
 
     def retry_failed(self, step: int) -> None:
-        """Write the current state if the last write failed, like `save`. Called at the end of the training."""
+        """Write the current state if the last write failed, like `save`."""
         if self._failed_step is not None:
             self.save(step)
 
     def close(self) -> None:
-        """Log and report that the last checkpoint is missing, if its write failed. Called when the training ends."""
+        """Log and report that the last checkpoint is missing, if its write failed."""
         if self._failed_step is not None:
             missing, self._failed_step = self._failed_step, None
             self._report_failure(

@@ -47,8 +47,8 @@ class Communicator:
 
     @property
     def assignment(self) -> RankInfo | None:
-        """Rank and world size as the script sees them; None outside a cluster. Once `collectives` exists they change only in a
-        collective or when a `Loop` is created; before, they are the newest ones. A spare blocks until it has a rank."""
+        """Rank and world size as the script sees them; None outside a cluster. A spare blocks until it has a rank. Once
+        `collectives` exists, they change only in a collective or when a `Loop` is created."""
         if self._collectives is not None:
             return self._collectives.assignment
         return self.node_interface.assignment if self.node_interface is not None else None
@@ -65,8 +65,8 @@ class Communicator:
 
     @property
     def collectives(self) -> NumberedCollectives | None:
-        """The numbered collectives, created on first use, for which a spare waits until it has a rank. None outside a cluster,
-        or if the world size is 1 and cannot grow."""
+        """The numbered collectives, created on first use. None outside a cluster, or if the world size is 1 and cannot grow.
+        Creating them blocks a spare until it has a rank."""
         if self._collectives is None and self.node_interface is not None and (self.world > 1 or self.node_interface.may_grow):
             self._collectives = NumberedCollectives(self.node_interface, self._transport)
         return self._collectives
@@ -98,9 +98,9 @@ class Communicator:
         return array
 
     def reduce(self, tensors: Sequence[Any]) -> list[Any]:
-        """Average gradients over all ranks in place, between the backward pass and the optimizer, and return them as a list.
+        """Average tensors, such as gradients, over all ranks in place, and return them as a list.
 
-        None entries are skipped. If there is a group, raise `UsageError` for a dtype that cannot be averaged.
+        None entries are kept. If there is a group, raise `UsageError` for a dtype that cannot be averaged.
         """
         found = [_as_tensor(tensor) for tensor in tensors if tensor is not None]
         if self.collectives is not None and found:
@@ -129,7 +129,7 @@ class Communicator:
         return [t.numpy() for t in gather.gathered] if _is_numpy(array) else gather.gathered
 
     def barrier(self) -> None:
-        """Return when every rank has called this."""
+        """Block until every rank has called this."""
         self.all_reduce(torch_module().zeros(1))
 
     def wait_for_all_ranks(self) -> None:

@@ -1,8 +1,7 @@
 """The gloo transport (`Group` on torch's ProcessGroupGloo).
 
-A blocked gloo call cannot be aborted, so the script never waits in one: operations are issued asynchronously, and a callback
-puts `WorkDone` into the inbox. `abort` shuts down the group's connected sockets, which ends its pending works within
-milliseconds; the group references their buffers until they have ended.
+A blocked gloo call cannot be aborted, so operations are issued asynchronously, and a callback puts `WorkDone` into the inbox.
+`abort` shuts down the group's connected sockets, which ends its pending works. The group references their buffers until then.
 """
 
 from __future__ import annotations
@@ -117,8 +116,7 @@ def _make_process_group(context: NodeInterface, generation: int, rank: int, worl
 
 
 def _make_rendezvous_store(context: NodeInterface, generation: int) -> Any:
-    """Return torch's store interface over the cluster's rendezvous store. Its waits raise `PeerError` when the generation is
-    superseded."""
+    """Return a torch Store that reads and writes the cluster's rendezvous store."""
     dist = torch_module().distributed
 
     class RendezvousTorchStore(dist.Store):  # type: ignore[misc, name-defined]
@@ -139,8 +137,7 @@ def _make_rendezvous_store(context: NodeInterface, generation: int) -> Any:
 
 
 def list_sockets() -> dict[str, int]:
-    """Return a descriptor of each of this process's sockets, by the socket's kernel name. The name is not reused when a socket
-    is closed; the descriptor's number is."""
+    """Return a descriptor of each socket of this process, by the socket's kernel name (`socket:[inode]`)."""
     found: dict[str, int] = {}
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -151,8 +148,8 @@ def list_sockets() -> dict[str, int]:
 
 
 def shut_down_socket(name: str, descriptor: int) -> None:
-    """Shut down a connected socket if the descriptor still refers to it. Skip Unix sockets, and listening sockets, whose end
-    would make gloo abort the process. Ignore `OSError`."""
+    """Shut down a socket if the descriptor still refers to it. Skip Unix sockets, and listening sockets, whose end would make
+    gloo abort the process. Ignore `OSError`."""
     with contextlib.suppress(OSError):
         if str(Path(f"/proc/self/fd/{descriptor}").readlink()) != name:
             return

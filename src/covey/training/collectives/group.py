@@ -43,18 +43,15 @@ class Group(Protocol):
     Contract of a transport:
 
     - No call waits for other ranks. A group that is not ready yet puts `GroupBuilt` into the context's inbox when it is, or
-      when it cannot be built. Each operation returns a `Work` immediately and puts one `WorkDone` into the inbox when that work
-      ends.
+      when it cannot be built. Each operation returns a `Work` and puts one `WorkDone` into the inbox when that work ends.
     - Operations may be called only while `is_ready`, in the same order on all ranks. `all_reduce` and `broadcast` write their
       result into `tensor`, `all_gather` into `outputs`, in rank order. All tensors are contiguous.
     - The group references every buffer of a work until the work has ended. The caller does not touch the buffers before it
       has received the `WorkDone`.
-    - After `abort` every pending work ends within milliseconds, without the other ranks, with an error unless it had just
-      succeeded. No operation is called any more. The caller keeps an aborted group until `is_drained`, because pending works
-      still access its memory.
-    - A failed connection to another rank is not raised but passed in `GroupBuilt.error` or `WorkDone.error`. The text goes into
-      the failure message that the scheduler receives (`CollectiveFailed`), so it names the cause. After a failed work the
-      caller keeps the group until the next generation starts.
+    - After `abort` pending works end soon, without the other ranks, and no operation is called any more. The caller keeps an
+      aborted group until `is_drained`, because pending works still access its memory.
+    - A failed connection to another rank is not raised but passed in `GroupBuilt.error` or `WorkDone.error`. The text names the
+      cause. After a failed work the caller keeps the group until the next generation starts.
 
     A transport that offers more adds `reduce_scatter`, `all_to_all`, `send` and `recv` here, under the same contract.
     """
@@ -80,8 +77,8 @@ class Transport(Protocol):
     """Builds the groups of a process."""
 
     def build(self, context: NodeInterface, rank_info: RankInfo) -> Group:
-        """Start to build the group of `rank_info.generation` and return immediately; rank and world are those of `rank_info`.
+        """Start to build the group of `rank_info`, and return it without waiting for other ranks.
 
-        `context.assignment` may already belong to a newer generation, so it is not read. Ranks exchange addresses through the
-        rendezvous store of the context; its `get_rendezvous` raises `PeerError` when the generation is superseded.
+        `context.assignment` is not read, because it may be of a newer generation. Ranks exchange addresses through the
+        rendezvous store of the context.
         """

@@ -1,16 +1,15 @@
 """Numbered collectives that heal.
 
-Theory of operation. Every collective has a number (step, n): n counts the collectives of a step from 0, and step -1 precedes
-the first step. All ranks run the same sequence, and each result depends on every rank, so no rank can be more than one
-collective ahead of another.
+Theory of operation. A collective has a number (step, n): n counts the collectives of a step from 0, and step -1 precedes the
+first step. All ranks run the same sequence, and a result depends on every rank, so no rank can be more than one collective
+ahead of another.
 
-Every change of the membership starts a *generation*. A rank notices it inside a collective, or at the end of its script, and
-waits there: this is a *safe point*, at which neither parameters nor optimizer change. The rank *reports* the last number it
-completed. Once every rank has reported, the scheduler makes the *heal plan*, based on the highest completed number. A rank that
-has completed it hands its cached result to ranks one behind. A replacement receives the state of a step boundary, or the one
-after the step's optimizer, and the cached results of the code that it runs again. Then the group of the new generation
-continues with the next number. To a survivor's script the collective only takes longer, unless the world was resized: then rank
-and world size change in it.
+A change of the membership starts a *generation*. A rank that waits in a collective, or at the end of its script, is at a *safe
+point*: its parameters and its optimizer do not change. There it *reports* the last number that it completed. Once every rank
+has reported, the scheduler makes the *heal plan*, based on the highest completed number. A rank that has completed it hands its
+cached result to ranks one behind. A replacement receives a state, and the cached results of the code that it runs again. Then
+the group of the new generation continues with the next number. To a survivor's script the collective only takes longer; a
+resize also changes rank and world size in it.
 
 The order of notifications in the inbox decides whether a collective completed before the generation changed, so no lock is
 needed.
@@ -51,17 +50,16 @@ FIRST_GENERATION: Final = 1  # the generation in which the cluster forms
 
 
 class Collective(Protocol):
-    """A collective that can be issued any number of times, on the group of any generation, until it has a result."""
+    """A collective that can be issued again, on the group of another generation, until it has a result."""
 
     def issue(self, group: Group) -> list[Work]:
         """Start the operation, without a change to the script's tensors, and return the works to wait for."""
 
     def results(self) -> list[Any]:
-        """Return the result tensors. They are cached for other ranks and must not change while they are."""
+        """Return the result tensors, which must not change while they are cached."""
 
     def complete(self, results: list[Any]) -> None:
-        """Make the results, own or received ones, available to the script. An item of `results` that this method replaces is
-        cached in its replaced form."""
+        """Make the results available to the script. Items of `results` may be replaced before the list is cached."""
 
 
 class ShardedState(Protocol):
@@ -104,8 +102,7 @@ class StateProvider(Protocol):
 
 
 class NumberedCollectives:
-    """All collectives of a process, in order. Not thread-safe: one thread at a time runs them, the script's main thread or
-    autograd's. The transfer server's threads call only the `_donate_*` methods."""
+    """Collectives of a process, in order. Not thread-safe, except that the transfer server's threads call `_donate_*`."""
 
     def __init__(self, context: NodeInterface, transport: Transport) -> None:
         rank_info = context.assignment
@@ -144,7 +141,7 @@ class NumberedCollectives:
 
     @property
     def count(self) -> int:
-        """Number of collectives of the current step so far, including skipped ones; the index of the next one."""
+        """Index of the next collective in the current step."""
         return self._count
 
     @property
@@ -153,8 +150,7 @@ class NumberedCollectives:
         return self._result_cache.last_completed
 
     def attach(self, provider: StateProvider, known: ReceiverTensors) -> None:
-        """Register the loop's state. A replacement without a state receives one here (`run_heal_barrier`). One that received it
-        before, in a collective of its script, fetches only the optimizer's slots.
+        """Register the loop's state. A replacement fetches what it still lacks: the state, or slots of a sharded optimizer.
 
         `known`: tensors that this process copied while it was a spare. Raise `PeerError` as `run_heal_barrier` does.
         """
@@ -177,11 +173,11 @@ class NumberedCollectives:
         return slots
 
     def skip_to(self, count: int) -> None:
-        """Continue at collective `count` of this step: a replacement with a received state skips the ones before."""
+        """Continue at collective `count` of this step, without the ones before it."""
         self._count = count
 
     def run(self, operation: Collective, *, transient: bool = False, limited: bool = True) -> None:
-        """Run a collective to completion, across any number of generations, or complete it with a received or cached result.
+        """Run a collective to completion, across generations, or complete it with a received or cached result.
 
         `transient` and `limited` control caching of the results, see `ResultCache.add`. Raise `PeerError` as `run_heal_barrier`
         does, and whatever `operation.complete` raises.
@@ -225,8 +221,7 @@ class NumberedCollectives:
             issue(self._group)
 
     def abort_generation(self, reason: str) -> None:
-        """Report a failed collective and block until a new generation starts, because this rank will not complete what it
-        issued ahead. If the scheduler does not retry the step, it ends the run."""
+        """Report a failed collective and block until a new generation starts."""
         self._context.send_to_scheduler(CollectiveFailed(self._agreed_generation, reason))
         self._wait_for_new_generation(self._agreed_generation)
 
@@ -247,14 +242,14 @@ class NumberedCollectives:
         self._result_cache.begin_step(step)
 
     def rewind(self) -> None:
-        """Prepare to repeat this step from its first batch, on this rank alone. Its completed collectives return their cached
-        results; one whose result was dropped (`ResultCache`) would run again."""
+        """Prepare to repeat this step from its first batch, on this rank alone. Completed collectives return cached results,
+        unless these were dropped (`ResultCache`)."""
         self._count = self._count_before_batch
         self._context.set_waiting_in(None)
         self._results_to_replay |= self._result_cache.results_of_step(self._step, self._count_before_batch)
 
     def run_heal_barrier(self) -> None:
-        """Report at a safe point, wait for the heal plan and execute it; repeat until a plan is complete.
+        """Report at a safe point, wait for the heal plan and execute it; repeat until a plan was executed.
 
         Raise `PeerError` if a state transfer was interrupted and no other rank has the state.
         """
@@ -269,8 +264,8 @@ class NumberedCollectives:
                 return
 
     def _fetch_slots_late(self) -> None:
-        """Fetch the optimizer's slots of a replacement that received its state before the loop was created. If that fails, wait
-        for a new generation and receive everything again; raise `PeerError` if no other rank has the state."""
+        """Fetch the slots of a replacement that received its state before the loop was created. If that fails, wait for a new
+        generation and receive everything again. Raise `PeerError` as `run_heal_barrier` does."""
         try:
             self._fetch_slots()
         except PeerError as error:
@@ -313,8 +308,7 @@ class NumberedCollectives:
     # -- waiting -----------------------------------------------------------------------------------------------------
 
     def _next_notification(self) -> Any:
-        """Wait for the next notification and return it. Serve dump requests and spares meanwhile, because this is a safe
-        point."""
+        """Wait for the next notification and return it. Serve dump requests and spares while waiting."""
         while True:
             notification = self._context.inbox.get()
             if (source := self._spare_source) is not None:
@@ -327,8 +321,8 @@ class NumberedCollectives:
             self._context.send_to_scheduler(DumpWritten(step, path))
 
     def _wait_for_works(self, works: list[Work]) -> bool:
-        """Return True when all works have succeeded. If a new generation starts first, abort the group and return False. A
-        failed work is reported, and this method waits for the new generation."""
+        """Return True when all works have succeeded. If a new generation starts first, abort the group and return False. Report
+        a failed work, then wait for a new generation."""
         waiting = {id(work) for work in works}
         while waiting:
             notification = self._next_notification()
@@ -344,7 +338,7 @@ class NumberedCollectives:
 
     def _wait_for_group(self) -> Group | None:
         """Return the group of the agreed generation once it is ready. If a new generation starts first, abort the group and
-        return None. A failed build is reported, and this method waits for the new generation."""
+        return None. Report a failed build, then wait for a new generation."""
         group = self._ensure_group(self.assignment)
         while not group.is_ready:
             notification = self._next_notification()
@@ -408,8 +402,7 @@ class NumberedCollectives:
 
     def _execute_plan(self, plan: HealPlan) -> bool:
         """Fetch what this rank lacks according to the plan, and return True. If a transfer fails, report it, wait for a new
-        generation, whose plan may name another donor, and return False. Raise `PeerError` if a state was received partially and
-        the plan names no donor."""
+        generation and return False. Raise `PeerError` if a state was received partially and the plan has nothing to fetch."""
         self.member_indexes, self._slot_holders = plan.member_indexes or self.member_indexes, plan.slot_holders
         if plan.donor is None and not plan.slot_holders:
             if self._has_partial_state:
@@ -444,8 +437,8 @@ class NumberedCollectives:
         return None
 
     def _fetch_slots(self) -> None:
-        """Fetch the optimizer's slots that this rank lacks for its present rank and world size; do nothing if the optimizer is
-        not sharded. Raise `PeerError` if a transfer fails."""
+        """Fetch the slots of a sharded optimizer that this rank lacks, if the last plan names holders. Raise `PeerError` if a
+        transfer fails."""
         sharded = self._sharded_state
         if sharded is not None and self._slot_holders:
             rank_info = self._context.assignment
@@ -456,8 +449,8 @@ class NumberedCollectives:
                 self._fetched_slots = slots
 
     def _drop_unneeded_slots(self) -> None:
-        """Drop slots that this rank does not need, once per generation. Called after a completed collective, which proves that
-        all ranks have fetched theirs."""
+        """Drop slots that this rank does not need, once per generation. A completed collective has proved that all ranks have
+        fetched theirs."""
         if self._dropped_slots_generation != self._agreed_generation and (sharded := self._sharded_state) is not None:
             self._dropped_slots_generation = self._agreed_generation
             sharded.drop_unneeded_slots()

@@ -50,8 +50,8 @@ class AllReduce:
 class Broadcast:
     """Copy of the root's bytes to all ranks, in place. Empty tensors are skipped.
 
-    Implemented as a sum in which all other ranks contribute zeros, so that no rank can complete it before all take part. One
-    extra byte marks that the root took part. If it did not, because it has left the world, `complete` raises `PeerError`.
+    Implemented as a sum to which all other ranks contribute zeros, so that the result depends on every rank. One extra byte
+    marks that the root took part. If it did not, `complete` raises `PeerError`.
     """
 
     def __init__(self, tensors: list[Any], root: int, rank: int) -> None:
@@ -134,8 +134,7 @@ class Mean:
 
 
 def _check_reducible(tensor: Any, op: Reduction) -> None:
-    """Raise `UsageError` if the dtype does not support `op`. Without this check the collective would fail and be retried on all
-    ranks. An unknown `op` is left to `_reduce_op`."""
+    """Raise `UsageError` if the dtype does not support `op`; gloo would fail, and the collective would be repeated."""
     name = str(tensor.dtype).removeprefix("torch.")
     if op == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
         raise UsageError(f"mean of {name} is not possible: convert the tensor with .float(), or use op='sum'")

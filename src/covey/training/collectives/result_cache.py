@@ -1,9 +1,10 @@
 """Cache of collective results that other ranks may need after a failure.
 
 A survivor that missed the last collective needs its result. A replacement needs the results of all code it re-executes: the
-current step, and what the script runs before the first step and before the epoch's first batch. When the results exceed
-`limit` bytes, those with the lifetime of the newest one are dropped, except the last. A survivor can still be healed then; a
-replacement cannot join until that lifetime (step, epoch or training) is over.
+current step, and what the script runs before the first step and before the epoch's first batch.
+
+If the results exceed `limit` bytes, older ones are dropped, but not the last one. A survivor can then still be healed. A
+replacement cannot join until the step, epoch or training that needs the dropped results is over.
 """
 
 from __future__ import annotations
@@ -61,16 +62,14 @@ class ResultCache:
         return lasting | self.results_of_step(step) | (self.last_result if self.last_completed is not None else {})
 
     def replace_with_received(self, last: CollectiveNumber, results: Mapping[CollectiveNumber, list[Any]]) -> None:
-        """Replace the cached results by received ones, because this rank may become the only one that has them. `last` is the
-        number of the last completed collective."""
+        """Replace the cached results by received ones. `last` is the number of the last completed collective."""
         self.last_completed, self._results = last, dict(results)
 
     def add(self, number: CollectiveNumber, results: list[Any], *, transient: bool, limited: bool) -> None:
         """Cache the results of a collective.
 
-        A `transient` result (the broadcast of the initial model) becomes part of the training state: it is dropped when a step
-        begins after a later collective. Transient results, and those that are not `limited`, do not count towards the limit,
-        but are dropped with the others of their lifetime when it is exceeded.
+        A `transient` result is needed only until a later collective has completed and a step begins, because the training state
+        contains it. Transient results, and those that are not `limited`, do not count towards the limit.
         """
         if transient:
             self._transient_number = number
@@ -88,7 +87,7 @@ class ResultCache:
                 del self._results[old]
 
     def begin_epoch(self, step: int) -> None:
-        """Start an epoch whose first step is `step`. The next `begin_step` drops what was kept for the previous epoch."""
+        """Start an epoch whose first step is `step`."""
         self._epoch_start = (step, 1 << 62)  # until `on_first_batch` every collective belongs to the epoch's start
         self._bytes_by_lifetime[ResultLifetime.EPOCH], self._complete_by_lifetime[ResultLifetime.EPOCH] = 0, True
 

@@ -1,8 +1,7 @@
 """Data cursor of one rank: the current step, the rank's samples of it, and the loader of its batches.
 
 The sample schedule is the same on all ranks; the members that took part in a step's reduction determine how it continues. A
-*member index* is a worker's number for as long as it is a member of the cluster. It selects the rank's share of each step. Only
-this index, the position within the step and the loader, which reads ahead, differ between ranks.
+*member index* is a worker's number, which a resize does not change. It selects the rank's share of each step.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class DataCursor:
     micro_batches: list[range]  # of this rank in this step: positions in the global batch
 
     def __init__(self, data: Data, *, epochs: int, steps: int | None, accumulate: int, seed: int) -> None:
-        """Do everything that does not depend on the rank. Raise `UsageError` if `steps` is None with an iterable data set."""
+        """Prepare what does not depend on the rank. Raise `UsageError` if `steps` is None with an iterable data set."""
         self.step, self.micro = 0, 0
         self.indexes_version = 0  # of the newest `MemberIndexes` by which the data is distributed; 0: none
         self.member_position = 0  # of the member index in `schedule.seats`; their number if it is not among them
@@ -70,8 +69,7 @@ class DataCursor:
             self.stream.reset_positions(self.schedule.seats)
 
     def begin_training(self, *, log_limits: bool) -> None:
-        """Set a stream to this rank and the current step. With `log_limits`, log how many samples each epoch leaves out
-        although `drop_last` is false, and what a stream does not guarantee."""
+        """Set a stream to this rank and the current step. With `log_limits`, log which guarantees the data does not give."""
         if (left_out := self._data.describe_left_out(self.schedule)) and log_limits:
             log.warning(left_out)
         if self.stream is not None:
@@ -137,7 +135,7 @@ class DataCursor:
             self._loader, self._loader_share = self._open_batches(), self._rank_share
 
     def discard_loader(self, *, keep_persistent: bool = False) -> None:
-        """Have the next `prepare_loader` open a loader, without the batches loaded ahead.
+        """Discard the batches loaded ahead: the next `prepare_loader` opens another loader.
 
         `keep_persistent`: do nothing if the loader's workers are persistent, because only an epoch has ended.
         """
@@ -189,7 +187,7 @@ class DataCursor:
         return self.schedule.member_weight(self.step, self.member_position, self._participants())
 
     def participants_tensor(self) -> Any:
-        """Return a tensor of the version and the member indexes of a reduction; empty if they are those of the schedule."""
+        """Return a tensor: version and member indexes of a reduction that starts now; empty if the schedule has the same."""
         assert self._collectives is not None
         participants, indexes = self._participants(), self._collectives.member_indexes
         if participants is self.schedule.seats or indexes is None:
@@ -199,8 +197,7 @@ class DataCursor:
     def on_reduction_complete(self, participants: Any) -> None:
         """Compute the next schedule, on the first reduction of a step; do nothing on further ones.
 
-        `participants` is what `participants_tensor` returned on the rank that has the result. Samples of members that did not
-        take part are carried over.
+        `participants` is what `participants_tensor` returned on the rank that has the result.
         """
         if self.next_schedule is None:
             seats = self.schedule.seats

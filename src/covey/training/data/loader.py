@@ -1,7 +1,7 @@
 """`covey.Data`: a data set and the loader of this rank's batches.
 
-The sample schedule, or for iterable data sets the stream, determines the samples. Each batch is loaded with its own random
-seed, so random augmentation is the same when a batch is loaded again, with or without loader workers.
+The sample schedule, or for iterable data sets the stream, determines the samples. The global random generators are seeded for
+each batch, so random augmentation that uses them is the same when a batch is loaded again.
 """
 
 from __future__ import annotations
@@ -109,8 +109,7 @@ class Data:
     def make_schedule(self, *, seed: int, world: int, accumulate: int) -> SampleSchedule:
         """Return the sample schedule of a training that starts, for one epoch; of a stream, for 0 steps.
 
-        Raise `UsageError` if the data set is empty, or if incomplete batches are left out and it does not fill one batch of
-        all ranks.
+        Raise `UsageError` if the data set has too few samples.
         """
         if self.is_stream:
             from covey.training.data.stream import initial_stream_schedule
@@ -139,8 +138,7 @@ class Data:
     def batches(self, share: RankShare, first: int) -> Iterator[Any]:
         """Return an iterator of a share's micro-batches from step `first` to the end of its epoch. Start the loader workers.
 
-        As with torch, workers are started per epoch, so that they see changes of the data set (`set_epoch`). With persistent
-        workers the iterator continues to the last step.
+        With persistent workers the iterator continues to the last step of the training.
         """
         torch = torch_module()
         # torch's loader draws its base seed from the script's generator, which `next_micro_batch` seeds before the script runs.

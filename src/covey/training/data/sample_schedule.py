@@ -1,14 +1,14 @@
 """Sample schedule: the samples of each step and their distribution over the members.
 
-Each sample of a complete epoch is used exactly once, however the world size changes, except the samples at its end that
-`drop_last` leaves out.
+In a complete epoch each sample contributes to one step, however the world size changes. `drop_last` may leave out samples at
+the end.
 
-The *global batch* of step k is a list of n samples. Without carried samples (see below) it depends on the seed, the epoch and k
-alone, and n is fixed when a training first starts: `batch_size` times `accumulate` times the world size of that start. Only the
-last batch of an epoch may be smaller. The members of the world, given by their member indexes (`seats`), divide the list in
-order: the i-th of w has the positions i*n//w to (i+1)*n//w - 1. A member index does not change in a resize; a rank may.
+The *global batch* of a step is a list of n samples. When a training first starts, n is set to `batch_size` times `accumulate`
+times the world size. The last batch of an epoch may be smaller. The members of the world, given by their member indexes
+(`seats`), divide the list in order: the i-th of w has the positions i*n//w to (i+1)*n//w - 1. A member index does not change in
+a resize; a rank may.
 
-If members leave before a step's reduction, their samples are not used in it. These are carried over into the next step, which
+If members leave before a step's reduction, their samples are not used in it. These are *carried* over into the next step, which
 is larger by them, or into an extra step at the end of the epoch or of the training. Every rank computes the same schedule from
 the participants of the reduction.
 
@@ -64,7 +64,7 @@ class SampleSchedule(msgspec.Struct, frozen=True, kw_only=True):
     def locate_step(self, step: int) -> tuple[int, int]:
         """Return the epoch of a step and its number in the epoch, both from 0.
 
-        An extra step belongs to the epoch whose last step it follows; consecutive extra steps have the same number.
+        An extra step belongs to the epoch of the step before it; consecutive extra steps have the same number.
         """
         number = step - bisect_left(self.extra, step)
         if step in self.extra:
@@ -79,9 +79,8 @@ class SampleSchedule(msgspec.Struct, frozen=True, kw_only=True):
     def samples_at(self, step: int, positions: Iterable[int]) -> list[int]:
         """Return the samples at some positions of the global batch.
 
-        In a complete batch the micro-batches of a rank of the first world are adjacent, although in the order of the epoch they
-        are interleaved with those of other ranks. In the first world each rank therefore has the samples that it would have
-        without elasticity.
+        A full batch is ordered by the rank of the first world, then by micro-batch. In that world each rank therefore has the
+        samples that it would have without elasticity.
         """
         base = self._fresh_samples_in_step(step)
         epoch, within = self.locate_step(step)
@@ -104,7 +103,7 @@ class SampleSchedule(msgspec.Struct, frozen=True, kw_only=True):
         return carried + self._fresh_samples_in_step(step)
 
     def _fresh_samples_in_step(self, step: int) -> int:
-        """Return the number of samples that are not carried: 0 in an extra step, maybe fewer in the last step of an epoch."""
+        """Return the number of samples of a step that are not carried; 0 in an extra step."""
         if step in self.extra:
             return 0
         return (
@@ -114,7 +113,7 @@ class SampleSchedule(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def member_range(self, step: int, index: int) -> range:
-        """Return the positions of the global batch that the index-th of `seats` has; none if there are fewer members."""
+        """Return the share of the index-th of `seats`, as positions in the global batch; empty if there are fewer members."""
         n, w = self.samples_in_step(step), len(self.seats)
         if index >= w:  # joined during this step: has samples from the next one on
             return range(0)
@@ -124,8 +123,7 @@ class SampleSchedule(msgspec.Struct, frozen=True, kw_only=True):
         """Return the share of the index-th member as micro-batches of at most `limit` samples (None: one micro-batch).
 
         They are as few as possible, and of nearly equal size, because some layers fail on a single sample. A member without a
-        share still takes part in the step, with the first samples of the global batch. These get weight 0 unless no participant
-        has a share.
+        share gets the first samples of the global batch, because it still takes part in the step.
         """
         span = self.member_range(step, index)
         if not span:
@@ -150,8 +148,8 @@ class SampleSchedule(msgspec.Struct, frozen=True, kw_only=True):
         return [self.member_range(step, i) for i, seat in enumerate(self.seats) if seat in members]
 
     def counted_positions(self, step: int, participants: tuple[int, ...]) -> list[int]:
-        """Return the positions that the participants have used. If none of them has a share, these are the positions of the
-        batch that each has run without one (see `micro_batches`)."""
+        """Return the positions that the participants have used. If none of them has a share, these are the first ones of the
+        global batch (see `micro_batches`)."""
         used = [position for span in self._participant_ranges(step, participants) for position in span]
         return used or list(self._idle_member_range(step))
 
@@ -160,9 +158,9 @@ class SampleSchedule(msgspec.Struct, frozen=True, kw_only=True):
         return range(min(self.batch_size, self.samples_in_step(step)))
 
     def next_schedule(self, step: int, participants: tuple[int, ...]) -> SampleSchedule:
-        """Return the schedule after a step. The participants of its reduction, member indexes, divide the next step.
+        """Return the schedule after a step. `participants`: indexes of the members that took part in its reduction.
 
-        Samples that they did not use are carried over.
+        They divide the next step. Samples that they did not use are carried over.
         """
         if participants == self.seats and not self.carried:
             return self
@@ -176,7 +174,7 @@ class SampleSchedule(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def with_members(self, seats: tuple[int, ...]) -> SampleSchedule:
-        """Return the schedule with these members. Carried samples are unchanged, so it is valid from a step boundary on."""
+        """Return the schedule with these members and unchanged carried samples."""
         return msgspec.structs.replace(self, seats=seats)
 
     def state(self) -> dict[str, Any]:

@@ -1,10 +1,9 @@
 """Streams: iterable data sets, of which each rank reads its own, batch by batch.
 
-A stream can be resumed only from a *position*, which the data set's `state_dict` returns. Batches are numbered and loaded with
-seeds derived from their number, so an older position yields the same batches again. Positions therefore need not be exact. A
-loader records one every few batches, and every few steps all ranks exchange theirs. A replacement, or a training that resumes,
-starts at the last known position and discards batches it does not need. A data set without `state_dict` and `load_state_dict`
-is read from its start.
+A stream is resumed from a *position*, which the data set's `state_dict` returns. Batches are numbered and loaded with seeds
+derived from their number, so an older position yields the same batches again. A loader therefore records a position only every
+few batches, and ranks exchange theirs every few steps. A replacement, or a training that resumes, starts at the last known
+position and discards batches it does not need. A data set without `state_dict` and `load_state_dict` is read from its start.
 
 Each loader worker reads a stream of its own, a *lane*: batch n is the next of lane n % lanes. Without workers there is one
 lane.
@@ -80,8 +79,8 @@ def initial_stream_schedule(batch_size: int, accumulate: int, world: int, seed: 
 class StreamDataset(IterableDataset):  # type: ignore[misc]
     """Data set for torch's loader, which may run in another process: endless batches of its lane, from `first_batch` on.
 
-    Yields (batch, position): (lane, batches read, state of the data set) with every `BATCHES_PER_POSITION`-th batch of a lane
-    if the data set has a state, otherwise None.
+    It yields (batch, position). Every `BATCHES_PER_POSITION`-th batch of a lane has a position if the data set has a state:
+    (lane, batches read, state). Otherwise the position is None.
     """
 
     def __init__(

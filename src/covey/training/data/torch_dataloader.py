@@ -23,7 +23,7 @@ def is_torch_dataloader(data: Any) -> bool:
 
 
 def data_from_dataloader(loader: Any) -> Data:
-    """Return a `covey.Data` with the loader's data set, batch size, shuffling, drop_last and options.
+    """Return a `covey.Data` with the loader's data set, batch size, shuffling, drop_last and listed options.
 
     Raise `UsageError` for a custom sampler or batch sampler, and for `batch_size=None`.
     """

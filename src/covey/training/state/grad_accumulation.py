@@ -1,9 +1,8 @@
 """Detection of scripts that accumulate gradients over several steps and step the optimizer after the last.
 
-Such gradients are part of the state and are copied into every snapshot of it, so they are included only after this was
-detected. A gradient was carried over if autograd's addition in the first backward pass is the only write to it since the step
-began: it is the same tensor, one version later. One parameter is checked for some steps, then the next, because scripts that do
-this do it with all parameters, or with all of a part of the model.
+Such gradients are part of the state. Copying gradients into every snapshot costs time, so this is done only after a detection.
+A gradient was carried over if the first backward pass of a step finds the same tensor, and its addition is the only write since
+the step began. One parameter is checked for some steps, then the next, because such scripts usually accumulate all parameters.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ STEPS_PER_PARAMETER: Final = 16  # steps for which one parameter is checked, unl
 
 
 class GradAccumulationDetector:
-    """Checks one parameter of the model per step until accumulation is detected, then calls `on_detected` once and stops."""
+    """Check of one parameter per step, until accumulation is detected; then `on_detected` is called once."""
 
     def __init__(self, model: Any, on_detected: Callable[[], None]) -> None:
         self._on_detected = on_detected

@@ -42,8 +42,8 @@ class _IoVec(ctypes.Structure):
 
 
 def allocate_buffer(size: int) -> memoryview:
-    """Return memory for a transfer; from `HUGE_PAGE_SIZE` on in huge pages, because page faults of small pages take longer than
-    the copy. Raise `OSError` if the kernel was built without huge pages or has no memory."""
+    """Return memory for a transfer. Request huge pages for `HUGE_PAGE_SIZE` bytes or more, because page faults of small pages
+    take longer than the copy. Raise `OSError` if the kernel was built without huge pages or has no memory."""
     if size < HUGE_PAGE_SIZE:
         return memoryview(bytearray(size))
     memory = mmap.mmap(-1, size)

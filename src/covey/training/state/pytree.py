@@ -1,8 +1,8 @@
 """State as plain data and tensors, for transfers between ranks and checkpoints. Nothing in it can execute code.
 
 `pack` converts nested dicts, lists, tuples, numbers, strings, bytes, None, tensors and numpy arrays into a skeleton of plain
-data and the tensors. `unpack` is its inverse, except that subclasses of these types and numpy's scalars become plain ones. Any
-other type raises `UsageError` with its name, because nothing is pickled.
+data and the tensors. `unpack` is its inverse, except that subclasses of these types and numpy's scalars become plain ones.
+Other types are not supported, because nothing is pickled.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Background copies of the state by spares, at most every n steps (COVEY_SPARE_EVERY), while the training continues.
 
-Copied are the tensors of the model, and of the optimizer unless it is sharded. Rank 0 publishes its address in the rendezvous
-store. While it waits in a collective it only lists its tensors. They are read while the training continues, so a tensor that is
-written during the read is inconsistent. This is harmless, because a copy is never trusted. When the spare is promoted, its
-donor is at a safe point, compares tensors with the digests of the spare's copies, and sends all except those that are equal.
-On the same host all tensors are read again, because that is faster than comparing; the copy is still useful, because its memory
-is already allocated, and new pages cost more time than filling existing ones.
+Spares copy the tensors of the model, and of the optimizer unless it is sharded. Rank 0 publishes its address in the rendezvous
+store and lists its tensors while it waits in a collective. The tensors are read while the training continues, so a copy may be
+inconsistent. This is harmless, because the donor of a promoted spare compares digests and sends the tensors that differ. On the
+same host all tensors are read again, because that is faster than comparing. The copy is still useful, because its memory is
+already allocated.
 
 Tensors that differed between the last two copies will probably differ again, so the spare does not offer their digests.
 """
@@ -38,8 +37,7 @@ class FollowRequested(msgspec.Struct, frozen=True):
 
 
 class SpareSource:
-    """A rank's tensors, for spares that copy them. `tensors` returns them by path; `notify` puts a notification into the rank's
-    inbox."""
+    """A rank's tensors, for spares that copy them. `tensors` returns them by path; `notify` wakes the rank."""
 
     def __init__(self, tensors: Callable[[], dict[str, Any]], notify: Callable[[FollowRequested], None]) -> None:
         self._get_tensors, self._notify = tensors, notify
@@ -92,8 +90,7 @@ class SpareSync:
         threading.Thread(target=self._run_sync, name="covey follower", daemon=True).start()
 
     def stop_and_get_tensors(self) -> ReceiverTensors:
-        """Stop copying and return the copied tensors; `NO_TENSORS` if there are none, or while a copy is in progress, which is
-        not waited for."""
+        """Stop copying and return the copied tensors; `NO_TENSORS` if there are none, or if a copy is in progress."""
         with self._lock:
             self._stopped.set()
             return NO_TENSORS if self._is_copying else self._receiver_tensors
@@ -142,8 +139,8 @@ class SpareSync:
 
 
 def start_spare_sync(context: NodeInterface | None) -> SpareSync | None:
-    """Start copying and return the `SpareSync`. Return None if this process is not a spare without a rank, or if spares do not
-    copy."""
+    """Start copying and return the `SpareSync`, if this process is a spare without a rank and copies are enabled. Otherwise
+    return None."""
     if context is None or context.has_rank or not context.spare_sync_every:
         return None
     return SpareSync(context, context.spare_sync_every)

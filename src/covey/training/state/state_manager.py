@@ -1,10 +1,9 @@
 """Hand-over of the training state: from a survivor to a replacement, and through files to a later run.
 
 A rank donates its state while it waits in a collective: the state of the step boundary or, once the step's optimizer has run,
-the present state. With the first, a replacement runs the step like any other. With the second it runs the step with
-`replaying` set. When its own optimizer steps, its result is replaced by the received state as it was right after the donor's
-optimizer. Before its first collective with the other ranks, at the latest at the end of the step, the replacement loads the
-complete received state.
+the present state. With the first, a replacement runs the step like any other. With the second it *replays* the step. After its
+own optimizer it loads the state that the donor had right after its optimizer. Before its first collective without a cached
+result, at the latest at the end of the step, it loads the complete received state.
 """
 
 from __future__ import annotations
@@ -91,9 +90,10 @@ class StateManager:
             self._start_or_resume()
 
     def _join_others(self, collectives: NumberedCollectives, known: ReceiverTensors) -> None:
-        """Take over a received state. If there is none, make all models equal to rank 0's and load the newest checkpoint. From
-        then on this rank can donate its state, leaves at a step boundary, and writes checkpoints only while its rank is
-        confirmed."""
+        """Take over a received state. If there is none, make all models equal to rank 0's and load the newest checkpoint.
+
+        Afterwards this rank can donate its state, and SIGTERM ends it at a step boundary.
+        """
         context = self._group.node_interface
         assert context is not None
         collectives.attach(self, known)
@@ -164,8 +164,8 @@ class StateManager:
         self._state.load_state(state, reused=self.replaying)
 
     def undo_script_changes(self) -> None:
-        """In a replacement, undo what its script has changed since it received its state, because that state already contains
-        the changes. Only what a `StateSnapshot` holds is restored. Called when the loop is iterated over."""
+        """In a replacement, undo changes that its script made after the state was received, because that state already contains
+        them. What a `StateSnapshot` holds is restored. Later calls do nothing."""
         if self._received_snapshot is not None:
             self._state.restore_snapshot(self._received_snapshot)
             self._received_snapshot = None
@@ -180,8 +180,7 @@ class StateManager:
         self._state.snapshot_after_optimizer(self._after_optimizer_snapshot)
 
     def finish_replay(self) -> None:
-        """End the replay, if there is one: load the complete received state, except its gradients. Called before a collective
-        with other ranks and at the end of the step."""
+        """End the replay, if there is one: load the complete received state, except its gradients."""
         if self.replaying:
             self.replaying = False
             state, self._received_state = self._received_state, {}
@@ -209,8 +208,8 @@ class StateManager:
 
     @property
     def is_result_invalid(self) -> bool:
-        """Whether the last collective was an update of the sharded optimizer, whose cached result is the parameters themselves,
-        and the script has changed these since."""
+        """Whether the last collective was an update of the sharded optimizer and a parameter was written since. The cached
+        result of such an update is the parameters themselves."""
         assert self._collectives is not None
         sharded = self.sharded_state
         return (
@@ -228,7 +227,7 @@ class StateManager:
             self._last_sharing_collective = self._collectives.last_completed
 
     def current_state(self) -> dict[str, Any]:
-        """Return the current state: everything that a checkpoint must contain. Tensors are not copied."""
+        """Return the current state as a checkpoint contains it. Tensors are not copied."""
         return self._state_metadata() | self._state.current_state()
 
     def donate(self) -> DonatedState:
@@ -249,7 +248,7 @@ class StateManager:
         )
 
     def save(self, checkpoint: Checkpoint) -> None:
-        """Write a checkpoint at a step boundary; parameter servers, if there are any, write their rows first.
+        """Write a checkpoint at a step boundary, after the rows of parameter servers if this rank requests these.
 
         Raise `StoreError` if this rank cannot write it, and the server's error if a server cannot.
         """
@@ -263,7 +262,7 @@ class StateManager:
         """Write this rank's state in the format of a checkpoint, and return the step to resume at and the path.
 
         The directory is the checkpoint's or, without one, "covey_dump". The path is "" if the write fails or the state is
-        inconsistent. Both are logged; another rank's dump may succeed. Parameter servers save their rows, within a time limit.
+        inconsistent, which is logged.
         """
         target = self._checkpoint or Checkpoint("covey_dump")
         step = self._cursor.step + self._state.optimizer_applied
@@ -293,8 +292,7 @@ class StateManager:
         }
 
     def _writer_info(self) -> dict[str, int]:
-        """Return rank, world size and generation for a manifest; outside a cluster 0, 1 and 0. The generation may be newer than
-        the one in which rank and world size were assigned."""
+        """Return rank, world size and newest generation for a manifest; outside a cluster 0, 1 and 0."""
         context = self._group.node_interface
         generation = context.assignment.generation if context is not None else 0
         return {"rank": self._group.rank, "world": self._group.world, "generation": generation}

@@ -1,8 +1,8 @@
 """Training state: model, optimizer and registered parts, with snapshots at two points of a step.
 
-A replacement can resume a step from its boundary, or from right after the loop's optimizer ran. Between these points, and after
-the second, only what a `StateSnapshot` holds may change, so only that is copied. If `ParameterFingerprint` detects another
-change to the parameters (by a second optimizer, a direct write), `is_consistent` is false, and the state cannot be donated.
+A replacement can resume a step from its boundary, or from right after the loop's optimizer ran. Outside the optimizer's step,
+only what a `StateSnapshot` holds may change, so only that is copied. If `ParameterFingerprint` detects another change to the
+parameters (by a second optimizer, a direct write), the state is not donated.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ PLAIN_TYPES = frozenset({int, float, bool, str, bytes, type(None)})
 
 
 class ModelBuffers:
-    """The buffers that a model has when this is created, by name, with non-persistent ones and ones that are None. They are
-    looked up at each use, because the script may replace them."""
+    """The buffers of a model by name, including non-persistent ones and ones that are None. Names are listed at creation;
+    buffers are looked up at each use, because the script may replace them."""
 
     def __init__(self, model: Any) -> None:
         names = dict(model.named_buffers())
@@ -42,8 +42,8 @@ class ModelBuffers:
         return {name: owner[key] for name, owner, key in self._locations if owner[key] is not None}
 
     def resize_to_fit(self, buffers: dict[str, Any]) -> None:
-        """Replace each buffer that is None or of another shape or dtype than in `buffers` by an uninitialized one that fits; a
-        script may create or enlarge a buffer during training."""
+        """Replace a buffer that is None, or differs in shape or dtype from the one in `buffers`, by an uninitialized one that
+        fits."""
         for name, owner, key in self._locations:
             new, old = buffers.get(name), owner[key]
             if new is not None and (old is None or (old.shape, old.dtype) != (new.shape, new.dtype)):
@@ -51,9 +51,8 @@ class ModelBuffers:
 
 
 class ParameterFingerprint:
-    """Detects writes to parameters. torch counts writes in a version, except those through `.data`; therefore the first element
-    of each CPU parameter is compared too. A write through `.data` to other elements or on other devices is not detected,
-    because comparing everything would cost too much, twice per step."""
+    """Detector of writes to parameters. It compares torch's version counters, which miss writes through `.data`, and the first
+    element of each CPU parameter. Other writes through `.data` are not detected; comparing everything would cost too much."""
 
     def __init__(self, parameters: list[Any]) -> None:
         self._parameters = parameters
@@ -77,7 +76,7 @@ class ParameterFingerprint:
 
 
 class StateSnapshot(msgspec.Struct, frozen=True):
-    """Copy, at one point of a step, of everything that a script may change at any point of it."""
+    """Copy of the parts of the state that a script may change at any point of a step."""
 
     buffers: dict[str, Any]  # of the model, by name
     parts: dict[str, Any]  # values of the registered parts, by name
@@ -133,8 +132,7 @@ class TrainingState:
         self._fingerprint.record()
 
     def on_accumulation_detected(self) -> None:
-        """Include gradients in snapshots from the next one on, because the script keeps them across steps. Until then the state
-        is inconsistent."""
+        """Include gradients in snapshots from the next one on, because the script keeps them across steps."""
         self.accumulates_across_steps = True
 
     def end_step(self) -> None:
@@ -144,8 +142,8 @@ class TrainingState:
 
     @property
     def is_consistent(self) -> bool:
-        """Whether the state of the boundary, or of right after the optimizer, can be restored. False while the optimizer runs,
-        after a detected write to the parameters, and if gradients that the script keeps are not in the snapshot."""
+        """Whether the state of the boundary, or of right after the optimizer, can be restored. False, for example, while the
+        optimizer runs, or after another write to the parameters was detected."""
         not_copied = self.accumulates_across_steps and self._snapshot is not None and self._snapshot.gradients is None
         return not self.optimizer_running and not not_copied and (self._snapshot is None or self._fingerprint.is_unchanged)
 
@@ -155,7 +153,7 @@ class TrainingState:
             self.restore_snapshot(self._snapshot)
 
     def take_snapshot(self) -> StateSnapshot:
-        """Return a snapshot. Taken twice per step, so parts that are unchanged plain data are not copied again."""
+        """Return a snapshot. It may share unchanged parts with the last one."""
         last, parts, buffers = self._last_snapshot, {}, {}
         for name, (get, _) in self._registered_parts.items():
             value = get()
@@ -172,7 +170,7 @@ class TrainingState:
         return self._last_snapshot
 
     def restore_snapshot(self, snapshot: StateSnapshot) -> None:
-        """Restore everything that the snapshot holds. Gradients that it does not hold are set to None."""
+        """Restore what the snapshot holds. Gradients that it does not hold are set to None."""
         self._buffers.resize_to_fit(snapshot.buffers)
         self._load_tensors(snapshot.buffers)
         for parameter, trained in zip(self._parameters, snapshot.trainable, strict=True):
@@ -192,7 +190,7 @@ class TrainingState:
     def current_state(self) -> dict[str, Any]:
         """Return the current state as nested plain data and tensors; the tensors are not copied.
 
-        Gradients are included only if the script keeps them across steps.
+        Gradients are included if the script was found to keep them across steps.
         """
         saved = dict(self._model.state_dict())
         return {
@@ -239,7 +237,7 @@ class TrainingState:
         self._fingerprint.record()
 
     def model_tensors(self) -> list[Any]:
-        """Return the model's parameters and buffers, which rank 0 broadcasts at the start."""
+        """Return the model's parameters and buffers, not copied."""
         return [tensor.detach() for tensor in (*self._parameters, *self._model.buffers())]
 
     def destination_tensors(self) -> dict[str, Any]:
@@ -299,8 +297,8 @@ class TrainingState:
 
 
 def overlay_snapshot(state: dict[str, Any], snapshot: StateSnapshot) -> dict[str, Any]:
-    """Return a copy of the state in which everything that the snapshot holds is as in the snapshot; without gradients if it
-    holds none. Tensors are not copied."""
+    """Return the state with the snapshot's values in place of its own, and without gradients if the snapshot has none. Tensors
+    are not copied."""
     found = state | {name: dict(state[name]) for name in (MODEL, NON_PERSISTENT)}
     for name, buffer in snapshot.buffers.items():
         found[NON_PERSISTENT if name in state[NON_PERSISTENT] or name not in state[MODEL] else MODEL][name] = buffer
@@ -324,8 +322,8 @@ def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_same_data(value: Any, copied: Any) -> bool:
-    """Return True only if `value` is plain data that is unchanged since `copied` was made from it. Leaves are compared by
-    identity, which is fast, so equal data may return False."""
+    """Return whether `value` is known to be unchanged since `copied` was made from it. Leaves are compared by identity, which
+    is fast, so equal data may return False."""
     if value is copied:
         return True
     kind = type(value)

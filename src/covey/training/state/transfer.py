@@ -47,8 +47,8 @@ REQUEST_BYTES_MAX: Final = 65536  # of a request's argument
 
 
 class DonatedState(msgspec.Struct, frozen=True):
-    """Reply of a donor. To a replacement: its position in the training, its state and cached results of collectives. To other
-    requests it contains only results (`results`), slots (`state`), or the step and tensors for a spare (`step`, `state`)."""
+    """Reply of a donor. A replacement gets a position in the training, a state and cached results of collectives. Replies to
+    other requests use some of the fields."""
 
     step: int = -1  # -1: before the first step
     optimizer_applied: bool = False  # the state is the one after this step's optimizer
@@ -94,7 +94,7 @@ class _TransferHeader(msgspec.Struct, frozen=True):
 
 
 class TransferServer:
-    """Serves transfers to clients that present the token. A rank gets it in the scheduler's heal plan, a spare from the
+    """Server of transfers to clients that present the token. A rank gets it in the scheduler's heal plan, a spare from the
     rendezvous store."""
 
     def __init__(self, address: str, **handlers: Callable[[bytes], DonatedState]) -> None:
@@ -133,13 +133,11 @@ def fetch_from_donor(
     known: ReceiverTensors = NO_TENSORS,
     begin: Callable[[], None] = lambda: None,
 ) -> DonatedState:
-    """Request what `kind` (one of `REQUEST_KINDS`) names, with the argument `wanted`, and return it.
+    """Send a request of `kind` (one of `REQUEST_KINDS`) with the argument `wanted`, and return the reply.
 
-    A tensor is received into the tensor of the same path in `destinations` or `known` if that is contiguous, on the CPU, and of
-    the same shape and dtype, which saves memory and a copy. `destinations` is ignored for a state after the optimizer, which is
-    loaded twice and must not change. If the donor's memory cannot be read, a tensor whose digest in `known` equals the donor's
-    is not sent. `begin` is called when the donor has replied, before any memory is written. Raise `PeerError` if the transfer
-    fails; destination tensors may then be partly written.
+    A tensor is received into the tensor of the same path in `destinations` or `known`, if that fits. `destinations` is ignored
+    for a state after the optimizer. The donor need not send a tensor whose digest is in `known`. `begin` is called before
+    memory is written. Raise `PeerError` if the transfer fails; destination tensors may then be partly written.
     """
     try:
         with socket.create_connection((donor.address, donor.port), CONNECT_TIMEOUT_S) as connection:
@@ -203,7 +201,7 @@ def _match_digests(connection: socket.socket, tensors: list[Any]) -> set[int]:
 
 
 def tensor_digest(tensor: Any) -> bytes:
-    """Return a digest of the bytes of a CPU tensor, by which two processes find that they have the same."""
+    """Return a digest of the bytes of a CPU tensor: the first `DIGEST_SIZE` bytes of their SHA-256."""
     return hashlib.sha256(_tensor_bytes(tensor)).digest()[:DIGEST_SIZE]
 
 
@@ -220,6 +218,7 @@ def _receive_state(
         raise EOFError(f"the header has {size} bytes, the limit is {HEADER_MAX}")
     header = msgspec.msgpack.decode(_receive_exactly(connection, bytearray(size)), type=_TransferHeader)
     begin()
+    # A state after the optimizer is loaded twice, so it must not be in the model's own tensors.
     tensors = _destination_tensors(header.tensors, {**known.tensors, **({} if header.optimizer_applied else destinations)})
     into = [_tensor_bytes(tensor) for tensor in tensors]
     if is_expected_process(header.pid, header.marker, header.marker_value):
@@ -259,7 +258,7 @@ def _request_tensors(connection: socket.socket, described: list[TensorHeader], k
 
 
 def _destination_tensors(described: list[TensorHeader], destinations: Mapping[str, Any]) -> list[Any]:
-    """Return for each tensor its destination if it fits, else a new tensor; the new ones share one buffer."""
+    """Return for each tensor its destination if it fits, else a new tensor."""
     torch = torch_module()
     found: list[Any] = []
     fresh = allocate_buffer(
@@ -293,8 +292,8 @@ def _tensor_bytes(tensor: Any) -> memoryview:
 
 
 def _receive_exactly(connection: socket.socket, into: Any) -> Any:
-    """Fill a buffer from a connection and return it. Raise `EOFError` if the connection is closed first, and `OSError` after a
-    timeout."""
+    """Fill a buffer from a connection and return it. Raise `EOFError` if the connection is closed first, and `OSError` if it
+    fails or times out."""
     view = memoryview(into)
     while view.nbytes:
         count = connection.recv_into(view)

@@ -40,7 +40,7 @@ def min_count_for_share(count: int, share: float) -> int:
 
 
 class SecaggPhase(StrEnum):
-    """Phase of a secure round; the phases are described in `protocol`."""
+    """Phase of a secure round; `scheduler_round` describes the phases."""
 
     KEYS = "keys"
     SHARES = "shares"
@@ -215,7 +215,7 @@ class SecaggReply(Message, frozen=True):
 
 
 class DeviceKeys(msgspec.Struct, frozen=True):
-    """Keys and weight of a device, from its exchangeKeys. They are kept in memory only."""
+    """Keys and weight of a device, from its exchangeKeys."""
 
     c_pk: bytes
     s_pk: bytes
@@ -225,7 +225,7 @@ class DeviceKeys(msgspec.Struct, frozen=True):
 
 
 class UploaderList(msgspec.Struct, frozen=True):
-    """List of the devices whose updates are in the sum (`clients`), with all that unmasking needs.
+    """List of the devices whose updates are in the sum (`clients`), and the parameters for unmasking.
 
     The scheduler stores it before devices receive it.
     """

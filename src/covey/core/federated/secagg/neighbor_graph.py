@@ -1,11 +1,10 @@
 """Neighbour graph of a secure round, and the share threshold.
 
 Up to `COMPLETE_GRAPH_MAX` devices, each device masks with all others. Above, each masks with a few neighbours (SecAgg+), the
-nearest on a ring (a Harary graph). The ring's order is a hash of all public keys, so that no single party can choose it. The
-degree is the smallest even number that guarantees three properties, except with the probabilities below. If up to a fifth of
-the devices collude with the server, it cannot reconstruct the mask of any other device. If up to a tenth drop out, the sum can
-be unmasked. The devices that neither collude nor drop out form a connected graph. The first two hold for the default share
-threshold.
+nearest on a ring (a Harary graph). A hash of all public keys determines the ring's order. The degree is the smallest even
+number that guarantees three properties, except with the probabilities below. If up to a fifth of the devices collude with the
+server, it cannot reconstruct the mask of any other device. If up to a tenth drop out, the sum can be unmasked. The devices that
+neither collude nor drop out form a connected graph. The first two hold for the default share threshold.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-COMPLETE_GRAPH_MAX: Final = 200  # devices up to which the graph is complete: any third may then drop out
+COMPLETE_GRAPH_MAX: Final = 200  # devices up to which the graph is complete: fewer than a third may then drop out
 COLLUDING_FRACTION: Final = 0.2
 DROPOUT_FRACTION: Final = 0.1
 # Probability that colluding neighbours can reconstruct the secrets of a device, or disconnect the graph.
@@ -25,8 +24,7 @@ FAILURE_PROBABILITY_MAX: Final = 2.0**-20  # probability that a round fails alth
 
 
 def default_share_threshold(holders: int) -> int:
-    """Return the number of a secret's `holders` that must reveal their shares: more than two thirds, so that two different
-    lists of uploaders cannot both be unmasked."""
+    """Return how many of a secret's `holders` must reveal their shares: more than two thirds."""
     return 2 * holders // 3 + 1
 
 
@@ -52,8 +50,10 @@ def _is_degree_sufficient(count: int, neighbours: int) -> bool:
 
 
 def _hypergeometric_tail(others: int, marked: int, drawn: int, least: int) -> float:
-    """Return the probability that at least `least` of `drawn` devices are marked, if `marked` of `others` are, drawn without
-    replacement."""
+    """Return the probability that at least `least` of `drawn` devices are marked.
+
+    They are drawn without replacement from `others` devices, of which `marked` are marked.
+    """
     total = math.comb(others, drawn)
     ways = sum(math.comb(marked, k) * math.comb(others - marked, drawn - k) for k in range(least, min(drawn, marked) + 1))
     return ways / total

@@ -15,8 +15,8 @@ Theory of operation. The protocol has four phases. The devices of a phase are a 
 
 KEYS and SHARES end when all devices have completed them, or when the window ends and enough have. UPDATES ends when all parts
 are sealed, UNMASKING when enough shares of each secret are revealed. Each phase has a window; that of KEYS starts with the
-first keys. If a phase is not complete when its window ends, the round fails. It is then abandoned, and devices start over with
-new keys. The scheduler never has the secrets that would unmask one update.
+first keys. If too few devices complete a phase within its window, the round fails: it is abandoned, and devices start over with
+new keys.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class SecaggRound:
 
     @classmethod
     def resume(cls, uploaders: UploaderList, window_s: float, now: float) -> SecaggRound:
-        """Return a round that continues, with a new window, in UNMASKING from a stored list; no shares are revealed yet."""
+        """Return a round in UNMASKING that continues from a stored list, with a new window and no revealed shares."""
         resumed = cls(uploaders.session, wanted=0, least=0, share_ratio=1.0, reconstruct=0, window_s=window_s)
         resumed._restore(uploaders, now)
         return resumed
@@ -174,8 +174,10 @@ class SecaggRound:
         return ACCEPTED
 
     def _end_keys_phase(self, now: float) -> None:
-        """Build the ring of the devices that sent keys and start SHARES. Let the round fail if the share threshold is not more
-        than half of a secret's holders, or exceeds them."""
+        """Build the ring of the devices that sent keys, and start SHARES.
+
+        Fail the round unless the share threshold is more than half of a secret's holders and at most all.
+        """
         public = {device: keys.c_pk + keys.s_pk for device, keys in self._keys.items()}
         self._ring = tuple(neighbor_graph.ring_order(public))
         self._ring_index = {device: index for index, device in enumerate(self._ring)}
@@ -248,7 +250,7 @@ class SecaggRound:
     # -- the list of uploaders ---------------------------------------------------------------------------------------
 
     def fix_uploaders(self, clients: set[str], now: float) -> UploaderList | None:
-        """Fix the list of uploaders, which are the devices whose updates are in the sealed parts, and start UNMASKING.
+        """Fix the list of uploaders to `clients`, the devices whose updates are in the sealed parts, and start UNMASKING.
 
         Return the list, or None if the devices are too few or not all of them shared secrets. `failure_reason` is set then.
         Later calls return the first list; if they name other devices, `failure_reason` is set too.
@@ -290,11 +292,10 @@ class SecaggRound:
         return SecaggOutcome(SecaggVerdict.ACCEPTED, "", ClientList(self.uploaders.clients))
 
     def _on_list_signature(self, device: str, request: PushListSign | GetListSign) -> SecaggOutcome:
-        """Store a device's signature of the list, if the request has one; for GetListSign, reply with the signatures of the
-        device and its neighbours, once as many have signed as shares are needed (before: WAIT).
+        """Store the signature in the request, if any. For GetListSign, reply with those of the device and its neighbours.
 
-        INVALID if the device is not on the list, or there is no list yet. Devices verify the signatures, so that a server
-        cannot send different lists to different devices.
+        Reply WAIT until as many of them have signed as shares are needed. Reply INVALID if the device is not on the list, or
+        there is no list yet.
         """
         if self.uploaders is None or device not in self.uploaders.clients:
             return SecaggOutcome(SecaggVerdict.INVALID, "only devices in the list of uploaders may sign it, after it is fixed")
@@ -328,7 +329,7 @@ class SecaggRound:
         return ACCEPTED
 
     def _reconstruct_secrets(self) -> None:
-        """Set `unmasking` from the revealed shares; `failure_reason` if the shares of a secret are inconsistent."""
+        """Set `unmasking` from the revealed shares. Wrong shares are not always detected; if they are, set `failure_reason`."""
         assert self.uploaders is not None
         seeds: dict[str, bytes] = {}
         keys: dict[str, bytes] = {}

@@ -50,11 +50,10 @@ def lagrange_weights(indices: Sequence[int]) -> list[int]:
 
 
 def combine_shares(shares: Mapping[int, bytes], weights: Sequence[int] | None = None) -> bytes:
-    """Return the secret from shares by index. With fewer shares than are needed the result is wrong.
+    """Return the secret from shares by index. Wrong or too few shares give a wrong result, which is not always detected.
 
     `weights` are the `lagrange_weights` of the indices in the order of `shares`; None: they are computed. Raise `ValueError` if
-    a share is invalid, the numbers of shares and weights differ, or the result is not a secret. Wrong or too few shares are
-    not always detected.
+    a share is invalid, the numbers of shares and weights differ, or the result is not a secret.
     """
     weights = weights if weights is not None else lagrange_weights(list(shares))
     value = 0
