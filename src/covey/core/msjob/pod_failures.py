@@ -49,10 +49,12 @@ def record_finished_pods(context: ReconcileContext, status: JobStatus, out: Plan
 def handle_failed_pods(context: ReconcileContext, status: JobStatus, out: PlanBuilder) -> str:
     """Decide about expected pods that failed or must leave their node. Return the verdict if the job failed, else "".
 
-    The first failed pod of a scale-out rolls the scale-out back. If all workers failed and are ignored, the job fails.
+    A failed pod of a scale-out rolls the scale-out back. If all workers failed and are ignored, the job fails.
     """
     job, ignored = context.job, []
-    for role, _, name in context.expected_pods(status.world):
+    expected = list(context.expected_pods(status.world))
+    joining = {name for _, _, name in expected if is_joining(context, status, name)}
+    for role, _, name in expected:
         pod = context.pods.get(name)
         if pod is None:
             continue
@@ -64,9 +66,10 @@ def handle_failed_pods(context: ReconcileContext, status: JobStatus, out: PlanBu
         node_problem = _describe_node_problem(context, out, pod)
         if (not pod.failed and not node_problem) or is_leaving(context, status, name):
             continue
-        if is_joining(context, status, name):
-            why = f"{name} failed with {pod.end_reason}" if pod.failed else f"{name} is {node_problem}"
-            roll_back_growth(context, status, out, why)
+        if name in joining:
+            if is_joining(context, status, name):  # else another failed pod has rolled the scale-out back
+                why = f"{name} failed with {pod.end_reason}" if pod.failed else f"{name} is {node_problem}"
+                roll_back_growth(context, status, out, why)
             continue
         action, reason, message = decide_pod_failure(
             job,

@@ -95,6 +95,21 @@ def test_failed_new_pod_rolls_back_the_scale_out_only() -> None:
     assert [a.index for a in actions_of(cluster.reconcile(), CreatePod)] == [3, 4], "a different number starts a new scale-out"
 
 
+def test_two_new_pods_that_fail_between_two_passes_roll_back_the_scale_out_only() -> None:
+    cluster = running(scheduler_status=scheduler_of(0, 1, 2))
+    scale(cluster, 5)
+    cluster.apply(cluster.reconcile())
+    for name in ("train-worker-3", "train-worker-4"):
+        cluster.set_running(name)
+        cluster.set_terminated(name, 20)
+    plan = cluster.reconcile()
+    assert sorted(a.name for a in actions_of(plan, DeletePod)) == ["train-worker-3", "train-worker-4"]
+    cluster.apply(plan)
+    cluster.apply(cluster.reconcile())
+    assert "Running" in cluster.conditions() and "Failed" not in cluster.conditions()
+    assert cluster.status["world"]["Worker"] == 3
+
+
 def test_pending_new_pod_rolls_back_the_scale_out() -> None:
     cluster = running(scheduler_status=scheduler_of(0, 1, 2), runPolicy={"pendingTimeoutSeconds": 60})
     scale(cluster, 4)
