@@ -22,8 +22,8 @@ from tests.processes.harness import until
 
 from covey.kubernetes import manifests
 from covey.kubernetes.api_client import CONFIG_MAP, LEASE, POD, SERVICE, Api, ApiError, KubeObject, ResourceKind, connect
-from covey.kubernetes.install import apply_objects
 from covey.kubernetes.reflector import Reflector
+from covey.kubernetes.server_side_apply import apply_objects
 
 
 @pytest.fixture

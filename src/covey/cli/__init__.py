@@ -10,7 +10,7 @@
 `chaos`              inject faults into a running cluster
 `tls`                certificates
 `federated`          federated clusters; `federated_simulate` simulates devices
-`job_commands`       submit, jobs, operator; `kubernetes` implements them, and `logs --job`
+`kubernetes_commands` submit, jobs, operator; `kubernetes` implements them, and `logs --job`
 `scheduler_client`   one connection to a scheduler
 `common`             options, output and a file check that commands share
 `spinner`            spinner of slow commands; colours

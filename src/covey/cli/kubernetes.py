@@ -73,7 +73,7 @@ def install_operator(where: KubernetesTarget, image: str, *, dry_run: bool, asce
         return
 
     async def work() -> None:
-        from covey.kubernetes.install import apply_objects
+        from covey.kubernetes.server_side_apply import apply_objects
 
         api = _connect_api(where)
         try:

@@ -15,7 +15,7 @@ import click
 
 from covey.cli.common import JSON, KUBERNETES, MASTER, format_examples, print_result
 from covey.cli.completion import COMPLETE_VARIABLE, SHELLS, RunCompletion
-from covey.cli.job_commands import jobs, operator, submit
+from covey.cli.kubernetes_commands import jobs, operator, submit
 from covey.errors import CoveyError, ExitCode
 
 NO_THREAD_MESSAGE = "can't start new thread"  # of Python's RuntimeError at a limit of processes or memory

@@ -16,6 +16,6 @@ scheduler, never to a training process. This package does not import torch.
     `cas_store`          compare-and-swap values in Leases and ConfigMaps, for the schedulers of jobs
     `crd`                custom resource definitions
     `manifests`          objects of an installation
-    `install`            applies the manifests
+    `server_side_apply`  creates or updates given objects
     `operator_metrics`   Prometheus metrics of the operator
 """
