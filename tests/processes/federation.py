@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import httpx2
 import numpy as np
 import psutil
 from tests.processes.command import Shell
-from tests.processes.harness import Process, free_port, until
+from tests.processes.harness import Process, free_port, free_ports, until
 
 from covey.federated import Device
 from covey.federated.model_codec import Floats
@@ -44,7 +43,7 @@ class Federation:
         self.shell = shell
         self.servers = servers
         self.threshold = threshold
-        self.port, self.manage, self.scheduler = ports(servers + 4), free_port(), free_port()
+        self.port, self.manage, self.scheduler = free_ports(servers + 4), free_port(), free_port()
         self.script = shell.script(script.replace("STRATEGY", strategy), "model.py")
         self._more = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
         numbers = ["--servers", "1" if apart else str(servers), "--server-num", str(servers), "--threshold", str(threshold)]
@@ -180,19 +179,6 @@ def expected(iteration: int, devices: int) -> Floats:
     for number in range(devices):
         total.add(update(number, iteration), number + 1)
     return total.mean().astype(np.float32)
-
-
-def ports(count: int) -> int:
-    """Return the first of several consecutive free ports."""
-    while True:
-        first = free_port()
-        if all(_free(first + number) for number in range(1, count)):
-            return first
-
-
-def _free(port: int) -> bool:
-    with socket.socket() as sock:
-        return sock.connect_ex(("127.0.0.1", port)) != 0
 
 
 def _environ(process: psutil.Process) -> dict[str, str]:

@@ -37,6 +37,8 @@ from covey.runtime.node_runtime import SchedulerAddress
 DEADLINE_S = 90.0  # for any one event; reached only if the test fails
 POLL_S = 0.01
 TAIL_LINES = 60
+PORT_RANGES, PORTS_PER_RANGE = 8, 2_750  # from 10,000 on
+_returned_ports: set[int] = set()
 MARK = "HARNESS_FOLDER"  # in the environment of every process that a test starts
 
 # Joins, prints its rank, and runs until the file named by its first argument exists. It never imports torch.
@@ -65,13 +67,33 @@ def until(happened: Callable[[], Any], what: str, deadline_s: float = DEADLINE_S
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a free port outside the ephemeral range, so that no outgoing connection uses it."""
-    kind = socket.AF_INET6 if ":" in host else socket.AF_INET
+    """Return a free port that this process has not returned before."""
+    return free_ports(1, host)
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> int:
+    """Return the first of consecutive free ports, outside the ephemeral range: no outgoing connection uses them.
+
+    Each process of pytest-xdist has its own range, and no port is returned twice, so that a port is still free when a test
+    uses it. Two runs of pytest at the same time share the ranges.
+    """
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % PORT_RANGES
+    first = 10_000 + number * PORTS_PER_RANGE
     while True:
-        port = random.SystemRandom().randrange(10_000, 32_000)
-        with contextlib.suppress(OSError), socket.socket(kind) as sock:
-            sock.bind((host, port))
+        port = random.SystemRandom().randrange(first, first + PORTS_PER_RANGE - count)
+        chosen = range(port, port + count)
+        if _returned_ports.isdisjoint(chosen) and all(_can_bind(host, each) for each in chosen):
+            _returned_ports.update(chosen)
             return port
+
+
+def _can_bind(host: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
+        try:
+            sock.bind((host, port))
+        except OSError:
+            return False
+        return True
 
 
 class Process:

@@ -17,8 +17,8 @@ import numpy as np
 import psutil
 import pytest
 from tests.processes.command import Shell
-from tests.processes.federation import SIZE, DeviceGroup, Federation, expected, ports, update
-from tests.processes.harness import free_port, until
+from tests.processes.federation import SIZE, DeviceGroup, Federation, expected, update
+from tests.processes.harness import free_port, free_ports, until
 
 from covey.federated import Device
 from covey.federated.device.client import RequestRefused, Task
@@ -375,7 +375,7 @@ def test_mindspore_example_runs(shell: Shell) -> None:
     shutil.copytree(ROOT / "examples/mobile", folder)
     (folder / "config.json").write_text('{"recovery": {"storage_type": 1, "storge_file_path": "config.json"}}')
     port, manage = free_port(), free_port()
-    first = ports(2)
+    first = free_ports(2)
     where = ["--scheduler_ip=127.0.0.1", f"--scheduler_port={port}", "--server_num=2"]
     where.append(f"--config_file_path={folder}/config.json")
     sched = ["python", "run_mobile_sched.py", *where, f"--fl_server_port={first}", f"--scheduler_manage_port={manage}"]

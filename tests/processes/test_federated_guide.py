@@ -8,8 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from tests.processes.command import Shell
-from tests.processes.federation import ports
-from tests.processes.harness import free_port, until
+from tests.processes.harness import free_port, free_ports, until
 
 GUIDE = (Path(__file__).parents[2] / "docs/federated.md").read_text()
 BLOCKS: list[tuple[str, str]] = re.findall(r"^```(\w*)\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
@@ -33,7 +32,7 @@ def command(start: str, **smaller: object) -> list[str]:
 
 def test_guide_commands_up_device_status_and_stop_run(shell: Shell) -> None:
     (shell.folder / "model.py").write_text(script("# model.py"))
-    port = ports(2)
+    port = free_ports(2)
     arguments = command("federated up", servers=2, port=port, manage_port=free_port(), threshold=1)
     more = ["--scheduler-port", str(free_port()), "--set", "fl_iteration_num=3", "--set", "eval_every=2"]
     up = shell.covey(*arguments[:-1], *more, arguments[-1], cwd=shell.folder)

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.processes.command import Shell
-from tests.processes.federation import MODEL, SIZE, ports
-from tests.processes.harness import free_port
+from tests.processes.federation import MODEL, SIZE
+from tests.processes.harness import free_port, free_ports
 from tests.unit.federated.privacy.certificates import Authority
 
 from covey.federated import Device, get_fl_context, reset_fl_context, set_fl_context
@@ -26,7 +26,7 @@ def test_guide_secure_cluster_shows_noise_in_status(shell: Shell) -> None:
     (line,) = [line for language, text in BLOCKS if not language for line in text.splitlines()]
     arguments = shlex.split(line)[1:]
     arguments[arguments.index("--threshold") + 1] = "3"
-    port, scheduler = ports(2), free_port()
+    port, scheduler = free_ports(2), free_port()
     where = ["--port", str(port), "--scheduler-port", str(scheduler), "--manage-port", str(free_port())]
     noise = ["--set", "dp_noise=2.0", "--set", "dp_budget=50.0", "--iterations", "1"]
     up = shell.covey(*arguments[:-1], *where, *noise, arguments[-1], cwd=shell.folder)
